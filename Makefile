@@ -11,7 +11,7 @@ PYTEST  = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(B
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MINUTES ?= 3
 
-.PHONY: demo test check slow claims docs bench clean
+.PHONY: demo test check slow claims docs bench lock sbom audit clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
@@ -47,6 +47,17 @@ docs: $(VENV)/dev.stamp  ## the documentation site, offline
 
 bench: $(VENV)/dev.stamp  ## ratios against named peers, into results/
 	$(BIN)/python benchmarks/training.py
+
+lock:  ## pins and hashes of requirements/, from constraints.txt; needs uv
+	scripts/lock
+
+sbom: $(VENV)/dev.stamp  ## what it is made of: dist/sbom.json and docs/licenses.md
+	$(BIN)/python scripts/sbom
+
+# Fails where a package cannot be looked up: an audit without advisories is none.
+audit: $(VENV)/dev.stamp  ## known vulnerabilities of what requirements/ pins; needs the network
+	@$(PIP) -c constraints.txt -e '.[audit]'
+	$(BIN)/pip-audit --strict --disable-pip --require-hashes -r requirements/run.txt -r requirements/cuda.txt
 
 clean:
 	rm -rf $(VENV) demo site dist build

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from common import Row, record, require_quiet
 
 from shoal.cost.score import Score, run_id
-from shoal.ir import Estimate, Interval, Machine, Plan, TrainJob
+from shoal.ir import Estimate, Interval, Machine, TrainJob, TrainPlan
 from shoal.machine.described import load
 from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
@@ -44,7 +44,7 @@ def machine() -> Machine:
     return Machine.load(path) if path.exists() else load("laptop")
 
 
-def plan(number: int, here: Machine) -> Plan:
+def plan(number: int, here: Machine) -> TrainPlan:
     """The plan of a run."""
     from shoal.cost.shapes import find
 
@@ -58,7 +58,7 @@ def plan(number: int, here: Machine) -> Plan:
         total_s=Interval.around(9.0 * (1 + number % 7), 0.2),
         bound="compute",
     )
-    return Plan(job=job, machine=here, shape=find(model), estimate=cost, why="fastest of 104")
+    return TrainPlan(job=job, machine=here, shape=find(model), estimate=cost, why="fastest of 104")
 
 
 def events(number: int, steps: int = 300) -> str:

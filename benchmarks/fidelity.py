@@ -1,4 +1,4 @@
-"""How well the simulator predicts one engine: four traces, foretold on disk, then served.
+"""How well the simulator predicts one engine: four traces, predicted on disk, then served.
 
 Usage: python benchmarks/fidelity.py [--requests N] [--loud]
 
@@ -139,14 +139,14 @@ def main() -> None:
     for name in TRACES:
         tries: list[dict[str, Any]] = []
 
-        def foretold(
+        def predicted(
             found: dict[str, Any], name: str = name, tries: list[dict[str, Any]] = tries
         ) -> None:
             known[name]["tries"] = [*tries, found]
             keep()
 
         while len(tries) < TRIES and not (tries and steady(tries[-1])):
-            tries.append(attempt(name, model, options.requests, len(tries), foretold))
+            tries.append(attempt(name, model, options.requests, len(tries), predicted))
         # The first that was steady is the last; else, of those without company, the one during
         # which least changed.
         judged = min(
@@ -174,7 +174,7 @@ def main() -> None:
                     threshold=limit,
                     note=f"{MODEL}, {options.requests} requests at {judged['rate']:.1f} a "
                     f"second, twice what the same engine served in a rehearsal with as many "
-                    f"others; foretold on disk {said[quantity]:.4g}, measured "
+                    f"others; predicted on disk {said[quantity]:.4g}, measured "
                     f"{measured[quantity]:.4g}: {error:+.3f}; {judged['steps']} steps; fixed "
                     f"steps changed by {spread_of(judged['pulse_s']):.1%} from the rehearsal to "
                     f"the end, at attempt {tries.index(judged) + 1} of {len(tries)}",

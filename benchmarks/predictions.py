@@ -22,7 +22,7 @@ from common import RESULTS, Row, record, require_quiet
 from shoal.core.errors import PlanError
 from shoal.core.files import write_atomic, write_json
 from shoal.core.svg import Chart, Series
-from shoal.ir import Plan, TrainJob
+from shoal.ir import TrainJob, TrainPlan
 from shoal.machine.probing import probe, saved_path
 from shoal.train.run import execute, plan_job
 
@@ -66,7 +66,7 @@ def asked(name: str, steps: int) -> TrainJob:
     )
 
 
-def how(plan: Plan) -> dict[str, Any]:
+def how(plan: TrainPlan) -> dict[str, Any]:
     """What of a plan decides how long a step takes."""
     job = plan.job
     parallel = job.parallel.model_dump(mode="json", exclude_defaults=True)
@@ -99,7 +99,7 @@ def main() -> None:
     require_quiet()
     machine = probe(fast=False, save=saved_path())
     rows: list[dict[str, Any]] = []
-    plans: dict[tuple[str, str], Plan] = {}
+    plans: dict[tuple[str, str], TrainPlan] = {}
     choices: set[tuple[str, str]] = set()
     for name in arguments.only:
         jobs = jobs_of(name, arguments.steps)

@@ -271,7 +271,7 @@ def plan(place: Path, steps: int, memory: Mapping[str, Any] | None) -> Any:
     """A run of four replicas on the standard library's text."""
     from shoal.cost.shapes import find
     from shoal.cost.training import estimate
-    from shoal.ir import Plan, TrainJob, Work
+    from shoal.ir import TrainJob, TrainPlan, Work
     from shoal.machine.described import load
     from shoal.train.run import with_kernels
 
@@ -298,7 +298,7 @@ def plan(place: Path, steps: int, memory: Mapping[str, Any] | None) -> Any:
     )
     machine, shape = load("laptop"), find(MODEL)
     cost = estimate(Work(shape=shape, job=job), machine)
-    return with_kernels(Plan(job=job, machine=machine, shape=shape, estimate=cost))
+    return with_kernels(TrainPlan(job=job, machine=machine, shape=shape, estimate=cost))
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -20,7 +20,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from dash_home import beat, make_run, plan_of
 
     from shoal.cost.score import Score
-    from shoal.ir import Report
+    from shoal.ir import TrainReport
     from shoal.machine.described import load
 
     place = tmp_path_factory.mktemp("home")
@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(score, runs / "killed", end=None, report=False)
     beat(runs / "killed", 3600)
     make_run(score, runs / "alive", model="shoal-8m", end=None, report=False, steps=7)
-    score.append(Report(plan=plan_of("before"), measured={"step_s": 0.025}))
+    score.append(TrainReport(plan=plan_of("before"), measured={"step_s": 0.025}))
     return place
 
 

@@ -15,7 +15,7 @@ from shoal.app.dash.app import Settings, create_app
 from shoal.app.dash.guard import Access
 from shoal.cost.score import Score, run_id
 from shoal.cost.shapes import find
-from shoal.ir import Estimate, Interval, Plan, TrainJob
+from shoal.ir import Estimate, Interval, TrainJob, TrainPlan
 from shoal.machine.described import load
 from shoal.train.layout import RunDir
 from shoal.train.report import make_report, write_page
@@ -25,7 +25,7 @@ PAGES = ("/", "/machine", "/runs", "/plans", "/explore", "/goodput", "/score", "
 KEY = "a-key-that-no-page-may-show"
 
 
-def plan_of(name: str, model: str = "shoal-4m") -> Plan:
+def plan_of(name: str, model: str = "shoal-4m") -> TrainPlan:
     cost = Estimate(
         step_s=Interval.around(0.02, 0.2),
         terms_s={"matmul": 0.015, "memory": 0.005},
@@ -36,7 +36,7 @@ def plan_of(name: str, model: str = "shoal-4m") -> Plan:
     )
     job = TrainJob(name=name, model=model, steps=30)
     machine = load("laptop")
-    return Plan(
+    return TrainPlan(
         job=job, machine=machine, shape=find(model), estimate=cost, why="fastest <b>of</b> two"
     )
 

@@ -168,6 +168,26 @@ def test_a_plan_that_is_not_for_here(
     refused("train", "--plan", "plan.yaml", parts=parts)
 
 
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_plan_for_gpus_does_not_run_on_a_cpu(
+    probed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not with its machine named, and not where nobody probed this one."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["plan", "train", "shoal-4m", "-m", "8xH100", "--tokens", "9M", "--out", "plan.yaml"]
+    assert RUN.invoke(app, words).exit_code == 0
+    if not probed:
+        (tmp_path / "home" / "machine.yaml").unlink()
+        refused("train", "--plan", "plan.yaml", parts=("8xH100", "GPUs", "CPU", "--anyway"))
+    refused(
+        "train", "--plan", "plan.yaml", "--machine", "8xH100", parts=("8xH100", "GPUs", "--anyway")
+    )
+    Path("job.yaml").write_text("model: shoal-4m\nsteps: 2\n")
+    refused("train", "job.yaml", "--machine", "8xH100", parts=("8xH100", "GPUs", "CPU", "--anyway"))
+
+
 def test_a_plan_for_another_machine_can_be_launched_there() -> None:
     words = ["plan", "train", "shoal-4m", "-m", "8xH100", "--tokens", "9M", "--out", "plan.yaml"]
     assert RUN.invoke(app, words).exit_code == 0
@@ -180,7 +200,7 @@ def test_what_is_no_plan_is_not_run() -> None:
     Path("plan.yaml").write_text("model: shoal-4m\n")
     refused("train", "--plan", "plan.yaml", parts=("not a plan", "shoal plan train --out"))
     RUN.invoke(app, ["plan", "serve", "shoal-4m", "--out", "serve.yaml", "--no-compare"])
-    refused("train", "--plan", "serve.yaml", parts=("a plan of serving", "shoal serve"))
+    refused("train", "--plan", "serve.yaml", parts=("the job serve", "shoal run serve --plan"))
 
 
 @pytest.mark.parametrize(

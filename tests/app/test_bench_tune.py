@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,10 @@ def test_writes_the_best_and_the_landscape(tmp_path: Path) -> None:
     words += ["--knob", "max_running=1,4", "--knob", "max_step_tokens=64", "--knob", "block_size=8"]
     words += ["--knob", "kv_tokens=256", "--set", "threads=1", "--width", "9", "-q", "-o", "json"]
     files = ["--out", str(best), "--study", str(study), "--picture", str(picture)]
+    before = multiprocessing.active_children()
     done = tune(*words, *files)
     assert done.exit_code == 0, done.output
+    assert multiprocessing.active_children() == before, "the engine's process has ended"
     told = json.loads(done.stdout)
     assert told["configurations"] == len(told["trials"]) == 2
     job = ServeJob.load(best)

@@ -32,6 +32,13 @@ def refused(done: shoal_command.Completed, *parts: str) -> None:
         assert part in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    "old", ["plan tune Qwen3-8B -q", "bench planes --quick", "study duo routed", "plan decode x"]
+)
+def test_an_old_spelling_says_the_new_one(home: Path, old: str) -> None:
+    refused(shoal(home, *old.split()), f"{old.split()[1]}: now shoal explain {old.split()[1]}")
+
+
 def test_help_and_version(home: Path) -> None:
     done = shoal(home, "--help")
     assert done.returncode == 0

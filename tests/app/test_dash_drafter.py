@@ -39,4 +39,4 @@ def test_a_drafters_run_is_shown(tmp_path: Path) -> None:
         report = DrafterReport(plan=plan, measured={"step_s": 0.5, "drafter_bytes": 1e7})
         score.append(report, root)
     assert "500 ms" in shown
-    assert "drafter bytes" in shown
+    assert "drafter&#39;s file" in shown

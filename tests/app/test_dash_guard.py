@@ -93,7 +93,8 @@ def test_head_is_as_good_as_get(client: TestClient) -> None:
 )
 def test_a_foreign_host_is_refused(client: TestClient, host: str) -> None:
     for path in ("/", HEALTH, "/assets/style.css"):
-        assert client.get(path, headers={"host": host}).status_code == 421
+        for method in ("GET", "POST", "DELETE"):
+            assert client.request(method, path, headers={"host": host}).status_code == 421
 
 
 def test_names_of_this_machine() -> None:
@@ -109,7 +110,7 @@ def test_names_of_this_machine() -> None:
     "origin",
     ["http://evil.example", "null", "http://127.0.0.1:8643", "https://127.0.0.1:8642", "file://"],
 )
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 def test_a_foreign_origin_is_refused_for_all_verbs(
     client: TestClient, origin: str, method: str
 ) -> None:

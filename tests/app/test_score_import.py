@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from shoal.app.cli import app
 from shoal.core.errors import ConfigError, DataError, PlanError
 from shoal.cost.score import Score
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 
 LINE = "step: {}  loss: 10.0  memory: 40.00GiB(50.00%)  tps: 5,000  tflops: 300.00  mfu: 30.00%\n"
 
@@ -45,7 +45,7 @@ def test_emitted_planned_logged_and_scored() -> None:
     text = run("score", "--import", "train.log", "--plan", str(folder / "plan.yaml"))
     assert "a log of torchtitan" in text
     assert "step_s" in text
-    plan = Plan.load(folder / "plan.yaml")
+    plan = TrainPlan.load(folder / "plan.yaml")
     rows = {row.quantity: row for row in Score().rows()}
     wanted = plan.job.global_batch * 2048 / (5000 * 8)
     assert rows["step_s"].measured == pytest.approx(wanted)
@@ -67,10 +67,10 @@ def test_the_first_plan_that_the_engine_can_run_is_taken(monkeypatch: pytest.Mon
     from shoal.app.emitting import write_emitted
 
     emit("megatron", "--set", "shard=zero1", "--emit-dir", "first")
-    plan = Plan.load(Path("first/plan.yaml"))
+    plan = TrainPlan.load(Path("first/plan.yaml"))
     muon = plan.job.model_copy(update={"dropout": 0.1})
     write_emitted([plan.model_copy(update={"job": muon}), plan], "deepspeed", Path("second"))
-    assert Plan.load(Path("second/plan.yaml")) == plan
+    assert TrainPlan.load(Path("second/plan.yaml")) == plan
 
 
 def test_serving_is_emitted() -> None:
@@ -87,7 +87,7 @@ def test_serving_is_emitted() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(PlanError, match="shard = zero1: use zero2"):
+    with pytest.raises(PlanError, match="shard = zero1: use replicated, zero2"):
         emit("torchtitan", "--set", "shard=zero1")
     with pytest.raises(ConfigError, match="--emit"):
         emit("torchtitian")

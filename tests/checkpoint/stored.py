@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ class ThreadPeers:
         found = list(self._said)
         self._meeting.wait(30)
         return found
+
+    def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
+        rows = [
+            json.loads(one) for one in self.gather(json.dumps([*map(bytes.hex, messages)]).encode())
+        ]
+        return [bytes.fromhex(row[self.rank]) for row in rows]
 
 
 def on_ranks(world: int, work: Callable[[ThreadPeers], Any]) -> list[Any]:

@@ -19,14 +19,15 @@ def test_six_layouts_by_six(tmp_path: Path) -> None:
     for saving in LAYOUTS:
         whole = saved_under(tmp_path / saving, saving)
         assert any(name.startswith("all.optimizer.") for name in whole)
-        index = Store(tmp_path / saving).open(0, verify=False).index
-        size = sum(piece.bytes for t in index.tensors.values() for piece in t.pieces)
+        saved = Store(tmp_path / saving).open(0, verify=False)
+        pieces = {name: saved.pieces(name) for name in saved.index.tensors}
+        size = sum(piece.bytes for own in pieces.values() for piece in own)
         # Copies are stored once.
         assert size == sum(tensor.nbytes for tensor in whole.values())
         irregular += sum(
-            piece.shape[1:] != tensor.shape[1:] and len(tensor.pieces) > 2
-            for tensor in index.tensors.values()
-            for piece in tensor.pieces
+            piece.shape[1:] != saved.index.tensors[name].shape[1:] and len(own) > 2
+            for name, own in pieces.items()
+            for piece in own
         )
         for loading in LAYOUTS:
             assert layout_pair(tmp_path / saving, loading, whole) == (True, size), (saving, loading)

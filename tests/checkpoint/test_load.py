@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from stored import META, flip, save_on_ranks, split, tensors
 
 from shoal.checkpoint.checksum import combined, copy_crc32c, crc32c
-from shoal.checkpoint.index import Index, StoredFile, StoredPiece, Tensor, digest
 from shoal.checkpoint.loading import LoadReport, load_pieces
-from shoal.checkpoint.reads import Wish, plan_reads
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import Piece, Store
-from shoal.core.boxes import Box, uncovered
+from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError
 from shoal.parallel.thread_comm import ThreadComm, run_ranks
 
@@ -120,7 +118,7 @@ def test_a_flipped_bit_is_found_whoever_reads_it(
 ) -> None:
     monkeypatch.setattr("shoal.checkpoint.loading.READ_BYTES", read_bytes)
     saved = saved_by(tmp_path, 1)
-    piece = saved.index.tensors["model.w"].pieces[0]
+    piece = saved.pieces("model.w")[0]
     file = tmp_path / "step-00000001" / piece.file
     flip(file, saved.place("model.w", piece) + 1000)
 
@@ -162,88 +160,11 @@ def test_a_file_that_vanishes_is_told_by_every_rank(tmp_path: Path) -> None:
             (tmp_path / "step-00000001" / "rank-00000.safetensors").unlink()
         comm.barrier()
         wanted = {"model.w": want(split(WHOLE["model.w"], 0, 2)[comm.rank : comm.rank + 1])}
-        with pytest.raises(CheckpointError, match=r"rank-00000.*cannot be read"):
+        with pytest.raises(CheckpointError, match=r"rank-00000.*missing"):
             load_pieces(saved, wanted, comm)
         return "told"
 
     assert run_ranks(2, rank, timeout_s=20) == ["told", "told"]
-
-
-def indexed(shape: tuple[int, ...], pieces: list[Box]) -> Index:
-    stored = tuple(
-        StoredPiece(
-            file="rank-00000.safetensors",
-            offset=box.offset,
-            shape=box.shape,
-            bytes=4 * box.volume,
-            crc32c=0,
-            key=f"w#{number}",
-        )
-        for number, box in enumerate(pieces)
-    )
-    return Index(
-        step=1,
-        world=1,
-        meta={},
-        meta_sha256=digest({}),
-        files={"rank-00000.safetensors": StoredFile(bytes=10**6, header_sha256="0" * 64)},
-        tensors={"w": Tensor(dtype="F32", shape=shape, pieces=stored)},
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_cuts_tile_every_wish(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    parts = data.draw(st.integers(1, 3))
-    edges = [min(shape[0], round(n * shape[0] / parts)) for n in range(parts + 1)]
-    boxes = [
-        Box((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:]))
-        for low, high in itertools.pairwise(edges)
-        if high > low
-    ]
-    index = indexed(shape, boxes)
-    starts: dict[str, int] = {}
-    at = 64
-    for piece in index.tensors["w"].pieces:
-        starts[str(piece.key)] = at
-        at += piece.bytes
-
-    def wish() -> Wish:
-        low = [data.draw(st.integers(0, n - 1)) for n in shape]
-        high = [data.draw(st.integers(a + 1, n)) for a, n in zip(low, shape, strict=True)]
-        return Wish("w", tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
-
-    wishes = [[wish() for _ in range(data.draw(st.integers(0, 2)))] for _ in range(3)]
-    plan = plan_reads(
-        index,
-        lambda name, piece: starts[str(piece.key)],
-        wishes,
-        whole=data.draw(st.booleans()),
-        read_bytes=data.draw(st.sampled_from([8, 40, 10**6])),
-        gap_bytes=data.draw(st.sampled_from([0, 16, 10**6])),
-    )
-    reads = [read for own in plan.rounds for read in own]
-    spans = sorted((read.start, read.stop) for read in reads)
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    for rank, own in enumerate(wishes):
-        cuts = [cut for read in reads for cut in plan.cuts(read, rank)]
-        for number, one in enumerate(own):
-            mine = [cut.common for cut in cuts if cut.wish == number]
-            assert not uncovered(one.box, mine)
-            assert sum(box.volume for box in mine) == one.box.volume
-
-
-def test_rows_far_apart_are_read_by_themselves_and_near_ones_together() -> None:
-    index = indexed((100, 1000), [Box.whole((100, 1000))])
-    column = [[Wish("w", (0, 0), (100, 10))]]
-    apart = plan_reads(index, lambda *_: 0, column, whole=False, gap_bytes=1000)
-    assert (len(apart.rounds[0]), apart.bytes_of(0)) == (100, 4000)
-    near = plan_reads(index, lambda *_: 0, column, whole=False, gap_bytes=4000)
-    assert (len(near.rounds[0]), near.bytes_of(0)) == (1, 4 * (99 * 1000 + 10))
-    rows = [[Wish("w", (10, 0), (5, 1000)), Wish("w", (15, 0), (2, 1000))]]
-    together = plan_reads(index, lambda *_: 0, rows, whole=False)
-    assert (len(together.rounds[0]), together.bytes_of(0)) == (1, 28_000)
 
 
 @settings(max_examples=50, deadline=None)
@@ -265,7 +186,7 @@ def test_what_was_loaded_is_not_hashed_again(tmp_path: Path) -> None:
     saved = Store(tmp_path).open(1, verify=False)
     places = {"model.w": [Piece.whole(torch.empty(6, 5))]}
     load_pieces(saved, places)
-    piece = saved.index.tensors["model.w"].pieces[0]
+    piece = saved.pieces("model.w")[0]
     flip(tmp_path / "step-00000001" / piece.file, saved.place("model.w", piece))
     assert saved.intact("model.w", piece)
 
@@ -314,3 +235,50 @@ def test_two_hundred_pairs_of_layouts(data: st.DataObject, tmp_path_factory: Any
         patch.setattr("shoal.checkpoint.loading.READ_BYTES", read_bytes)
         for _, found in load_on(path, other, wanted, verify=verify):
             assert all(same(pieces, whole[name]) for name, pieces in found.items())
+
+
+def test_another_step_of_the_same_layout_is_read_by_the_same_plan(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first, second = torch.randn(12, 5), torch.randn(12, 5)
+    for step, whole in ((1, first), (2, second), (3, second)):
+        held: list[dict[str, Any]] = [{"w": piece} for piece in split(whole, 0, 3)]
+        assert save_on_ranks(store, step, held) == [None] * 3
+
+    def load(step: int, ranks: int, dim: int = 0) -> list[tuple[bool, torch.Tensor]]:
+        def rank(comm: ThreadComm) -> tuple[bool, torch.Tensor]:
+            pieces = want(split(first, dim, ranks)[comm.rank : comm.rank + 1])
+            report = load_pieces(Store(tmp_path).open(step, verify=False), {"w": pieces}, comm)
+            return report.fresh_plan, pieces[0].tensor
+
+        return run_ranks(ranks, rank, timeout_s=20)
+
+    for step, whole, fresh in ((1, first, True), (2, second, False), (1, first, False)):
+        found = load(step, 2)
+        assert [one for one, _ in found] == [fresh] * 2
+        assert torch.equal(torch.cat([tensor for _, tensor in found]), whole)
+    assert all(fresh for fresh, _ in load(2, 2, dim=1))  # other wishes
+    assert all(fresh for fresh, _ in load(2, 3))  # other ranks
+    # A plan says nothing of what lies in the files.
+    folder = tmp_path / "step-00000003"
+    flip(folder / "rank-00001.safetensors", -1)
+    with pytest.raises(CorruptError, match=r"'w' in .*rank-00001"):
+        load(3, 2)
+    flip(folder / "rank-00001.safetensors", -1)
+    flip(folder / "rank-00001.json", 100)
+    with pytest.raises(CorruptError, match=r"rank-00001\.json"):
+        load(3, 2)
+
+
+def test_a_damaged_shard_is_told_by_every_rank(tmp_path: Path) -> None:
+    saved_by(tmp_path, 3)
+    flip(tmp_path / "step-00000001" / "rank-00002.json", 100)
+    w = WHOLE["model.w"]
+
+    def rank(comm: ThreadComm) -> str:
+        # Only the last rank wants something of the file; the others must not wait for it.
+        pieces = want(split(w, 0, 3)[comm.rank : comm.rank + 1])
+        with pytest.raises(CorruptError, match=r"rank-00002\.json.*SHA-256 differs"):
+            load_pieces(Store(tmp_path).open(1, verify=False), {"model.w": pieces}, comm)
+        return "told"
+
+    assert run_ranks(3, rank, timeout_s=20) == ["told"] * 3

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.inmemory import process as process_module
+from shoal.checkpoint.inmemory import snapshot as snapshot_module
 from shoal.checkpoint.inmemory.fleet import Fleet
 from shoal.checkpoint.inmemory.process import SnapshotProcess
 from shoal.checkpoint.inmemory.recovery import InMemory
@@ -25,7 +26,7 @@ from shoal.checkpoint.inmemory.snapshot import Snapshots
 from shoal.checkpoint.inmemory.wire import Client, Place, receive, send
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.store import Store
-from shoal.core.errors import CheckpointError, RankError
+from shoal.core.errors import CheckpointError, NonFiniteError, RankError
 from shoal.core.parts import Choice
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(60)]
@@ -279,3 +280,41 @@ def test_a_lost_process_is_named(tmp_path: Path) -> None:
                 started.result(10)
         trainers.end()
     assert not fleet.file.exists()
+
+
+def test_what_is_not_finite_or_changes_meanwhile_is_never_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version before it stays; the next good one is newer again."""
+    go, copies = threading.Event(), snapshot_module._copies
+
+    def waiting(*given: Any) -> Iterator[Any]:
+        go.wait(20)
+        yield from copies(*given)
+
+    monkeypatch.setattr(snapshot_module, "_copies", waiting)
+    with Fleet(tmp_path, 2) as fleet:
+        for spoil, message in (
+            (lambda x: x.view(-1)[7].fill_(float("nan")), r"not finite: 1 of \d tensors of rank 0"),
+            (None, r"'model\.a' was changed while it was copied into memory"),
+        ):
+            trainers = Trainers(fleet, Choice(name="xor", options={"bucket": 4096}), range(2))
+            go.set()
+            trainers.begin(1, range(2))
+            list(trainers.pool.map(lambda one: one.settle(), trainers.all))
+            go.clear()
+            now = state(2)
+            if spoil is not None:
+                spoil(now["model.a"])
+            held = {name: [Piece.whole(tensor)] for name, tensor in now.items()}
+            list(trainers.pool.map(lambda one, h=held: one.begin(2, h, {"step": 2}), trainers.all))
+            if spoil is None:
+                now["model.a"].data.add_(1)
+            go.set()
+            settling = trainers.pool.submit(trainers.all[0].settle)
+            with pytest.raises((NonFiniteError, CheckpointError), match=message):
+                settling.result(20)
+            trainers.end()
+            found = fleet.recover()
+            assert found.step == 1
+            check(fleet, 1)

@@ -24,9 +24,9 @@ def test_every_flipped_byte_is_found_and_named(
     rest = {"empty": torch.empty(0, 2), **tensors(1)}
     save_on_ranks(store, 1, [{"w": pieces[0], **rest}, {"w": pieces[1]}])
     store.open(1).read_back()
-    for path in (tmp_path / "step-00000001").glob("rank-*"):
+    for path in (tmp_path / "step-00000001").glob("rank-*.safetensors"):
         saved = store.open(1)
-        first = min(place.start for place in saved._places[path.name].values())
+        first = min(start for _, _, start in saved.index.shard(path.name).pieces())
         for position in range(first, path.stat().st_size, 977):
             flip(path, position, 4)
             with pytest.raises(CorruptError, match=rf"tensor '[\w.]+' in .*{path.name}"):

@@ -51,6 +51,7 @@ def test_saved_elsewhere_is_loaded_from_there(mode: str, memory: str) -> None:
     assert str(latest.path).startswith(memory)
     assert {path.rsplit("/", 1)[1] for path in files(store)} == {
         "index.json",
+        "rank-00000.json",
         "rank-00000.safetensors",
     }
 
@@ -79,7 +80,7 @@ def test_a_step_saved_again_replaces_it(memory: str) -> None:
     saver.close()
     assert store.steps() == (1,)
     assert torch.equal(store.open(1).tensor("model.w"), tensors(3)["model.w"])
-    assert len(files(store)) == 2
+    assert len(files(store)) == 3
 
 
 def test_what_an_interrupted_save_left_is_no_checkpoint_and_is_removed(memory: str) -> None:
@@ -117,9 +118,39 @@ def test_a_second_run_is_refused_and_a_dead_one_is_not(memory: str) -> None:
     dead = {"id": "x", "host": __import__("socket").gethostname(), "pid": 2**22 + 1, "at": 1e12}
     fs_of(store).pipe_file(lease, json.dumps(dead).encode())
     SAVE_MODES.build("snapshot").build(store, Alone()).close()
-    fs_of(store).pipe_file(lease, json.dumps({**dead, "host": "elsewhere"}).encode())
-    with pytest.raises(CheckpointError, match="on elsewhere"):
-        SAVE_MODES.build("snapshot").build(store, Alone())
+
+
+@pytest.mark.parametrize("clock_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_writer_of_another_host_runs_while_it_renews_its_lease(
+    memory: str, monkeypatch: pytest.MonkeyPatch, clock_s: float, runs: bool
+) -> None:
+    monkeypatch.setattr(remote, "_LEASE_S", 12.0 if runs else 0.1)
+    store = Store(memory)
+    lease = f"{store.storage._root}/.writer.json"  # type: ignore[attr-defined]
+    over = threading.Event()
+
+    def say() -> None:
+        while True:
+            # The other host's clock is apart from this one's by so many seconds.
+            writer = {"id": "x", "host": "elsewhere", "pid": 1, "at": time.time() + clock_s}
+            fs_of(store).pipe_file(lease, json.dumps(writer).encode())
+            if over.wait(0.02) or not runs:
+                return
+
+    say_it = threading.Thread(target=say)
+    say_it.start()
+    if not runs:
+        say_it.join()
+    try:
+        if runs:
+            with pytest.raises(CheckpointError, match="on elsewhere"):
+                SAVE_MODES.build("snapshot").build(store, Alone())
+        else:
+            SAVE_MODES.build("snapshot").build(store, Alone()).close()
+    finally:
+        over.set()
+        say_it.join()
 
 
 def test_nobody_knows_the_way() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
 import os
 import shutil
 import subprocess
@@ -15,11 +15,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from old_format import rewrite_as
 from stored import META, MODEL, flip, save_on_ranks, split, tensors
 
-from shoal.checkpoint.image import bytes_of
-from shoal.checkpoint.index import INDEX_NAME, Index
+from shoal.checkpoint.index import INDEX_NAME, sealed
 from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.storage import LocalDraft
 from shoal.checkpoint.store import Piece, Store
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, ConfigError, CorruptError
@@ -51,6 +52,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert saved.meta == {**META, "step": 100}
     assert sorted(p.name for p in (tmp_path / "step-00000100").iterdir()) == [
         INDEX_NAME,
+        "rank-00000.json",
         "rank-00000.safetensors",
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000100"]
@@ -137,38 +139,27 @@ def test_a_rank_writes_several_pieces_of_a_tensor(tmp_path: Path) -> None:
         flip(path, place)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_older_versions_are_read_and_their_damage_is_found(version: int, tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.save(1, tensors(), META)
-    saved = store.open(1)
-    pieces = {
-        name: tensor.model_copy(
-            update={
-                "pieces": tuple(
-                    piece.model_copy(
-                        update={
-                            "crc32c": None,
-                            "sha256": hashlib.sha256(bytes_of(saved.tensor(name)).data).hexdigest(),
-                        }
-                    )
-                    for piece in tensor.pieces
-                )
-            }
-        )
-        for name, tensor in saved.index.tensors.items()
-    }
-    old = saved.index.model_copy(update={"version": version, "tensors": pieces})
+    pieces = split(torch.randn(7, 3), 0, 2)
+    save_on_ranks(store, 1, [{"cut": pieces[0], **tensors()}, {"cut": pieces[1]}])
     folder = tmp_path / "step-00000001"
-    (folder / INDEX_NAME).write_bytes(old.encode())
-    assert b"crc32c" not in old.encode()
+    rewrite_as(folder, version)
+    assert (b"crc32c" in (folder / INDEX_NAME).read_bytes()) == (version == 3)
+    assert len(list(folder.iterdir())) == 3
     found = store.open(1)
     assert found.index.version == version
     for name, tensor in tensors().items():
         assert torch.equal(found.tensor(name), tensor)
+    assert torch.equal(found.tensor("cut"), torch.cat([piece.tensor for piece in pieces]))
     flip(folder / "rank-00000.safetensors", -1)
-    with pytest.raises(CorruptError, match="SHA-256 differs"):
+    with pytest.raises(CorruptError, match="CRC32C" if version == 3 else "SHA-256 differs"):
         store.open(1)
+    flip(folder / "rank-00000.safetensors", -1)
+    flip(folder / "rank-00001.safetensors", 20)  # its header, which is looked at when it is opened
+    with pytest.raises(CorruptError, match="rank-00001"):
+        store.open(1, verify=False)
 
 
 def test_one_to_two_to_four_to_one(tmp_path: Path) -> None:
@@ -291,7 +282,9 @@ def test_a_failing_rank_fails_all_and_hangs_none(bad: int, tmp_path: Path) -> No
         outcomes = save_on_ranks(store, step, good)
         assert all(isinstance(one, CheckpointError) for one in outcomes)
         assert "complex64" in str(outcomes[bad])
-        assert sum("its own error says why" in str(one) for one in outcomes) == 2
+        assert "complex64" in str(outcomes[0]), "rank 0 says it for all"
+        others = sum("its own error says why" in str(one) for one in outcomes)
+        assert others == (2 if bad == 0 else 1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     latest = store.latest()
     assert latest is not None and torch.equal(latest.tensor("model.w"), tensors(1)["model.w"])
@@ -488,4 +481,35 @@ def test_the_index_vouches_for_itself(tmp_path: Path) -> None:
 
     table = json.loads(raw)
     del table["sha256"]
-    assert Index.model_validate(table).encode() == raw
+    assert sealed(table) == raw
+
+
+def test_the_cause_of_another_ranks_full_disk_reaches_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalDraft.put
+
+    def put(draft: LocalDraft, name: str, data: bytes) -> None:
+        if name.startswith("rank-00001") and data:  # it has room for names alone
+            raise OSError(errno.ENOSPC, "No space left on device", name)
+        real(draft, name, data)
+
+    monkeypatch.setattr(LocalDraft, "put", put)
+    first, second = save_on_ranks(Store(tmp_path), 1, [{"model.a": piece} for piece in PAIR])
+    assert "rank 1 wrote nothing: its disk is full" in str(first)
+    assert "disk full while saving" in str(second)
+    monkeypatch.undo()
+
+    write = Store._write
+
+    def refused(store: Store, draft: LocalDraft, rank: int, *rest: Any) -> str:
+        if rank:
+            raise OSError(errno.EIO, "Input/output error", "rank-00001.safetensors")
+        return write(store, draft, rank, *rest)
+
+    monkeypatch.setattr(Store, "_write", refused)
+    first, _ = save_on_ranks(Store(tmp_path), 2, [{"model.a": piece} for piece in PAIR])
+    assert "Input/output error" in str(first)
+
+
+PAIR = split(torch.arange(8.0), 0, 2)

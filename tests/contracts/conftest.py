@@ -23,6 +23,31 @@ DRAFTERS = Path(__file__).with_name("drafters")
 # Options that a part cannot be built without. Complete: a test compares it with what
 # the parts ask for.
 EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
+    ("study", "balance"): {"lengths": "lengths.txt"},
+    ("study", "moe_overlap"): {"model": "Mixtral-8x7B-v0.1"},
+    ("study", "scaling"): {"curve": "curve.csv"},
+    ("study", "schedule"): {"schedule": "1f1b"},
+    ("study", "stride"): {"host": 1.5e9, "device": 25e9, "link": 12e9},
+    ("study", "swap"): {
+        "forward": 1.0,
+        "backward": 2.0,
+        "again": 1.0,
+        "activations": 10**9,
+        "parameters": 1e8,
+    },
+    ("study", "sync"): {"model": "gpt2-xl"},
+    ("study", "autotp"): {"config": "config.json"},
+    ("study", "longctx"): {"model": "shoal-1m"},
+    ("study", "memory"): {"model": "shoal-1m"},
+    ("study", "peft"): {"model": "shoal-1m"},
+    ("study", "routes"): {"network": "net.yaml"},
+    ("study", "sbp"): {"file": "model.py", "mesh": "4"},
+    ("study", "decode"): {"drafters": ["drafter"]},
+    ("study", "duo"): {"directory": "routed"},
+    ("study", "gemm"): {"m": 64, "n": 64, "k": 64},
+    ("study", "pack"): {"datatype": "vector(13, 100, 128, float32)"},
+    ("study", "topology"): {"clusters": "clusters.yaml", "model": "shoal-27m"},
+    ("study", "tune"): {"model": "shoal-27m"},
     ("sink", "jsonl"): {"path": "events.jsonl"},
     ("sink", "tensorboard"): {"path": "curves"},
     ("corpus", "text"): {"path": "corpus.txt"},
@@ -42,6 +67,8 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
 
 # What a part of each kind promises, in the protocols of its room. Complete over KINDS.
 PROTOCOLS: dict[str, str] = {
+    "job": "shoal.ir.job_kind:JobKind",
+    "study": "shoal.ir.explanation:Study",
     "sink": "shoal.core.meter.protocols:Sink",
     "pool": "shoal.core.pool.protocols:PoolPart",
     "probe": "shoal.machine.protocols:Probe",
@@ -101,6 +128,8 @@ PROTOCOLS: dict[str, str] = {
 # them, checked against the jobs themselves; the others name the verb that reaches them.
 # Complete over KINDS.
 REACHED: dict[str, str] = {
+    "job": "plan KIND, run KIND",
+    "study": "explain",
     "corpus": "TrainJob",
     "packing": "TrainJob",
     "optimizer": "TrainJob",
@@ -122,10 +151,10 @@ REACHED: dict[str, str] = {
     "probe": "probe -> Machine -> every Plan",
     "law": "claims, model size and data of a Plan",
     "planner": "plan --planner",
-    "tuner": "plan tune --tuner",
+    "tuner": "explain tune --tuner",
     "emitter": "plan --emit",
-    "path_planner": "plan paths --policy",
-    "mapper": "plan mapping --mapper",
+    "path_planner": "explain paths --policy",
+    "mapper": "explain mapping --mapper",
     "kernel": "serve --set kernel.OPERATOR=BACKEND, bench kernels",
     "weight_format": "model quantize, ServeJob.weights",
     "preempt": "ServeJob",
@@ -283,6 +312,7 @@ BLOCKED = """
 TORCH_FREE = ("shoal.core", "shoal.ir", "shoal.machine", "shoal.cost", "shoal.plan")
 ROOMS = (
     *TORCH_FREE,
+    "shoal.fields",
     "shoal.kernel",
     "shoal.model",
     "shoal.memory",

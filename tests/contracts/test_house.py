@@ -34,6 +34,8 @@ WRITES = {
     "model/huggingface.py",  # inside a directory that is renamed when it is whole
     "parallel/processes.py",  # where a crash leaves a rank's stacks
     "parallel/heartbeat.py",  # a mapped page of a few numbers
+    "train/alone.py",  # a lock file that names its process
+    "train/launchers/ray.py",  # what a rank prints
     "train/supervise.py",  # what a rank prints
     "train/watch/recorder.py",  # a mapped page of records
     "train/worker.py",  # where a crash leaves its stacks

@@ -11,37 +11,26 @@ from typing import Any, get_args
 
 import pytest
 
-import shoal.ir
 from shoal.core.config import Kind, Value
 from shoal.core.parts import KINDS, Choice, table
 from shoal.ir import (
     DrafterJob,
     DrafterPlan,
-    DrafterReport,
-    DrafterWork,
     Estimate,
     Interval,
+    Job,
     Machine,
-    Plan,
-    Report,
     ServeJob,
     ServePlan,
-    ServeReport,
     TrainJob,
+    TrainPlan,
     Work,
+    kinds,
 )
 
 from .conftest import PARTS, REACHED, choice, small_job, small_machine, small_serve_job
 
-# Every kind of job: a value of ``ir`` with a field ``job`` that names it.
-JOBS: list[type[Value]] = [
-    found
-    for found in vars(shoal.ir).values()
-    if isinstance(found, type)
-    and issubclass(found, Value)
-    and "job" in found.model_fields
-    and found not in (Plan, ServePlan, DrafterPlan, Work, DrafterWork)
-]
+JOBS: list[type[Job]] = [kind.job_type for kind in kinds().values()]
 
 
 def choices_of(job: type[Value]) -> dict[str, str]:
@@ -115,13 +104,13 @@ CHOSEN_PARTS = [(kind, name) for kind, name in PARTS if kind in FIELD_OF]
 TRAINED_PARTS = [(kind, name) for kind, name in CHOSEN_PARTS if kind in CAUSES]
 
 
-def plan(job: TrainJob, planner: str = "search") -> Plan:
-    plans: list[Plan] = table("planner").build(planner).plan(job, small_machine())
+def plan(job: TrainJob, planner: str = "search") -> TrainPlan:
+    plans: list[TrainPlan] = table("planner").build(planner).plan(job, small_machine())
     return plans[0]
 
 
 @functools.cache
-def plan_of(kind: str, name: str) -> Plan | ServePlan | DrafterPlan:
+def plan_of(kind: str, name: str) -> TrainPlan | ServePlan | DrafterPlan:
     """The plan of a small job that chooses this part."""
     chosen = stated(kind, name)
     if REACHED[kind] == "TrainJob":
@@ -235,50 +224,3 @@ def test_every_job_has_competing_planners(job: type[Value]) -> None:
     found = {planner: plan(small_job(), planner) for planner in table("planner")}
     assert {planner: made.planner for planner, made in found.items()} == {p: p for p in found}
     assert all(made.estimate is not None for made in found.values())
-
-
-def test_prediction_is_scored(tmp_path: Any) -> None:
-    """What was planned and what was measured meet in one row."""
-    from shoal.cost.score import Score
-
-    planned = plan(small_job())
-    assert planned.estimate is not None
-    predicted = planned.estimate.step_s.value
-    report = Report(plan=planned, measured={"step_s": predicted * 1.25})
-    score = Score(tmp_path / "score.db")
-    score.append(report)
-    (row,) = score.rows()
-    assert (row.quantity, row.predicted, row.job) == ("step_s", predicted, planned.job)
-    assert row.error == pytest.approx(0.25)
-    assert score.reports() == [report]
-
-
-def test_prediction_of_a_drafters_training_is_scored(tmp_path: Any) -> None:
-    """So does the training of a drafter."""
-    from shoal.cost.score import Score
-
-    planned = drafter_plan()
-    assert planned.estimate is not None
-    predicted = planned.estimate.step_s.value
-    report = DrafterReport(plan=planned, measured={"step_s": predicted * 2})
-    score = Score(tmp_path / "score.db")
-    score.append(report)
-    (row,) = score.rows()
-    assert (row.quantity, row.predicted, row.job) == ("step_s", predicted, planned.job)
-    assert row.error == pytest.approx(1.0)
-    assert score.reports() == [report]
-
-
-def test_prediction_of_serving_is_scored(tmp_path: Any) -> None:
-    """A served workload stands in the same score."""
-    from shoal.cost.score import Score
-
-    planned = serve_plan(small_serve_job())
-    predicted = planned.predicted["tokens_per_s"].value
-    report = ServeReport(plan=planned, measured={"tokens_per_s": predicted * 0.8})
-    score = Score(tmp_path / "score.db")
-    score.append(report)
-    (row,) = score.rows()
-    assert (row.quantity, row.predicted, row.job) == ("tokens_per_s", predicted, planned.job)
-    assert row.error == pytest.approx(-0.2)
-    assert score.reports() == [report]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 from shoal.core.errors import CheckpointError, ConfigError, ShoalError
 from shoal.core.files import (
+    locked,
     parse_yaml,
     read_yaml,
+    reserve,
     shoal_home,
+    use_reserved,
     write_atomic,
     write_dir_atomic,
     write_json,
@@ -26,7 +31,28 @@ def test_write_atomic_makes_directories_and_replaces(tmp_path: Path) -> None:
     write_atomic(path, b"two")
     assert path.read_bytes() == b"two"
     assert [entry.name for entry in path.parent.iterdir()] == ["b.txt"]
-    assert path.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_modes_are_those_of_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_atomic(tmp_path / "file", "text")
+        with write_dir_atomic(tmp_path / "directory") as inside:
+            (inside / "file").write_text("text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "directory").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert (tmp_path / "directory" / "file").stat().st_mode & 0o777 == mode
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+    path.chmod(0o640)
+    write_atomic(path, "new")
+    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o640
 
 
 def test_disk_full_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +126,39 @@ def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert shoal_home() == tmp_path / "shoal"
     monkeypatch.delenv("XDG_DATA_HOME")
     assert shoal_home() == Path("~/.local/share/shoal").expanduser()
+
+
+def test_reserved_room_is_written_though_the_disk_is_full(tmp_path: Path) -> None:
+    spare, path = tmp_path / "spare", tmp_path / "error"
+    reserve(spare, 256)
+    # No file may grow any more in this process, as on a full disk.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ShoalError, match="cannot be written"):
+            write_atomic(tmp_path / "other", "x" * 100)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, before[1]))
+        use_reserved(spare, path, json.dumps({"message": "why"}).encode())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert json.loads(path.read_text()) == {"message": "why"}
+    assert not spare.exists()
+    use_reserved(tmp_path / "none", path, b"{}")  # nothing was reserved, and the disk has room
+    assert json.loads(path.read_text()) == {}
+
+
+def test_a_lock_that_is_held_for_ever_is_given_up(tmp_path: Path) -> None:
+    """As of a process that has stopped: a second open file is another holder."""
+    path = tmp_path / "lock"
+    waits: list[None] = []
+    with (
+        locked(path, lambda: None),
+        pytest.raises(ConfigError, match=r"another process has held this lock for 0\.3 s"),
+        locked(path, lambda: waits.append(None), error=ConfigError, limit_s=0.3),
+    ):
+        pass
+    assert waits
+    with locked(path, lambda: None, limit_s=0.3):
+        pass

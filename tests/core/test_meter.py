@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, MissingExtraError, StoreError
-from shoal.core.meter import SINKS, Meter, Sink, Writer, read_events
+from shoal.core.meter import SINKS, EventTail, Meter, Sink, Writer, read_events
 
 
 def jsonl(path: Path) -> Sink:
@@ -34,6 +35,7 @@ def test_events_are_read_back_as_they_were(tmp_path: Path) -> None:
         assert [event["step"] for event in read_events(path)] == [1, 2]
     first, second = read_events(path)
     assert first.pop("time") <= second.pop("time")
+    assert first.pop("monotonic_s") < second.pop("monotonic_s")
     assert first == {
         "kind": "step",
         "rank": "0",
@@ -118,6 +120,38 @@ def test_full_disk_is_told() -> None:
         writer.event({"kind": "step"}, {})
     with pytest.raises(StoreError):
         writer.close()
+
+
+def test_a_line_that_a_full_disk_cuts_short_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    writer = jsonl(path).open()
+    writer.event({"kind": "step", "step": 0}, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, hard))
+    try:
+        with pytest.raises(StoreError, match="events cannot be written"):
+            writer.event({"kind": "step", "step": 1}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.event({"kind": "step", "step": 2}, {})
+    writer.close()
+    assert [event["step"] for event in read_events(path)] == [0, 2]
+
+
+def test_a_tail_follows_a_file_whose_torn_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert list(EventTail(path)) == []
+    path.write_text('{"kind": "step", "step": 0}\n{"kind": "st')
+    tail = EventTail(path)
+    writer = jsonl(path).open()
+    for step in (1, 2):
+        writer.event({"kind": "step", "step": step}, {})
+        assert [event["step"] for event in tail] == [step]
+    writer.close()
+    with path.open("a") as file:
+        file.write("3\n")
+    with pytest.raises(StoreError, match=r"after byte .*not an event"):
+        list(tail)
 
 
 def test_torn_last_line_is_left_out_and_cut_off_on_resume(tmp_path: Path) -> None:

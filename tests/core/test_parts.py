@@ -111,7 +111,7 @@ def test_table_is_a_mapping() -> None:
 
 
 def test_unknown_kind() -> None:
-    with pytest.raises(UnknownPartError, match="expected one of sink, pool"):
+    with pytest.raises(UnknownPartError, match="expected one of job, study, sink, pool"):
         parts.table("sinks")
 
 
@@ -209,4 +209,6 @@ def test_entry_point_of_no_kind_is_named(tmp_path: Path, entry: str) -> None:
             print(error)
         """,
     )
-    assert "expected <kind>.<name> with a kind of sink, pool" in done.stdout, done.stderr
+    assert "expected <kind>.<name> with a kind of job, study, sink, pool" in done.stdout, (
+        done.stderr
+    )

@@ -14,6 +14,7 @@ from shoal.core.random import generator
 from shoal.cost.gemm import GemmPredictor, by_rates, fit, grouped_folds, predictor_path, stored
 from shoal.cost.gemm_features import FEATURES, Roofs, features, roofs
 from shoal.cost.gemm_validate import held_out, importance, tile_choices
+from shoal.ir import Measurement
 from shoal.machine.described import load
 from shoal.machine.probes.gemm import drawn
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmShape, GemmTable, telling
@@ -240,3 +241,29 @@ def test_a_machine_that_nobody_swept() -> None:
     assert found.roofline_s < found.seconds.value
     assert "not swept" in found.note
     assert found.power == "modelled"
+
+
+def test_a_probed_machine_waits_for_its_memory() -> None:
+    """A thin product takes as long as its bytes, whatever rate elementwise operators had."""
+    probed = load("laptop")
+    measured = Measurement(
+        probe="framework", quantity="elementwise_bandwidth", unit="B/s", median=1e12, low=1e12,
+        high=1e12, repeats=5, at=1e8,
+    )  # fmt: skip
+    slow = probed.model_copy(
+        update={
+            "measurements": (measured,),
+            "device": probed.device.model_copy(
+                update={
+                    "memory": tuple(
+                        tier.model_copy(update={"read_bandwidth": 1e9, "write_bandwidth": 1e9})
+                        for tier in probed.device.memory
+                    )
+                }
+            ),
+        }
+    )
+    shape = GemmShape(M=1, N=20_000, K=20_000, threads=probed.device.num_cores or 1)
+    assert by_rates(shape, slow).seconds.value >= shape.bytes / 1e9
+    fast = by_rates(shape, probed.model_copy(update={"measurements": (measured,)}))
+    assert fast.seconds.value < 0.5 * by_rates(shape, slow).seconds.value

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
+import pytest
+from typer.testing import CliRunner
+
+from shoal.app.commands.explain import app
 from shoal.core.errors import ConfigError
 from shoal.cost.parscale import PUBLISHED, ParallelLaw, StreamPoint, equal_loss, fit_parscale
 from shoal.cost.shapes import find
@@ -65,3 +69,12 @@ def test_streams_cost_less_than_growing() -> None:
     assert many.latency_saved < four.latency_saved
     with pytest.raises(ConfigError, match="streams"):
         equal_loss(LAW, shape, machine, streams=(0,))
+
+
+def test_the_command_compares_streams_with_dense_models():
+    done = CliRunner().invoke(app, ["parscale", "--params", "1.6e9", "-o", "json"])
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["streams"] for row in rows] == [1, 2, 4, 8]
+    assert rows[-1]["dense_params"] > rows[0]["dense_params"] == pytest.approx(1.6e9)
+    for words in (["--corpus", "x"], ["--params", "0"]):
+        assert isinstance(CliRunner().invoke(app, ["parscale", *words]).exception, ConfigError)

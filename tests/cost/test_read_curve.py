@@ -1,7 +1,9 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from shoal.app.commands.explain import app
 from shoal.core.errors import ConfigError, DataError
 from shoal.cost.scaling.ask import fit_best
 from shoal.cost.scaling.read import read_curve
@@ -43,3 +45,18 @@ def test_missing_and_binary(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="not text"):
         read_curve(tmp_path / "binary.csv")
+
+
+def test_the_command_says_how_much_data_is_needed(tmp_path: Path) -> None:
+    file, drawn = tmp_path / "curve.csv", tmp_path / "curve.svg"
+    lines = [f"{2**n},{1.2 + 8 * (2**n) ** -0.3!r}" for n in range(6, 20)]
+    file.write_text("size,value\n" + "\n".join(lines) + "\n")
+    done = CliRunner().invoke(
+        app, ["scaling", str(file), "--target", "1.5", "--picture", str(drawn)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "law power_floor" in done.stdout and "an error of 1.5 needs" in done.stdout
+    assert drawn.read_text().startswith("<svg")
+    done = CliRunner().invoke(app, ["scaling", str(file), "--target", "1"])
+    assert "below the floor of this law: no data is enough" in done.stdout
+    assert isinstance(CliRunner().invoke(app, ["scaling"]).exception, ConfigError)

@@ -5,7 +5,16 @@ import pytest
 from shoal.core.errors import StoreError
 from shoal.cost.score import Score, calibrate, run_id
 from shoal.cost.shapes import find
-from shoal.ir import Device, Estimate, Interval, Machine, MemoryTier, Plan, Report, TrainJob
+from shoal.ir import (
+    Device,
+    Estimate,
+    Interval,
+    Machine,
+    MemoryTier,
+    TrainJob,
+    TrainPlan,
+    TrainReport,
+)
 
 MACHINE = Machine(
     name="m",
@@ -22,8 +31,8 @@ def report(measured, predicted=1.0, **job):
         memory_bytes={"weights": 100.0},
         tokens=10,
     )
-    plan = Plan(job=TrainJob(**job), machine=MACHINE, shape=find("shoal-4m"), estimate=cost)
-    return Report(plan=plan, measured={"step_s": measured, "memory_bytes": 110.0, "loss": 2.0})
+    plan = TrainPlan(job=TrainJob(**job), machine=MACHINE, shape=find("shoal-4m"), estimate=cost)
+    return TrainReport(plan=plan, measured={"step_s": measured, "memory_bytes": 110.0, "loss": 2.0})
 
 
 def test_append_and_read_back(tmp_path):
@@ -158,3 +167,42 @@ def test_rows_without_jobs(tmp_path):
     score.append(report(1.1))
     (row,) = score.rows(quantity="step_s", jobs=False)
     assert row.job is None and row.error == pytest.approx(0.1)
+
+
+def test_what_another_kind_of_device_measured_is_not_counted(tmp_path):
+    """A CPU's times say nothing about a prediction for a GPU, whoever recorded them."""
+    gpu = MACHINE.model_copy(update={"device": MACHINE.device.model_copy(update={"kind": "gpu"})})
+    score = Score(tmp_path / "score.db")
+    for device in ("cpu", "gpu", ""):
+        one = report(70.0)
+        plan = one.plan.model_copy(update={"machine": gpu})
+        score.append(one.model_copy(update={"plan": plan, "device": device}))
+    rows = score.rows(quantity="step_s")
+    assert [row.elsewhere for row in rows] == [True, False, False]
+    assert [row.error for row in rows] == [None, pytest.approx(69.0), pytest.approx(69.0)]
+    assert rows[0].inside is None and rows[0].predicted == 1.0
+    assert len(score.rows(quantity="step_s", scored=True)) == 2
+    assert {s.quantity: s.count for s in score.errors()} == {"step_s": 2, "memory_bytes": 2}
+    numbers = score.quantities([1, 2])
+    assert numbers[1]["step_s"].measured == 70.0 and numbers[1]["step_s"].predicted is None
+    assert numbers[2]["step_s"].predicted == 1.0
+    _, note = calibrate(
+        rows[0].job and report(1.0).plan.estimate, rows, job=rows[0].job, machine=gpu
+    )
+    assert note == ""  # two runs are too few
+
+
+def test_a_store_of_version_2_learns_where_its_runs_were_measured(tmp_path):
+    gpu = MACHINE.model_copy(update={"device": MACHINE.device.model_copy(update={"kind": "gpu"})})
+    score = Score(tmp_path / "score.db")
+    for torch in ("2.13.0+cpu", "2.13.0+cu130"):
+        one = report(70.0)
+        plan = one.plan.model_copy(update={"machine": gpu})
+        score.append(one.model_copy(update={"plan": plan, "versions": {"torch": torch}}))
+    with sqlite3.connect(score.path) as connection:
+        connection.execute("DROP INDEX reports_by_device")
+        connection.execute("ALTER TABLE reports DROP COLUMN device")
+        connection.execute("PRAGMA user_version=2")
+    connection.close()
+    found = Score(score.path).rows(quantity="step_s")
+    assert [row.elsewhere for row in found] == [True, False]

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from shoal.app.commands.plan import app
+from shoal.app.commands.explain import app
 from shoal.core.errors import ConfigError
 from shoal.cost.t3 import (
     MODELS,
@@ -137,11 +137,12 @@ def test_the_command_shows_and_prints():
     done = CliRunner().invoke(app, ["t3", "--hidden", "4256", "--tp", "8"])
     assert done.exit_code == 0, done.output
     assert "feed-forward output" in done.stdout
-    done = CliRunner().invoke(
-        app, ["t3", "--hidden", "1024", "--tp", "4", "--set", "link_bandwidth=1e10", "-o", "json"]
-    )
+    words = ["t3", "--hidden", "1024", "--tp", "4", "--device", "{link_bandwidth: 1e10}"]
+    done = CliRunner().invoke(app, [*words, "-o", "json"])
     found = json.loads(done.stdout)
     assert len(found) == 4
     assert all(layer["speedup"] > 1 and layer["fused"]["updates"] == [4, 4] for layer in found)
     done = CliRunner().invoke(app, ["t3", "--tp", "3"])
     assert isinstance(done.exception, ConfigError)
+    done = CliRunner().invoke(app, ["t3", "--device", "{link: 1}"])
+    assert "t3.device.link: no such key; there are compute_units" in str(done.exception)

@@ -16,7 +16,7 @@ from docs_pages import PAGES, Block, blocks
 
 from shoal.app.cli import app
 from shoal.core.config import parse
-from shoal.ir import DrafterJob, Machine, TrainJob
+from shoal.ir import Machine, kind_named
 
 ALL = [block for page in PAGES for block in blocks(page)]
 COMMANDS = sorted(
@@ -57,8 +57,9 @@ def test_commands_parse(line: str) -> None:
         assert words, f"{line}: a verb is missing"
         if " ".join(words[:2]) in command.commands:  # such as `train diagnose`
             words = [" ".join(words[:2]), *words[2:]]
-        assert words[0] in command.commands, f"{line}: no command {words[0]}"
-        command, words = command.commands[words[0]], words[1:]
+        context = typer.Context(command, info_name="shoal")
+        command, words = command.get_command(context, words[0]), words[1:]
+        assert command is not None, f"{line}: no command {words[0]}"
     # Parses and converts the arguments; nothing is run.
     command.make_context("shoal", list(words))
 
@@ -66,8 +67,7 @@ def test_commands_parse(line: str) -> None:
 @pytest.mark.parametrize("block", JOBS, ids=str)
 def test_jobs_are_jobs(block: Block) -> None:
     raw = yaml.safe_load(block.text)
-    kind = {"drafter": DrafterJob}.get(raw.get("job"), TrainJob)
-    parse(kind, raw, where=str(block))
+    parse(kind_named(raw.get("job", "train")).job_type, raw, where=str(block))
 
 
 @pytest.mark.parametrize("block", MACHINES, ids=str)

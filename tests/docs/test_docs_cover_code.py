@@ -16,7 +16,7 @@ from docs_pages import DOCS, ROOT
 from shoal.app.cli import app
 from shoal.core import errors
 from shoal.core.parts import KINDS, table
-from shoal.ir import DrafterJob, ServeJob, TrainJob
+from shoal.ir import kind_named, kinds
 
 PACKAGE = ROOT / "src" / "shoal"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
@@ -63,15 +63,9 @@ def test_every_part_and_option_is_documented(kind: str, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("job", "title"),
-    [
-        (TrainJob, "Training job"),
-        (ServeJob, "Serving job"),
-        (DrafterJob, "Job of a drafter"),
-    ],
-)
-def test_every_key_of_a_job_is_documented(job: type[Any], title: str) -> None:
+@pytest.mark.parametrize("name", sorted(kinds()))
+def test_every_key_of_a_job_is_documented(name: str) -> None:
+    job, title = kind_named(name).job_type, f"Job {name}"
     whole = (DOCS / "reference" / "configuration.md").read_text()
     text = whole.partition(f"## {title}\n")[2].partition("\n## ")[0]
 

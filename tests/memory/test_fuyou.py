@@ -88,7 +88,7 @@ def small_machine():
     ("options", "changes"),
     [({"prefetch_numel": 0}, {}), ({"swap": "all"}, {"microbatch": 4, "seq_len": 64})],
 )
-def test_peaks_are_foretold(options, changes, tmp_path):
+def test_peaks_are_predicted(options, changes, tmp_path):
     model = config(hidden=128, ffn_hidden=384, num_layers=3, vocab_size=512, head_dim=32)
     wanted = plain(offload=offload(**options), **changes)
     found = run(wanted, model, tmp_path, steps=3)

@@ -194,7 +194,7 @@ def test_budgets_that_nobody_gives_are_what_is_needed(tmp_path):
         ({}, {"act": "host", "optim": "host"}),
     ],
 )
-def test_peaks_are_foretold(changes, options, tmp_path):
+def test_peaks_are_predicted(changes, options, tmp_path):
     model = config(hidden=128, ffn_hidden=384, num_layers=3, vocab_size=512, head_dim=32)
     wanted = job(offload=offload(**options), **changes)
     found = run(wanted, model, tmp_path, steps=2)

@@ -196,18 +196,85 @@ def test_damaged_directories_are_refused(tmp_path: Path) -> None:
             read(tmp_path / "d")
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> None:
+    config, state = drafter()
+    name = list(state)[-1]
+    state[name] = state[name].clone()
+    state[name].view(-1)[-1] = bad
+    write(tmp_path / "d", config, state)
+    with pytest.raises(ModelError, match=rf"d: {name}: 1 of \d+ values are NaN or infinite"):
+        read(tmp_path / "d")
+
+
 @pytest.mark.parametrize("tied", [False, True])
-def test_fingerprint_is_of_the_weights(tmp_path: Path, tied: bool) -> None:
-    """The same for the directory and the model, in fp32 and bf16; another for other weights."""
+def test_fingerprint_is_of_all_bytes(tmp_path: Path, tied: bool) -> None:
+    """The same however the tensors are spread over files; another for one changed bit."""
     one = model(tied=tied).float()
     huggingface.write(tmp_path / "one", one)
     mark = fingerprint(tmp_path / "one")
-    assert fingerprint(one) == mark
-    assert fingerprint(huggingface.read(tmp_path / "one", torch.bfloat16)) == mark
-    assert fingerprint(model(1, tied=tied).float()) != mark
+    huggingface.write(tmp_path / "same", one)
+    assert fingerprint(tmp_path / "same") == mark
+    split(tmp_path / "same")
+    assert fingerprint(tmp_path / "same") == mark
+    huggingface.write(tmp_path / "other", model(1, tied=tied).float())
+    assert fingerprint(tmp_path / "other") != mark
+    # The last value of a matrix, by less than bf16 tells apart.
     with torch.no_grad():
-        one.blocks[1].mlp.down_proj.weight[0, 3] += 1.0
-    assert fingerprint(one) != mark
+        value = one.blocks[1].mlp.down_proj.weight[-1, -1]
+        value.copy_(torch.nextafter(value, value + 1))
+    huggingface.write(tmp_path / "changed", one)
+    assert fingerprint(tmp_path / "changed") != mark
+
+
+def split(directory: Path) -> None:
+    """Put the tensors of a model directory into two files with an index."""
+    from safetensors.torch import load_file, save_file
+
+    whole = load_file(directory / "model.safetensors")
+    names = sorted(whole)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({name: whole[name] for name in part}, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_digests_are_computed_once_for_a_file(tmp_path: Path, monkeypatch) -> None:
+    """And anew where the file was written to in place, its size and time as they were."""
+    import os
+
+    from shoal.model import digests
+
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(digests, "_SETTLED_NS", -1)
+    huggingface.write(tmp_path / "one", model().float())
+    file = tmp_path / "one" / "model.safetensors"
+    mark, computed = fingerprint(tmp_path / "one"), digests._computed
+    monkeypatch.setattr(digests, "_computed", lambda path: pytest.fail("computed again"))
+    assert fingerprint(tmp_path / "one") == mark
+    monkeypatch.setattr(digests, "_computed", computed)
+    times = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(-1, 2)
+        last = opened.read(1)
+        opened.seek(-1, 2)
+        opened.write(bytes([last[0] ^ 1]))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert fingerprint(tmp_path / "one") != mark
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="safetensors"):
+        fingerprint(tmp_path / "one")
+
+
+def test_a_drafter_with_a_fingerprint_of_some_values_is_refused() -> None:
+    config, _ = drafter()
+    here = "sha256-" + "0" * 32
+    with pytest.raises(ModelError, match=f'earlier version.*"target": "{here}" in d/drafter'):
+        check_target(config, target=here, tokenizer="4567", where="d")
 
 
 def test_tokenizer_hash_is_of_what_it_does(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from shoal.core.errors import DataError
@@ -44,3 +45,11 @@ def sums(comm: Any, *, told: str) -> None:
         x.fill_(1.0)
         if comm.rank == 0:
             Path(told).touch()
+
+
+def listening(comm: Any) -> list[str]:
+    """Addresses at which this process listens, once the ranks have met."""
+    comm.barrier()
+    found = psutil.Process().net_connections("inet")
+    comm.barrier()
+    return sorted({one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN})

@@ -200,9 +200,9 @@ def main() -> None:
         check(quiet, exact=False)
         ring_and_gloo(quiet)
 
-        shared_memory._FOLDER = out / "missing" if RANK == 0 else out
+        shared_memory.SHARED_MEMORY = out / "missing" if RANK == 0 else out
         assert SharedMemory.join(RANK, WORLD, 60.0) is None, "no file system: nobody joins"
-        shared_memory._FOLDER = Path("/dev/shm")
+        shared_memory.SHARED_MEMORY = Path("/dev/shm")
         if RANK == 1:
             shared_memory._namespace = lambda: "another container"
         assert SharedMemory.join(RANK, WORLD, 60.0) is None, "one cannot open it: nobody joins"

@@ -107,6 +107,36 @@ def test_equals_one_process(tp: int) -> None:
     same(made(), tp)
 
 
+class Twice(nn.Module):
+    """A residual chain of four products, of which the first and the last may be one."""
+
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self.one = nn.Embedding(40, 16)
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.gate, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.last = last
+        self.head = nn.Linear(16, 40, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.one(ids)
+        x = x + self.down(self.up(x).tanh())
+        x = x + self.out(self.gate(x).tanh())
+        return self.head(x + getattr(self, self.last)(x))
+
+
+@pytest.mark.parametrize("last", ["up", "down"])
+def test_one_product_twice_in_a_residual_chain(last: str) -> None:
+    """What is needed whole by one of its uses stays whole, with its pair; the rest is split."""
+    model = made(Twice, last=last)
+    plan = discover(model, (ids(),), tp=2).plan
+    assert {n for n in plan.weights if "weight" in n} == {
+        "one.weight", "gate.weight", "out.weight", "head.weight"
+    }  # fmt: skip
+    assert "which needs it whole" in plan.whole[f"{last}.weight"]
+    same(model, 2)
+
+
 def test_fused_heads_are_found_without_names() -> None:
     plan = discover(made(), (ids(),), tp=2).plan
     assert plan.weights["two.beta.weight"].segments == (16, 16, 16)

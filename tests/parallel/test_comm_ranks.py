@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from shoal.core.errors import ConfigError
+from shoal.core.meter import Meter
 from shoal.core.parts import table
+from shoal.parallel.comm import TorchComm
 from shoal.parallel.thread_comm import ThreadComm, run_ranks
 
 Tensors = dict[str, torch.Tensor]
@@ -209,3 +212,28 @@ def test_bad_hybrid() -> None:
             lambda c: alone.apply(torch.nn.Linear(2, 2), c, whole_matrices=False),
             ranks_per_node=1,
         )
+
+
+def test_each_start_under_an_agent_meets_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent of torchrun keeps its store: addresses of the ranks before are not read."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stores: list[Any] = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, *, store, **_: stores.append(store)
+    )
+    for start in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        with Meter([]) as meter:
+            TorchComm(meter, rank=0, world=2, shared_memory=False)
+    first, second = stores
+    first.set("rank1", "an address")
+    assert first.check(["rank1"])
+    assert not second.check(["rank1"])

@@ -1,4 +1,4 @@
-"""Rows that travel to experts node by node: equal to one process, and the bytes are foretold."""
+"""Rows that travel to experts node by node: equal to one process, and the bytes are predicted."""
 
 from __future__ import annotations
 

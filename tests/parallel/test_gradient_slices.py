@@ -174,7 +174,7 @@ def test_a_rank_that_is_late_gets_equal_gradients():
 
 
 @pytest.mark.parametrize("slices", [[8, 0], [3200, 800], SLICES, [ALL, 0], [0, ALL]], ids=str)
-def test_what_is_hidden_is_foretold(slices):
+def test_what_is_hidden_is_predicted(slices):
     whole = _job(slices)
     hidden, after = _step(whole)[0][1]
     # The estimate counts fp32; gradients here have twice the bytes.

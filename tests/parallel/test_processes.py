@@ -25,6 +25,13 @@ def test_an_error_names_its_rank_and_keeps_its_class() -> None:
         run_processes(f"{RANKS}:go_wrong", 2, {"how": "shoal"})
 
 
+def test_ranks_listen_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    found = run_processes(f"{RANKS}:listening", 2, {})
+    assert any(found), "no rank listens at all: nothing was tested"
+    assert {address for rank in found for address in rank} <= {"127.0.0.1", "::1"}
+
+
 @pytest.mark.slow
 def test_other_ends_of_a_rank_are_told() -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2, .*ValueError: no such thing \(.*py:"):

@@ -35,7 +35,7 @@ def test_collectives(tmp_path: Path, world: int) -> None:
 
 
 def test_no_room_left_is_no_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -46,7 +46,7 @@ def test_no_room_left_is_no_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert shared_memory._create(8192, 8192) == (-1, b"")
 

@@ -261,7 +261,7 @@ def test_planner_knows_it() -> None:
     plain = TrainJob(model="Llama-3-8B", seq_len=2048, global_batch=64, tokens=10**9)
     choices = sharding_choices(plain, Parallel(dp=32), machine)
     levels = [choice.options["levels"] for choice in choices if choice.name == "topo3"]
-    assert levels == [[2, 8], [8, 8]]
+    assert levels == [(2, 8), (8, 8)]
     assert not [c for c in sharding_choices(plain, Parallel(dp=8), machine) if c.name == "topo3"]
     stated = plain.model_copy(update={"shard": Choice(name="topo3", options={"levels": [2, 8]})})
     assert [len(sharding_choices(stated, Parallel(dp=dp), machine)) for dp in (4, 8, 24)] == [

@@ -10,7 +10,7 @@ from shoal.core.errors import ConfigError, PlanError, ShoalError
 from shoal.core.parts import Choice, table
 from shoal.cost.shapes import find
 from shoal.cost.training import estimate
-from shoal.ir import Device, Machine, MemoryTier, Plan, TrainJob, Work
+from shoal.ir import Device, Machine, MemoryTier, TrainJob, TrainPlan, Work
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.beyond import all_ways, every_way
@@ -58,7 +58,7 @@ def job(**changes) -> TrainJob:
     )
 
 
-def best(wanted: TrainJob, where: Machine, *names: str) -> Plan:
+def best(wanted: TrainJob, where: Machine, *names: str) -> TrainPlan:
     return PLANNERS.build({"name": "search", "offload": list(names)}).plan(wanted, where)[0]
 
 
@@ -114,7 +114,7 @@ def test_the_search_takes_the_cheapest_that_fits(names: tuple[str, ...], size: i
 def test_a_plan_states_its_offload_and_can_run() -> None:
     found = best(job(), machine(), "auto")
     assert found.job.offload is not None
-    again = Plan.model_validate(found.model_dump(mode="json"))
+    again = TrainPlan.model_validate(found.model_dump(mode="json"))
     assert again == found
     check_split(again.job, again.shape)
     budget = table("offload").build(again.job.offload).device_budget

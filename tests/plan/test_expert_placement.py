@@ -160,6 +160,17 @@ def test_owners_change_only_where_that_pays():
     assert (FSSDP().every, FSSDP(resharding_every=None).every) == (100, 0)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 10**6))
+def test_owners_never_change_for_the_worse(count, each, seed):
+    devices = Devices(count, 1)
+    loads = np.random.default_rng(seed).integers(0, 100, count * each).astype(float)
+    now = in_order(count * each, devices)
+    for placer in (Rearranged(), FSSDP(), FSSDP(slack=0.0)):
+        new = placer.owners(loads, devices, now)
+        assert np.bincount(new, loads, count).max() <= np.bincount(now, loads, count).max()
+
+
 def test_loads_are_expected_by_what_was():
     known = Expected(2, keep=0.5)
     known.see(np.array([4, 0]))

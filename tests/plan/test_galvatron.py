@@ -12,7 +12,7 @@ from shoal.cost.layers import Layer, layers_of
 from shoal.cost.layerwise import LayerPricer
 from shoal.cost.shapes import find
 from shoal.cost.training import estimate
-from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob, Work
+from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Work
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.galvatron import Galvatron, to_job
@@ -64,7 +64,7 @@ def test_a_tight_memory_recomputes_some_layers_and_not_all():
     assert tight.estimate.step_s.value < all_again.step_s.value * 1.02
     check_split(tight.job, tight.shape)
     assert any("for all layers" in note for note in tight.notes)
-    assert Plan.model_validate(tight.model_dump(mode="json")) == tight
+    assert TrainPlan.model_validate(tight.model_dump(mode="json")) == tight
 
 
 def test_layers_and_rejected_alternatives_are_told():

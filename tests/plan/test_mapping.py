@@ -16,7 +16,7 @@ from shoal.memory.mapping import MAPPERS
 from shoal.plan.mapping.game import Game
 from shoal.plan.mapping.greedy import Greedy
 from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping, verify
-from shoal.plan.mapping.milp import Milp
+from shoal.plan.mapping.milp import Milp, _Programme
 from shoal.plan.mapping.native import FAST, Native, mapping_of, replay
 from shoal.plan.mapping.observation import observe
 from shoal.plan.mapping.program import (
@@ -257,6 +257,17 @@ def test_greedy_is_no_straw_man() -> None:
         assert Greedy().map(compiled.program, compiled.tiers).ticks <= naive.ticks
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_mapper_is_worse_than_slow_memory_or_greed(seed: int) -> None:
+    """However few the rounds: nothing in fast memory is a plan, and so is the greedy mapper's."""
+    compiled = drawn(seed, 3 + seed % 20)
+    greedy = Greedy().map(compiled.program, compiled.tiers).ticks
+    assert greedy <= compiled.all_slow
+    few = MAPPERS.build({"name": "anneal", "rounds": 20})
+    assert few.map(compiled.program, compiled.tiers).ticks <= greedy
+
+
 def test_annealing_is_the_same_for_a_seed() -> None:
     compiled = drawn(5, 20)
     part = MAPPERS.build({"name": "anneal", "rounds": 300})
@@ -398,3 +409,89 @@ def test_the_environment_is_one_of_gymnasium() -> None:
     assert total == pytest.approx(mapping.saved / mapping.compiled.all_slow)
     with pytest.raises(PlanError, match="call reset"):
         env.unwrapped.step(DROP)
+
+
+def crowded(random: np.random.Generator) -> tuple[Program, TierSpec]:
+    """Many outputs, slots in which the link idles, and a memory that holds few buffers."""
+    scale = int(random.choice([1, 1000, 10**5]))
+    names = [f"w{i}" for i in range(int(random.integers(1, 4)))]
+    sizes = {name: int(random.integers(64, 2049)) * scale for name in names}
+    steps, outputs = [], set()
+    for i in range(int(random.integers(4, 8))):
+        count = min(len(names), int(random.choice([0, 1, 1, 2])))
+        reads = [str(name) for name in random.choice(names, count, replace=False)]
+        made = f"x{i}"
+        sizes[made] = int(random.integers(64, 2049)) * scale
+        steps.append(
+            Instruction(
+                name=f"make_{made}",
+                compute_s=float(random.choice([0, 0.3, 1, 3])) * sizes[made] / 2e10,
+                reads=tuple(Access(buffer=name) for name in reads),
+                writes=(Access(buffer=made),),
+            )
+        )
+        names.append(made)
+        if random.random() < 0.6:
+            outputs.add(made)
+    buffers = tuple(
+        Buffer(name=name, nbytes=size, output=name in outputs) for name, size in sizes.items()
+    )
+    largest = max(sizes.values())
+    memory = TierSpec(
+        fast_bytes=int(largest * random.uniform(0.6, 3)),
+        fast_bandwidth=float(random.choice([3e10, 2e11])),
+        slow_bandwidth=2e10,
+        alignment=int(random.choice([1, 64, 256])),
+    )
+    return Program(name="crowded", buffers=buffers, instructions=tuple(steps)), memory
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_exact_solver_keeps_its_promises(seed: int) -> None:
+    """Whatever the program, its optimum is a mapping, and no game is faster."""
+    program, memory = crowded(np.random.default_rng(seed))
+    best = Milp().map(program, memory)
+    assert verify(best) == best.ticks
+    assert best.ticks <= Greedy().map(program, memory).ticks * (1 + 1e-5)
+
+
+def test_an_idle_link_is_no_reservation() -> None:
+    """Of a result that nobody needs in slow memory nothing is copied out, though it might be."""
+    kib = 1 << 10
+    program = Program(
+        name="idle",
+        buffers=(
+            Buffer(name="a", nbytes=8 * kib),
+            Buffer(name="b", nbytes=8 * kib, output=True),
+            Buffer(name="c", nbytes=8 * kib, output=True),
+        ),
+        instructions=(
+            Instruction(name="make_a", writes=(Access(buffer="a"),)),
+            Instruction(
+                name="make_b",
+                compute_s=4.1e-7,
+                reads=(Access(buffer="a"),),
+                writes=(Access(buffer="b"),),
+            ),
+            Instruction(
+                name="make_c",
+                compute_s=4.1e-7,
+                reads=(Access(buffer="a"),),
+                writes=(Access(buffer="c"),),
+            ),
+        ),
+    )
+    compiled = Compiled(program, tiers(24 * kib))
+    programme = _Programme(compiled, 1e-6)
+    solved: list[np.ndarray] = []
+    programme._mapping = lambda x: solved.append(x) or Mapping(compiled, (), (), (), 0)  # type: ignore[method-assign, func-returns-value]
+    programme.solve(20.0)
+    x, home = solved[0].copy(), programme.writer[0]
+    assert x[programme.begins[home]] > 0.5
+    # The programme has no price for this, so its optimum may hold it as well as not.
+    spare = programme.link[home, 2]
+    x[spare] = 0.5 * compiled.copy[0] / programme.unit
+    found = _Programme._mapping(programme, x)
+    assert not [moved for moved in found.moved if moved.decision == home]
+    assert verify(found) < compiled.all_slow

@@ -233,12 +233,12 @@ def test_the_picture_has_every_task():
 
 def test_the_command_tells_and_draws(tmp_path):
     picture = tmp_path / "streams.svg"
-    words = ["plan", "moe-overlap", MODEL, "--svg", str(picture)]
+    words = ["explain", "moe-overlap", MODEL, "--picture", str(picture)]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0
     assert "expert_chunks: [" in shown.output
     assert picture.read_text().startswith("<svg")
-    told = json.loads(CliRunner().invoke(app, [*words, "-o", "json"]).output)
+    told = json.loads(CliRunner().invoke(app, [*words, "-o", "json"]).stdout)
     assert told["forward"]["faster"] > 1.0
     assert told["blocks"] == 32
 

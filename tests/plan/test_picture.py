@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import PlanError
-from shoal.ir import Plan, TrainJob
+from shoal.ir import TrainJob, TrainPlan
 from shoal.machine.described import load
 from shoal.plan.picture import page, pictures, timeline
 from shoal.plan.strategy import PLANNERS
@@ -13,9 +13,11 @@ from shoal.plan.table import explain
 from shoal.plan.whatif import Answer
 
 
-def plans(**changes: object) -> list[Plan]:
+def plans(**changes: object) -> list[TrainPlan]:
     job = {"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 64, **changes}
-    found: list[Plan] = PLANNERS.build("search").plan(TrainJob.model_validate(job), load("8xH100"))
+    found: list[TrainPlan] = PLANNERS.build("search").plan(
+        TrainJob.model_validate(job), load("8xH100")
+    )
     return found[:3]
 
 

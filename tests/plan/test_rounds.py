@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import xml.etree.ElementTree as ET
 
 import pytest
+from typer.testing import CliRunner
 
-from shoal.core.errors import PlanError
+from shoal.app.commands.explain import app
+from shoal.core.errors import ConfigError, PlanError
 from shoal.ir import Parallel, TrainJob
 from shoal.machine.described import load
 from shoal.plan.rounds import Way, Ways, _timeline, rounds_picture, ways
@@ -62,3 +65,17 @@ def test_what_is_drawn_is_what_happens():
     ET.fromstring(picture)
     assert ">4 steps<" in picture
     assert ">10 steps<" in picture
+
+
+def test_the_command_prices_every_way():
+    """A slower link makes averages travel longer; the machine's own is the default."""
+    words = ["sync", "gpt2-xl", "-o", "json"]
+    own, slow = (
+        json.loads(CliRunner().invoke(app, [*words, *more]).stdout)
+        for more in ((), ("--gbit-per-s", "1"))
+    )
+    assert {way["name"] for way in own["ways"]} == {"every_step", "local_sgd", "diloco", "co2"}
+    assert slow["average_s"] > own["average_s"]
+    refused = CliRunner().invoke(app, [*words, "--workers", "1"])
+    assert isinstance(refused.exception, ConfigError)
+    assert "sync.workers = 1" in str(refused.exception)

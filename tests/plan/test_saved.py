@@ -8,14 +8,14 @@ import pytest
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.shapes import find
-from shoal.ir import Machine, Plan, ServeJob, ServePlan, TrainJob
+from shoal.ir import Machine, ServeJob, ServePlan, TrainJob, TrainPlan
 from shoal.machine.described import load
 from shoal.plan.saved import check_machine, check_model, machine_marks, mark, read_plan
 
 
-def plan(machine: str = "laptop", **job: object) -> Plan:
+def plan(machine: str = "laptop", **job: object) -> TrainPlan:
     made = TrainJob.model_validate({"model": "shoal-4m", "steps": 3, **job})
-    return Plan(job=made, machine=load(machine), shape=find("shoal-4m"))
+    return TrainPlan(job=made, machine=load(machine), shape=find("shoal-4m"))
 
 
 def probed(cpu: str, **more: object) -> Machine:
@@ -26,7 +26,7 @@ def probed(cpu: str, **more: object) -> Machine:
 def test_a_saved_plan_reads_back(tmp_path: Path) -> None:
     plan().save(tmp_path / "plan.yaml")
     found = read_plan(tmp_path / "plan.yaml")
-    assert isinstance(found, Plan)
+    assert isinstance(found, TrainPlan)
     check_model(found, "plan.yaml")
     check_machine(found, load("laptop"), "plan.yaml")
     served = ServePlan(job=ServeJob(model="shoal-4m"), machine=load("H100"), shape=find("shoal-4m"))

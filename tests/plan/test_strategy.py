@@ -2,7 +2,7 @@ import pytest
 
 from shoal.core.errors import ConfigError, ModelError, PlanError
 from shoal.cost.shapes import find
-from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob
+from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan
 from shoal.machine.described import load
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS
@@ -59,7 +59,7 @@ def test_plans_are_concrete_ranked_and_explained(planner):
     for found in plans:
         assert found.estimate is not None and found.job.microbatch and found.job.steps
         assert found.job.parallel.world <= 16
-        assert Plan.model_validate(found.model_dump(mode="json")) == found
+        assert TrainPlan.model_validate(found.model_dump(mode="json")) == found
     fitting = [p.fits for p in plans]
     assert fitting == sorted(fitting, reverse=True)
     rows = explain(plans)
@@ -178,7 +178,7 @@ def test_bad_input():
         plan(TrainJob(parallel={"tp": 4}), gpus())
     with pytest.raises(ConfigError, match=r"planner\.search\.keep"):
         PLANNERS.build({"name": "search", "keep": 0})
-    by_hand = Plan(job=TrainJob(), machine=LAPTOP, shape=find("shoal-4m"))
+    by_hand = TrainPlan(job=TrainJob(), machine=LAPTOP, shape=find("shoal-4m"))
     with pytest.raises(ConfigError, match=r"plan\.estimate"):
         explain([by_hand])
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from shoal.app.commands.plan import app
+from shoal.app.commands.explain import app
 from shoal.core.config import parse
 from shoal.core.errors import MachineError, PlanError
 from shoal.core.files import read_yaml
@@ -244,16 +244,16 @@ def test_bad_requests() -> None:
 
 
 def test_command(tmp_path: Path) -> None:
-    file, split, svg = (tmp_path / name for name in ("clusters.yaml", "split.yaml", "ranks.svg"))
+    file, svg = tmp_path / "clusters.yaml", tmp_path / "ranks.svg"
     TWO.save(file)
     options = ["--model", "shoal-27m", "--global-batch", "16", "--seq-len", "512", "--pp", "2"]
     call = ["topology", str(file), *options, "--tp", "1"]
     runner = CliRunner()
-    shown = runner.invoke(app, [*call, "--job", str(split), "--svg", str(svg)])
+    shown = runner.invoke(app, [*call, "--out", str(tmp_path), "--picture", str(svg)])
     assert shown.exit_code == 0, shown.output
     assert "infiniband" in shown.output
     assert "hosts in this order: " in shown.output
-    written = read_yaml(split)
+    written = read_yaml(tmp_path / "job.yaml")
     assert parse(Parallel, written["parallel"], where="split").pp == 2
     assert svg.read_text().startswith("<svg")
     told = json.loads(runner.invoke(app, [*call, "-o", "json"]).output)

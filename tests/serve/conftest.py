@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
 
+from cpp_first import cpp_first  # noqa: E402
+
+from shoal.kernel import dispatch  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 
 BASE = {
@@ -91,14 +98,18 @@ def serve_all():
 
 
 @pytest.fixture
-def recordable():
+def recordable(monkeypatch, request):
     """Passes are recorded of kernels in C++: where this machine has none, there is nothing to test.
 
-    Where it has, a pass that is not recorded is a failure.
+    Where it has, they compute all that nobody wants of another kernel, whatever a probe of the
+    machine measured, and a pass that is not recorded is a failure.
+
+    The parameter, if there is one, is the backend that goes before ``cpp``: such as ``amx``.
     """
-    from shoal.kernel.calls import PagedAttention
+    from shoal.kernel.calls import Linear, PagedAttention, Pointwise
     from shoal.kernel.dispatch import kernels_of
 
+    first = getattr(request, "param", "cpp")
     call = PagedAttention(
         batch=1,
         context=64,
@@ -110,6 +121,11 @@ def recordable():
         format="plain",
         tree=True,
     )
-    reason = kernels_of("paged_attention")["cpp"].refuses(call)
-    if reason:
+    reasons = [
+        kernels_of("linear")[first].refuses(Linear(1, 64, 64, "bf16")),
+        kernels_of("rms_norm")["cpp"].refuses(Pointwise("rms_norm", 1, 64, 64, "fp32")),
+        kernels_of("paged_attention")["cpp"].refuses(call),
+    ]
+    for reason in filter(None, reasons):
         pytest.skip(reason)
+    monkeypatch.setattr(dispatch, "_remembered", cpp_first(first))

@@ -253,7 +253,7 @@ def test_rows_are_given_to_whom_they_belong(random_model):
     rows = bank._rows([(0, 1), (1, 1), (0, 1), (-1, 1), (1, 40)])
     assert rows.runs == [(4, 44, 1)]
     assert rows.single.tolist() == [0, 1, 2]
-    assert rows.mask.tolist() == [[1, 0], [0, 1], [1, 0]]
+    assert rows.mask.tolist() == [[False, True], [True, False], [False, True]]
 
 
 def test_a_request_that_is_refused_is_not_open(tuned, engine_for):

@@ -66,7 +66,7 @@ def test_a_batch_is_its_rows(rows, seed):
         )
         assert torch.equal(scores, expected)
         assert torch.equal(logits, before)  # log probabilities are those of the model
-        tokens, _ = choose(logits, requests, scores)
+        tokens, _, _ = choose(logits, requests, scores)
         for row, request, token in zip(expected, requests, tokens, strict=True):
             one = request.params
             uniform = module_uniform(request)

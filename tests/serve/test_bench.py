@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-from shoal.core.errors import ConfigError, ServeError  # noqa: E402
+from shoal.core.errors import ConfigError, PlanError, ServeError  # noqa: E402
 from shoal.core.parts import Choice  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
 from shoal.cost.serve_sim import Predicted, simulate  # noqa: E402
@@ -114,6 +114,16 @@ def test_a_report_with_prediction_and_measurement(home):
     assert "tokens_per_s" in report.errors
     assert report.measured["memory_bytes"] > 1e7
     assert ServeReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_what_is_planned_for_gpus_is_not_measured_on_a_cpu(home):
+    model, _ = weights_of(JOB)
+    options = {"requests": 2, "rate": 500.0, "model": model, "profile_s": 0, "wait_s": None}
+    with pytest.raises(PlanError, match=r"made for GPUs of H100.*the CPU.*--anyway"):
+        bench_serve(JOB, machine=load("H100"), **options)
+    report = bench_serve(JOB, machine=load("H100"), anyway=True, **options)
+    assert (report.device, report.errors) == ("cpu", {})
+    assert report.plan.predicted
 
 
 def test_what_cannot_be_benchmarked(home):

@@ -76,7 +76,9 @@ def told(tree):
 @fast
 @pytest.mark.slow
 @torch.inference_mode()
-def test_recorded_passes_give_the_bits_of_others_and_the_numbers_of_the_plain_net(model):
+def test_recorded_passes_give_the_bits_of_others_and_the_numbers_of_the_plain_net(
+    model, recordable
+):
     taped, plain = fast_of(model), plain_of(model)
     source = torch.Generator().manual_seed(0)
     holds = [(net, net.hold()) for net in (taped, plain)]

@@ -137,13 +137,9 @@ def test_requests_share_passes_and_blocks_come_back(pair, serve_all):
     assert sum(bool(one.blocks) for one in drafter.memory._kept.values()) < 12  # the old gave way
 
 
-def test_recorded_passes_give_the_same_guesses(
-    random_model, pair, serve_all, monkeypatch, recordable
-):
+def test_recorded_passes_give_the_same_guesses(random_model, pair, serve_all, recordable):
     from shoal.model.accelerate import accelerate
 
-    # Small fp32 matrices would go to the library, of which nothing is recorded.
-    monkeypatch.setattr("shoal.serve.build._store_by_columns", lambda model: None)
     model = accelerate(random_model("llama", seed=1, dtype=torch.float32))
     engine = engine_with(pair, model=model, depth=3, breadth=2)
     drafter = engine.runner.drafter

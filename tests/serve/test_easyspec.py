@@ -143,11 +143,10 @@ def test_after_calibration_the_cache_is_as_if_read_anew(deep):
 
 @pytest.mark.parametrize("stale", ["attention", "full"])
 def test_recorded_groups_give_the_scores_of_others(
-    stale, random_model, deep, monkeypatch, serve_all, recordable
+    stale, random_model, deep, serve_all, recordable
 ):
     from shoal.model.accelerate import accelerate
 
-    monkeypatch.setattr("shoal.serve.build._store_by_columns", lambda model: None)
     model = accelerate(random_model(ModelConfig(**DEEP, family="llama", tied=True), seed=1).float())
     engine = easy(deep, model=model, group=3, stale=stale)
     quick = engine.runner.drafter.quick
@@ -166,9 +165,8 @@ def test_recorded_groups_give_the_scores_of_others(
     serve_all(engine, prompts()[:1], max_tokens=16)
     assert len(far) > 6
     assert max(far) < 2e-4
-    tapes = quick.recorded.known
-    # Of matrices as small as these the library's product may be faster, and it leaves no recording.
-    assert tapes[1, 1].tape is not None or quick.recorded.reasons[1, 1] == "aten::linear"
+    assert quick.recorded.known[1, 1].tape is not None
+    assert not quick.recorded.reasons
 
 
 @pytest.fixture
@@ -220,7 +218,10 @@ def test_recorded_passes_by_ranks(deep, recordable):
     for first, second in zip(*run_processes(target, 2, told), strict=True):
         assert first is not None
         assert first["far"] < 0.05
-        assert first["played"] == second["played"] == (not first["reasons"])
+        assert first["played"]
+        assert second["played"]
+        assert not first["reasons"]
+        assert not second["reasons"]
 
 
 def test_what_ranks_are_told_comes_back():

@@ -8,7 +8,6 @@ torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, ModelError  # noqa: E402
 from shoal.ir import Calibration, ServeJob, TreeSpec  # noqa: E402
-from shoal.kernel.native.tiles import has_tiles  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.falcon import SemiAutoregressive  # noqa: E402
@@ -155,8 +154,8 @@ def test_kernels_of_inference_guess_too(weights, target, tmp_path, serve_all):
     assert engine.runner.drafter.memory_bytes() > engine.runner.drafter.net.nbytes
 
 
-@pytest.mark.skipif(not has_tiles(), reason="products are recorded where tiles make them")
-def test_recorded_passes_make_what_others_make(target, tmp_path, serve_all):
+@pytest.mark.parametrize("recordable", ["cpp", "amx"], indirect=True)
+def test_recorded_passes_make_what_others_make(target, tmp_path, serve_all, recordable):
     written(tmp_path / "net", target, 2)
     job = job_of(target, tmp_path / "net", forwards=2).model_copy(update={"precision": "bf16"})
     engine = engine_of(job, load_model(job))[0]

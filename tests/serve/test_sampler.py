@@ -52,7 +52,7 @@ def test_shares_follow_the_probabilities():
         Request(str(row), [0], 1, SamplingParams(max_tokens=1, temperature=1.0, seed=row))
         for row in range(len(logits))
     ]
-    tokens, _ = choose(logits, requests)
+    tokens, _, _ = choose(logits, requests)
     shares = torch.bincount(torch.tensor(tokens), minlength=4) / len(tokens)
     assert (shares - torch.softmax(logits[0], 0)).abs().max() < 0.03
 
@@ -67,7 +67,7 @@ def test_greedy_beside_sampled_and_log_probabilities():
         SamplingParams(max_tokens=1, temperature=3.0, seed=1, logprobs=20),
     ]
     requests = [Request(f"r{row}", [1, 2], 2, kind) for row, kind in enumerate(kinds)]
-    tokens, infos = choose(logits, requests)
+    tokens, infos, _ = choose(logits, requests)
     assert tokens[0] == int(logits[0].argmax())
     assert tokens[2] == int(logits[2].argmax())
     assert set(infos) == {"r0", "r2", "r3"}
@@ -79,7 +79,7 @@ def test_greedy_beside_sampled_and_log_probabilities():
         assert [token for token, _ in info.top] == best.indices.tolist()
         assert [value for _, value in info.top] == pytest.approx(best.values.tolist(), abs=1e-5)
     # The row of a request decides, not the rows beside it.
-    alone, _ = choose(logits[3:], requests[3:])
+    alone, _, _ = choose(logits[3:], requests[3:])
     assert alone[0] == tokens[3]
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
+from pathlib import Path
+
+import psutil
 import pytest
 
 torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocking_measure import SleepingMeasure  # noqa: E402
 
 from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.cost.workloads.chat import Chat  # noqa: E402
@@ -17,7 +26,7 @@ from shoal.plan.tune.serving import (  # noqa: E402
     serving_space,
     tune_serving,
 )
-from shoal.serve.tune import ShoalRunner, failure  # noqa: E402
+from shoal.serve.tune import MeasureProcess, ShoalRunner, failure  # noqa: E402
 
 WORKLOAD = Chat(rate=50.0, scale=8.0).arrivals(count=6, vocab_size=160, max_position=64, seed=0)
 
@@ -117,3 +126,48 @@ def test_generate_is_measured_under_its_knobs(tmp_path, random_model):
     ]
     late = runner.measure({"batch": 1, "padding": "full"}, WORKLOAD, 1e-6)
     assert "out of time" in late.failed
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_an_engine_that_blocks_is_a_sample_and_its_process_ends():
+    others = {child.pid for child in multiprocessing.active_children()}
+
+    def own():
+        return {child.pid for child in multiprocessing.active_children()} - others
+
+    apart = MeasureProcess(make=SleepingMeasure, ready_s=60.0, grace_s=0.2)
+    assert apart.measure({"where": "nowhere"}, WORKLOAD, 0.1).throughput == 1
+    for where, why in (
+        ("measure", "out of time"),
+        ("stopped", "out of time"),
+        ("killed", "SIGKILL"),
+        ("prepare", "out of time"),
+    ):
+        assert apart.measure({"where": "nowhere"}, WORKLOAD, 0.1).throughput == 1
+        (pid,) = own()
+        apart.ready_s = 0.2 if where == "prepare" else 60.0
+        sample = apart.measure({"where": where}, WORKLOAD, 0.1)
+        assert why in sample.failed and sample.throughput == 0
+        assert not psutil.pid_exists(pid)
+    assert own() == set()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_what_is_measured_apart_is_what_is_measured_here(runner, tmp_path):
+    from shoal.model import huggingface
+
+    huggingface.write(tmp_path / "model", runner.model)
+    job = runner.job.model_copy(update={"model": str(tmp_path / "model")})
+    apart = MeasureProcess(make=ShoalRunner, arguments={"job": job}, ready_s=120.0)
+    try:
+        sample = apart.measure({"max_running": 4}, WORKLOAD, 30.0)
+        here = ShoalRunner(job=job).measure({"max_running": 4}, WORKLOAD, 30.0)
+        assert sample.throughput > 0 and sample.memory_bytes == here.memory_bytes
+        assert "out of time" in apart.measure({"max_running": 1}, WORKLOAD, 0.0).failed
+        assert "kv_tokens" in apart.measure({"kv_tokens": 10**12}, WORKLOAD, 30.0).failed
+        with pytest.raises(ConfigError, match="block_size = 0"):
+            apart.measure({"block_size": 0}, WORKLOAD, 30.0)
+    finally:
+        apart.close()

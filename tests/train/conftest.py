@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cost.shapes import find
 from shoal.cost.training import estimate
-from shoal.ir import Device, Link, Machine, MemoryTier, Plan, TrainJob, Work
+from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Work
 from shoal.train.run import with_kernels
 
 # The tests of this room share modules that are no tests.
@@ -54,10 +54,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="session")
-def make_plan(machine: Machine, corpus: Path) -> Callable[..., Plan]:
+def make_plan(machine: Machine, corpus: Path) -> Callable[..., TrainPlan]:
     """``make_plan(steps=24, ...)`` -> a plan on the small corpus."""
 
-    def make(**changes: Any) -> Plan:
+    def make(**changes: Any) -> TrainPlan:
         job = TrainJob.model_validate(
             {
                 "name": "test",
@@ -76,7 +76,7 @@ def make_plan(machine: Machine, corpus: Path) -> Callable[..., Plan]:
         )
         shape = find(job.model)
         return with_kernels(
-            Plan(
+            TrainPlan(
                 job=job,
                 machine=machine,
                 shape=shape,

@@ -13,12 +13,10 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ModelError  # noqa: E402
 from shoal.core.meter import read_events  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
-from shoal.cost.score import predictions  # noqa: E402
 from shoal.cost.training_memory import ARENAS  # noqa: E402
-from shoal.ir import Plan  # noqa: E402
+from shoal.ir import TrainPlan, compared, predictions  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.train.peft.arenas import Arenas  # noqa: E402
-from shoal.train.report import rows  # noqa: E402
 from shoal.train.run import execute  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
@@ -72,7 +70,7 @@ def test_a_base_in_few_bits_leaves_no_other_behind() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora_fa", "qlora"])
 def test_a_run_tells_what_was_predicted_and_measured(
-    method: str, make_plan: Callable[..., Plan], tmp_path: Path
+    method: str, make_plan: Callable[..., TrainPlan], tmp_path: Path
 ) -> None:
     base = tmp_path / "model"
     huggingface.write(base, random("shoal-0.3m"))
@@ -88,7 +86,7 @@ def test_a_run_tells_what_was_predicted_and_measured(
         key = f"{arena}_bytes"
         assert report.measured[key] == told[0][arena]
         near = 0.01 if arena != "activations" else 0.5
-        assert report.measured[key] == pytest.approx(before[key][0], rel=near), arena
+        assert report.measured[key] == pytest.approx(before[key].value, rel=near), arena
         assert key in report.errors
-    shown = {row[0].strip(): row for row in rows(report)}
+    shown = {row[0].strip(): row for row in compared(report)}
     assert shown["the base's weights"][1] and shown["the base's weights"][3]

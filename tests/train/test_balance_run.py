@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from shoal.core.errors import RankError  # noqa: E402
 from shoal.core.meter import read_events  # noqa: E402
-from shoal.ir import Plan  # noqa: E402
+from shoal.ir import TrainPlan  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.train.run import execute  # noqa: E402
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 from test_run import kill_at, losses  # noqa: E402
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 
 def steps(run: Path) -> dict[int, dict[str, Any]]:

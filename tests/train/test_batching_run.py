@@ -7,14 +7,14 @@ import pytest
 
 from shoal.core.errors import RankError
 from shoal.core.meter import read_events
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.train.run import execute
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 from test_run import kill_at, losses  # noqa: E402
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 
 def test_dealt_out_documents_give_the_same_run(make_plan: Make, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.core.errors import ConfigError, ModelError, PlanError  # noqa: E402
+from shoal.core.errors import ConfigError, ModelError, NonFiniteError, PlanError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.corpora.tokenizer import train as learn  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
@@ -98,10 +98,13 @@ def test_medusa_from_plan_to_drafter(
     assert config.target == fingerprint(target)
     assert config.tokenizer == tokenizer_hash(target)
     assert (config.vocab_size, config.hidden) == (VOCAB, 32)
-    assert config.calibration == report.calibration
-    assert [len(level) for level in report.calibration] == [16] * 3
-    assert all(0 <= sum(level) <= 1 for level in report.calibration)
-    assert sum(value.numel() for value in stored.state.values()) == report.plan.parameters
+    assert [list(level) for level in config.calibration] == report.details["calibration"]
+    assert [len(level) for level in report.details["calibration"]] == [16] * 3
+    assert all(0 <= sum(level) <= 1 for level in report.details["calibration"])
+    assert (
+        sum(value.numel() for value in stored.state.values())
+        == report.plan.predicted["parameters"].value
+    )
     assert {"step_s", "total_s", "memory_bytes"} <= set(report.errors)
     (kept,) = [found for found in Score().reports() if found == report]
     assert kept.plan.job == job
@@ -154,7 +157,7 @@ def test_resume_equals_uninterrupted(make: Make, machine: Machine, tmp_path: Pat
     seen: list[dict[str, Any]] = []
     again = run(make(), machine, tmp_path / "parts", resume=True, watch=seen.append)
     assert [event["step"] for event in seen if event["kind"] == "start"] == [3]
-    assert again.calibration == whole.calibration
+    assert again.details == whole.details
     one, other = read(tmp_path / "whole" / "drafter"), read(tmp_path / "parts" / "drafter")
     assert one.config == other.config
     for name, value in one.state.items():
@@ -361,9 +364,12 @@ def test_other_kinds_from_plan_to_drafter(
     )
     stored = read(tmp_path / "drafter")
     assert stored.config.name == name
-    assert sum(value.numel() for value in stored.state.values()) == report.plan.parameters
+    assert (
+        sum(value.numel() for value in stored.state.values())
+        == report.plan.predicted["parameters"].value
+    )
     assert {value.dtype for value in stored.state.values()} == {torch.bfloat16}
-    assert len(report.calibration) == {"falcon": 4, "ppd": 3, "dovetail": 5}[name]
+    assert len(report.details["calibration"]) == {"falcon": 4, "ppd": 3, "dovetail": 5}[name]
     assert sum(seen[-5:]) < sum(seen[:5])
 
 
@@ -404,3 +410,12 @@ def test_a_run_is_not_overwritten(make: Make, machine: Machine, tmp_path: Path) 
         run(job, machine, tmp_path / "run")
     with pytest.raises(ConfigError, match="is another job"):
         run(make(tokens=256), machine, tmp_path / "run", resume=True)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    make: Make, machine: Machine, tmp_path: Path
+) -> None:
+    # The first update makes weights too large for a finite loss.
+    with pytest.raises(NonFiniteError, match=r"step \d+: the loss is (nan|inf) and the norm"):
+        run(make(drafter={"name": "medusa", "lr": 2e37}), machine, tmp_path / "run")
+    assert not (tmp_path / "run" / "drafter").exists()

@@ -15,13 +15,14 @@ import pytest
 from s3_server import Refusing, bucket
 
 from shoal.checkpoint.store import Store
+from shoal.core.errors import ShoalError
 from shoal.core.meter import read_events
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.train.run import execute
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 # Bytes of a disk that is about to be full: a few checkpoints.
 _ROOM = 48 * 2**20
@@ -49,7 +50,7 @@ class Breaker:
             self.mend()
 
 
-def goes_on(plan: Plan, place: Path | str, run: Path, breaker: Breaker, reason: str) -> None:
+def goes_on(plan: TrainPlan, place: Path | str, run: Path, breaker: Breaker, reason: str) -> None:
     """The run ends, has told of its failure, and every checkpoint that is there is whole."""
     execute(plan, run, inject=breaker)
     events = list(read_events(run / "events.jsonl"))
@@ -64,7 +65,7 @@ def goes_on(plan: Plan, place: Path | str, run: Path, breaker: Breaker, reason: 
         store.open(step)
 
 
-def job(make_plan: Make, place: Path | str, mode: str) -> Plan:
+def job(make_plan: Make, place: Path | str, mode: str) -> TrainPlan:
     return make_plan(
         steps=60, checkpoint={"every": 1, "keep": 1000, "mode": mode, "path": str(place)}
     )
@@ -95,6 +96,28 @@ def test_a_full_disk(make_plan: Make, tmp_path: Path) -> None:
         breaker = Breaker(lambda: None, filler.unlink)
         plan = job(make_plan, disk / "saved", "lazy")
         goes_on(plan, disk / "saved", tmp_path / "run", breaker, "disk full while saving")
+
+
+def test_a_full_disk_under_the_run_itself_is_what_the_error_says(
+    make_plan: Make, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk):
+        filled: list[int] = []
+
+        def fill(_supervisor: Any, event: dict[str, Any]) -> None:
+            if event["kind"] != "step" or filled:
+                return
+            filled.append(event["step"])
+            with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(b"x" * 2**20):
+                    pass
+                while file.write(b"x" * 64):
+                    pass
+
+        plan = make_plan(steps=400, checkpoint={"every": 0, "path": str(tmp_path / "saved")})
+        with pytest.raises(ShoalError, match=r"disk full|No space left on device"):
+            execute(plan, disk / "run", inject=fill)
 
 
 def forbid(folder: Path, *, allow: bool = False) -> None:

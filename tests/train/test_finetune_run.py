@@ -14,7 +14,7 @@ from shoal.checkpoint.store import Store  # noqa: E402
 from shoal.core.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
 from shoal.core.meter import read_events  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
-from shoal.ir import Plan  # noqa: E402
+from shoal.ir import TrainPlan  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.parscale import use  # noqa: E402
@@ -23,7 +23,7 @@ from shoal.train.peft.job import check_finetune, with_biases  # noqa: E402
 from shoal.train.run import execute  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def tuned(make_plan: Make, base: Path, **changes: Any) -> Plan:
+def tuned(make_plan: Make, base: Path, **changes: Any) -> TrainPlan:
     plan = make_plan(
         **{
             "model": "shoal-0.3m",

@@ -13,13 +13,13 @@ from s3_server import Refusing, bucket
 from shoal.checkpoint.store import Store
 from shoal.core.errors import ConfigError
 from shoal.core.meter import read_events
-from shoal.ir import Machine, Plan
+from shoal.ir import Machine, TrainPlan
 from shoal.train.run import execute
 from shoal_command import shoal
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 
 def told(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def flip(file: Path) -> None:
 def test_goes_on_from_the_nearest_that_is_whole(make_plan: Make, tmp_path: Path) -> None:
     far, run = tmp_path / "far", tmp_path / "run"
 
-    def plan(steps: int) -> Plan:
+    def plan(steps: int) -> TrainPlan:
         saves = {"every": 6, "keep": 1, "mode": "lazy", "levels": [{"path": str(far), "keep": 9}]}
         return make_plan(steps=steps, checkpoint=saves)
 

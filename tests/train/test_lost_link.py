@@ -12,7 +12,7 @@ import pytest
 from shoal.checkpoint.store import Store
 from shoal.core.errors import RankError
 from shoal.core.meter import read_events
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.machine.emulate import Network, emulate, unavailable
 from shoal.parallel.heartbeat import Heartbeat
 from shoal.train.memory import Hosts
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 from test_run import losses  # noqa: E402
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 STEPS, SAVED, CUT = 16, 8, 11
 
 

@@ -13,14 +13,14 @@ import pytest
 from shoal.checkpoint.store import Store
 from shoal.core.errors import ConfigError, RankError
 from shoal.core.meter import read_events
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.train.chaos import Chaos
 from shoal.train.layout import RunDir
 from shoal.train.memory import MemoryLevel
 from shoal.train.run import execute
 from shoal.train.watch.robust import Robust, execute_robust
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 RUN: dict[str, Any] = {"model": "shoal-0.3m", "steps": 14, "parallel": {"dp": 4}}
 DISK = {"every": 0, "keep": 2}
@@ -31,13 +31,17 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def killing(plans: dict[int, Callable[[Any], None]]) -> Callable[[Any, dict[str, Any]], None]:
-    """Do each of these things once, when its step was done."""
+    """Do each of these things once, when its step was done by the ranks that run then."""
     left = dict(plans)
+    begun = False
 
     def inject(supervisor: Any, event: dict[str, Any]) -> None:
-        if event["kind"] == "step":
+        nonlocal begun
+        begun = begun or event["kind"] == "start"
+        if event["kind"] == "step" and begun:
             for step in [step for step in left if event["step"] >= step]:
                 left.pop(step)(supervisor)
+                begun = False
                 break
 
     return inject

@@ -12,9 +12,8 @@ pytest.importorskip("torch")
 
 from shoal.core.meter import read_events
 from shoal.cost.score import Score
-from shoal.ir import Plan
+from shoal.ir import TrainPlan, compared
 from shoal.plan.strategy import PLANNERS
-from shoal.train.report import rows as report_rows
 from shoal.train.run import execute
 
 RUN: dict[str, Any] = {
@@ -26,14 +25,16 @@ RUN: dict[str, Any] = {
 }
 
 
-def steps(plan: Plan, place: Path) -> list[dict[str, Any]]:
+def steps(plan: TrainPlan, place: Path) -> list[dict[str, Any]]:
     execute(plan, place)
     return [e for e in read_events(place / "events.jsonl") if e["kind"] == "step"]
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_two_ranks_share_what_lies_in_tiers(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_two_ranks_share_what_lies_in_tiers(
+    make_plan: Callable[..., TrainPlan], tmp_path: Path
+) -> None:
     whole = steps(make_plan(**RUN), tmp_path / "whole")
     for name in ("zero_infinity", "superpipeline"):
         offload = {"name": name, "device_budget": "64MiB"}
@@ -48,7 +49,7 @@ def test_two_ranks_share_what_lies_in_tiers(make_plan: Callable[..., Plan], tmp_
     "name", ["zero_infinity", "superpipeline", "deep_optimizer_states", "fuyou"]
 )
 def test_what_the_search_chose_is_trained_and_scored(
-    name: str, make_plan: Callable[..., Plan], tmp_path: Path
+    name: str, make_plan: Callable[..., TrainPlan], tmp_path: Path
 ) -> None:
     base = make_plan(**{**RUN, "parallel": {"dp": 1}, "grad_clip": 0})
     planner = PLANNERS.build({"name": "search", "offload": [name]})
@@ -72,5 +73,5 @@ def test_what_the_search_chose_is_trained_and_scored(
         assert event["step"] == 1
         assert all(rate > 0 for rate in event["bytes_per_s"].values())
         assert event["predicted_s"] <= min(seconds for _, seconds in event["curve"]) + 1e-9
-    told = [label.strip() for label, *_ in report_rows(report)]
+    told = [label.strip() for label, *_ in compared(report)]
     assert "most on the device" in told

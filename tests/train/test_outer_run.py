@@ -8,14 +8,14 @@ import pytest
 
 from shoal.core.errors import CheckpointError, RankError
 from shoal.core.meter import read_events
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.train.run import execute, with_rounds
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 from test_run import kill_at, losses  # noqa: E402
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 
 def rounds(run: Path) -> dict[int, float]:

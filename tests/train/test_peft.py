@@ -487,6 +487,10 @@ def test_adapters_that_are_none(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / files.WEIGHTS)
     with pytest.raises(ModelError, match="peft_type = 'BOFT'"):
         files.read(tmp_path)
+    save_file({"x": torch.tensor([0.0, float("inf")])}, tmp_path / files.WEIGHTS)
+    with pytest.raises(ModelError, match="x: 1 of 2 values are NaN or infinite"):
+        files.read(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / files.WEIGHTS)
     (tmp_path / files.CONFIG).write_text('{"peft_type": "LORA", "modules_to_save": ["lm_head"]}')
     with pytest.raises(ModelError, match="modules_to_save"):
         files.read(tmp_path)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-from shoal.app.commands.plan import app  # noqa: E402
+from shoal.app.commands.explain import app  # noqa: E402
 from shoal.core.errors import ModelError, PlanError  # noqa: E402
 from shoal.core.parts import Choice  # noqa: E402
 from shoal.corpora.tokenizer import train  # noqa: E402

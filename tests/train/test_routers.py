@@ -207,7 +207,7 @@ def test_the_commands(tmp_path, monkeypatch):
     assert [list(one) for one in ffn.shifts] == shifts
     picture = tmp_path / "duo.svg"
     done = CliRunner().invoke(
-        app, ["study", "duo", out, "--tokens", "128", "--length", "16", "--picture", str(picture),
+        app, ["explain", "duo", out, "--tokens", "128", "--length", "16", "--picture", str(picture),
               *text], env={"COLUMNS": "200"}
     )  # fmt: skip
     assert done.exit_code == 0, done.output

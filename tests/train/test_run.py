@@ -25,12 +25,12 @@ from shoal.core.errors import (
 )
 from shoal.core.meter import read_events
 from shoal.cost.score import Score
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.train.run import execute
 
 pytestmark = pytest.mark.multi
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -85,9 +85,55 @@ def test_a_run_leaves_everything(straight: Path) -> None:
     assert [row for row in Score().rows() if row.quantity == "step_s"]
 
 
+def gpus(plan: TrainPlan) -> TrainPlan:
+    """The same plan for GPUs."""
+    device = plan.machine.device.model_copy(update={"kind": "gpu", "num_cores": None})
+    machine = plan.machine.model_copy(update={"device": device})
+    job = plan.job.model_copy(update={"kernel": {}})
+    return plan.model_copy(update={"machine": machine, "job": job})
+
+
+def test_a_plan_for_gpus_is_refused_on_a_cpu(
+    make_plan: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whichever call, before anything is written."""
+    from shoal.core.errors import PlanError
+    from shoal.train.run import train
+    from shoal.train.watch.robust import Robust, execute_robust
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    plan = gpus(make_plan())
+    for start in (
+        lambda: execute(plan, tmp_path / "run"),
+        lambda: execute_robust(plan, tmp_path / "run", Robust()),
+        lambda: train(plan.job, tmp_path / "run", machine=plan.machine),
+    ):
+        with pytest.raises(PlanError, match=r"made for GPUs of described.*the CPU.*--anyway"):
+            start()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_plan_for_gpus_on_a_cpu_is_never_scored(
+    make_plan: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    report = execute(gpus(make_plan(steps=3)), tmp_path / "run", anyway=True)
+    assert report.device == "cpu"
+    assert report.errors == {}
+    rows = [row for row in Score().rows() if row.quantity == "step_s"]
+    assert [(row.elsewhere, row.error) for row in rows] == [(True, None)]
+    assert rows[0].predicted is not None
+    assert Score().errors() == []
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_resumed_losses_are_bit_equal(
-    make_plan: Make, straight: Path, tmp_path: Path
+    make_plan: Make,
+    straight: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     plan = make_plan(parallel={"dp": 2}, evaluation={"every": 12, "sample_tokens": 8})
     run = tmp_path / "run"
@@ -100,6 +146,7 @@ def test_a_killed_rank_is_named_and_the_resumed_losses_are_bit_equal(
     resumed = [e["step"] for e in events if e["kind"] == "start" and e["resumed"]]
     assert len(resumed) == 1
     assert resumed[0] in (6, 12, 18), "from a checkpoint before the kill"
+    record_property("figure", f"{len(losses(run))} losses equal to the bit")
 
 
 @pytest.mark.slow
@@ -175,7 +222,9 @@ def test_one_two_one_ranks(
 
 
 @pytest.mark.slow
-def test_a_hanging_rank_is_named_with_its_stack(make_plan: Make, tmp_path: Path) -> None:
+def test_a_hanging_rank_is_named_with_its_stack(
+    make_plan: Make, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     plan = make_plan(parallel={"dp": 2}, timeout_s=4, steps=10_000, checkpoint={"every": 0})
     began: list[float] = []
 
@@ -186,7 +235,9 @@ def test_a_hanging_rank_is_named_with_its_stack(make_plan: Make, tmp_path: Path)
 
     with pytest.raises(RankError, match=r"rank 1 of 2 .* hangs in step \d+") as caught:
         execute(plan, tmp_path / "run", inject=inject)
-    assert time.monotonic() - began[0] < 4 + 5
+    took_s = time.monotonic() - began[0]
+    assert took_s < 4 + 5
+    record_property("figure", f"named after {took_s:.1f} s, with a limit of 4 s")
     assert "stopped" in str(caught.value), "a stopped process has no stack to give"
     stack = (tmp_path / "run" / "ranks" / "rank-0.stack").read_text()
     assert "loop.py" in stack, "the waiting rank told where it waits"
@@ -211,14 +262,38 @@ def _stops_on_ctrl_c(make_plan: Make, tmp_path: Path) -> None:
             timer.append(threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)))
             timer[0].start()
 
-    report = execute(plan, tmp_path / "run", watch=watch)
-    assert report.measured["finished"] == 0
+    with pytest.raises(KeyboardInterrupt):
+        execute(plan, tmp_path / "run", watch=watch)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["measured"]["finished"] == 0
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     stops = [e for e in events if e["kind"] == "stop"]
     saves = [e["step"] for e in events if e["kind"] == "checkpoint"]
     assert len(stops) == 1
     assert len(saves) == 1
     assert saves[0] == max(losses(tmp_path / "run")) + 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_the_run_stops_restarts_nothing(
+    make_plan: Make, tmp_path: Path
+) -> None:
+    def inject(supervisor: Any, event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] == 5:
+            pid = supervisor.processes[1].pid
+            os.kill(pid, signal.SIGSTOP)  # so that nobody can save
+            threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    plan = make_plan(parallel={"dp": 2}, steps=100_000, checkpoint={"every": 3})
+    try:
+        with pytest.raises(RankError, match="rank 1 of 2"):
+            execute(plan, tmp_path / "run", inject=inject, restarts=3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    kinds = [e["kind"] for e in read_events(tmp_path / "run" / "events.jsonl")]
+    assert kinds.count("start") == 1
 
 
 def test_bad_starts(make_plan: Make, straight: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from shoal.core.errors import PlanError, StoreError  # noqa: E402
-from shoal.ir import Plan, TrainJob  # noqa: E402
+from shoal.ir import TrainJob, TrainPlan  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.train.build import StoredWeights, weights_of  # noqa: E402
@@ -150,7 +150,7 @@ def test_a_second_job_adds_its_own_state_alone(tmp_path: Path) -> None:
 @pytest.mark.multi
 @pytest.mark.slow
 def test_runs_on_one_base_are_the_runs_alone(
-    make_plan: Callable[..., Plan], base: Path, tmp_path: Path
+    make_plan: Callable[..., TrainPlan], base: Path, tmp_path: Path
 ) -> None:
     plan = make_plan(
         model="shoal-0.3m", steps=4, seq_len=32, finetune={"name": "lora", "r": 4}, threads=1

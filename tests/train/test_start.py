@@ -180,7 +180,7 @@ def test_a_run_says_where_it_begins(tmp_path, place):
     found = open_start(root)
     assert found is not None
     loaded = []
-    trainer = SimpleNamespace(load=loaded.append)
+    trainer = SimpleNamespace(load=loaded.append, pieces=dict)
     model = CONFIG.model_dump(mode="json")
     assert take_over(trainer, found, model, {"data": "x"}) == 2
     assert loaded == [found]

@@ -13,12 +13,13 @@ import pytest
 
 from shoal.core.errors import ConfigError, RankError
 from shoal.core.meter import read_events
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.train.run import execute
-from shoal.train.watch.diagnose import diagnose
+from shoal.train.watch.diagnose import diagnose, perfetto
+from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.robust import Robust, execute_robust
 
-Make = Callable[..., Plan]
+Make = Callable[..., TrainPlan]
 
 RUN: dict[str, Any] = {
     "model": "shoal-0.3m",
@@ -108,6 +109,30 @@ def test_without_a_spare_it_stops_with_its_state_saved(make_plan: Make, tmp_path
             inject=at(6, send(1, signal.SIGKILL)),
         )
     assert "--resume --robust" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_killed_and_a_hanging_rank_are_both_named_and_replaced(
+    make_plan: Make, tmp_path: Path
+) -> None:
+    plan = make_plan(parallel={"dp": 2}, **{**RUN, "steps": 10})
+
+    def both(supervisor: Any) -> None:
+        send(1, signal.SIGSTOP)(supervisor)
+        send(0, signal.SIGKILL)(supervisor)
+
+    run = tmp_path / "run"
+    report = execute_robust(plan, run, Robust(spares=2, hang_s=20), inject=at(6, both))
+    assert report.measured["finished"] == 1
+    (fault,) = [e for e in read_events(run / "events.jsonl") if e["kind"] == "fault"]
+    (more,) = fault["more"]
+    assert (fault["rule"], fault["place"]) == ("lost", 0)
+    assert (more["rule"], more["rank"], more["place"]) == ("hang", 1, 1)
+    (again,) = [e for e in read_events(run / "events.jsonl") if e["kind"] == "restart"]
+    assert again["places"] == [2, 3], "neither place is used again"
+    phases = {e["name"] for e in perfetto(Evidence.load(run / "ranks"))["traceEvents"]}
+    assert {"forward", "backward", "load", "update"} <= phases
 
 
 def test_wrong_options(make_plan: Make, tmp_path: Path) -> None:

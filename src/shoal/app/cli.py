@@ -6,6 +6,7 @@ Each verb is a function in ``commands/`` that imports what it needs when it runs
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -21,16 +22,18 @@ from shoal.app.commands import (
     dash,
     demo,
     doctor,
+    explain,
+    jobs,
     model,
     plan,
     probe,
-    sbp,
     score,
     serve,
-    study,
     train,
 )
 from shoal.core.errors import ShoalError
+from shoal.core.files import shoal_home
+from shoal.core.stopping import interruption, status_of
 
 __all__ = ["app", "main"]
 
@@ -44,6 +47,17 @@ class _Verbs(TyperGroup):
         if len(args) > 1 and both in self.commands:
             args = [both, *args[2:]]
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; a signal that ends it gives its own exit status."""
+        try:
+            return super().invoke(ctx)
+        except (Exception, KeyboardInterrupt) as error:
+            stop = interruption(error)
+            if stop is None or isinstance(error, ShoalError):
+                raise
+            typer.echo("stopped", err=True)
+            raise typer.Exit(status_of(stop)) from None
 
 
 app = typer.Typer(
@@ -77,8 +91,9 @@ def options(
 
 app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)
-plan.app.command("sbp")(sbp.sbp)
 app.add_typer(plan.app, name="plan")
+app.add_typer(jobs.app, name="run")
+app.add_typer(explain.app, name="explain")
 app.command("train")(train.train)
 app.command("train diagnose")(train.diagnose)
 app.command("serve")(serve.serve)
@@ -86,7 +101,9 @@ app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.command("check")(check.check)
 app.command("score")(score.score)
-app.add_typer(study.app, name="study")
+# What was asked here is explained now.
+moved = typer.Typer(cls=jobs.Studied, hidden=True, help="Now shoal explain.", no_args_is_help=True)
+app.add_typer(moved, name="study")
 app.add_typer(claims.app, name="claims")
 app.command("dash")(dash.dash)
 app.command("demo")(demo.demo)
@@ -94,6 +111,11 @@ app.command("demo")(demo.demo)
 
 def main() -> None:
     """Run the command line; errors of the user are one line on stderr and status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a locale cannot show is no error
+            stream.reconfigure(errors="backslashreplace")
+    # PyTorch's own choice is a name in /tmp that anybody can guess, and take first.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shoal_home() / "inductor"))
     try:
         app()
     except ShoalError as error:
@@ -101,9 +123,9 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(status_of(stop))
     except BrokenPipeError:
         # The reader of our output has gone; there is nobody left to tell.
         sys.stderr.close()

@@ -14,10 +14,9 @@ from typing import Any
 from shoal.core.config import resolve
 from shoal.core.errors import RankError
 from shoal.core.files import shoal_home
-from shoal.ir import Plan, Report, ServeJob, TrainJob
+from shoal.ir import ServeJob, TrainJob, TrainPlan, TrainReport, compared
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.table import spell
-from shoal.train.report import rows
 from shoal.train.run import Watch, execute, plan_job
 from shoal.train.sampling import continue_text
 from shoal.train.supervise import Supervisor
@@ -67,7 +66,7 @@ def run_demo(
     work: Callable[[str], AbstractContextManager[Bar]],
     training: Callable[[], AbstractContextManager[Watch]],
     sets: Sequence[str] = (),
-) -> Report:
+) -> TrainReport:
     """Do all of it, telling each part.
 
     Args:
@@ -95,7 +94,7 @@ def run_demo(
 
     say("2. What will it cost?  (shoal plan train)")
     plan = plan_job(job, machine)
-    ranked: list[Plan] = PLANNERS.build("search").plan(job, machine)
+    ranked: list[TrainPlan] = PLANNERS.build("search").plan(job, machine)
     _tell_plan(plan, ranked[: _OTHERS + 1], say)
 
     say("3. Train, and kill one rank on the way.  (shoal train)")
@@ -108,7 +107,7 @@ def run_demo(
         say(f"   | {line}")
 
     say("6. Prediction beside measurement.  (shoal score)")
-    for label, predicted, measured, error in rows(report):
+    for label, predicted, measured, error in compared(report):
         say(f"   {label:32} {predicted:>16} {measured:>20} {error:>9}")
 
     say("7. Serve it and talk to it.  (shoal serve)")
@@ -182,7 +181,7 @@ def _gallery(out: Path, say: Callable[[str], None]) -> None:
             say(f"   {number:4} {status}")
 
 
-def _tell_plan(plan: Plan, others: Sequence[Plan], say: Callable[[str], None]) -> None:
+def _tell_plan(plan: TrainPlan, others: Sequence[TrainPlan], say: Callable[[str], None]) -> None:
     """The plan that wins, why, where its time goes, and what the next ones would take."""
     estimate = plan.estimate
     assert estimate is not None
@@ -206,13 +205,13 @@ def _tell_plan(plan: Plan, others: Sequence[Plan], say: Callable[[str], None]) -
 
 
 def _train(
-    plan: Plan,
+    plan: TrainPlan,
     run_dir: Path,
     say: Callable[[str], None],
     training: Callable[[], AbstractContextManager[Watch]],
     *,
     lose: bool,
-) -> Report:
+) -> TrainReport:
     assert plan.job.steps is not None
     # After a checkpoint, so that something is there to resume from, and not right after
     # it, so that some steps are really lost.

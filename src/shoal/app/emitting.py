@@ -10,13 +10,13 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shoal.ir import Plan, ServePlan
+    from shoal.ir import ServePlan, TrainPlan
 
 __all__ = ["write_emitted"]
 
 
 def write_emitted(
-    plans: Sequence[Plan] | Sequence[ServePlan], engine: str, directory: Path | None
+    plans: Sequence[TrainPlan] | Sequence[ServePlan], engine: str, directory: Path | None
 ) -> None:
     """Write the files of ``engine`` for the first plan that it can run, and that plan beside them.
 

@@ -13,7 +13,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-__all__ = ["Format", "TrainingBar", "WorkBar", "as_json", "console", "table"]
+    from shoal.core.tables import Table
+    from shoal.ir import Estimate, Report
+
+__all__ = [
+    "Format",
+    "TrainingBar",
+    "WorkBar",
+    "as_json",
+    "console",
+    "say_if_elsewhere",
+    "say_if_slower",
+    "show",
+    "show_estimate",
+    "table",
+]
 
 
 class Format(StrEnum):
@@ -32,9 +46,33 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 160, highlight=False)
 
 
+def say_if_slower() -> None:
+    """Say once that native code is missing; everything runs without it."""
+    import typer
+
+    from shoal.core.native import compiler
+
+    if compiler() is None:
+        typer.echo(
+            "no C++ compiler found, so slower kernels and checksums are used; install g++ "
+            "(Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or set CXX",
+            err=True,
+        )
+
+
 def as_json(value: Any) -> None:
     """Print JSON for other programs."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def say_if_elsewhere(report: Report[Any]) -> None:
+    """Print why a report is not scored, if it was measured on another kind of device."""
+    machine = report.plan.machine
+    if report.device and report.device != machine.device.kind:
+        print(
+            f"not scored: predicted for {machine.device.name} of {machine.name}, and measured on "
+            f"a {report.device.upper()}"
+        )
 
 
 def table(
@@ -55,6 +93,35 @@ def table(
     for row in rows:
         shown.add_row(*("" if cell is None else str(cell) for cell in row))
     console().print(shown)
+
+
+def show(shown: Table) -> None:
+    """Print a table."""
+    table(shown.title, shown.columns, shown.rows, numeric=shown.right)
+
+
+def show_estimate(
+    estimate: Estimate | None,
+    *,
+    title: str = "where a step's time goes",
+    memory_title: str = "memory of a rank",
+) -> None:
+    """Print the time of a step and the memory by cause; nothing for causes that cost nothing."""
+    from shoal.core.sizes import human_bytes
+
+    if estimate is None:
+        return
+    total = estimate.step_s.value
+    shares = [
+        (cause, f"{1e3 * seconds:,.3g} ms", f"{100 * seconds / total:.0f} %")
+        for cause, seconds in sorted(estimate.terms_s.items(), key=lambda item: -item[1])
+        if seconds > 0
+    ]
+    memory = [(cause, human_bytes(size)) for cause, size in estimate.memory_bytes.items() if size]
+    if shares:
+        table(title, ("", "", ""), shares, numeric=" rr")
+    if memory:
+        table(memory_title, ("", ""), memory, numeric=" r")
 
 
 class WorkBar:
@@ -142,6 +209,10 @@ class TrainingBar:
             )
         elif kind == "checkpoint":
             self._say(f"step {event['step']}: checkpoint in {event['seconds']:.2f} s", minor=True)
+        elif kind == "checkpoint_failed":
+            self._say(f"step {event['step']}: the checkpoint was NOT saved: {event['message']}")
+        elif kind == "checkpoint_level" and event["state"] in ("failed", "unreachable"):
+            self._say(f"{event['place']}: {event['state']}: {event['message']}")
         elif kind == "corrupt":
             self._say(f"refused: {event['message']}")
         elif kind == "restart":
@@ -188,10 +259,10 @@ class TrainingBar:
         self._bar.update(self._task, completed=event["step"])
 
     def _step(self, event: dict[str, Any]) -> None:
-        note = (
-            f"loss {event['loss']:.3f}  {event['tokens_per_s']:,.0f} tok/s  "
-            f"{100 * event['mfu']:.0f} % MFU  {event['memory_bytes'] / 2**20:,.0f} MiB"
-        )
+        note = f"loss {event['loss']:.3f}  {event['tokens_per_s']:,.0f} tok/s  "
+        if "mfu" in event:  # of what is trained whole
+            note += f"{100 * event['mfu']:.0f} % MFU  "
+        note += f"{event['memory_bytes'] / 2**20:,.0f} MiB"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=event["step"] + 1, note=note)
         elif time.monotonic() - self._line > 10:

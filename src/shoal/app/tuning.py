@@ -11,7 +11,7 @@ from shoal.core.errors import ServeError, UnknownKeyError, nearest, require
 if TYPE_CHECKING:
     from shoal.ir import Arrival, ServeJob
     from shoal.plan.tune.protocols import Setting, Space, Study
-    from shoal.plan.tune.serving import Measure
+    from shoal.serve.tune import MeasureProcess
 
 __all__ = ["ENGINES", "UNITS", "engine_of", "knob_of", "show", "summary"]
 
@@ -21,7 +21,7 @@ UNITS = {"throughput": "tokens/s", "latency": "1/s", "ttft": "1/s"}
 # Requests of a workload that is made up.
 _REQUESTS = 32
 
-_Load = Callable[[int | None], "tuple[Measure, Sequence[Arrival]]"]
+_Load = Callable[[int | None], "tuple[MeasureProcess, Sequence[Arrival]]"]
 
 
 def knob_of(word: str) -> tuple[str, tuple[Setting, ...]]:
@@ -67,13 +67,13 @@ def engine_of(
 
     if engine == "shoal":
 
-        def of_shoal(requests: int | None) -> tuple[Measure, Sequence[Arrival]]:
+        def of_shoal(requests: int | None) -> tuple[MeasureProcess, Sequence[Arrival]]:
             from shoal.serve.bench import weights_of
-            from shoal.serve.tune import ShoalRunner
+            from shoal.serve.tune import MeasureProcess, ShoalRunner
 
             model, _ = weights_of(job)
             workload = arrivals_of(job, model.config.shape(), count=count(requests))
-            return ShoalRunner(job=job, model=model), workload
+            return MeasureProcess(make=ShoalRunner, arguments={"job": job}), workload
 
         return serving_space(given), of_shoal
 
@@ -90,13 +90,15 @@ def engine_of(
     if "batch" in given:
         values["batches"] = given["batch"]
 
-    def of_transformers(requests: int | None) -> tuple[Measure, Sequence[Arrival]]:
+    def of_transformers(requests: int | None) -> tuple[MeasureProcess, Sequence[Arrival]]:
         from shoal.model import huggingface
+        from shoal.serve.tune import MeasureProcess
 
         if not Path(job.model, "config.json").is_file():
             raise ServeError(f"model = {job.model!r}: transformers needs a Hugging Face directory")
         shape = huggingface.read_config(Path(job.model)).shape()
-        runner = GenerateRunner.load(job.model, threads=job.threads)
+        given = {"directory": job.model, "threads": job.threads}
+        runner = MeasureProcess(make=GenerateRunner.load, arguments=given)
         return runner, arrivals_of(job, shape, count=count(requests))
 
     return generate_space(**values), of_transformers

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint.image import Chunk, Image, write_image
 from shoal.checkpoint.peers import told_by_first
 from shoal.checkpoint.protocols import SaveTicket
-from shoal.checkpoint.store import vote_name
+from shoal.checkpoint.shards import shard_name
+from shoal.checkpoint.store import refusal_names, refusal_of, refuse
 from shoal.core.errors import CheckpointError, ShoalError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Background", "Session"]
 
 _POLL_S = (0.002, 0.1)
+# Pauses are so many times as long as a look at the votes, which takes longer with many ranks.
+_POLL_SHARE = 200
 # A rank that is alive writes its file in less; one that is not never votes.
 _VOTES_S = 600.0
 
@@ -153,7 +156,7 @@ class Background:
         if failures:
             with contextlib.suppress(OSError, ShoalError):
                 draft.prepare()
-                draft.put(_refusal_name(rank), str(failures[0]).encode())
+            refuse(draft, rank, failures[0])
         if self._abandoned.is_set():
             ticket.settle(
                 CheckpointError(f"step {ticket.step}: not saved, because the run was given up")
@@ -193,24 +196,23 @@ class Background:
         refusals: list[str] = []
         until = time.monotonic() + _VOTES_S
         while missing:
+            # One listing and not two questions for each rank.
+            begin = time.perf_counter()
+            names = draft.names()
             for rank in sorted(missing):
-                refusal = draft.get(_refusal_name(rank))
-                if refusal is not None:
-                    refusals.append(f"rank {rank}: {refusal.decode()}")
-                if refusal is not None or draft.get(vote_name(rank)) is not None:
+                refused = not names.isdisjoint(refusal_names(rank))
+                if refused:
+                    refusals.append(f"rank {rank}: {refusal_of(draft, rank)}")
+                if refused or shard_name(rank) in names:
                     missing.discard(rank)
+            pause = max(pause, _POLL_SHARE * (time.perf_counter() - begin))
             if missing and (self._abandoned.wait(pause) or time.monotonic() > until):
                 refusals.append(
                     f"{self.store.where}: step {draft.step} is not saved, because rank "
-                    f"{min(missing)} has not written its file; its own error says why"
+                    f"{min(missing)} has not written its file; its log says why"
                 )
                 break
             pause = min(limit, 1.5 * pause)
         # Only now, so that no rank writes into a draft that was thrown away.
         if refusals:
             raise CheckpointError(refusals[0])
-
-
-def _refusal_name(rank: int) -> str:
-    """The small file in which a rank says why it wrote nothing."""
-    return f"rank-{rank:05d}.failed"

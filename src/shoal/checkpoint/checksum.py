@@ -21,7 +21,7 @@ from shoal.core.extras import import_extra
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["combined", "copy_crc32c", "copy_crc32c_at", "crc32c"]
+__all__ = ["combined", "copy_crc32c", "copy_crc32c_at", "crc32c", "native", "sampled_crc32c"]
 
 # google-crc32c holds the interpreter's lock, so it is asked for little at a time.
 _CHUNK_BYTES = 2**20
@@ -37,10 +37,10 @@ def crc32c(data: np.ndarray, before: int = 0) -> int:
         data: uint8, contiguous, of one dimension.
         before: checksum of what came before.
     """
-    native = _native()
-    if native is None:
+    library = native()
+    if library is None:
         return _portable(data, before)
-    return int(native.shoal_crc32c(before, data.ctypes.data, data.nbytes))
+    return int(library.shoal_crc32c(before, data.ctypes.data, data.nbytes))
 
 
 def copy_crc32c(target: np.ndarray, data: np.ndarray, before: int = 0) -> int:
@@ -63,15 +63,31 @@ def copy_crc32c_at(target: int, data: int, nbytes: int, before: int = 0) -> int:
         nbytes: how many.
         before: checksum of what came before.
     """
-    native = _native()
-    if native is None:
+    library = native()
+    if library is None:
         ctypes.memmove(target, data, nbytes)
         return _portable(memoryview((ctypes.c_uint8 * nbytes).from_address(target)), before)
-    return int(native.shoal_copy_crc32c(before, target, data, nbytes))
+    return int(library.shoal_copy_crc32c(before, target, data, nbytes))
+
+
+def sampled_crc32c(data: int, nbytes: int, seed: int) -> int | None:
+    """The checksum of a line of 64 bytes of each 4096, and of what is left behind the last 4096.
+
+    Args:
+        data: address of the bytes.
+        nbytes: how many.
+        seed: which line of each.
+
+    Returns:
+        None where there is no native code for it.
+    """
+    library = native()
+    return None if library is None else int(library.shoal_sample_crc32c(seed, data, nbytes))
 
 
 @functools.cache
-def _native() -> ctypes.CDLL | None:
+def native() -> ctypes.CDLL | None:
+    """The native functions of ``crc32c.cpp``; None where they cannot be built."""
     from shoal.core.native import build
 
     source = Path(__file__).with_name("crc32c.cpp").read_text("utf-8")
@@ -80,6 +96,11 @@ def _native() -> ctypes.CDLL | None:
     except BuildError:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.shoal_sample_crc32c.argtypes = (ctypes.c_uint64, pointer, size)
+    library.shoal_sample_crc32c.restype = ctypes.c_uint32
+    for name, bits in (("16", ctypes.c_uint16), ("32", ctypes.c_uint32), ("64", ctypes.c_uint64)):
+        look = getattr(library, f"shoal_not_finite{name}")
+        look.argtypes, look.restype = (pointer, size, bits), ctypes.c_int
     for function, pointers in ((library.shoal_crc32c, 1), (library.shoal_copy_crc32c, 2)):
         function.argtypes = (ctypes.c_uint32, *[pointer] * pointers, size)
         function.restype = ctypes.c_uint32
@@ -89,7 +110,8 @@ def _native() -> ctypes.CDLL | None:
 def _portable(data: np.ndarray | memoryview, before: int) -> int:
     google = import_extra("google_crc32c", extra="run", purpose="the checksums of checkpoints")
     for start in range(0, data.nbytes, _CHUNK_BYTES):
-        before = google.extend(before, data[start : start + _CHUNK_BYTES])
+        # It takes bytes and nothing else.
+        before = google.extend(before, bytes(data[start : start + _CHUNK_BYTES]))
     return int(before)
 
 

@@ -1,4 +1,5 @@
-// CRC32C of bytes, with or without a copy of them on the way.
+// CRC32C of bytes, with or without a copy of them on the way; of a sample of them; and whether
+// they hold a number that is not finite.
 //
 // The processor's instruction takes 8 bytes and answers three cycles later, so three runs of bytes
 // are taken at once and their checksums joined: appending zeros to a run is linear in its checksum,
@@ -110,6 +111,18 @@ uint32_t run(uint32_t before, uint8_t* to, const uint8_t* from, size_t size) {
   return ~after(state, from, size);
 }
 
+template <typename Bits>
+int not_finite(const Bits* data, size_t count, Bits exponent) {
+  constexpr size_t kBlock = 4096;  // short enough to end soon, long enough for vectors
+  for (size_t at = 0; at < count; at += kBlock) {
+    const size_t end = count < at + kBlock ? count : at + kBlock;
+    Bits found = 0;
+    for (size_t i = at; i < end; ++i) found |= (Bits)((data[i] & exponent) == exponent);
+    if (found) return 1;
+  }
+  return 0;
+}
+
 }  // namespace
 
 extern "C" uint32_t shoal_crc32c(uint32_t before, const uint8_t* data, size_t size) {
@@ -118,4 +131,36 @@ extern "C" uint32_t shoal_crc32c(uint32_t before, const uint8_t* data, size_t si
 
 extern "C" uint32_t shoal_copy_crc32c(uint32_t before, uint8_t* to, const uint8_t* from, size_t size) {
   return run<true>(before, to, from, size);
+}
+
+// Checksum of one cache line of every page of 4096 bytes, at a place that follows from the seed and
+// the page's number, and of all bytes behind the last whole page.
+extern "C" uint32_t shoal_sample_crc32c(uint64_t seed, const uint8_t* data, size_t size) {
+  constexpr size_t kAhead = 16;
+  const size_t pages = size / kRun;
+  auto place = [&](size_t page) {
+    uint64_t x = seed + (page + 1) * 0x9E3779B97F4A7C15ull;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return data + page * kRun + (x >> 58) * kLine;
+  };
+  uint32_t state = ~0u;
+  for (size_t page = 0; page < pages; ++page) {
+    __builtin_prefetch(place(page + kAhead));
+    state = after(state, place(page), kLine);
+  }
+  return ~after(state, data + pages * kRun, size - pages * kRun);
+}
+
+// Whether any number has all bits of its exponent set, which infinities and NaN have.
+extern "C" int shoal_not_finite16(const uint16_t* data, size_t count, uint16_t exponent) {
+  return not_finite(data, count, exponent);
+}
+
+extern "C" int shoal_not_finite32(const uint32_t* data, size_t count, uint32_t exponent) {
+  return not_finite(data, count, exponent);
+}
+
+extern "C" int shoal_not_finite64(const uint64_t* data, size_t count, uint64_t exponent) {
+  return not_finite(data, count, exponent);
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.checkpoint.checksum import crc32c
-from shoal.checkpoint.index import Part, RankIndex, StoredFile, StoredPiece, file_name
+from shoal.checkpoint.shards import Shard, StoredFile, file_name
 from shoal.core.safetensors_header import ITEM_BYTES, encode_header
 
 if TYPE_CHECKING:
@@ -68,30 +68,10 @@ class Image:
     slots: tuple[Slot, ...]
     size: int
 
-    def index(self, rank: int, checksums: Mapping[str, int]) -> RankIndex:
+    def index(self, rank: int, checksums: Mapping[str, int]) -> Shard:
         """What the rank reports when its file is written."""
-        file = file_name(rank)
         stored = StoredFile(bytes=self.size, header_sha256=hashlib.sha256(self.header).hexdigest())
-        return RankIndex(
-            rank=rank,
-            file=stored,
-            parts=tuple(
-                Part(
-                    name=slot.name,
-                    dtype=slot.dtype,
-                    global_shape=slot.global_shape,
-                    piece=StoredPiece(
-                        file=file,
-                        offset=slot.offset,
-                        shape=slot.shape,
-                        bytes=slot.stop - slot.start,
-                        crc32c=checksums[slot.key],
-                        key=None if slot.key == slot.name else slot.key,
-                    ),
-                )
-                for slot in self.slots
-            ),
-        )
+        return Shard.of(rank, stored, self.slots, [checksums[slot.key] for slot in self.slots])
 
 
 def image_of(pieces: Mapping[str, Chosen]) -> Image:
@@ -124,7 +104,7 @@ def write_image(
     image: Image,
     chunks: Iterable[Chunk],
     checksums: Mapping[str, int] | None = None,
-) -> RankIndex:
+) -> Shard:
     """Write the file of one rank, and return when it is durable.
 
     Args:

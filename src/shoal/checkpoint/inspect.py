@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.checkpoint.branches import branches, place_of
 from shoal.checkpoint.formats import FORMATS
 from shoal.checkpoint.index import INDEX_NAME
 from shoal.checkpoint.remote import is_address
@@ -119,10 +120,13 @@ def find(path: Path | str) -> Place:
         return Place(kind="gguf", path=path, tokenizer=tokenizer if tokenizer.exists() else None)
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory; give a checkpoint, a run or a model")
-    for store in (path, path / "checkpoints"):
+    branch = branches(path)[-1].number
+    for store in (path, Path(place_of(path / "checkpoints", branch))):
         steps = Store(store).steps()
         if steps:
-            beside = store.parent / "tokenizer.json"
+            beside = path / "tokenizer.json"
+            if store == path and not beside.exists():
+                beside = path.parent / "tokenizer.json"
             return Place(
                 kind="run",
                 path=store,
@@ -330,13 +334,10 @@ def summary(path: Path | str, step: int | None = None) -> Summary:
         )
     saved = opened(place, step, verify=False)
     groups: dict[str, tuple[int, int]] = {}
-    pieces = dict.fromkeys(saved.index.files, 0)
     for name, tensor in saved.index.tensors.items():
         group = name.partition(".")[0]
         count, size = groups.get(group, (0, 0))
-        groups[group] = count + 1, size + checkpoint_row(saved, name).bytes
-        for piece in tensor.pieces:
-            pieces[piece.file] += 1
+        groups[group] = count + 1, size + tensor.bytes
     return Summary(
         path=saved.path,
         kind=place.kind,
@@ -346,7 +347,7 @@ def summary(path: Path | str, step: int | None = None) -> Summary:
         version=saved.index.version,
         groups=groups,
         files=tuple(
-            FilePart(name=name, bytes=file.bytes, pieces=pieces[name])
+            FilePart(name=name, bytes=file.bytes, pieces=saved.index.count(name))
             for name, file in saved.index.files.items()
         ),
         meta=saved.meta,

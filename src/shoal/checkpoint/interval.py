@@ -93,7 +93,8 @@ def failures_seen(events: Iterable[Mapping[str, Any]]) -> tuple[int, float]:
             begun, last = True, None
         elif event["kind"] in ("stop", "end"):
             begun = False
-        now = float(event.get("time", 0.0))
+        # Events of before there was a monotonic clock in them have the wall clock alone.
+        now = float(event.get("monotonic_s", event.get("time", 0.0)))
         if last is not None:
             seconds += max(0.0, now - last)
         last = now

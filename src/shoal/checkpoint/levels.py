@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.checkpoint.image import Chunk, Image, Slot, write_image
-from shoal.checkpoint.index import file_name
 from shoal.checkpoint.peers import told_by_first
 from shoal.checkpoint.reader import Range, bytes_in_turn
 from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.shards import file_name, shard_name
 from shoal.checkpoint.source import CHUNK_BYTES
 from shoal.core.errors import CheckpointError, ShoalError, require
 
@@ -210,13 +210,10 @@ class Level:
         try:
             draft.replace()
             draft.prepare()
-            images = _images(saved)
+            saved.check_files()
             ranks = range(saved.index.world)
             with ThreadPoolExecutor(_FILES, thread_name_prefix="checkpoint-send") as pool:
-                for done in [
-                    pool.submit(self._copy, saved, draft, rank, images[file_name(rank)])
-                    for rank in ranks
-                ]:
+                for done in [pool.submit(self._copy, saved, draft, rank) for rank in ranks]:
                     done.result()
             self.far.storage.commit(draft, saved.index.encode())
         except BaseException:
@@ -225,8 +222,9 @@ class Level:
         self.far.retain(step)
         return size
 
-    def _copy(self, saved: Saved, draft: Draft, rank: int, image: Image) -> None:
+    def _copy(self, saved: Saved, draft: Draft, rank: int) -> None:
         name = file_name(rank)
+        image = _image(saved, name)
         starts = range(0, image.size, CHUNK_BYTES)
         ranges = [Range(name, at, min(at + CHUNK_BYTES, image.size)) for at in starts]
         with bytes_in_turn(saved.folder, ranges) as arriving:
@@ -240,10 +238,13 @@ class Level:
                     yield one.start, data.numpy()
 
             sent = write_image(draft, rank, image, chunks())
-        for part in sent.parts:
-            there = saved.index.tensors[part.name].pieces
-            if part.piece not in there:
-                raise saved.damage(part.name, part.piece)
+        there = saved.index.shard(name)
+        for at, (tensor, piece, _) in enumerate(there.pieces()):
+            same = sent.crc32c[at] == piece.crc32c
+            if not same and (piece.crc32c is not None or not saved.intact(tensor, piece)):
+                raise saved.damage(tensor, piece)
+        if saved.index.files[name].shard_sha256 is not None:
+            draft.put(shard_name(rank), saved.index.shard_bytes(name))
 
     def _report(
         self,
@@ -306,16 +307,21 @@ def nearest(
 
     Returns:
         The step, None if there is none; numbers of the stores that have it; and those places that
-        do not say what they have.
+        do not say what they have, or hold a newer step without its index.
 
     Raises:
         CheckpointError: none is found, and a place that does not answer may have one.
     """
     silent: list[LevelReport] = []
     there: list[Collection[int]] = []
+    lost: list[LevelReport] = []
     for store in stores:
         try:
             there.append(store.steps())
+            lost += [
+                LevelReport(one, store.where, "passed_over", message="its index.json is missing")
+                for one in store.unfinished()
+            ]
         except (OSError, ShoalError) as cause:
             there.append(())
             silent.append(LevelReport(step, store.where, "unreachable", message=str(cause)))
@@ -327,6 +333,8 @@ def nearest(
             "other place has one to go on from; make it reachable, or start a new run under "
             "another name"
         )
+    if step is None:
+        silent += [one for one in lost if one.step is not None and one.step > (wanted or 0)]
     return wanted, found, silent
 
 
@@ -348,28 +356,21 @@ def newest(stores: Sequence[Store]) -> Saved:
     raise failures[0]
 
 
-def _images(saved: Saved) -> dict[str, Image]:
-    """Every file of a checkpoint as it lies."""
-    slots: dict[str, list[Slot]] = {file: [] for file in saved.index.files}
-    for name, tensor in saved.index.tensors.items():
-        for piece in tensor.pieces:
-            at = saved.place(name, piece)
-            slots[piece.file].append(
-                Slot(
-                    piece.key or name,
-                    name,
-                    tensor.dtype,
-                    tensor.shape,
-                    piece.offset,
-                    piece.shape,
-                    at,
-                    at + piece.bytes,
-                )
-            )
-    found = {}
-    for file, stored in saved.index.files.items():
-        own = sorted(slots[file], key=lambda slot: (slot.start, slot.stop))
-        first = own[0].start if own else stored.bytes
-        header = saved.folder.read(file, 0, first).tobytes()
-        found[file] = Image(header, tuple(own), stored.bytes)
-    return found
+def _image(saved: Saved, file: str) -> Image:
+    """A file of a checkpoint as it lies."""
+    shard, size = saved.index.shard(file), saved.index.files[file].bytes
+    slots = tuple(
+        Slot(
+            piece.key or name,
+            name,
+            saved.index.tensors[name].dtype,
+            saved.index.tensors[name].shape,
+            piece.offset,
+            piece.shape,
+            start,
+            start + piece.bytes,
+        )
+        for name, piece, start in shard.pieces()
+    )
+    header = saved.folder.read(file, 0, slots[0].start if slots else size).tobytes()
+    return Image(header, slots, size)

@@ -1,9 +1,10 @@
 """Loading: what all ranks want of a checkpoint, read once and passed on to whoever wants it.
 
-The ranks tell each other their boxes and come to one plan (:mod:`~shoal.checkpoint.reads`). Then
-they go round by round: each has one read, keeps what it wants of it and sends the others theirs,
-while the next reads are under way already. Pieces are compared with their checksums on the way;
-one that several ranks have read in part is compared when they have told each other what they saw.
+The ranks tell each other their boxes and come to one plan (:mod:`~shoal.checkpoint.agreement`,
+:mod:`~shoal.checkpoint.reads`). Then they go round by round: each has one read, keeps what it
+wants of it and sends the others theirs, while the next reads are under way already. Pieces are
+compared with their checksums on the way; one that several ranks have read in part is compared by
+one of them, which all tell what they saw.
 
 Source: Wan et al., ByteCheckpoint, 2024, sections 3.3 and 4.1.
 """
@@ -17,19 +18,22 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shoal.checkpoint.agreement import Plans, Turns, agreed
 from shoal.checkpoint.checksum import combined, copy_crc32c, crc32c
 from shoal.checkpoint.peers import Alone, CommPeers
 from shoal.checkpoint.pieces import TORCH_NAMES, Piece
 from shoal.checkpoint.reader import Range, bytes_in_turn
-from shoal.checkpoint.reads import READ_BYTES, Cut, Read, ReadPlan, Segment, Wish, plan_reads
+from shoal.checkpoint.reads import READ_BYTES, Cut, Read, Segment, Wish
+from shoal.checkpoint.shards import rank_of
 from shoal.core.errors import CheckpointError, nearest
 from shoal.core.safetensors_header import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
 
+    from shoal.checkpoint.peers import Peers
     from shoal.checkpoint.saved import Saved
     from shoal.ir.comm import Comm
 
@@ -39,6 +43,7 @@ Wanted = Mapping[str, Sequence[Piece]]
 """Name of a tensor -> the boxes of it that a rank wants, and the tensors that take them."""
 
 _TAG = "checkpoint"
+_PLANS = Plans()
 
 
 @dataclass
@@ -52,6 +57,7 @@ class LoadReport:
         reads: in so many reads.
         sent_bytes: bytes that it passed on to others.
         plan_s: seconds to agree who reads what.
+        fresh_plan: the layout, or what ranks wanted of it, was new.
         read_s: seconds for which reading was waited for.
         exchange_s: seconds for which other ranks were waited for.
         place_s: seconds of copying what others have read into place.
@@ -65,6 +71,7 @@ class LoadReport:
     reads: int = 0
     sent_bytes: int = 0
     plan_s: float = 0.0
+    fresh_plan: bool = True
     read_s: float = 0.0
     exchange_s: float = 0.0
     place_s: float = 0.0
@@ -76,10 +83,10 @@ class LoadReport:
 class _Seen:
     """What the reading threads saw."""
 
-    parts: list[tuple[str, str, str, int, int, int]] = field(default_factory=list)
-    """Tensor, key and file of a piece read in part; first element, last, and their checksum."""
-    damaged: list[tuple[str, str, str]] = field(default_factory=list)
-    """Tensor, key and file of a piece."""
+    parts: list[tuple[str, int, int, int, int]] = field(default_factory=list)
+    """File and number of a piece read in part; first element, last, and their checksum."""
+    damaged: list[str] = field(default_factory=list)
+    """What is wrong with pieces that are not what was written."""
     refused: list[str] = field(default_factory=list)
     """What the file system said."""
 
@@ -112,22 +119,23 @@ def load_pieces(
     peers = Alone() if comm is None else CommPeers(comm)
     targets = [(name, piece) for name, pieces in wanted.items() for piece in pieces]
     flaw = next((one for one in (_flaw(saved, *t, cast) for t in targets) if one), "")
-    told = peers.gather(
-        json.dumps(
-            [flaw, [[n, list(p.box.offset), list(p.box.shape)] for n, p in targets]]
-        ).encode()
+    turns = agreed(
+        saved,
+        [Wish(name, tuple(p.box.offset), tuple(p.box.shape)) for name, p in targets],
+        peers,
+        _PLANS,
+        flaw=flaw,
+        whole=verify,
+        read_bytes=READ_BYTES,
     )
-    wishes = _agreed(saved, flaw, [json.loads(one) for one in told])
-    plan = plan_reads(saved.index, saved.place, wishes, whole=verify, read_bytes=READ_BYTES)
     report.wanted_bytes = sum(
         p.box.volume * ITEM_BYTES[saved.index.tensors[n].dtype] for n, p in targets
     )
-    report.read_bytes, report.reads = plan.bytes_of(peers.rank), len(plan.rounds[peers.rank])
-    report.plan_s = time.perf_counter() - begin
-    loading = _Loading(saved, plan, [piece.tensor for _, piece in targets], comm, report)
+    report.read_bytes, report.reads = turns.plan.bytes, len(turns.plan.reads)
+    report.plan_s, report.fresh_plan = time.perf_counter() - begin, turns.fresh
+    loading = _Loading(saved, turns, [piece.tensor for _, piece in targets], comm, report)
     loading.run(verify=verify)
-    told = peers.gather(json.dumps(vars(loading.seen)).encode())
-    _judge(saved, [json.loads(one) for one in told])
+    _judge(saved, peers, loading.seen)
     report.seconds = time.perf_counter() - begin
     return report
 
@@ -151,29 +159,12 @@ def _flaw(saved: Saved, name: str, piece: Piece, cast: bool) -> str:
     return ""
 
 
-def _agreed(saved: Saved, own: str, told: Sequence[Any]) -> list[list[Wish]]:
-    """The wishes of all ranks.
-
-    Raises:
-        CheckpointError: one of them cannot be fulfilled.
-    """
-    if own:
-        raise CheckpointError(own)
-    for rank, (flaw, _) in enumerate(told):
-        if flaw:
-            raise CheckpointError(f"rank {rank}: {flaw}")
-    return [
-        [Wish(name, tuple(offset), tuple(shape)) for name, offset, shape in wishes]
-        for _, wishes in told
-    ]
-
-
 class _Loading:
     """One load at work.
 
     Args:
         saved: the checkpoint.
-        plan: what all ranks read.
+        turns: this rank's plan.
         targets: what this rank's wishes fill, in their order.
         comm: the ranks; None if there is one.
         report: counts what happens.
@@ -182,13 +173,13 @@ class _Loading:
     def __init__(
         self,
         saved: Saved,
-        plan: ReadPlan,
+        turns: Turns,
         targets: Sequence[torch.Tensor],
         comm: Comm | None,
         report: LoadReport,
     ) -> None:
         self.saved = saved
-        self.plan = plan
+        self.turns, self.plan = turns, turns.plan
         self.targets = targets
         self.comm = comm
         self.rank = 0 if comm is None else comm.rank
@@ -200,7 +191,7 @@ class _Loading:
         """Read, keep, send and receive, round by round."""
         import torch
 
-        own = self.plan.rounds[self.rank]
+        own = self.plan.reads
         ranges = [Range(read.file, read.start, read.stop) for read in own]
         pinned = any(target.device.type == "cuda" for target in self.targets)
 
@@ -215,11 +206,11 @@ class _Loading:
             torch.no_grad(),
             bytes_in_turn(self.saved.folder, ranges, arrived, pinned=pinned) as arriving,
         ):
-            for number in range(self.plan.count):
-                read = self.plan.read(self.rank, number)
-                if read is None:
+            for number in range(self.turns.count):
+                if number >= len(own):
                     self._round(number, None, torch.empty(0, dtype=torch.uint8))
                     continue
+                read = own[number]
                 with _timed(self.report, "read_s"):
                     data = next(arriving)
                 if isinstance(data, OSError):
@@ -231,8 +222,11 @@ class _Loading:
 
     def _arrived(self, segment: Segment, read: Read, data: torch.Tensor, *, verify: bool) -> None:
         """Take what this rank wants, and compare with the checksum, in the thread that read it."""
-        name, piece = segment.name, segment.piece
-        cuts = self.plan.cuts_of(segment, self.rank)
+        name, (_, piece, start) = (
+            segment.name,
+            self.saved.index.shard(read.file).piece(segment.number),
+        )
+        cuts = self.plan.cuts_of(segment)
         found = self._copied(segment, cuts, read, data) if verify else None
         if found is None:
             for cut in cuts:
@@ -240,20 +234,20 @@ class _Loading:
         if not verify:
             return
         if piece.crc32c is None:  # of an old version: only a whole piece has a checksum
-            good = self.saved.intact(name, piece)
+            good = self.saved.intact(name, piece, start)
         else:
             if found is None:
                 low, high = segment.start - read.start, segment.stop - read.start
                 found = crc32c(data[low:high].numpy())
             if not segment.whole:
-                key = piece.key or name, piece.file
-                self.seen.parts.append((name, *key, segment.first, segment.last, found))
+                part = (read.file, segment.number, segment.first, segment.last, found)
+                self.seen.parts.append(part)
                 return
             good = found == piece.crc32c
         if good:
             self.saved.trust(name, piece)
         else:
-            self.seen.damaged.append((name, piece.key or name, piece.file))
+            self.seen.damaged.append(self.saved.described(name, piece))
 
     def _copied(
         self, segment: Segment, cuts: Sequence[Cut], read: Read, data: torch.Tensor
@@ -283,40 +277,36 @@ class _Loading:
 
     def _round(self, number: int, read: Read | None, data: torch.Tensor) -> None:
         """Pass on what this rank has read, and take what it wants of what others have."""
-        if self.comm is None or not self._exchanged(number):
+        import torch
+
+        if self.comm is None or number not in self.turns.exchanged:
             return
+        inbox = self.turns.inbox.get(number, ())
         with _timed(self.report, "exchange_s"):
-            outs = [self._inbox(number, peer) for peer in range(self.comm.world)]
+            coming = {peer: self.plan.cuts(one) for peer, one in inbox}
+            outs = self._empty()
+            for peer, cuts in coming.items():
+                size = sum(self._bytes(cut) for cut in cuts)
+                outs[peer] = torch.empty(size, dtype=torch.uint8, device=self.comm.device)
             messages = self._messages(read, data)
             self.report.sent_bytes += sum(message.numel() for message in messages)
             self.comm.all_to_all(outs, messages, tag=_TAG).wait()
         with _timed(self.report, "place_s"):
-            for peer, inbox in enumerate(outs):
+            for peer, cuts in coming.items():
                 at = 0
-                for cut in self._cuts_from(number, peer):
+                for cut in cuts:
                     size = self._bytes(cut)
-                    values = _as(inbox[at : at + size], self._dtype(cut.name))
+                    values = _as(outs[peer][at : at + size], self._dtype(cut.name))
                     self._put(cut, values.view(cut.common.shape))
                     at += size
 
-    def _exchanged(self, number: int) -> bool:
-        """Whether anybody passes anything on in this round; all ranks see the same."""
-        return any(
-            (read := self.plan.read(peer, number)) is not None and set(read.ranks) - {peer}
-            for peer in range(len(self.plan.rounds))
-        )
-
-    def _cuts_from(self, number: int, peer: int) -> list[Cut]:
-        """What this rank gets of another one's read."""
-        read = self.plan.read(peer, number)
-        return [] if read is None or peer == self.rank else self.plan.cuts(read, self.rank)
-
-    def _inbox(self, number: int, peer: int) -> torch.Tensor:
+    def _empty(self) -> list[torch.Tensor]:
+        """A message without bytes for each rank."""
         import torch
 
         assert self.comm is not None
-        size = sum(self._bytes(cut) for cut in self._cuts_from(number, peer))
-        return torch.empty(size, dtype=torch.uint8, device=self.comm.device)
+        device = self.comm.device
+        return [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(self.comm.world)]
 
     def _messages(self, read: Read | None, data: torch.Tensor) -> list[torch.Tensor]:
         """For every rank what it gets of this one's read; those that want the same share it."""
@@ -324,20 +314,15 @@ class _Loading:
 
         assert self.comm is not None
         known: dict[tuple[Cut, ...], torch.Tensor] = {}
-        found = []
-        for peer in range(self.comm.world):
-            cuts = [] if read is None or peer == self.rank else self.plan.cuts(read, peer)
-            # Each rank numbers its wishes for itself.
-            key = tuple(cut._replace(wish=0) for cut in cuts)
+        found = self._empty()
+        if read is None:
+            return found
+        for peer, cuts in self.plan.cuts_of_others(read).items():
+            key = tuple(cuts)
             if key not in known:
-                parts = [
-                    _raw(self._part(read, data, cut).contiguous())
-                    for cut in cuts
-                    if read is not None
-                ]
-                packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-                known[key] = packed.to(self.comm.device)
-            found.append(known[key])
+                parts = [_raw(self._part(read, data, cut).contiguous()) for cut in cuts]
+                known[key] = torch.cat(parts).to(self.comm.device)
+            found[peer] = known[key]
         return found
 
     def _part(self, read: Read, data: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -355,7 +340,7 @@ class _Loading:
 
     def _place(self, cut: Cut) -> torch.Tensor:
         """Where a cut goes."""
-        wish, target = self.plan.wish(self.rank, cut.wish), self.targets[cut.wish]
+        wish, target = self.plan.wishes[cut.wish], self.targets[cut.wish]
         return target.detach()[cut.common.slices(wish.box)]
 
     def _bytes(self, cut: Cut) -> int:
@@ -398,35 +383,47 @@ def _timed(report: LoadReport, what: str) -> Iterator[None]:
         setattr(report, what, getattr(report, what) + time.perf_counter() - begin)
 
 
-def _judge(saved: Saved, told: Sequence[Mapping[str, Any]]) -> None:
+def _judge(saved: Saved, peers: Peers, seen: _Seen) -> None:
     """Say what any rank has seen, on every rank alike.
 
     Raises:
         CheckpointError: a file could not be read.
         CorruptError: a piece is not what was written.
     """
-    refused = [what for seen in told for what in seen["refused"]]
-    if refused:
-        raise CheckpointError(refused[0])
-    pieces = {
-        (name, piece.key or name, piece.file): piece
-        for seen in told
-        for name, *_ in [*seen["damaged"], *seen["parts"]]
-        for piece in saved.index.tensors[name].pieces
-    }
-    for seen in told:
-        for key in seen["damaged"]:
-            raise saved.damage(key[0], pieces[tuple(key)])
-    halves: dict[tuple[str, str, str], list[tuple[int, int, int]]] = {}
-    for seen in told:
-        for name, key, file, first, last, found in seen["parts"]:
-            halves.setdefault((name, key, file), []).append((first, last, found))
-    for (name, key, file), parts in halves.items():
-        piece = pieces[name, key, file]
-        item = ITEM_BYTES[saved.index.tensors[name].dtype]
-        whole = 0
-        for first, last, found in sorted(parts):
-            whole = combined(whole, found, (last - first) * item)
-        if whole != piece.crc32c:
-            raise saved.damage(name, piece)
-        saved.trust(name, piece)
+    # What several ranks have read of a piece goes to the one that stands for its file.
+    judges: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(peers.world)]
+    for part in seen.parts:
+        judges[rank_of(part[0]) % peers.world].append(part)
+    heard = peers.exchange([json.dumps(one).encode() if one else b"" for one in judges])
+    halves: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+    for one in heard:
+        for file, number, first, last, found in json.loads(one or b"[]"):
+            halves.setdefault((file, number), []).append((first, last, found))
+    damaged = list(seen.damaged)
+    if not seen.refused:
+        for (file, number), parts in halves.items():
+            words = _unlike(saved, file, number, parts)
+            damaged += [words] if words else []
+    told = peers.gather(json.dumps([seen.refused[:1], damaged[:1]]).encode())
+    for refused, _ in map(json.loads, told):
+        if refused:
+            raise CheckpointError(refused[0])
+    for _, words in map(json.loads, told):
+        if words:
+            raise saved.damaged(words[0])
+
+
+def _unlike(saved: Saved, file: str, number: int, parts: Sequence[tuple[int, int, int]]) -> str:
+    """What is wrong with a piece that was read in parts, or an empty text."""
+    try:
+        name, piece, _ = saved.index.shard(file).piece(number)
+    except CheckpointError as cause:
+        return str(cause)
+    item = ITEM_BYTES[saved.index.tensors[name].dtype]
+    whole = 0
+    for first, last, found in sorted(parts):
+        whole = combined(whole, found, (last - first) * item)
+    if whole != piece.crc32c:
+        return saved.described(name, piece)
+    saved.trust(name, piece)
+    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.errors import CheckpointError, ShoalError
@@ -35,6 +35,14 @@ class Peers(Protocol):
         """What every rank gave, in rank order."""
         ...
 
+    def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
+        """What every rank gave for this one, in rank order.
+
+        Args:
+            messages: what this one gives, by rank.
+        """
+        ...
+
 
 class Alone:
     """One rank."""
@@ -48,6 +56,10 @@ class Alone:
     def gather(self, data: bytes) -> list[bytes]:
         """See :class:`Peers`."""
         return [data]
+
+    def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
+        """See :class:`Peers`."""
+        return list(messages)
 
 
 class CommPeers:
@@ -81,6 +93,22 @@ class CommPeers:
         self._comm.all_gather(out, x.to(device), tag=_TAG).wait()
         rows = out.cpu().view(self.world, longest).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
+        """See :class:`Peers`."""
+        import torch
+
+        device = self._comm.device
+        own = torch.tensor([len(one) for one in messages], dtype=torch.int64, device=device)
+        sizes = torch.empty_like(own)
+        self._comm.all_to_all(
+            list(torch.split(sizes, 1)), list(torch.split(own, 1)), tag=_TAG
+        ).wait()
+        outs = [torch.empty(n, dtype=torch.uint8, device=device) for n in sizes.tolist()]
+        xs = [torch.frombuffer(bytearray(one or b"\0"), dtype=torch.uint8) for one in messages]
+        sent = [x[: len(one)].to(device) for x, one in zip(xs, messages, strict=True)]
+        self._comm.all_to_all(outs, sent, tag=_TAG).wait()
+        return [out.cpu().numpy().tobytes() for out in outs]
 
 
 def told_by_first(peers: Peers, call: Callable[[], Any]) -> Any:

@@ -2,18 +2,23 @@
 
 Data-parallel ranks hold the same tensors. Each box is written by one of its holders: what has one
 holder is his, then the largest of the others goes to the holder that has least so far, and so on
-(worst fit, decreasing). Every rank comes to the same plan from the same proposals, so nobody has
-to be told. Proposals travel when the layout changes; until then a plan is looked up.
+(worst fit, decreasing). Small boxes that the same ranks hold stay together, so that who loads them
+reads one file for them and not one for each. Every rank comes to the same plan from the same
+proposals, so nobody has to be told. Proposals travel when the layout changes, as a digest and a
+size for each box; until then a plan is looked up.
 
 Source: Wan et al., ByteCheckpoint, 2024, section 4.1 (deduplication, balance, plan cache).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from shoal.checkpoint.image import Image, image_of
 from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces
@@ -24,54 +29,69 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.peers import Peers
 
-__all__ = ["Planned", "Planner", "Proposal", "assign"]
+__all__ = ["PROPOSAL", "Planned", "Planner", "assign", "proposal"]
 
-Box = tuple[str, tuple[int, ...], tuple[int, ...]]
+SMALL_BYTES = 256
+"""Boxes up to this size are kept together: scalars of an optimizer's state, one a tensor."""
+
+PROPOSAL = np.dtype([("first", "<u8"), ("second", "<u8"), ("bytes", "<i8")])
+"""A box that a rank holds: 128 bits of its digest, equal for copies, and its size."""
 
 
-class Proposal(NamedTuple):
-    """A box that a rank holds.
+def proposal(name: str, offset: tuple[int, ...], shape: tuple[int, ...], size: int) -> bytes:
+    """A box that a rank holds, as :data:`PROPOSAL` has it.
 
     Args:
         name: of the tensor.
         offset: where it begins.
         shape: its size.
-        bytes: its size in bytes.
+        size: the same in bytes.
     """
-
-    name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    bytes: int
-
-    @property
-    def box(self) -> Box:
-        """What copies have in common."""
-        return self.name, self.offset, self.shape
+    box = json.dumps([name, offset, shape]).encode()
+    return hashlib.blake2b(box, digest_size=16).digest() + size.to_bytes(8, "little")
 
 
-def assign(proposals: Sequence[Sequence[Proposal]]) -> list[list[int]]:
+def assign(proposals: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Rank -> numbers of its proposals that it writes; each box is written by one holder.
 
     Args:
-        proposals: of every rank.
+        proposals: of every rank, each of dtype :data:`PROPOSAL`.
     """
-    holders: dict[Box, list[tuple[int, int]]] = {}
-    size: dict[Box, int] = {}
-    for rank, own in enumerate(proposals):
-        for number, proposal in enumerate(own):
-            held = holders.setdefault(proposal.box, [])
-            if not held or held[-1][0] != rank:  # twice on one rank is one copy
-                held.append((rank, number))
-            size[proposal.box] = proposal.bytes
-    load = [0] * len(proposals)
-    taken: list[list[int]] = [[] for _ in proposals]
-    # Boxes of few holders leave no choice, so they come first; then the largest.
-    for box in sorted(holders, key=lambda b: (len(holders[b]) > 1, -size[b], b)):
-        rank, number = min(holders[box], key=lambda held: (load[held[0]], held[0]))
-        load[rank] += size[box]
-        taken[rank].append(number)
-    return [sorted(numbers) for numbers in taken]
+    counts = [len(own) for own in proposals]
+    every = np.concatenate([*proposals, np.empty(0, dtype=PROPOSAL)])
+    ranks = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.concatenate([*map(np.arange, counts), np.empty(0, dtype=np.int64)]).astype(int)
+    order = np.lexsort((numbers, ranks, every["second"], every["first"]))
+    every, ranks, numbers = every[order], ranks[order], numbers[order]
+    other = (every["first"][1:] != every["first"][:-1]) | (
+        every["second"][1:] != every["second"][:-1]
+    )
+    begins = np.concatenate([[True], other])[: len(every)]
+    # Twice on one rank is one copy.
+    new = begins | np.concatenate([[True], ranks[1:] != ranks[:-1]])[: len(every)]
+    every, ranks, numbers, begins = every[new], ranks[new], numbers[new], begins[new]
+    edges = np.append(np.flatnonzero(begins), len(every))
+    alone = np.flatnonzero(np.diff(edges) == 1)
+    writer = np.full(len(edges) - 1, -1)
+    writer[alone] = edges[alone]
+    # Boxes of one holder leave no choice, so they come first.
+    load = np.bincount(
+        ranks[edges[alone]], weights=every["bytes"][edges[alone]], minlength=len(counts)
+    )
+    together: dict[bytes, int] = {}
+    several = np.flatnonzero(writer < 0)
+    size = every["bytes"][edges[several]]
+    for group in several[np.argsort(-size, kind="stable")]:
+        low, high = edges[group], edges[group + 1]
+        holders, nbytes = ranks[low:high], int(every["bytes"][low])
+        at = int(np.argmin(load[holders]))
+        if nbytes <= SMALL_BYTES:
+            at = together.setdefault(holders.tobytes(), at)
+        load[holders[at]] += nbytes
+        writer[group] = low + at
+    order = np.lexsort((numbers[writer], ranks[writer]))
+    bounds = np.cumsum(np.bincount(ranks[writer], minlength=len(counts)))
+    return np.split(numbers[writer][order], bounds[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +148,16 @@ class Planner:
         try:
             own = _proposals(given)
         except Exception:
-            self._peers.gather(b"null")  # the others wait for this rank's word
+            self._peers.gather(b"")  # the others wait for this rank's word
             raise
-        text = json.dumps([proposal for _, _, proposal in own]).encode()
         proposals = [
-            [
-                Proposal(name, tuple(offset), tuple(shape), size)
-                for name, offset, shape, size in json.loads(one) or ()
-            ]
-            for one in self._peers.gather(text)
+            np.frombuffer(one, dtype=PROPOSAL)
+            for one in self._peers.gather(b"".join(one for _, _, one in own))
         ]
         taken = assign(proposals)
         kept: dict[str, list[Piece]] = {}
         numbers: dict[str, list[int]] = {}
-        for index in taken[self._peers.rank]:
+        for index in taken[self._peers.rank].tolist():
             name, number, _ = own[index]
             kept.setdefault(name, []).append(_several(given[name])[number])
             numbers.setdefault(name, []).append(number)
@@ -153,7 +169,7 @@ class Planner:
         }
         picks = {key: place[id(one.piece)] for key, one in chosen.items()}
         loads = tuple(
-            sum(proposals[rank][number].bytes for number in mine) for rank, mine in enumerate(taken)
+            int(each["bytes"][mine].sum()) for each, mine in zip(proposals, taken, strict=True)
         )
         image = image_of(chosen)
         self._plans = {layout: Planned(image, picks, loads)}
@@ -169,14 +185,14 @@ def _several(value: object) -> Sequence[Piece]:
     return (Piece.whole(value),)  # type: ignore[arg-type]
 
 
-def _proposals(given: Given) -> list[tuple[str, int, Proposal]]:
+def _proposals(given: Given) -> list[tuple[str, int, bytes]]:
     """Name, number and box of everything this rank holds, checked."""
     dtypes = {chosen.name: chosen.dtype for chosen in as_pieces(given).values()}
     return [
         (
             name,
             number,
-            Proposal(
+            proposal(
                 name,
                 tuple(piece.offset),
                 tuple(piece.tensor.shape),

@@ -48,8 +48,8 @@ class SaveTicket:
         step: which step.
 
     Attributes:
-        blocked_s: cause -> seconds for which training waited: plan, copy, write, before_update,
-            back_pressure.
+        blocked_s: cause -> seconds for which training waited: plan, watch, copy, write,
+            before_update, back_pressure.
         phases_s: phase -> seconds in the background: write, commit, retain.
         spans_s: phase or cause -> when it first began and last ended, s after the save began.
         ranks: on rank 0: every rank's share.

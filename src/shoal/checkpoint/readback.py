@@ -19,7 +19,7 @@ from shoal.memory.disk import SECTOR
 if TYPE_CHECKING:
     import numpy as np
 
-    from shoal.checkpoint.index import StoredPiece
+    from shoal.checkpoint.shards import StoredPiece
 
 __all__ = ["chunks_of", "unlike"]
 

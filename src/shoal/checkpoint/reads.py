@@ -1,8 +1,12 @@
 """Who reads what: every needed byte is read once, in large pieces, by one of those who want it.
 
 Wanted boxes are intersected with stored ones. What lies close together in a file becomes one read,
-long reads are cut, and each read is given to the rank that has least to read so far of those that
-want some of it (worst fit, decreasing). Every rank comes to the same plan from the same wishes.
+long reads are cut, and each read is given to one of the ranks that want some of it: among ranks
+that share the same files to the one that has least to read of them so far (worst fit, decreasing).
+
+A rank plans the files that it wants something of, for all ranks that do, and no others; so ranks
+that share a file come to the same plan of it, and the work follows a rank's own part. What all
+ranks want is known as runs (:mod:`~shoal.checkpoint.runs`), which are small.
 
 A checksum is over a whole stored piece, so pieces are read whole where they are verified. Where
 they are not, rows that lie far apart are read by themselves, and near ones with what is between.
@@ -14,17 +18,35 @@ reads eliminated).
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.checkpoint.index import Index, StoredPiece
+import numpy as np
+
+from shoal.checkpoint.index import Index
+from shoal.checkpoint.runs import Owned, Runs
+from shoal.checkpoint.shards import file_name, rank_of
 from shoal.core.boxes import Box, flat_boxes
 from shoal.core.safetensors_header import ITEM_BYTES
 
-__all__ = ["GAP_BYTES", "READ_BYTES", "Cut", "Read", "ReadPlan", "Segment", "Wish", "plan_reads"]
+__all__ = [
+    "GAP_BYTES",
+    "READ_BYTES",
+    "Cut",
+    "Read",
+    "ReadPlan",
+    "Segment",
+    "Wants",
+    "Wish",
+    "plan_reads",
+    "wants_of",
+]
 
 READ_BYTES = 2**23
 """Most bytes of one read: a disk's full rate, and still short enough to overlap."""
@@ -32,6 +54,10 @@ READ_BYTES = 2**23
 GAP_BYTES = 2**18
 """Bytes that nobody wants are read where there are fewer in between: about what a disk
 delivers in the time that one more read takes to begin."""
+
+
+Wants = Mapping[str, Runs]
+"""Name of a tensor -> the boxes of it that ranks want, by rank."""
 
 
 class Wish(NamedTuple):
@@ -53,13 +79,13 @@ class Wish(NamedTuple):
         return Box(self.offset, self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Elements of a stored piece that lie one after the other in a read.
 
     Args:
         name: of the tensor.
-        piece: which of its pieces.
+        number: of the piece in its file.
+        piece: the box of the whole tensor that the piece holds.
         item: bytes of an element.
         first: number of the first element in the piece, counted row by row.
         last: one past the last.
@@ -67,7 +93,8 @@ class Segment:
     """
 
     name: str
-    piece: StoredPiece
+    number: int
+    piece: Box
     item: int
     first: int
     last: int
@@ -81,10 +108,13 @@ class Segment:
     @property
     def whole(self) -> bool:
         """Whether these are all elements of the piece."""
-        return self.stop - self.start == self.piece.bytes
+        return self.last - self.first == self.piece.volume
 
     def boxes(self) -> Iterator[tuple[int, Box]]:
         """Byte in the file -> box of the whole tensor that is contiguous from there on."""
+        if self.whole:
+            yield self.start, self.piece
+            return
         at = self.start
         for box in flat_boxes(self.piece.shape, self.first, self.last):
             offset = tuple(a + b for a, b in zip(self.piece.offset, box.offset, strict=True))
@@ -121,7 +151,7 @@ class Cut(NamedTuple):
     """What a rank takes out of a read.
 
     Args:
-        wish: number of the wish among the rank's.
+        wish: number of the wish among the rank's; 0 where another rank's is meant.
         name: of the tensor.
         at: byte in the file where ``box`` begins.
         box: contiguous in the file.
@@ -136,112 +166,262 @@ class Cut(NamedTuple):
 
 
 class ReadPlan:
-    """What all ranks read and take.
+    """What one rank reads, and what it takes of the reads of others.
+
+    It names no checksum, so it holds for every checkpoint of the same layout.
 
     Args:
-        rounds: of each rank the reads it does, in their order.
-        wishes: of each rank.
+        rank: whose plan it is.
+        reads: what it reads, in its order.
+        takes: reads of others of which it takes some: the rank that reads, and the read.
+        wishes: what it wants.
+        wants: what all want.
     """
 
-    def __init__(self, rounds: Sequence[Sequence[Read]], wishes: Sequence[Sequence[Wish]]) -> None:
-        self.rounds = tuple(tuple(reads) for reads in rounds)
-        self.count = max((len(reads) for reads in self.rounds), default=0)
-        self._wishes = [_by_name(own) for own in wishes]
-        self._numbered = wishes
+    def __init__(
+        self,
+        rank: int,
+        reads: Sequence[Read],
+        takes: Sequence[tuple[int, Read]],
+        wishes: Sequence[Wish],
+        wants: Wants,
+    ) -> None:
+        self.rank = rank
+        self.reads = tuple(reads)
+        self.takes = tuple(takes)
+        self.wishes = tuple(wishes)
+        self._wants = wants
+        self._own: dict[str, list[tuple[int, Box]]] = {}
+        # The order of boxes, which others know too, and not that of numbers, which they do not.
+        for number in sorted(range(len(wishes)), key=lambda n: (wishes[n].offset, wishes[n].shape)):
+            wish = wishes[number]
+            self._own.setdefault(wish.name, []).append((number, wish.box))
 
-    def read(self, rank: int, number: int) -> Read | None:
-        """The read of a rank in a round; None if it has no more."""
-        own = self.rounds[rank]
-        return own[number] if number < len(own) else None
+    @property
+    def files(self) -> list[str]:
+        """Files that this rank reads or takes some of, in order."""
+        return sorted({read.file for read in (*self.reads, *(read for _, read in self.takes))})
 
-    def wish(self, rank: int, number: int) -> Wish:
-        """A wish of a rank."""
-        return self._numbered[rank][number]
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank reads."""
+        return sum(read.stop - read.start for read in self.reads)
 
-    def cuts(self, read: Read, rank: int) -> list[Cut]:
-        """What a rank takes out of a read, in an order that both ends know."""
-        if rank not in read.ranks:
+    def cuts(self, read: Read) -> list[Cut]:
+        """What this rank takes out of a read, in an order that the rank that reads knows too."""
+        if self.rank not in read.ranks:
             return []
-        return [cut for segment in read.segments for cut in self.cuts_of(segment, rank)]
+        return [cut for segment in read.segments for cut in self.cuts_of(segment)]
 
-    def cuts_of(self, segment: Segment, rank: int) -> list[Cut]:
-        """What a rank takes out of a segment, in the order of the file."""
+    def cuts_of(self, segment: Segment) -> list[Cut]:
+        """What this rank takes out of a segment, in the order of the file."""
         return [
             Cut(number, segment.name, at, box, common)
             for at, box in segment.boxes()
-            for number, wish in self._wishes[rank].get(segment.name, ())
+            for number, wish in self._own.get(segment.name, ())
             for common in (box.intersect(wish),)
             if common is not None
         ]
 
-    def bytes_of(self, rank: int) -> int:
-        """Bytes that a rank reads."""
-        return sum(read.stop - read.start for read in self.rounds[rank])
+    def cuts_of_others(self, read: Read) -> dict[int, list[Cut]]:
+        """Rank -> what it takes out of a read of this one, in the order in which it expects it."""
+        found: defaultdict[int, list[Cut]] = defaultdict(list)
+        for segment in read.segments:
+            for at, box in segment.boxes():
+                wishes = self._wants[segment.name].overlapping(box)
+                for rank, wish in sorted(wishes, key=lambda one: (one[1].offset, one[1].shape)):
+                    common = box.intersect(wish)
+                    if rank != self.rank and common is not None:
+                        found[rank].append(Cut(0, segment.name, at, box, common))
+        return found
+
+
+def wants_of(wishes: Sequence[Sequence[Wish]]) -> dict[str, Runs]:
+    """What ranks want, by tensor.
+
+    Args:
+        wishes: of each rank.
+    """
+    owned: dict[str, list[Owned]] = {}
+    for rank, own in enumerate(wishes):
+        for wish in own:
+            owned.setdefault(wish.name, []).append(Owned(rank, wish.box))
+    return {name: Runs.of_boxes(boxes, len(boxes[0].box.shape)) for name, boxes in owned.items()}
 
 
 def plan_reads(
     index: Index,
-    place: Callable[[str, StoredPiece], int],
-    wishes: Sequence[Sequence[Wish]],
+    wants: Wants,
+    wishes: Sequence[Wish],
+    rank: int,
     *,
     whole: bool = True,
     read_bytes: int = READ_BYTES,
     gap_bytes: int = GAP_BYTES,
 ) -> ReadPlan:
-    """What every rank reads.
+    """What a rank reads and takes.
 
     Args:
-        index: of the checkpoint.
-        place: name of a tensor and a piece of it -> where the piece begins in its file.
-        wishes: of every rank; boxes of tensors that are there.
+        index: of the checkpoint; only shards of files that the rank wants some of are read.
+        wants: what all ranks want; boxes of tensors that are there.
+        wishes: what this one wants.
+        rank: this one.
         whole: read pieces whole, so that they can be verified.
         read_bytes: most bytes of a read.
         gap_bytes: what is read along, so as not to begin another read.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        CorruptError: a file or its shard is not what was written.
     """
-    wanted: dict[str, list[tuple[Box, int]]] = {}
-    for rank, own in enumerate(wishes):
-        for wish in own:
-            if wish.box.volume:
-                wanted.setdefault(wish.name, []).append((wish.box, rank))
-    segments: dict[str, list[Segment]] = {}
-    for name, boxes in wanted.items():
-        entry = index.tensors[name]
-        item = ITEM_BYTES[entry.dtype]
-        distinct = sorted({box for box, _ in boxes}, key=lambda box: (box.offset, box.shape))
-        for piece, parts in _needed(entry.pieces, distinct):
-            volume = piece.box.volume
-            runs = [(0, volume)] if whole else _runs(piece, parts, gap_bytes // item)
-            start = place(name, piece)
-            segments.setdefault(piece.file, []).extend(
-                Segment(name, piece, item, first, last, start + first * item)
-                for first, last in runs
+    with _no_collections():
+        return _Planning(index, wants, whole, read_bytes, gap_bytes).plan(wishes, rank)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without searches for cycles: a plan has none, and millions of tuples to be searched."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Planning:
+    """One plan being made."""
+
+    def __init__(
+        self, index: Index, wants: Wants, whole: bool, read_bytes: int, gap_bytes: int
+    ) -> None:
+        self.index, self.wants = index, wants
+        self.whole, self.read_bytes, self.gap_bytes = whole, read_bytes, gap_bytes
+        self._chosen: dict[str, dict[tuple[int, Box], list[Box]] | None] = {}
+        self._ranks: dict[tuple[str, tuple[tuple[int, int, int], ...]], tuple[int, ...]] = {}
+
+    def plan(self, wishes: Sequence[Wish], rank: int) -> ReadPlan:
+        """See :func:`plan_reads`."""
+        groups: dict[tuple[int, ...], list[tuple[Read, tuple[int, ...]]]] = {}
+        for file in self._files(wishes):
+            planned = self._file(file)
+            sharing = tuple(sorted({one for _, able in planned for one in able}))
+            groups.setdefault(sharing, []).extend(planned)
+        reads: list[Read] = []
+        takes: list[tuple[int, Read]] = []
+        for ranks, planned in groups.items():
+            for reader, read in _shared(planned, ranks):
+                if reader == rank:
+                    reads.append(read)
+                elif rank in read.ranks:
+                    takes.append((reader, read))
+        reads.sort(key=lambda read: (rank_of(read.file), read.start))
+        return ReadPlan(rank, reads, takes, wishes, self.wants)
+
+    def _files(self, wishes: Sequence[Wish]) -> list[str]:
+        """Files that hold some of what is wished."""
+        owners: set[int] = set()
+        for wish in wishes:
+            chosen = self._of_copies(wish.name)
+            if chosen is None:
+                runs = self.index.tensors[wish.name].runs
+                owners.update(runs.owners_of(runs.spans(wish.box)))
+            else:
+                owners.update(owner for owner, box in chosen if box.intersect(wish.box))
+        return [file_name(owner) for owner in sorted(owners)]
+
+    def _of_copies(self, name: str) -> dict[tuple[int, Box], list[Box]] | None:
+        """Pieces that are read of a tensor and what of each, where some hold the same elements.
+
+        None where no two do, so that every piece with wanted elements is read.
+        """
+        if name not in self._chosen:
+            tensor = self.index.tensors[name]
+            if tensor.disjoint:
+                self._chosen[name] = None
+            else:
+                pieces = sorted(tensor.runs.owned(), key=lambda one: one.owner)
+                boxes = {box for _, box in self.wants[name].owned() if box.volume}
+                ordered = sorted(boxes, key=lambda box: (box.offset, box.shape))
+                self._chosen[name] = dict(_needed(pieces, ordered))
+        return self._chosen[name]
+
+    def _file(self, file: str) -> list[tuple[Read, tuple[int, ...]]]:
+        """Reads of a file, and of each the ranks that may do it."""
+        shard, owner = self.index.check_file(file), rank_of(file)
+        sizes = [ITEM_BYTES[one.dtype] for one in shard.tensors]
+        segments: list[Segment] = []
+        wanting: dict[int, tuple[int, ...]] = {}
+        for number, tensor, box, start in shard.boxes():
+            name, item = shard.tensors[tensor].name, sizes[tensor]
+            runs = self.wants.get(name)
+            if runs is None:
+                continue
+            chosen = self._of_copies(name)
+            if chosen is None:
+                spans = runs.spans(box)
+                if not spans:
+                    continue
+                wanting[number] = self._ranks_of(name, tuple(spans))
+                parts: Iterable[Box] = () if self.whole else {b for _, b in runs.overlapping(box)}
+            elif (owner, box) in chosen:
+                parts = chosen[owner, box]
+            else:
+                continue
+            ends = [(0, box.volume)] if self.whole else _runs(box, parts, self.gap_bytes // item)
+            segments.extend(
+                Segment(name, number, box, item, first, last, start + first * item)
+                for first, last in ends
             )
-    reads: list[Read] = []
-    for file in sorted(segments):
-        ordered = sorted(segments[file], key=lambda segment: segment.start)
-        for group in _grouped(ordered, read_bytes, gap_bytes):
-            reads.append(Read(file, group, _takers(group, wanted)))
-    return ReadPlan(_shared(reads, wanted, len(wishes)), wishes)
+        return [
+            (Read(file, group, takers), takers or self._readers(group))
+            for group in _grouped(segments, self.read_bytes, self.gap_bytes)
+            for takers in (self._takers(group, wanting),)
+        ]
+
+    def _takers(
+        self, segments: Sequence[Segment], wanting: Mapping[int, tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """The ranks that take some of these segments; of some whole pieces they are known."""
+        several: set[tuple[int, ...]] = set()
+        for segment in segments:
+            if segment.whole and segment.number in wanting:
+                several.add(wanting[segment.number])
+            else:
+                several.update(
+                    self._ranks_of(segment.name, tuple(self.wants[segment.name].spans(box)))
+                    for _, box in segment.boxes()
+                )
+        return _union(several)
+
+    def _readers(self, segments: Sequence[Segment]) -> tuple[int, ...]:
+        """The ranks that want some of the pieces, of which nobody takes these segments."""
+        return _union(
+            {self._ranks_of(s.name, tuple(self.wants[s.name].spans(s.piece))) for s in segments}
+        )
+
+    def _ranks_of(self, name: str, spans: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
+        key = name, spans
+        if key not in self._ranks:
+            self._ranks[key] = self.wants[name].owners_of(spans)
+        return self._ranks[key]
 
 
-def _by_name(wishes: Sequence[Wish]) -> dict[str, list[tuple[int, Box]]]:
-    found: dict[str, list[tuple[int, Box]]] = {}
-    for number, wish in enumerate(wishes):
-        found.setdefault(wish.name, []).append((number, wish.box))
-    return found
+def _union(several: set[tuple[int, ...]]) -> tuple[int, ...]:
+    if len(several) == 1:
+        return next(iter(several))
+    return tuple(sorted({rank for ranks in several for rank in ranks}))
 
 
 def _needed(
-    pieces: Sequence[StoredPiece], boxes: Sequence[Box]
-) -> Iterator[tuple[StoredPiece, list[Box]]]:
+    pieces: Sequence[Owned], boxes: Sequence[Box]
+) -> Iterator[tuple[tuple[int, Box], list[Box]]]:
     """Pieces that are read, and what of each; of copies of the same elements the first."""
-    if len(pieces) == 1:  # it is the whole tensor
-        yield pieces[0], list(boxes)
-        return
-    ordered = sorted(pieces, key=lambda piece: piece.offset)
-    starts = [piece.offset[:1] for piece in ordered]
+    ordered = sorted(pieces, key=lambda piece: piece.box.offset)
+    starts = [piece.box.offset[:1] for piece in ordered]
     # Before this one none reaches so far: the widest piece says how far back one has to look.
-    widest = max((piece.shape[0] for piece in ordered if piece.shape), default=0)
+    widest = max((piece.box.shape[0] for piece in ordered if piece.box.shape), default=0)
     taken: dict[int, list[Box]] = {}
     for box in boxes:
         left = [box]
@@ -262,12 +442,12 @@ def _needed(
         yield ordered[number], taken[number]
 
 
-def _runs(piece: StoredPiece, parts: Iterable[Box], gap: int) -> list[tuple[int, int]]:
+def _runs(piece: Box, parts: Iterable[Box], gap: int) -> list[tuple[int, int]]:
     """Runs of elements of a piece that hold the parts, with gaps of more than ``gap``."""
     strides = [math.prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape))]
     found: list[tuple[int, int]] = []
     for part in parts:
-        common = part.intersect(piece.box)
+        common = part.intersect(piece)
         if common is None:
             continue
         low = [a - b for a, b in zip(common.offset, piece.offset, strict=True)]
@@ -307,51 +487,34 @@ def _grouped(
                 group = []
             room = read_bytes - (start - group[0].start if group else 0)
             last = min(segment.last, first + max(1, room // segment.item))
-            group.append(Segment(segment.name, segment.piece, segment.item, first, last, start))
+            cut = (first, last) != (segment.first, segment.last)
+            group.append(segment._replace(first=first, last=last, start=start) if cut else segment)
             first = last
     if group:
         yield tuple(group)
 
 
-def _takers(
-    segments: Sequence[Segment], wanted: Mapping[str, Sequence[tuple[Box, int]]]
-) -> tuple[int, ...]:
-    """The ranks that take some of these segments."""
-    found: set[int] = set()
-    for segment in segments:
-        boxes = [box for _, box in segment.boxes()]
-        for wish, rank in wanted[segment.name]:
-            if rank not in found and any(box.intersect(wish) for box in boxes):
-                found.add(rank)
-    return tuple(sorted(found))
-
-
 def _shared(
-    reads: Sequence[Read], wanted: Mapping[str, Sequence[tuple[Box, int]]], world: int
-) -> list[list[Read]]:
-    """Rank -> its reads, in the order of the files."""
-    load = [0] * world
-    taken: list[list[int]] = [[] for _ in range(world)]
+    planned: Sequence[tuple[Read, tuple[int, ...]]], ranks: Sequence[int]
+) -> Iterator[tuple[int, Read]]:
+    """Who does each read.
 
-    def readers(read: Read) -> list[int]:
-        # What is read for its checksum alone is read by those who want its piece.
-        return list(read.ranks) or sorted(
-            {
-                rank
-                for segment in read.segments
-                for box, rank in wanted[segment.name]
-                if box.intersect(segment.piece.box)
-            }
-        )
-
-    able = [readers(read) for read in reads]
+    Args:
+        planned: reads, and of each the ranks that may do it.
+        ranks: all of these.
+    """
+    place = {rank: number for number, rank in enumerate(ranks)}
+    load = np.zeros(len(ranks), dtype=np.int64)
+    able: dict[tuple[int, ...], np.ndarray] = {}
     # Reads that one rank alone wants leave no choice, so they come first; then the longest.
     order = sorted(
-        range(len(reads)),
-        key=lambda n: (len(able[n]) > 1, reads[n].start - reads[n].stop, n),
+        range(len(planned)),
+        key=lambda n: (len(planned[n][1]) > 1, planned[n][0].start - planned[n][0].stop, n),
     )
     for number in order:
-        rank = min(able[number], key=lambda r: (load[r], r))
-        load[rank] += reads[number].stop - reads[number].start
-        taken[rank].append(number)
-    return [[reads[number] for number in sorted(numbers)] for numbers in taken]
+        read, may = planned[number]
+        if may not in able:
+            able[may] = np.array([place[rank] for rank in may])
+        least = able[may][np.argmin(load[able[may]])]
+        load[least] += read.stop - read.start
+        yield ranks[least], read

@@ -188,10 +188,14 @@ class RemoteDraft:
         except FileNotFoundError:
             return None
 
-    def drop(self, name: str) -> None:
+    def names(self) -> set[str]:
         """See :class:`~shoal.checkpoint.storage.Draft`."""
-        with _asking(f"{self.path}/{name}"):
-            self._fs.rm_file(f"{self.path}/{name}")
+        try:
+            with _asking(self.path):
+                self._fs.invalidate_cache()
+                return {str(path).rpartition("/")[2] for path in self._fs.find(self.path)}
+        except FileNotFoundError:
+            return set()
 
     def token(self) -> str:
         """See :class:`~shoal.checkpoint.storage.Draft`."""
@@ -252,6 +256,10 @@ class RemoteStorage:
         """See :class:`~shoal.checkpoint.storage.Storage`."""
         return tuple(sorted(self._committed()))
 
+    def unfinished(self) -> tuple[int, ...]:
+        """See :class:`~shoal.checkpoint.storage.Storage`; what has no index is being written."""
+        return ()
+
     def folder(self, step: int) -> RemoteFolder:
         """See :class:`~shoal.checkpoint.storage.Storage`."""
         name = self._committed()[step]
@@ -301,7 +309,7 @@ class RemoteStorage:
                 self._fs.pipe_file(path, json.dumps({**me, "at": time.time()}).encode())
 
         other = self._writer(path)
-        if other is not None and _alive(other):
+        if other is not None and self._alive(path, other):
             raise CheckpointError(
                 f"{self._address}: another process is saving here (pid {other.get('pid')} on "
                 f"{other.get('host')}); give each run its own address"
@@ -338,6 +346,25 @@ class RemoteStorage:
             return None
         return found if isinstance(found, dict) else None
 
+    def _alive(self, path: str, writer: dict[str, Any]) -> bool:
+        """Whether the holder of a lease still runs."""
+        if writer.get("host") == socket.gethostname():
+            try:
+                os.kill(int(writer["pid"]), 0)
+            except ProcessLookupError:
+                return False
+            except PermissionError:
+                return True
+            return True
+        # Clocks of two hosts may differ, and be set: only a renewal shows that it runs.
+        begin = time.monotonic()
+        while time.monotonic() - begin < _LEASE_S:
+            time.sleep(_LEASE_S / 60)
+            now = self._writer(path)
+            if now != writer:
+                return now is not None
+        return False
+
     def _names(self) -> dict[str, bool]:
         """Name of each folder of a step -> whether it is a checkpoint."""
         with _asking(self._address):
@@ -368,15 +395,3 @@ class RemoteStorage:
             if self._fs.exists(f"{path}/{INDEX_NAME}"):
                 self._fs.rm_file(f"{path}/{INDEX_NAME}")
             self._fs.rm(path, recursive=True)
-
-
-def _alive(writer: dict[str, Any]) -> bool:
-    if writer.get("host") == socket.gethostname():
-        try:
-            os.kill(int(writer["pid"]), 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
-    return time.time() - float(writer.get("at", 0.0)) < _LEASE_S

@@ -79,15 +79,12 @@ def gguf_rows(path: Path) -> list[Row]:
 def checkpoint_row(saved: Saved, name: str) -> Row:
     """Of one of our own checkpoints, one tensor."""
     tensor = saved.index.tensors[name]
-    files = sorted({piece.file for piece in tensor.pieces})
-    size = ITEM_BYTES[tensor.dtype]
-    for extent in tensor.shape:
-        size *= extent
+    files = tensor.files
     return Row(
         name=name,
         dtype=tensor.dtype,
         shape=tensor.shape,
-        bytes=size,
+        bytes=tensor.bytes,
         file=files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else ""),
     )
 

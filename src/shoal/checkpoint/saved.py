@@ -1,33 +1,33 @@
 """One saved checkpoint: any box of any tensor, checked against its checksum.
 
-Files are memory-mapped where they lie on this host, so only what is asked for is read; a piece
+Files are memory-mapped where they lie on this host, so only what is asked for is read. A file's
+shard of the index, its size and its header are checked the first time the file is used, and a piece
 is compared with its checksum the first time any part of it is.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.index import StoredPiece, Tensor, read_index
+from shoal.checkpoint.index import Index, Tensor, read_index
 from shoal.checkpoint.pieces import TORCH_NAMES
 from shoal.checkpoint.readback import unlike
+from shoal.checkpoint.shards import StoredPiece, file_name
 from shoal.checkpoint.storage import Folder, LocalFolder
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError, nearest, require
-from shoal.core.safetensors_header import StoredTensor, read_header_from
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 __all__ = ["Saved", "differences"]
 
 
 class Saved:
-    """A checkpoint that was opened; its index and headers are checked already.
+    """A checkpoint that was opened; its index is checked already.
 
     Args:
         path: the directory of the step, on this host or wherever it lies.
@@ -35,29 +35,19 @@ class Saved:
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of a newer format.
-        CorruptError: index, a header or the size of a file is not what was written.
+        CorruptError: the index is not what was written; of versions 1 to 3 also a header or the
+            size of a file.
     """
 
     def __init__(self, path: Path | Folder, *, advise: Callable[[], str] = lambda: "") -> None:
         self.folder: Folder = LocalFolder(path) if isinstance(path, Path) else path
         self.path: Path | str = path if isinstance(path, Path) else self.folder.where()
         self._advise = advise
-        self._places: dict[str, dict[str, StoredTensor]] = {}
         self._verified: set[tuple[str, str]] = set()
         if not self.folder.exists():
             raise CheckpointError(f"{self.path}: no such checkpoint; give the directory of a step")
-        try:
-            self.index = read_index(self.folder)
-        except CorruptError as cause:
-            raise CorruptError(f"{cause}{self._advice()}") from cause
-        held: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
-        for name, tensor in self.index.tensors.items():
-            for piece in tensor.pieces:
-                held.setdefault(piece.file, []).append(
-                    (piece.key or name, tensor.dtype, piece.shape)
-                )
-        for file in self.index.files:
-            self._places[file] = self._check_file(file, held.get(file, []))
+        with self._advising():
+            self.index: Index = read_index(self.folder)
 
     @property
     def step(self) -> int:
@@ -148,30 +138,65 @@ class Saved:
         """
         if not isinstance(self.path, Path):
             return self.verify()
-        held: dict[str, list[tuple[int, int, str, StoredPiece]]] = {f: [] for f in self.index.files}
-        for name, entry in self.index.tensors.items():
-            for piece in entry.pieces:
-                place = self._places[piece.file][piece.key or name]
-                held[piece.file].append((place.start, place.stop, name, piece))
-        for file, pieces in held.items():
+        self.check_files()
+        for file in self.index.files:
+            pieces = [
+                (start, start + piece.bytes, name, piece)
+                for name, piece, start in self.index.shard(file).pieces()
+            ]
             for name, piece in unlike(self.path / file, pieces):
-                raise CorruptError(f"{self._describe(name, piece)}{self._advice()}")
+                raise self.damage(name, piece)
         return None
 
+    def check_files(self) -> None:
+        """Hold every file against the index: that it is there, its size, its header and its shard.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+            CorruptError: it is not what was written; names the file.
+        """
+        with self._advising():
+            for file in self.index.files:
+                self.index.check_file(file)
+
     def problems(self) -> Iterator[str]:
-        """Every piece that is not what was written, by tensor and file."""
-        for name, entry in self.index.tensors.items():
-            for piece in entry.pieces:
-                if not self._intact(name, piece):
-                    yield self._describe(name, piece)
+        """Every file and every piece that is not what was written, by tensor and file."""
+        for file in self.index.files:
+            try:
+                shard = self.index.check_file(file)
+            except CorruptError as cause:
+                yield str(cause)
+                continue
+            for name, piece, start in shard.pieces():
+                if not self._intact(name, piece, start):
+                    yield self.described(name, piece)
+
+    def pieces(self, name: str) -> tuple[StoredPiece, ...]:
+        """All pieces of a tensor, by file.
+
+        Raises:
+            CheckpointError: no such tensor, or a file cannot be read.
+            CorruptError: a file or its shard is not what was written.
+        """
+        self._entry(name)
+        with self._advising():
+            return self.index.pieces(name)
 
     def place(self, name: str, piece: StoredPiece) -> int:
         """Where a piece of a tensor begins in its file."""
-        return self._places[piece.file][piece.key or name].start
+        with self._advising():
+            return self.index.stored(name, piece.file, piece.box)[2]
 
-    def intact(self, name: str, piece: StoredPiece) -> bool:
-        """Whether a piece is what was written; it is read once to know."""
-        return self._intact(name, piece)
+    def intact(self, name: str, piece: StoredPiece, start: int | None = None) -> bool:
+        """Whether a piece is what was written; it is read once to know.
+
+        Args:
+            name: of the tensor.
+            piece: it.
+            start: its first byte in the file; looked up if not given.
+        """
+        place = self.place(name, piece) if start is None else start
+        return self._intact(name, piece, place)
 
     def trust(self, name: str, piece: StoredPiece) -> None:
         """A piece was compared with its checksum elsewhere, and is what was written."""
@@ -179,7 +204,11 @@ class Saved:
 
     def damage(self, name: str, piece: StoredPiece) -> CorruptError:
         """What to raise for a piece that is not what was written."""
-        return CorruptError(f"{self._describe(name, piece)}{self._advice()}")
+        return self.damaged(self.described(name, piece))
+
+    def damaged(self, words: str) -> CorruptError:
+        """What to raise for damage that was described; it says which other step to use."""
+        return CorruptError(f"{words}{self._advice()}")
 
     def require_model(self, expected: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of another model than ``expected``.
@@ -227,69 +256,41 @@ class Saved:
 
         dtype = getattr(torch, TORCH_NAMES[entry.dtype])
         filled = 0
-        for piece in entry.pieces:
-            common = piece.box.intersect(box)
-            if common is None:
-                continue
-            if not self._intact(name, piece):
+        for owner, part in entry.runs.overlapping(box):
+            with self._advising():
+                piece, _, start = self.index.stored(name, file_name(owner), part)
+            common = part.intersect(box)
+            assert common is not None
+            if not self._intact(name, piece, start):
                 raise self.damage(name, piece)
-            stored = torch.from_numpy(self._bytes(name, piece)).view(dtype).view(piece.shape)
+            raw = self.folder.read(piece.file, start, start + piece.bytes)
+            stored = torch.from_numpy(raw).view(dtype).view(piece.shape)
             with torch.no_grad():
-                out[common.slices(box)].copy_(stored[common.slices(piece.box)])
+                out[common.slices(box)].copy_(stored[common.slices(part)])
             filled += common.volume
             if common.volume == box.volume:
                 break  # the rest can only be copies of the same elements
         # The index was checked to cover the tensor, so every element was filled.
         assert filled >= box.volume
 
-    def _check_file(
-        self, name: str, held: list[tuple[str, str, tuple[int, ...]]]
-    ) -> dict[str, StoredTensor]:
-        path, stored = self.folder.where(name), self.index.files[name]
-        try:
-            size = self.folder.size(name)
-        except FileNotFoundError as cause:
-            raise CorruptError(f"{path}: missing{self._advice()}") from cause
-        except OSError as cause:
-            raise CheckpointError(f"{path}: cannot be read ({cause.strerror or cause})") from cause
-        if size != stored.bytes:
-            raise CorruptError(
-                f"{path}: {size} bytes where {stored.bytes} were written{self._advice()}"
-            )
-        try:
-            header = read_header_from(
-                lambda start, stop: self.folder.read(name, start, stop).tobytes(),
-                size,
-                path,
-                error=CorruptError,
-            )
-        except CorruptError as cause:
-            raise CorruptError(f"{cause}{self._advice()}") from cause
-        if hashlib.sha256(header.raw).hexdigest() != stored.header_sha256:
-            raise CorruptError(
-                f"{path}: its header is not what was written (SHA-256 differs){self._advice()}"
-            )
-        for tensor, dtype, shape in held:
-            place = header.tensors.get(tensor)
-            if place is None or (place.dtype, place.shape) != (dtype, shape):
-                raise CorruptError(
-                    f"{path}: tensor {tensor!r} is not there as the index says{self._advice()}"
-                )
-        return header.tensors
-
-    def _bytes(self, name: str, piece: StoredPiece) -> np.ndarray:
-        place = self._places[piece.file][piece.key or name]
-        return self.folder.read(piece.file, place.start, place.stop)
-
-    def _intact(self, name: str, piece: StoredPiece) -> bool:
+    def _intact(self, name: str, piece: StoredPiece, start: int) -> bool:
         key = (piece.key or name, piece.file)
         if key not in self._verified:
-            if not piece.holds(self._bytes(name, piece)):
+            if not piece.holds(self.folder.read(piece.file, start, start + piece.bytes)):
                 return False
             self._verified.add(key)
         return True
 
-    def _describe(self, name: str, piece: StoredPiece) -> str:
+    @contextlib.contextmanager
+    def _advising(self) -> Iterator[None]:
+        """Damage is reported with what to do about it."""
+        try:
+            yield
+        except CorruptError as cause:
+            raise CorruptError(f"{cause}{self._advice()}") from cause
+
+    def described(self, name: str, piece: StoredPiece) -> str:
+        """What is wrong with a piece that is not what was written."""
         return (
             f"tensor {name!r} in {self.folder.where(piece.file)}: its bytes are not those that "
             f"were written ({piece.checksum} differs)"

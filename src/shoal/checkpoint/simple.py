@@ -162,6 +162,10 @@ class Checkpoints:
             source.loaded(plain.get(prefix))
         return report
 
+    def steps(self) -> tuple[int, ...]:
+        """Steps that were saved here, oldest first; one without an index is none."""
+        return self.store.steps()
+
     def prepare(self, state: State) -> None:
         """One step before :meth:`save`: loaders that read ahead begin to note their state.
 

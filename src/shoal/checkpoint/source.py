@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shoal.checkpoint.checksum import copy_crc32c, crc32c
+from shoal.checkpoint.watched import Watch, Watched
 from shoal.core.errors import CheckpointError
 from shoal.memory.disk import SECTOR
 
@@ -50,15 +51,22 @@ class Source:
     Args:
         image: what lies where in the file.
         chosen: its pieces by key. They must not change before they are captured.
+        watch: how writes to them are noticed; more than their version is needed where the program
+            goes on while they are copied.
 
     Attributes:
         checksums: key -> CRC32C of what was copied of a piece so far.
     """
 
-    def __init__(self, image: Image, chosen: Mapping[str, Chosen]) -> None:
+    def __init__(
+        self,
+        image: Image,
+        chosen: Mapping[str, Chosen],
+        watch: Watch = "version",
+    ) -> None:
         self.image = image
         self._tensors = [chosen[slot.key].piece.tensor.detach() for slot in image.slots]
-        self._versions = [_version(tensor) for tensor in self._tensors]
+        self._watched = Watched(self._tensors, watch)
         self._stops = [slot.stop for slot in image.slots]
         self._flat: dict[int, Tensor] = {}
         self.checksums = {slot.key: 0 for slot in image.slots}
@@ -123,9 +131,10 @@ class Source:
         return self._flat[number]
 
     def _unchanged(self, number: int) -> None:
-        if _version(self._tensors[number]) != self._versions[number]:
+        slot = self.image.slots[number]
+        if self._watched.changed(number, self.checksums[slot.key]):
             raise CheckpointError(
-                f"tensor {self.image.slots[number].name!r} was changed while it was being saved, "
+                f"tensor {slot.name!r} was changed while it was being saved, "
                 "so this save is dropped; call before_update() before tensors change, give what "
                 "the forward pass changes as a Piece with volatile=True, or save in mode snapshot"
             )
@@ -142,7 +151,3 @@ def straight(source: Source) -> Iterator[Chunk]:
         with torch.no_grad():
             source.fill(at, part)
         yield at, part.numpy()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -115,8 +115,8 @@ class Draft(Protocol):
         """A small file; None if there is none."""
         ...
 
-    def drop(self, name: str) -> None:
-        """Remove a small file."""
+    def names(self) -> set[str]:
+        """All files that are whole."""
         ...
 
     def token(self) -> str:
@@ -146,8 +146,16 @@ class Storage(Protocol):
         """Committed steps, oldest first."""
         ...
 
+    def unfinished(self) -> tuple[int, ...]:
+        """Steps that lie here without an index, so that nobody can load them."""
+        ...
+
     def folder(self, step: int) -> Folder:
-        """The files of a committed step."""
+        """The files of a step.
+
+        Raises:
+            KeyError: there is none.
+        """
         ...
 
     def token(self, step: int) -> str | None:
@@ -266,9 +274,12 @@ class LocalDraft:
         except FileNotFoundError:
             return None
 
-    def drop(self, name: str) -> None:
-        """See :class:`Draft`."""
-        (self.path / name).unlink()
+    def names(self) -> set[str]:
+        """See :class:`Draft`; a small file has another name until it is whole."""
+        try:
+            return {path.name for path in self.path.iterdir()}
+        except FileNotFoundError:
+            return set()
 
     def token(self) -> str:
         """See :class:`Draft`."""
@@ -296,8 +307,12 @@ class LocalStorage:
         return str(self.root)
 
     def steps(self) -> tuple[int, ...]:
+        """See :class:`Storage`; a directory that has lost its index is no step."""
+        return tuple(sorted(s for s, path in self._folders().items() if _indexed(path)))
+
+    def unfinished(self) -> tuple[int, ...]:
         """See :class:`Storage`."""
-        return tuple(sorted(self._folders()))
+        return tuple(sorted(s for s, path in self._folders().items() if not _indexed(path)))
 
     def folder(self, step: int) -> LocalFolder:
         """See :class:`Storage`."""
@@ -397,3 +412,7 @@ class LocalStorage:
             elif hidden and hidden.group(2) == "old":
                 found.setdefault(int(hidden.group(1)), path)
         return found
+
+
+def _indexed(path: Path) -> bool:
+    return (path / INDEX_NAME).is_file()

@@ -2,16 +2,18 @@
 
 Layout::
 
-    root/step-00000100/rank-00000.safetensors ... index.json
+    root/step-00000100/rank-00000.safetensors rank-00000.json ... index.json
 
-All ranks write into one draft. Rank 0 merges what they wrote into one index, and one act of the
-storage commits it: a rename of the directory, or the index that is written last. Whatever is left
-of an interrupted save is removed by the next one.
+All ranks write into one draft: a file of tensors, and when it is durable the shard of the index
+that says what lies in it. Rank 0 makes one index of the shards' layouts and checksums, and one act
+of the storage commits it: a rename of the directory, or the index that is written last. Whatever is
+left of an interrupted save is removed by the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 from collections import Counter
@@ -20,17 +22,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.image import image_of, write_image
-from shoal.checkpoint.index import RankIndex, merge
+from shoal.checkpoint.index import Merger
 from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes
 from shoal.checkpoint.protocols import RankShare, SaveTicket
 from shoal.checkpoint.remote import RemoteStorage, is_address
 from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.shards import shard_name
 from shoal.checkpoint.source import Source, straight
 from shoal.checkpoint.storage import LocalFolder, LocalStorage
-from shoal.core.config import parse
 from shoal.core.errors import CheckpointError, CorruptError, ShoalError, require
 
 if TYPE_CHECKING:
+    from shoal.checkpoint.shards import Shard
     from shoal.checkpoint.storage import Draft, Folder, Storage
 
 __all__ = ["MODEL", "OPTIMIZER", "Piece", "Saved", "Store"]
@@ -62,10 +65,15 @@ class Store:
         self.root = Path(root)
         self.keep = keep
         self._held = False
+        self._merger = Merger()
 
     def steps(self) -> tuple[int, ...]:
-        """Saved steps, oldest first; none of them needs to be intact."""
+        """Saved steps, oldest first: those with an index; their tensors may be damaged."""
         return self.storage.steps()
+
+    def unfinished(self) -> tuple[int, ...]:
+        """Steps without an index, such as those of a copy that was interrupted."""
+        return self.storage.unfinished()
 
     def folder(self, step: int) -> Path:
         """The directory of a saved step, of a store that lies on this host.
@@ -76,11 +84,13 @@ class Store:
         return Path(self._folder(step).where())
 
     def _folder(self, step: int) -> Folder:
-        found = self.steps()
-        if step not in found:
-            there = ", ".join(map(str, found)) or "none"
-            raise CheckpointError(f"{self.where}: no checkpoint of step {step}; there are: {there}")
-        return self.storage.folder(step)
+        try:
+            return self.storage.folder(step)
+        except KeyError:
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(
+                f"{self.where}: no checkpoint of step {step}; there are: {there}"
+            ) from None
 
     @property
     def where(self) -> str:
@@ -175,6 +185,8 @@ class Store:
             if not failures:
                 with self.noting(failures, step, needed):
                     token = self._write(draft, rank, chosen, needed, ticket)
+            if failures and rank and draft.ready():
+                refuse(draft, rank, failures[0])
             wait()
             if rank == 0:
                 if not failures:
@@ -301,15 +313,15 @@ class Store:
         self.vote(draft, rank, written, ticket)
         return draft.token()
 
-    def vote(self, draft: Draft, rank: int, written: RankIndex, ticket: SaveTicket) -> None:
+    def vote(self, draft: Draft, rank: int, written: Shard, ticket: SaveTicket) -> None:
         """Report what a rank has written, and how long that took.
 
         Raises:
             OSError: the place refuses.
         """
         _, phases, spans = ticket.share()
-        written = written.model_copy(update={"phases_s": phases, "spans_s": spans})
-        draft.put(vote_name(rank), written.model_dump_json().encode())
+        head = written.head.model_copy(update={"phases_s": phases, "spans_s": spans})
+        draft.put(shard_name(rank), dataclasses.replace(written, head=head).encode())
 
     def require_room(self, step: int, needed: int) -> None:
         """Refuse to write more than there is room for.
@@ -331,21 +343,20 @@ class Store:
             CheckpointError: a rank has reported nothing, or ranks disagree.
             OSError: the place refuses.
         """
-        ranks: list[RankIndex] = []
+        votes: list[bytes] = []
         for rank in range(world):
-            name = vote_name(rank)
-            vote = draft.get(name)
+            vote = draft.get(shard_name(rank))
             if vote is None:
                 raise CheckpointError(
                     f"{self.where}: step {draft.step} is not saved, because rank {rank} wrote "
-                    "nothing; its own error says why"
+                    f"nothing: {refusal_of(draft, rank) or 'its log says why'}"
                 )
-            ranks.append(parse(RankIndex, json.loads(vote), where=f"{self.where}: {name}"))
-            draft.drop(name)
-        self.storage.commit(draft, merge(draft.step, meta, ranks).encode())
+            votes.append(vote)
+        index, heads = self._merger.merge(draft.step, meta, votes)
+        self.storage.commit(draft, index.encode())
         for follow in self.followers:
             follow(draft.step)
-        return tuple(RankShare(one.file.bytes, one.phases_s, one.spans_s) for one in ranks)
+        return tuple(RankShare(one.file.bytes, one.phases_s, one.spans_s) for one in heads)
 
     def retain(self, newest: int) -> None:
         """Delete what is beyond ``keep``, after the new one was read back from the disk."""
@@ -398,9 +409,33 @@ def storage_of(root: Path | str) -> Storage:
     return LocalStorage(Path(root))
 
 
-def vote_name(rank: int) -> str:
-    """The small file in which a rank reports what it wrote."""
-    return f"rank-{rank:05d}.json"
+def refusal_names(rank: int) -> tuple[str, str]:
+    """The files in which a rank leaves word that it failed: with the reason, and without one."""
+    return f"rank-{rank:05d}.failed", f"rank-{rank:05d}.full"
+
+
+def refuse(draft: Draft, rank: int, failure: ShoalError) -> None:
+    """Leave word for rank 0 of why a rank's part is missing.
+
+    A full disk may have no room for the words; a name without content it still takes.
+    """
+    failed, full = refusal_names(rank)
+    with contextlib.suppress(OSError, ShoalError):
+        try:
+            draft.put(failed, str(failure).encode())
+        except (OSError, ShoalError):
+            draft.put(full, b"")
+
+
+def refusal_of(draft: Draft, rank: int) -> str | None:
+    """Why a rank's part is missing, where it has left word."""
+    failed, full = refusal_names(rank)
+    words = draft.get(failed)
+    if words:
+        return words.decode()
+    if draft.get(full) is None and words is None:
+        return None
+    return "its disk is full while saving; free some space or lower checkpoint.keep"
 
 
 def plain_meta(meta: Mapping[str, Any], step: int) -> dict[str, Any]:

@@ -7,7 +7,43 @@ recompute a verdict from a results file. Start reading at ``protocols.py``, then
 
 from shoal.core.parts import PartTable
 
-__all__ = ["CLAIMS"]
+__all__ = ["CLAIMS", "STUDIES"]
+
+STUDIES = PartTable(
+    "study",
+    {
+        "autotp": "shoal.parallel.autotp.autotp_study:AutotpStudy",
+        "balance": "shoal.plan.balance.balance_study:BalanceStudy",
+        "compile": "shoal.kernel.tile.compile_study:CompileStudy",
+        "context": "shoal.cost.context_study:ContextStudy",
+        "decode": "shoal.model.drafters.decode_study:DecodeStudy",
+        "duo": "shoal.claims.bench.duo_study:DuoStudy",
+        "fold": "shoal.plan.fold_study:FoldStudy",
+        "gemm": "shoal.cost.gemm_study:GemmStudy",
+        "longctx": "shoal.plan.longctx_study:LongctxStudy",
+        "mapping": "shoal.memory.mapping.mapping_study:MappingStudy",
+        "memory": "shoal.memory.memory_study:MemoryStudy",
+        "moe_overlap": "shoal.plan.moe_overlap_study:MoeOverlapStudy",
+        "pack": "shoal.kernel.strided.pack_study:PackStudy",
+        "parscale": "shoal.cost.parscale_study:ParScaleStudy",
+        "paths": "shoal.plan.paths.paths_study:PathsStudy",
+        "peft": "shoal.train.peft.peft_study:PeftStudy",
+        "planes": "shoal.kernel.planes.planes_study:PlanesStudy",
+        "routes": "shoal.plan.routes.routes_study:RoutesStudy",
+        "sbp": "shoal.parallel.sbp_study:SbpStudy",
+        "scaling": "shoal.cost.scaling.scaling_study:ScalingStudy",
+        "schedule": "shoal.plan.schedules.schedule_study:ScheduleStudy",
+        "stream": "shoal.kernel.algorithms.stream_study:StreamStudy",
+        "stride": "shoal.plan.stride_study:StrideStudy",
+        "survival": "shoal.plan.survival_study:SurvivalStudy",
+        "swap": "shoal.plan.swap_study:SwapStudy",
+        "sync": "shoal.plan.sync_study:SyncStudy",
+        "t3": "shoal.cost.t3_study:T3Study",
+        "tiles": "shoal.plan.tiles_study:TilesStudy",
+        "topology": "shoal.plan.topology.topology_study:TopologyStudy",
+        "tune": "shoal.plan.tune.tune_study:TuneStudy",
+    },
+)
 
 CLAIMS = PartTable(
     "claim",

@@ -18,7 +18,7 @@ from shoal.claims.record import Fault, Record, inspect, recheck
 from shoal.core.config import Value, parse
 from shoal.core.files import read_yaml
 
-__all__ = ["Listed", "Row", "Standing", "catalogue", "counts", "listing", "standings"]
+__all__ = ["Listed", "Row", "Standing", "catalogue", "counts", "listing", "standing", "standings"]
 
 FILE = Path(__file__).with_name("catalogue.yaml")
 
@@ -90,6 +90,7 @@ class Listed(Value):
 
 
 @functools.cache
+@functools.cache
 def catalogue() -> tuple[Row, ...]:
     """All rows, in order of their ids."""
     return parse(_Catalogue, read_yaml(FILE), where=FILE.name).systems
@@ -131,7 +132,7 @@ def standings(results: Path = Path("results")) -> list[Standing]:
     Args:
         results: directory of the results files.
     """
-    return [_standing(row, results) for row in catalogue()]
+    return [standing(row, results) for row in catalogue()]
 
 
 def counts(rows: list[Listed]) -> dict[tuple[Status, Evidence | None], int]:
@@ -143,7 +144,8 @@ def counts(rows: list[Listed]) -> dict[tuple[Status, Evidence | None], int]:
     return found
 
 
-def _standing(row: Row, results: Path) -> Standing:
+def standing(row: Row, results: Path = Path("results")) -> Standing:
+    """One row with its results file."""
     if row.claim is None:
         return Standing(row=row)
     path = results / f"{row.claim}.json"

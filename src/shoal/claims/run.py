@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import shlex
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from shoal.claims.record import Record, recheck, sealed, write
 from shoal.core.files import shoal_home
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice
+from shoal.core.scratch import scratch_directory
 from shoal.ir import Machine
 
 __all__ = ["RESULTS", "Result", "commit_of_code", "run"]
@@ -148,10 +148,10 @@ def _collect(
         context.progress("waiting for a quiet machine", 0.0)
         check_quiet(wait_s=wait_quiet_s)
     report = context.progress
-    with tempfile.TemporaryDirectory(prefix="shoal-claim-") as directory:
+    with scratch_directory("claim") as directory:
         main = replace(
             context,
-            work_dir=_made(Path(directory) / "claim"),
+            work_dir=_made(directory / "claim"),
             progress=lambda text, done: report(text, done / 2),
         )
         samples = experiment.run(main, quick=quick)
@@ -159,7 +159,7 @@ def _collect(
         if samples.metrics:
             replaced = replace(
                 main,
-                work_dir=_made(Path(directory) / "baseline"),
+                work_dir=_made(directory / "baseline"),
                 progress=lambda text, done: report(f"A/A: {text}", 0.5 + done / 2),
             )
             aa = experiment.run(replaced, quick=quick, as_baseline=True)

@@ -33,7 +33,7 @@ class Box:
     @property
     def stop(self) -> tuple[int, ...]:
         """One past the last index of each dimension."""
-        return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
+        return tuple([o + s for o, s in zip(self.offset, self.shape, strict=True)])
 
     @property
     def volume(self) -> int:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -24,8 +24,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from shoal.core.errors import ConfigError, MachineError, ShoalError
-from shoal.core.files import parse_yaml, read_yaml, write_yaml
-from shoal.core.parts import Choice, explain, options_of, table
+from shoal.core.files import parse_yaml, read_yaml, to_yaml, write_atomic
+from shoal.core.parts import Choice, explain, keys_at, options_of, table
 
 __all__ = ["Kind", "Resolved", "Value", "parse", "resolve"]
 
@@ -53,7 +53,11 @@ class Value(BaseModel):
 
     def save(self, path: Path, *, header: str = "") -> None:
         """Write this value as YAML, atomically."""
-        write_yaml(path, self.model_dump(mode="json", exclude_none=True), header=header)
+        write_atomic(path, self.as_yaml(header), error=ConfigError)
+
+    def as_yaml(self, header: str = "") -> str:
+        """This value as YAML, below comments."""
+        return to_yaml(self.model_dump(mode="json", exclude_none=True), header=header)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def parse(cls: type[_V], raw: Any, *, where: str) -> _V:
         return cls.model_validate(raw)
     except ValidationError as cause:
         location = cause.errors()[0]["loc"][:-1]
-        complaint: ShoalError = explain(cause, "", known=_keys_at(cls, location))
+        complaint: ShoalError = explain(cause, "", known=keys_at(cls, location))
     except (ConfigError, MachineError) as cause:  # from a validator of the value itself
         complaint = cause
     raise type(complaint)(f"{where}: {complaint}" if where else str(complaint))
@@ -224,24 +228,3 @@ def _prefixes(path: str) -> Iterator[str]:
     while path:
         yield path
         path = path.rpartition(".")[0]
-
-
-def _keys_at(cls: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, ...]:
-    current: type[BaseModel] = cls
-    for piece in location:
-        info = current.model_fields.get(str(piece))
-        inner = next((t for t in _models(info.annotation) if info), None) if info else None
-        if inner is None:
-            return ()
-        current = inner
-    return tuple(current.model_fields)
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif get_origin(annotation) is Annotated:
-        yield from _models(get_args(annotation)[0])
-    else:
-        for inner in get_args(annotation):
-            yield from _models(inner)

@@ -5,7 +5,8 @@
     ShoalError
     ├── ConfigError            a value in a job, plan, machine or flag
     │   ├── UnknownKeyError    a key that no such thing has
-    │   └── UnknownPartError   a part name that no table lists
+    │   ├── UnknownPartError   a part name that no table lists
+    │   └── NonFiniteError     a loss, gradient, weight or moment that is NaN or infinite
     ├── DataError              a corpus or data file
     ├── ModelError             a model directory or configuration
     ├── CheckpointError        a checkpoint that cannot be used
@@ -43,6 +44,7 @@ __all__ = [
     "MissingExtraError",
     "ModelError",
     "NoisyMachineError",
+    "NonFiniteError",
     "PlanError",
     "RankError",
     "ServeError",
@@ -70,6 +72,10 @@ class UnknownKeyError(ConfigError):
 
 class UnknownPartError(ConfigError):
     """A part name that no table lists."""
+
+
+class NonFiniteError(ConfigError):
+    """A loss, a gradient, a weight or optimizer state is NaN or infinite."""
 
 
 class DataError(ShoalError):

@@ -11,8 +11,8 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +27,11 @@ __all__ = [
     "locked",
     "parse_yaml",
     "read_yaml",
+    "reserve",
     "shoal_home",
+    "to_json",
     "to_yaml",
+    "use_reserved",
     "write_atomic",
     "write_dir_atomic",
     "write_json",
@@ -56,19 +59,26 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(
-    path: Path, waiting: Callable[[], None], *, error: type[ShoalError] = ShoalError
+    path: Path,
+    waiting: Callable[[], None],
+    *,
+    error: type[ShoalError] = ShoalError,
+    limit_s: float = 6 * 3600.0,
 ) -> Iterator[None]:
     """Hold the lock of a file while the block runs; one process at a time does.
 
-    The lock belongs to the open file: it ends with the process, however that ends.
+    The lock belongs to the open file: it ends with the process, however that ends. A process that
+    blocks while it holds the lock is waited for no longer than the limit.
 
     Args:
         path: the file; it is made, with its directory, and stays.
         waiting: called now and then while another process holds the lock.
         error: class of what is raised.
+        limit_s: most s to wait.
 
     Raises:
-        ShoalError: of class ``error``, when the file cannot be written.
+        ShoalError: of class ``error``, when the file cannot be written, or another process holds
+            the lock for longer than the limit.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,11 +89,17 @@ def locked(
             "that can"
         ) from cause
     with file:
+        end = time.monotonic() + limit_s
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if time.monotonic() > end:
+                    raise error(
+                        f"{path}: another process has held this lock for {limit_s:g} s; end it "
+                        "(fuser names it)"
+                    ) from None
                 waiting()
                 time.sleep(0.1)
         yield
@@ -92,20 +108,26 @@ def locked(
 def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = ShoalError) -> None:
     """Write ``data`` to ``path`` so that no reader ever sees a part of it.
 
+    A new file has the mode that the umask allows; one that is replaced keeps its own.
+
     Raises:
         ShoalError: of class ``error``, when the file system refuses (disk full,
             no permission); the destination is untouched then.
     """
     raw = data.encode() if isinstance(data, str) else data
-    temporary: str | None = None
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = _beside(path)
+        # Not mkstemp: it makes files for their owner only, and nobody can ask for the umask
+        # without changing it for all threads.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with os.fdopen(fd, "wb") as file:
+            if path.is_file():
+                os.fchmod(fd, path.stat().st_mode & 0o777)
             file.write(raw)
             file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+            os.fsync(fd)
         os.replace(temporary, path)
         temporary = None
         fsync_dir(path.parent)
@@ -120,9 +142,39 @@ def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = Sho
                 os.unlink(temporary)
 
 
+def reserve(path: Path, nbytes: int = 1 << 16) -> None:
+    """Take room on the disk for :func:`use_reserved`; where there is none, none is taken."""
+    with contextlib.suppress(OSError), path.open("wb") as file:
+        file.write(b" " * nbytes)
+
+
+def use_reserved(spare: Path, path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` though the disk may be full, into room that was reserved.
+
+    What does not fit is cut off, and the rest of the room is spaces. Without a reserved file it is
+    written as any other, if the disk has room.
+
+    Args:
+        spare: file of :func:`reserve` on the same file system; it becomes ``path``.
+        path: where a reader looks.
+        data: text.
+    """
+    with contextlib.suppress(OSError):
+        if not spare.exists():
+            reserve(spare, len(data))
+        with spare.open("r+b") as file:
+            room = os.fstat(file.fileno()).st_size
+            file.write(data[:room].ljust(room))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(spare, path)
+
+
 @contextlib.contextmanager
 def write_dir_atomic(path: Path, *, error: type[ShoalError] = ShoalError) -> Iterator[Path]:
     """Fill a directory beside ``path`` and rename it to ``path`` when the block ends well.
+
+    It has the mode that the umask allows.
 
     Raises:
         ShoalError: of class ``error``, when ``path`` exists or the file system
@@ -132,7 +184,8 @@ def write_dir_atomic(path: Path, *, error: type[ShoalError] = ShoalError) -> Ite
         raise error(f"{path}: exists already; choose another name or remove it first")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        temporary = _beside(path)
+        temporary.mkdir()
     except OSError as cause:
         raise error(f"{path}: cannot be created ({cause.strerror or cause})") from cause
     try:
@@ -141,7 +194,6 @@ def write_dir_atomic(path: Path, *, error: type[ShoalError] = ShoalError) -> Ite
             if file.is_file():
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
-        os.chmod(temporary, 0o755)
         fsync_dir(temporary)
         os.rename(temporary, path)
         fsync_dir(path.parent)
@@ -154,9 +206,19 @@ def write_dir_atomic(path: Path, *, error: type[ShoalError] = ShoalError) -> Ite
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _beside(path: Path) -> Path:
+    """A hidden name in the same directory that nobody can guess."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
+def to_json(value: Any) -> str:
+    """Plain values as indented JSON."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any, *, error: type[ShoalError] = ShoalError) -> None:
     """Write ``value`` as indented JSON, atomically."""
-    write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", error=error)
+    write_atomic(path, to_json(value), error=error)
 
 
 # libyaml reads ten times as fast; a plan with the probes of its machine is 50 kB.
@@ -219,12 +281,12 @@ def read_yaml(path: Path) -> Any:
     return parse_yaml(text, str(path))
 
 
-def to_yaml(value: Any) -> str:
-    """Plain values as YAML in their given order."""
-    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100))
+def to_yaml(value: Any, *, header: str = "") -> str:
+    """Plain values as YAML in their given order, below comments."""
+    lead = "".join(f"# {line}\n" for line in header.splitlines())
+    return lead + str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100))
 
 
 def write_yaml(path: Path, value: Any, *, header: str = "") -> None:
     """Write plain values as YAML in their given order, atomically."""
-    lead = "".join(f"# {line}\n" for line in header.splitlines())
-    write_atomic(path, lead + to_yaml(value), error=ConfigError)
+    write_atomic(path, to_yaml(value, header=header), error=ConfigError)

@@ -25,10 +25,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, TypeVar, dataclass_transform
+from typing import (
+    Annotated,
+    Any,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import (
     BaseModel,
@@ -46,7 +56,9 @@ __all__ = [
     "Choice",
     "PartTable",
     "explain",
+    "keys_at",
     "load_object",
+    "meanings",
     "options_of",
     "part",
     "table",
@@ -55,6 +67,8 @@ __all__ = [
 # Where the table of each kind lives. A room adds its line here when it opens a
 # kind; modules are named, not imported, so the ground floor depends on nothing.
 KINDS: dict[str, str] = {
+    "job": "shoal.fields:JOBS",
+    "study": "shoal.claims:STUDIES",
     "sink": "shoal.core.meter:SINKS",
     "pool": "shoal.core.pool:POOLS",
     "probe": "shoal.machine:PROBES",
@@ -236,7 +250,8 @@ class PartTable(Mapping[str, str]):
         try:
             return _adapter(cls).validate_python(dict(chosen.options))
         except ValidationError as cause:
-            raise explain(cause, f"{where}.{chosen.name}", known=options_of(cls)) from None
+            known = keys_at(cls, cause.errors()[0]["loc"][:-1])
+            raise explain(cause, f"{where}.{chosen.name}", known=known) from None
 
     def spell(self, instance: object) -> Choice:
         """The choice that builds ``instance`` again; options at their defaults are left out."""
@@ -267,6 +282,55 @@ def table(kind: str) -> PartTable:
 def options_of(cls: type[Any]) -> tuple[str, ...]:
     """The names of the options of a part."""
     return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def keys_at(cls: type[Any], location: Sequence[int | str]) -> tuple[str, ...]:
+    """The keys at a place inside a part or a value; none where nothing is known of it."""
+    for piece in location:
+        if dataclasses.is_dataclass(cls):
+            hint = get_type_hints(cls).get(str(piece))
+        else:
+            info = cls.model_fields.get(str(piece))
+            hint = info and info.annotation
+        inner = next(_values(hint), None)
+        if inner is None:
+            return ()
+        cls = inner
+    return options_of(cls) if dataclasses.is_dataclass(cls) else tuple(cls.model_fields)
+
+
+def _values(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) is Annotated:
+        yield from _values(get_args(annotation)[0])
+    else:
+        for inner in get_args(annotation):
+            yield from _values(inner)
+
+
+def meanings(cls: type[Any]) -> dict[str, str]:
+    """Option -> what it means, from the ``Args`` of its docstring and of those it builds on."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        found |= _meanings(base.__doc__ or "")
+    return found
+
+
+def _meanings(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    inside, name = False, ""
+    for line in inspect.cleandoc(text).splitlines():
+        if line.strip() == "Args:":
+            inside = True
+        elif inside and line and not line.startswith(" "):
+            break
+        elif inside and (match := re.match(r"^    (\w+): (.*)$", line)):
+            name = match.group(1)
+            found[name] = match.group(2).strip()
+        elif inside and line.strip() and name:
+            found[name] += " " + line.strip()
+    return found
 
 
 def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> ConfigError:

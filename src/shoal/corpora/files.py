@@ -170,6 +170,11 @@ def from_path(path: str) -> Choice:
     return Choice(name=corpus, options={"path": path})
 
 
+def corpus_at(path: str) -> dict[str, Any]:
+    """The same as a config spells it."""
+    return from_path(path).model_dump()
+
+
 def _file(name: str, path: str, info: dict[str, Any]) -> File:
     mark = next(
         (info[key] for key in ("etag", "ETag", "mtime", "LastModified", "created") if key in info),

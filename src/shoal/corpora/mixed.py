@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
@@ -31,6 +31,7 @@ class Mixed:
             that is not named.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"several_sources"})
     sources: dict[str, Choice]
     limit_bytes: dict[str, int] = field(default_factory=dict)
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
@@ -39,7 +40,16 @@ from shoal.corpora.protocols import Corpus, Document
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Progress", "TokenSet", "TokenSplit", "open_tokens", "prepare"]
+__all__ = [
+    "Progress",
+    "StoredFile",
+    "TokenSet",
+    "TokenSplit",
+    "files_of",
+    "open_tokens",
+    "prepare",
+    "receive",
+]
 
 Progress = Callable[[int, int, str], None]
 
@@ -52,6 +62,7 @@ VERIFIED_BYTES = 256 * 2**20
 INDEX = "index.json"
 MAX_INDEX_BYTES = 64 * 2**20
 
+_FINGERPRINT = re.compile(r"^[0-9a-f]{32}$")
 _FileName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9.-]{0,63}$")]
 
 
@@ -213,7 +224,68 @@ def prepare(
         marks = [loaded.to_str(), str(bpe.end_of_text(loaded, given))]
     marks += [corpus.fingerprint(), repr(corpus), str(FORMAT), str(shard_bytes)]
     key = hashlib.sha256("\0".join(marks).encode()).hexdigest()[:32]
-    path = root / key
+    return _ensured(
+        root / key, say, lambda path: _build(path, corpus, given, vocab_size, shard_bytes, say)
+    )
+
+
+def files_of(path: Path) -> list[StoredFile]:
+    """The files of a token set and their digests, its index included, for :func:`receive`.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        source = path / INDEX
+        index = parse(Index, json.loads(source.read_bytes()), where=str(source))
+        return [_stored(source), *index.files()]
+    except (OSError, ValueError, ConfigError) as cause:
+        raise DataError(f"{path}: cannot be used ({cause}); delete it and run again") from cause
+
+
+def receive(
+    name: str,
+    files: Sequence[StoredFile],
+    fetch: Callable[[str], Iterable[bytes]],
+    cache: Path | None = None,
+) -> TokenSet:
+    """The token set of this name: from the cache, or taken from elsewhere now.
+
+    Several processes may call this at once; one does the work and the others wait.
+
+    Args:
+        name: its fingerprint, the name of its directory.
+        files: from :func:`files_of`, there.
+        fetch: name of a file -> its bytes, in pieces.
+        cache: directory of token sets; ``$SHOAL_HOME/corpora`` if not given.
+
+    Raises:
+        DataError: what arrived is not what was sent, or the cache cannot be written; nothing
+            half-written stays.
+    """
+    if not _FINGERPRINT.match(name):
+        raise DataError(f"token set {name!r}: expected 32 hexadecimal digits")
+
+    def taken(path: Path) -> None:
+        with write_dir_atomic(path, error=DataError) as directory:
+            for file in files:
+                with _HashedFile(directory / file.file) as out:
+                    for piece in fetch(file.file):
+                        out.write(piece)
+                    arrived = out.close()
+                if arrived != file:
+                    raise DataError(
+                        f"{path / file.file}: {arrived.num_bytes} bytes with sha256 "
+                        f"{arrived.sha256[:12]} arrived, not the {file.num_bytes} with "
+                        f"{file.sha256[:12]} that were sent; run again"
+                    )
+
+    root = cache if cache is not None else shoal_home() / "corpora"
+    return _ensured(root / name, _silent, taken)
+
+
+def _ensured(path: Path, say: Progress, make: Callable[[Path], None]) -> TokenSet:
+    """The token set at ``path``; made there by one process if it is missing or damaged."""
     if path.exists():
         with contextlib.suppress(_DamagedError):  # told and repaired under the lock below
             return _checked(path)
@@ -221,16 +293,16 @@ def prepare(
     def waiting() -> None:
         say(0, 0, "waiting for another process to prepare the data")
 
-    with locked(root / f"{key}.lock", waiting, error=DataError):
+    with locked(path.parent / f"{path.name}.lock", waiting, error=DataError):
         if path.exists():
             try:
                 return _checked(path)
             except _DamagedError as cause:
                 say(0, 0, f"{cause}; building it again")
                 _remove(path)
-        for leftover in root.glob(f".{key}.*"):  # of a process that was killed
+        for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed
             _remove(leftover)
-        _build(path, corpus, given, vocab_size, shard_bytes, say)
+        make(path)
         return open_tokens(path)
 
 

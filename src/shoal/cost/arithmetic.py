@@ -93,7 +93,7 @@ def linears(shape: ModelShape) -> tuple[Linear, ...]:
         if S:
             found.append(Linear("shared_in", wide * X, D, sparse, copies=S))
             found.append(Linear("shared_out", D, X, sparse, copies=S))
-    if shape.architecture.ffn.name == "duo":  # counted as if every token took the big layer
+    if shape.architecture.ffn.duo:  # counted as if every token took the big layer
         small = shape.architecture.ffn.small_width(shape.ffn_hidden)
         found.append(Linear("small_in", wide * small, D, L, share=0.0))
         found.append(Linear("small_out", D, small, L, share=0.0))

@@ -344,7 +344,10 @@ def by_rates(shape: GemmShape, machine: Machine) -> GemmPrediction:
     """
     rates = Rates(machine, Parallel(), shape.threads if machine.device.kind == "cpu" else 0)
     edge = (shape.M * shape.N * shape.K) ** (1 / 3)
-    traffic_s = shape.bytes / rates.stream_curve()(shape.bytes)
+    # A product waits for memory, not for the framework's elementwise operators.
+    described = any(tier.read_bandwidth for tier in machine.device.own_memory)
+    stream = rates.memory_curve() if described else rates.stream_curve()
+    traffic_s = shape.bytes / stream(shape.bytes)
     value = max(shape.flops / rates.matmul_curve(shape.dtype)(edge), traffic_s)
     seconds = Interval.around(value, UNSWEPT)
     watts, joules = None, None

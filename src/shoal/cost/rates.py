@@ -224,9 +224,9 @@ class Rates:
             curve = self._between(one, many)
             if curve is not None:
                 return self._shared(curve)
-            return self._tier_curve()
+            return self.memory_curve()
         curve = _curve(measured, None)
-        return curve or self._tier_curve()
+        return curve or self.memory_curve()
 
     def _shared(self, curve: Curve) -> Curve:
         """``curve`` while every rank of the host streams: beyond the caches they share DRAM."""
@@ -242,7 +242,12 @@ class Rates:
             points.append((size, min(rate / self.crowding, limit)))
         return Curve(tuple(points))
 
-    def _tier_curve(self) -> Curve:
+    def memory_curve(self) -> Curve:
+        """Byte/s that this rank reads and writes by the memory levels, over bytes touched.
+
+        Raises:
+            MachineError: no level has a bandwidth.
+        """
         device = self.machine.device
         share = STREAM_SHARE[device.kind]
         part = self.used / self.cores / self.crowding if self.is_cpu else 1.0

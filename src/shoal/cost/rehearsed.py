@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from shoal.core.traits import traits
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 from shoal.machine.rehearsals import REHEARSALS, REHEARSED
 
@@ -58,13 +59,14 @@ def events(job: TrainJob, shape: ModelShape) -> dict[str, float]:
         found["cp"] = float(layers * passes * turns)
     if split.pp > 1:
         found["pp"] = float(passes * split.vpp)
-    if split.dp > 1 and job.shard.name in ("zero2", "zero3"):
+    shard = traits("shard", job.shard)
+    if split.dp > 1 and "shards_gradients" in shard and not shard & {"levels", "copies_weights"}:
         from shoal.cost.arithmetic import expert_parameters, parameters
 
         experts = expert_parameters(shape) if split.folded else 0
         local = (parameters(shape) - experts) / split.tp / split.pp
         local += experts / (split.ep * split.etp * split.pp)
-        found["zero3"] = (3.0 if job.shard.name == "zero3" else 2.0) * passes * 4.0 * local
+        found["zero3"] = (3.0 if "shards_weights" in shard else 2.0) * passes * 4.0 * local
     return found
 
 

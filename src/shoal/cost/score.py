@@ -17,47 +17,28 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from shoal.core.errors import StoreError
+from shoal.core.errors import ShoalError, StoreError
 from shoal.core.files import shoal_home
 from shoal.cost.score_rows import ErrorSummary, Row, calibrate, machine_key, summarise
-from shoal.cost.training_memory import ARENAS, TIERS, tier_bytes
-from shoal.ir import (
-    DrafterJob,
-    DrafterPlan,
-    DrafterReport,
-    Interval,
-    Machine,
-    Plan,
-    Report,
-    ServeJob,
-    ServePlan,
-    ServeReport,
-    TrainJob,
-)
+from shoal.ir import Interval, Job, Machine, Report, kind_named, predictions
 
 __all__ = [
-    "AnyPlan",
-    "AnyReport",
     "Entry",
     "ErrorSummary",
-    "Quantity",
     "Row",
     "Score",
+    "Scored",
     "calibrate",
     "machine_key",
-    "predictions",
     "run_id",
     "summarise",
 ]
 
-AnyPlan = Plan | ServePlan | DrafterPlan
-AnyReport = Report | ServeReport | DrafterReport
-
-VERSION = 2
+VERSION = 3
 
 # What brings a file from the version before to this one.
 _STEPS: dict[int, tuple[str, ...]] = {
@@ -84,7 +65,21 @@ _STEPS: dict[int, tuple[str, ...]] = {
         "CREATE INDEX reports_listed ON reports (directory, id, recorded_s, kind, name, model)",
         "CREATE INDEX runs_by_report ON runs (run, quantity, predicted, low, high, measured)",
     ),
+    3: (
+        "ALTER TABLE reports ADD COLUMN device TEXT NOT NULL DEFAULT ''",
+        # Before reports said so: a torch that knows no GPU computed on the CPU, as drafters do.
+        "UPDATE reports SET device = 'cpu' WHERE kind = 'drafter' "
+        "OR json_extract(report, '$.versions.torch') LIKE '%+cpu%'",
+        "CREATE INDEX reports_by_device ON reports (id, device)",
+    ),
 }
+
+
+# A row of ``runs`` that was predicted for one kind of device and measured on another.
+_ELSEWHERE = (
+    "EXISTS (SELECT 1 FROM reports WHERE id = runs.run AND device <> '' AND "
+    "instr(runs.machine, CASE device WHEN 'cpu' THEN '|gpu|' ELSE '|cpu|' END) > 0)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +114,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantity:
+class Scored:
     """A measured number beside its prediction.
 
     Args:
@@ -145,50 +140,13 @@ def run_id(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
-def predictions(plan: AnyPlan) -> dict[str, tuple[float, float | None, float | None]]:
-    """Quantity -> value and the ends of its interval, under the names of ``Report.measured``."""
-    found: dict[str, tuple[float, float | None, float | None]] = {}
-
-    def told(name: str, value: Interval | None) -> None:
-        if value is not None:
-            found[name] = (value.value, value.low, value.high)
-
-    cost = plan.estimate
-    if isinstance(plan, ServePlan):
-        for name, value in plan.predicted.items():
-            told(name, value)
-        if cost is not None and cost.memory_bytes:
-            found["memory_bytes"] = (cost.memory_total, None, None)
-        return found
-    if cost is None:
-        return {}
-    told("step_s", cost.step_s)
-    if cost.tokens:
-        rates = [cost.tokens / s for s in (cost.step_s.value, cost.step_s.high, cost.step_s.low)]
-        found["tokens_per_s"] = (rates[0], rates[1], rates[2])
-    causes = cost.memory_bytes
-    told("total_s", cost.total_s)
-    if isinstance(plan, DrafterPlan):
-        found["drafter_bytes"] = (plan.drafter_bytes, None, None)
-        found["memory_bytes"] = (cost.memory_total, None, None)
-        return found
-    if causes:
-        rank = tier_bytes(plan.job, plan.machine, causes)["device"]
-        found["memory_bytes"] = (rank, None, None)
-    if "base" in causes:
-        found |= {f"{arena}_bytes": (causes[arena], None, None) for arena in ARENAS}
-        # What passes allocate is counted as one.
-        passes = causes["activations"] + causes["logits"]
-        found["activations_bytes"] = (passes, None, None)
-    if plan.job.offload is not None:
-        for tier in TIERS:
-            if tier in causes:
-                found[f"{tier}_bytes"] = (causes[tier], None, None)
-    if cost.wire_bytes:
-        found["wire_bytes"] = (sum(cost.wire_bytes.values()), None, None)
-    told("energy_j", cost.energy_j)
-    told("usd", cost.usd)
-    return found
+def _ends(predicted: Interval | None) -> tuple[float | None, float | None, float | None]:
+    """(value, low, high); without ends where no spread is predicted."""
+    if predicted is None:
+        return None, None, None
+    if predicted.low == predicted.high:
+        return predicted.value, None, None
+    return predicted.value, predicted.low, predicted.high
 
 
 class Score:
@@ -297,7 +255,7 @@ class Score:
             for identity, kind, name, model, path, *rest in found
         ]
 
-    def quantities(self, reports: Sequence[int]) -> dict[int, dict[str, Quantity]]:
+    def quantities(self, reports: Sequence[int]) -> dict[int, dict[str, Scored]]:
         """Report -> quantity -> what was measured and predicted.
 
         Args:
@@ -310,15 +268,17 @@ class Score:
         with self._open() as connection:
             rows = connection.execute(
                 "SELECT run, quantity, measured, predicted, low, high FROM runs "  # noqa: S608
-                f"WHERE run IN ({places})",
-                tuple(reports),
+                f"WHERE run IN ({places}) AND NOT {_ELSEWHERE} UNION ALL "
+                "SELECT run, quantity, measured, NULL, NULL, NULL FROM runs "
+                f"WHERE run IN ({places}) AND {_ELSEWHERE}",
+                (*reports, *reports),
             ).fetchall()
-        found: dict[int, dict[str, Quantity]] = {number: {} for number in reports}
+        found: dict[int, dict[str, Scored]] = {number: {} for number in reports}
         for number, name, *values in rows:
-            found[number][name] = Quantity(*values)
+            found[number][name] = Scored(*values)
         return found
 
-    def report(self, number: int) -> AnyReport | None:
+    def report(self, number: int) -> Report[Any] | None:
         """One report; None if there is none of that number.
 
         Raises:
@@ -326,11 +286,11 @@ class Score:
         """
         with self._open() as connection:
             found = connection.execute(
-                "SELECT report FROM reports WHERE id = ?", (number,)
+                "SELECT kind, report FROM reports WHERE id = ?", (number,)
             ).fetchone()
-        return None if found is None else self._parsed(found[0])
+        return None if found is None else self._parsed(*found)
 
-    def append(self, report: AnyReport, directory: Path | None = None) -> None:
+    def append(self, report: Report[Any], directory: Path | None = None) -> None:
         """Keep a report: a row for each measured quantity.
 
         Args:
@@ -346,14 +306,15 @@ class Score:
         key = machine_key(report.plan.machine)
         with self._open() as connection:
             cursor = connection.execute(
-                "INSERT INTO reports (recorded_s, report, kind, name, model, directory) "
-                "VALUES (?, ?, ?, ?, ?, (SELECT id FROM run_dirs WHERE id = ?))",
+                "INSERT INTO reports (recorded_s, report, kind, name, model, device, directory) "
+                "VALUES (?, ?, ?, ?, ?, ?, (SELECT id FROM run_dirs WHERE id = ?))",
                 (
                     now,
                     report.model_dump_json(),
                     job.job,
                     job.name,
                     job.model,
+                    report.device,
                     None if directory is None else run_id(directory),
                 ),
             )
@@ -367,7 +328,7 @@ class Score:
                         job.model,
                         key,
                         quantity,
-                        *predicted.get(quantity, (None, None, None)),
+                        *_ends(predicted.get(quantity)),
                         measured,
                         cursor.lastrowid,
                     )
@@ -390,7 +351,7 @@ class Score:
             quantity: only this one.
             machine: only those of this machine.
             jobs: read the jobs too, which takes time; without, :attr:`Row.job` is None.
-            scored: only those with a prediction.
+            scored: only those with a prediction for the kind of device that measured.
 
         Raises:
             StoreError: the file cannot be read.
@@ -398,14 +359,15 @@ class Score:
         key = None if machine is None else machine_key(machine)
         with self._open() as connection:
             found = connection.execute(
-                "SELECT recorded_s, name, model, machine, quantity, predicted, low, high, "
-                "measured, run FROM runs WHERE (?1 IS NULL OR quantity = ?1) "
-                "AND (?2 IS NULL OR machine = ?2) AND (NOT ?3 OR predicted <> 0) ORDER BY id",
+                "SELECT recorded_s, name, model, machine, quantity, predicted, low, high, "  # noqa: S608
+                "measured, (SELECT device FROM reports WHERE id = run), run FROM runs "
+                "WHERE (?1 IS NULL OR quantity = ?1) AND (?2 IS NULL OR machine = ?2) "
+                f"AND (NOT ?3 OR (predicted <> 0 AND NOT {_ELSEWHERE})) ORDER BY id",
                 (quantity, key, scored),
             ).fetchall()
             texts = (
                 connection.execute(
-                    "SELECT id, json_extract(report, '$.plan.job') FROM reports WHERE id IN "
+                    "SELECT id, kind, json_extract(report, '$.plan.job') FROM reports WHERE id IN "
                     "(SELECT run FROM runs WHERE (?1 IS NULL OR quantity = ?1) "
                     "AND (?2 IS NULL OR machine = ?2))",
                     (quantity, key),
@@ -413,25 +375,25 @@ class Score:
                 if jobs
                 else []
             )
-        job_of = {number: _job(text) for number, text in texts}
+        job_of = {number: _job(kind, text) for number, kind, text in texts}
         return [
             Row(**dict(zip(_COLUMNS, row[:-1], strict=True)), job=job_of.get(row[-1]))
             for row in found
         ]
 
-    def reports(self) -> list[AnyReport]:
+    def reports(self) -> list[Report[Any]]:
         """Every report, oldest first.
 
         Raises:
             StoreError: a report cannot be read back.
         """
         with self._open() as connection:
-            texts = connection.execute("SELECT report FROM reports ORDER BY id").fetchall()
-        return [self._parsed(text) for (text,) in texts]
+            found = connection.execute("SELECT kind, report FROM reports ORDER BY id").fetchall()
+        return [self._parsed(*row) for row in found]
 
-    def _parsed(self, text: str) -> AnyReport:
+    def _parsed(self, kind: str, text: str) -> Report[Any]:
         try:
-            return _REPORT.validate_json(text)
+            return kind_named(kind).report_type.model_validate_json(text)
         except ValidationError as cause:
             raise StoreError(
                 f"{self.path}: a report does not fit this version "
@@ -453,33 +415,15 @@ _COLUMNS = (
     "low",
     "high",
     "measured",
+    "device",
 )
 
 
-# Kinds of report differ in the kind of the planned job.
-_REPORT: TypeAdapter[AnyReport] = TypeAdapter(
-    Annotated[
-        Annotated[Report, Tag("train")]
-        | Annotated[ServeReport, Tag("serve")]
-        | Annotated[DrafterReport, Tag("drafter")],
-        Discriminator(lambda raw: raw["plan"]["job"].get("job", "train")),
-    ]
-)
-_JOB: TypeAdapter[TrainJob | ServeJob | DrafterJob] = TypeAdapter(
-    Annotated[
-        Annotated[TrainJob, Tag("train")]
-        | Annotated[ServeJob, Tag("serve")]
-        | Annotated[DrafterJob, Tag("drafter")],
-        Discriminator(lambda raw: raw.get("job", "train")),
-    ]
-)
-
-
-def _job(text: str | None) -> TrainJob | ServeJob | DrafterJob | None:
-    """The job of a row; None if this version has no such part any more."""
+def _job(kind: str, text: str | None) -> Job | None:
+    """The job of a row; None if this version has no such kind or part any more."""
     if text is None:
         return None
     try:
-        return _JOB.validate_json(text)
-    except (ValidationError, ValueError):  # an old job is history, not an error
+        return kind_named(kind).job_type.model_validate_json(text)
+    except (ShoalError, ValueError):  # an old job is history, not an error
         return None

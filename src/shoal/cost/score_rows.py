@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pydantic import SerializeAsAny
+
 from shoal.core.config import Value
-from shoal.ir import DrafterJob, Estimate, Machine, ServeJob, TrainJob
+from shoal.ir import Estimate, Job, Machine, TrainJob
 
 __all__ = ["MIN_ROWS", "ErrorSummary", "Row", "calibrate", "machine_key", "summarise"]
 
@@ -27,6 +29,7 @@ class Row(Value):
         low: lower end of its 90 % interval.
         high: upper end.
         measured: what the run saw.
+        device: kind of device it was measured on; empty where nobody recorded it.
         job: the job.
     """
 
@@ -39,17 +42,25 @@ class Row(Value):
     low: float | None = None
     high: float | None = None
     measured: float
-    job: TrainJob | ServeJob | DrafterJob | None = None
+    device: str = ""
+    job: SerializeAsAny[Job] | None = None
+
+    @property
+    def elsewhere(self) -> bool:
+        """It was predicted for one kind of device and measured on another."""
+        other = {"cpu": "gpu", "gpu": "cpu"}.get(self.device)
+        return other is not None and f"|{other}|" in self.machine
 
     @property
     def error(self) -> float | None:
-        """Measured / predicted - 1; None without a prediction."""
-        return self.measured / self.predicted - 1 if self.predicted else None
+        """Measured / predicted - 1; None without a prediction of what was measured."""
+        known = self.predicted and not self.elsewhere
+        return self.measured / self.predicted - 1 if known and self.predicted else None
 
     @property
     def inside(self) -> bool | None:
-        """The measurement lies in the predicted interval; None without an interval."""
-        if self.low is None or self.high is None:
+        """The measurement lies in the predicted interval; None without an interval for it."""
+        if self.low is None or self.high is None or self.elsewhere:
             return None
         return self.low <= self.measured <= self.high
 
@@ -150,6 +161,7 @@ def calibrate(
         for row in rows
         if row.quantity == "step_s"
         and row.machine == key
+        and not row.elsewhere
         and row.predicted
         and row.measured > 0
         and _similar(row, job, job.model)

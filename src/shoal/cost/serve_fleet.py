@@ -181,7 +181,7 @@ def simulate_fleet(
     return _Fleet(prefill, decode, dispatcher, wire, crowding).run(arrivals)
 
 
-_Kind = Literal["came", "ended", "foretold", "free", "fetched"]
+_Kind = Literal["came", "ended", "predicted", "free", "fetched"]
 
 
 class _Running:
@@ -197,9 +197,9 @@ class _Running:
         self.link_free = 0.0
         self.busy_s = 0.0
         # Of the step that it is in, where instances slow each other: s of it alone that are
-        # left, and how often its end was foretold.
+        # left, and how often its end was predicted.
         self.left = 0.0
-        self.foretold = 0
+        self.predicted = 0
 
 
 class _Fleet:
@@ -285,10 +285,10 @@ class _Fleet:
                 self._prompt.pop(name, None)
         return touched
 
-    def _foretold(self, now: float, what: tuple[_Running, int]) -> list[_Running]:
-        """A step ends, unless its end was foretold anew meanwhile."""
+    def _predicted(self, now: float, what: tuple[_Running, int]) -> list[_Running]:
+        """A step ends, unless its end was predicted anew meanwhile."""
         running, number = what
-        if running.foretold != number:
+        if running.predicted != number:
             return []
         _, step, result = self._crowd[id(running)]
         self._foretell(now, leaves=running)
@@ -316,9 +316,9 @@ class _Fleet:
             self._crowd[id(joins[0])] = joins
         slowness = 1.0 + self.crowding * max(0, len(self._crowd) - 1)
         for running, _, _ in self._crowd.values():
-            running.foretold += 1
+            running.predicted += 1
             at = now + max(0.0, running.left) * slowness
-            self._push(at, "foretold", (running, running.foretold))
+            self._push(at, "predicted", (running, running.predicted))
 
     def _free(self, now: float, what: _Running) -> list[_Running]:
         return [what]

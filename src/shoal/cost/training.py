@@ -20,6 +20,7 @@ from typing import Any
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
+from shoal.core.traits import traits
 from shoal.cost.arithmetic import (
     flops_per_token,
     parameters,
@@ -388,7 +389,7 @@ class Pricer:
             self._trained(work),
             levels,
         )
-        if job.sync.name != "every_step":
+        if "local_updates" in traits("sync", job.sync):
             outer = self._part("sync", job.sync).kept_bytes(work)
             found["optimizer"] = found.get("optimizer", 0.0) + outer
         copied = self._part("placer", split.placer).estimate(work, self.machine).memory_bytes

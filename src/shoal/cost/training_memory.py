@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.cost.arithmetic import (
     activation_bytes,
     embedding_parameters,
@@ -58,7 +59,7 @@ def vocab_ranks(job: TrainJob) -> int:
 
 def workers_of(job: TrainJob) -> int:
     """Groups of data-parallel ranks that make updates of their own; 1 where all make one."""
-    if job.sync.name == "every_step":
+    if "local_updates" not in traits("sync", job.sync):
         return 1
     return table("sync").build(job.sync).workers(job.parallel.dp) or 1
 

@@ -20,6 +20,7 @@ from shoal.ir.engine import (
     KVPart,
     Preemption,
     PreemptPart,
+    Purging,
     QueuedRunner,
     Runner,
     Scheduler,
@@ -27,6 +28,7 @@ from shoal.ir.engine import (
     StepCost,
 )
 from shoal.ir.estimate import Estimate, Interval
+from shoal.ir.explanation import Explanation, Progress, Study
 from shoal.ir.job import (
     CheckpointLevel,
     CheckpointPolicy,
@@ -36,10 +38,33 @@ from shoal.ir.job import (
     Replan,
     TrainJob,
 )
+from shoal.ir.job_kind import (
+    Flag,
+    Job,
+    JobKind,
+    Quantity,
+    Watch,
+    compared,
+    errors_of,
+    kind_named,
+    kind_of,
+    kinds,
+    predictions,
+    quantities,
+)
 from shoal.ir.layout import Layout
 from shoal.ir.machine import Device, Fabric, Link, Machine, Measurement, MemoryTier
 from shoal.ir.phases import Dispatcher, Fetching, Handing, PhasePart
-from shoal.ir.plan import Plan, Report, ServePlan, ServeReport, Work
+from shoal.ir.plan import (
+    ModelPlan,
+    Plan,
+    Report,
+    ServePlan,
+    ServeReport,
+    TrainPlan,
+    TrainReport,
+    Work,
+)
 from shoal.ir.protocols import Part
 from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, SchedulePart
 from shoal.ir.serve_job import Disagg, Phase, ServeJob, ServeParallel
@@ -84,15 +109,19 @@ __all__ = [
     "Evaluation",
     "Event",
     "Expectation",
+    "Explanation",
     "Fabric",
     "FeedForward",
     "Fetching",
+    "Flag",
     "Foretold",
     "Forking",
     "Handing",
     "HostLink",
     "InFlight",
     "Interval",
+    "Job",
+    "JobKind",
     "KVManager",
     "KVPart",
     "LayerGroup",
@@ -103,6 +132,7 @@ __all__ = [
     "Machine",
     "Measurement",
     "MemoryTier",
+    "ModelPlan",
     "ModelShape",
     "Op",
     "OpCosts",
@@ -114,6 +144,9 @@ __all__ = [
     "Plan",
     "PreemptPart",
     "Preemption",
+    "Progress",
+    "Purging",
+    "Quantity",
     "QueuedRunner",
     "Replan",
     "Report",
@@ -133,12 +166,23 @@ __all__ = [
     "StepCost",
     "StepResult",
     "Streams",
+    "Study",
     "TokenInfo",
     "TrainJob",
+    "TrainPlan",
+    "TrainReport",
     "Transfer",
     "TreePart",
     "TreeSpec",
     "Verifying",
+    "Watch",
     "WatchPolicy",
     "Work",
+    "compared",
+    "errors_of",
+    "kind_named",
+    "kind_of",
+    "kinds",
+    "predictions",
+    "quantities",
 ]

@@ -49,6 +49,21 @@ class Residual(Value):
     def _named(cls, raw: Any) -> Any:
         return {"name": raw} if isinstance(raw, str) else raw
 
+    @property
+    def standard(self) -> bool:
+        """Outputs reach the stream at once."""
+        return self.name == "standard"
+
+    @property
+    def ladder(self) -> bool:
+        """Outputs reach the stream one sub-layer late."""
+        return self.name == "ladder"
+
+    @property
+    def desync(self) -> bool:
+        """Ranks have streams of their own between sums."""
+        return self.name == "desync"
+
     def late(self, num_layers: int) -> tuple[bool, ...]:
         """Of every block, whether its sub-layers read the stream without the one before."""
         if self.name != "ladder":
@@ -166,6 +181,11 @@ class FeedForward(Value):
         return self
 
     @property
+    def duo(self) -> bool:
+        """Every block has a big and a small layer, and a router."""
+        return self.name == "duo"
+
+    @property
     def shares(self) -> bool:
         """Requests may ask for a share of the computation."""
         return self.name == "duo" and self.router != "random" and bool(self.shifts)
@@ -219,6 +239,16 @@ class Architecture(Value):
         if self.ffn.name != "plain":
             return self.ffn.name
         return "" if self.moe.gate.name == "softmax" else self.moe.gate.name
+
+    @property
+    def shared_by_any(self) -> bool:
+        """Any number of ranks can share the heads: nothing is wired for a number of its own."""
+        return not (self.residual.desync or self.ffn.duo) and self.moe.gate == Routing().gate
+
+    @property
+    def rows_of_a_token(self) -> int:
+        """Rows that one token is in a step that computes all of the model."""
+        return self.streams.num * self.residual.apart
 
     @property
     def says(self) -> bool:

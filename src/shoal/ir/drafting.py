@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from shoal.core.config import Kind, Value
 from shoal.core.errors import ConfigError
 from shoal.core.parts import Choice
-from shoal.ir.estimate import Estimate
-from shoal.ir.machine import Machine
+from shoal.ir.estimate import Interval
+from shoal.ir.job_kind import Job
+from shoal.ir.plan import ModelPlan, Report
 from shoal.ir.shape import ModelShape
 
 __all__ = ["DrafterJob", "DrafterPlan", "DrafterReport", "DrafterWork"]
 
 
-class DrafterJob(Value):
+class DrafterJob(Job):
     """Train a drafter for a model, which itself stands still.
 
     What the model makes of the text is computed once and kept: drafters of every kind read it.
@@ -111,47 +112,37 @@ class DrafterWork(Value):
     job: DrafterJob
 
 
-class DrafterPlan(Value):
-    """A drafter's training, the machine it is for, and what it will cost.
+class DrafterPlan(ModelPlan[DrafterJob]):
+    """A plan of a drafter's training, for the target's shape.
 
-    Args:
-        job: running the plan is running this job.
-        machine: the machine the estimate holds for.
-        shape: the target's shape.
-        estimate: predicted cost; its ``features`` are what the target makes of the text, on disk
-            and mapped into memory.
-        parameters: what is trained.
-        drafter_bytes: of the drafter's file.
-        fits: whether the memory is enough.
-        why: what binds, in a sentence.
-        notes: what a reader should know.
+    Its estimate's ``features`` are what the target makes of the text, on disk and mapped into
+    memory; it predicts ``parameters``, those that are trained, and ``drafter_bytes``.
     """
 
-    job: DrafterJob
-    machine: Machine
-    shape: ModelShape
-    estimate: Estimate | None = None
-    parameters: NonNegativeInt = 0
-    drafter_bytes: NonNegativeInt = 0
-    fits: bool = True
-    why: str = ""
-    notes: tuple[str, ...] = ()
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, raw: Any) -> Any:
+        """Files of version 0.1 have what is predicted as fields of their own."""
+        old = {"parameters", "drafter_bytes"}
+        if not isinstance(raw, dict) or not old & raw.keys():
+            return raw
+        predicted = {name: Interval.exact(float(raw[name])) for name in old & raw.keys()}
+        return {key: value for key, value in raw.items() if key not in old} | {
+            "predicted": predicted
+        }
 
 
-class DrafterReport(Value):
-    """Prediction beside measurement of a drafter's training.
+class DrafterReport(Report[DrafterPlan]):
+    """A report of a drafter's training.
 
-    Args:
-        plan: what was planned.
-        measured: quantity -> value: ``step_s``, ``tokens_per_s``, ``total_s``, ``features_s``,
-            ``memory_bytes``, ``drafter_bytes``, ``loss``.
-        calibration: [k][i] = how often guess i of level k is what the target says.
-        errors: quantity -> measured / predicted - 1.
-        versions: package -> version.
+    Its details have ``calibration``: [k][i] = how often guess i of level k is what the target says.
     """
 
-    plan: DrafterPlan
-    measured: dict[str, float]
-    calibration: tuple[tuple[float, ...], ...] = ()
-    errors: dict[str, float] = {}
-    versions: dict[str, str] = {}
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, raw: Any) -> Any:
+        """Reports of version 0.1 have the calibration as a field of its own."""
+        if not isinstance(raw, dict) or "calibration" not in raw:
+            return raw
+        rest = {key: value for key, value in raw.items() if key != "calibration"}
+        return rest | {"details": {"calibration": raw["calibration"]}}

@@ -109,6 +109,22 @@ class Forking(Protocol):
 
 
 @runtime_checkable
+class Purging(Protocol):
+    """Books that share blocks, and can forget what a block holds."""
+
+    def purge(self, blocks: Sequence[int]) -> list[int]:
+        """Forget what these blocks hold, of which nothing must be found again.
+
+        Args:
+            blocks: of a request that has given them back.
+
+        Returns:
+            Those that nobody holds.
+        """
+        ...
+
+
+@runtime_checkable
 class Compacting(Protocol):
     """A :class:`KVManager` that keeps the requests it holds dense, in slots ``0 .. n - 1``."""
 

@@ -32,6 +32,11 @@ class Interval(Value):
         """``value`` with a factor of ``1 + spread`` to either side."""
         return cls(value=value, low=value / (1 + spread), high=value * (1 + spread))
 
+    @classmethod
+    def exact(cls, value: float) -> Interval:
+        """``value`` without a spread, where none is predicted."""
+        return cls(value=value, low=value, high=value)
+
     def scaled(self, factor: float) -> Interval:
         """All three numbers times a positive factor."""
         return Interval(value=self.value * factor, low=self.low * factor, high=self.high * factor)
@@ -85,3 +90,13 @@ class Estimate(Value):
     def tokens_per_s(self) -> float:
         """Tokens per second of the whole job."""
         return self.tokens / self.step_s.value if self.step_s.value else 0.0
+
+    @property
+    def tokens_per_s_interval(self) -> Interval:
+        """The same with its interval: the ends are those of the step, the other way round."""
+        step = self.step_s
+        return Interval(
+            value=self.tokens / step.value,
+            low=self.tokens / step.high,
+            high=self.tokens / step.low,
+        )

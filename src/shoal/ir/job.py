@@ -6,6 +6,8 @@ kind; reading a job checks every name and option.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -18,10 +20,12 @@ from pydantic import (
     model_validator,
 )
 
-from shoal.core.config import Kind, Value
+from shoal.core.config import Kind, Value, resolve
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice
+from shoal.core.traits import traits
 from shoal.ir.architecture import Architecture
+from shoal.ir.job_kind import Job
 from shoal.ir.layout import Layout
 from shoal.ir.watch import WatchPolicy
 
@@ -328,7 +332,7 @@ class Replan(Value):
     probe_every: PositiveInt = 50
 
 
-class TrainJob(Value):
+class TrainJob(Job):
     """Train a decoder-only language model.
 
     Args:
@@ -445,7 +449,7 @@ class TrainJob(Value):
                 f"microbatch = {self.microbatch}: each of {self.parallel.dp} ranks has {share} "
                 f"sequences a step; give a divisor of {share}"
             )
-        if self.learn_after is not None and self.packing.name != "padded":
+        if self.learn_after is not None and "one_document" not in traits("packing", self.packing):
             raise ConfigError(
                 f"packing = {self.packing.name} with learn_after: it is looked for once in a "
                 "sequence, so give packing padded, whose sequences are one document each"
@@ -464,6 +468,13 @@ class TrainJob(Value):
                     f"of the job has {inner} ranks, so give degrees whose product is {inner}"
                 )
         return self
+
+    @classmethod
+    def described(cls, model: str, values: Mapping[str, Any]) -> Self:
+        """The job in a YAML file, or of a model by its name; values by dotted path go over it."""
+        file = Path(model) if model.endswith((".yaml", ".yml")) else None
+        flags = {"model": None if file else model, **values}
+        return resolve(cls, file=file, flags=flags).value
 
     def degrees(self, group: LayerGroup) -> tuple[int, int, int]:
         """dp, tp and cp of a group of blocks."""

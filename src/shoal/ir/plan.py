@@ -1,15 +1,30 @@
-"""Plans and reports: how a job will run, what that costs, and what it did cost."""
+"""Jobs, plans and reports of every kind: what to do, how, what it costs, and what it did cost."""
 
 from __future__ import annotations
+
+from typing import Any, Generic, Literal, TypeVar
 
 from shoal.core.config import Value
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.job import TrainJob
+from shoal.ir.job_kind import Job
 from shoal.ir.machine import Machine
 from shoal.ir.serve_job import ServeJob
 from shoal.ir.shape import ModelShape
 
-__all__ = ["Plan", "Report", "ServePlan", "ServeReport", "Work"]
+__all__ = [
+    "ModelPlan",
+    "Plan",
+    "Report",
+    "ServePlan",
+    "ServeReport",
+    "TrainPlan",
+    "TrainReport",
+    "Work",
+]
+
+J = TypeVar("J", bound=Job)
+P = TypeVar("P", bound="Plan[Any]")
 
 
 class Work(Value):
@@ -24,90 +39,80 @@ class Work(Value):
     job: TrainJob
 
 
-class Plan(Value):
+class Plan(Value, Generic[J]):
     """A job with every choice made, the machine it is for, and what it will cost.
 
-    A plan can be written by hand: the estimate is optional then.
+    A plan can be written by hand: it predicts nothing then.
 
     Args:
         job: the concrete job; running the plan is running this job.
-        machine: the machine the estimate holds for.
-        shape: the model's shape.
-        estimate: predicted cost.
+        machine: the machine the prediction holds for.
+        estimate: predicted cost of a step by cause, where the job has steps.
+        predicted: quantity -> interval, under the names of the kind's quantities.
         planner: name of the part that made the plan.
-        fits: whether the memory of a rank is enough.
-        why: why this plan, in a sentence, and what binds it.
+        fits: whether the memory is enough.
+        why: why this plan, in a sentence, and what the bottleneck is.
         notes: what a reader should know, such as parts that cannot run here yet.
     """
 
-    job: TrainJob
+    job: J
     machine: Machine
-    shape: ModelShape
     estimate: Estimate | None = None
+    predicted: dict[str, Interval] = {}
     planner: str = ""
     fits: bool = True
     why: str = ""
     notes: tuple[str, ...] = ()
 
 
-class Report(Value):
-    """Prediction beside measurement.
+class ModelPlan(Plan[J], Generic[J]):
+    """The plan of a job whose cost follows from the shape of a model.
 
     Args:
-        plan: what was planned.
-        measured: quantity -> value, in the units of :class:`Estimate`:
-            ``step_s``, ``tokens_per_s``, ``memory_bytes``, ``total_s``, ``loss``,
-            ``bits_per_byte``, ``mfu`` ...; of an offloaded run the most bytes of each tier:
-            ``device_bytes``, ``host_bytes``, ``disk_bytes``.
-        errors: quantity -> measured / predicted - 1.
-        versions: package -> version.
-    """
-
-    plan: Plan
-    measured: dict[str, float]
-    errors: dict[str, float] = {}
-    versions: dict[str, str] = {}
-
-
-class ServePlan(Value):
-    """A serving job with every choice made, and what it will cost.
-
-    Args:
-        job: the concrete job, its ``kv_tokens`` included.
-        machine: the machine the prediction holds for.
         shape: the model's shape.
-        estimate: one full decode step: time by cause, memory by cause (``weights``,
-            ``cache``, ``activations``, ``runtime``), what binds.
-        predicted: quantity -> interval, over the whole workload: ``tokens_per_s`` (output),
-            ``requests_per_s``, ``total_s``, and of ``ttft``, ``tpot`` and ``e2e`` the mean and
-            percentiles: ``ttft_mean_s``, ``ttft_p50_s``, ``ttft_p95_s``, ``ttft_p99_s``.
-        fits: whether weights and cache fit the memory.
-        why: what binds, in a sentence.
-        notes: what a reader should know.
     """
 
-    job: ServeJob
-    machine: Machine
     shape: ModelShape
-    estimate: Estimate | None = None
-    predicted: dict[str, Interval] = {}
-    fits: bool = True
-    why: str = ""
-    notes: tuple[str, ...] = ()
 
 
-class ServeReport(Value):
-    """Prediction beside measurement of a served workload.
+class Report(Value, Generic[P]):
+    """Measurement beside prediction.
 
     Args:
         plan: what was planned.
-        measured: quantity -> value, the keys of :class:`ServePlan`'s ``predicted`` and
-            ``memory_bytes``.
+        measured: quantity -> value, under the names and in the units of the kind's quantities.
         errors: quantity -> measured / predicted - 1.
+        details: what else the run found out, by name, as JSON.
         versions: package -> version.
+        device: kind of device it was measured on, cpu or gpu; empty where nobody recorded it.
+            Measured on another kind than was planned for, it says nothing about the prediction.
     """
 
-    plan: ServePlan
+    plan: P
     measured: dict[str, float]
     errors: dict[str, float] = {}
+    details: dict[str, Any] = {}
     versions: dict[str, str] = {}
+    device: Literal["", "cpu", "gpu"] = ""
+
+
+class TrainPlan(ModelPlan[TrainJob]):
+    """A training job's plan: its estimate is of one optimizer step."""
+
+
+class TrainReport(Report[TrainPlan]):
+    """A training run's report."""
+
+
+class ServePlan(ModelPlan[ServeJob]):
+    """A serving job's plan.
+
+    Its estimate is of one full decode step; it predicts, over the whole workload,
+    ``tokens_per_s`` (output), ``requests_per_s``, ``total_s``, and of ``ttft``, ``tpot`` and
+    ``e2e`` the mean and percentiles: ``ttft_mean_s``, ``ttft_p50_s``, ``ttft_p95_s``,
+    ``ttft_p99_s``.
+    """
+
+
+class ServeReport(Report[ServePlan]):
+    """A served workload's report."""

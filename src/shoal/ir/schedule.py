@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self
 
 from shoal.core.config import Value
 from shoal.core.errors import PlanError
@@ -325,6 +325,14 @@ class SchedulePart(Protocol):
 
     chunks: ClassVar[int | None]
     """Stages of a rank; None takes any number."""
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
+        """What is worth trying for the split of a job, each with the stages of a rank.
+
+        A part that offers nothing leaves it out: a planner then never proposes it.
+        """
+        ...
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
         """The schedule of ``pp`` ranks with ``vpp`` stages each.

@@ -14,6 +14,8 @@ from pydantic import (
 from shoal.core.config import Kind, Value
 from shoal.core.errors import ConfigError
 from shoal.core.parts import Choice
+from shoal.core.traits import traits
+from shoal.ir.job_kind import Job
 
 __all__ = ["Disagg", "Phase", "ServeJob", "ServeParallel"]
 
@@ -85,7 +87,7 @@ class ServeParallel(Value):
         return self.in_flight or self.pp
 
 
-class ServeJob(Value):
+class ServeJob(Job):
     """Answer requests with a decoder-only language model.
 
     Args:
@@ -170,8 +172,8 @@ class ServeJob(Value):
             ("replicas", self.replicas, self.replicas == 1),
             ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
             ("disagg", self.disagg, self.disagg is None),
-            ("kv", self.kv.name, self.kv.name != "distributed"),
-            ("memory", self.memory.name, self.memory.name == "resident"),
+            ("kv", self.kv.name, "lends_blocks" not in traits("kv", self.kv)),
+            ("memory", self.memory.name, "weights_stay" in traits("memory", self.memory)),
         ):
             if not good:
                 raise ConfigError(
@@ -188,12 +190,12 @@ class ServeJob(Value):
             ("adapters", "some", not self.room_for_adapters),
             ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
             ("disagg", "two phases", self.disagg is None),
-            ("kv", self.kv.name, self.kv.name not in ("distributed", "slots", "contiguous")),
-            ("memory", self.memory.name, self.memory.name == "resident"),
+            ("kv", self.kv.name, "takes_back" in traits("kv", self.kv)),
+            ("memory", self.memory.name, "weights_stay" in traits("memory", self.memory)),
             (
                 "scheduler",
                 self.scheduler.name,
-                self.scheduler.name not in ("static", "temporal_fusion"),
+                "fixed_batches" not in traits("scheduler", self.scheduler),
             ),
         ):
             if not good:
@@ -206,14 +208,14 @@ class ServeJob(Value):
 
     @model_validator(mode="after")
     def _diffuses(self) -> Self:
-        if self.decode.name != "diffusion":
+        if "whole_blocks" not in traits("decode", self.decode):
             return self
         for key, value, good in (
-            ("scheduler", self.scheduler.name, self.scheduler.name == "fcfs"),
+            ("scheduler", self.scheduler.name, self._is_default("scheduler")),
             ("disagg", self.disagg, self.disagg is None),
             ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
-            ("kv", self.kv.name, self.kv.name == "paged"),
-            ("preempt", self.preempt.name, self.preempt.name == "recompute"),
+            ("kv", self.kv.name, self._is_default("kv")),
+            ("preempt", self.preempt.name, "swaps_cache" not in traits("preempt", self.preempt)),
             ("host_tokens", self.host_tokens, not self.host_tokens),
             ("exact", self.exact, not self.exact),
             ("adapters", "some", not self.room_for_adapters),
@@ -224,6 +226,12 @@ class ServeJob(Value):
                     f"hold their whole cache, in one process; leave {key} at its default"
                 )
         return self
+
+    def _is_default(self, key: str) -> bool:
+        """Whether the part is the one of a job that says nothing of it."""
+        chosen: Choice = getattr(self, key)
+        default: Choice = type(self).model_fields[key].default
+        return chosen.name == default.name
 
     @property
     def room_for_adapters(self) -> int:
@@ -237,5 +245,5 @@ class ServeJob(Value):
     def host_tokens_of(self, kv_tokens: int) -> int:
         """Tokens of the host tier beside a cache of so many."""
         if self.host_tokens is None:
-            return 0 if self.preempt.name == "recompute" else kv_tokens
+            return 0 if "swaps_cache" not in traits("preempt", self.preempt) else kv_tokens
         return self.host_tokens

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 __all__ = [
+    "MIN_REPETITION_PENALTY",
+    "MIN_TEMPERATURE",
     "Arrival",
     "Chunk",
     "Copy",
@@ -34,6 +36,10 @@ __all__ = [
 RequestState = Literal["waiting", "arriving", "running", "computing", "finished"]
 FinishReason = Literal["stop", "length", "abort"]
 
+# Below it sampling is greedy in all but name, and scores divided by it leave the range of floats.
+MIN_TEMPERATURE = 1e-4
+MIN_REPETITION_PENALTY = 0.01
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -41,7 +47,7 @@ class SamplingParams:
 
     Args:
         max_tokens: most new tokens.
-        temperature: 0 takes the best token.
+        temperature: 0 takes the best token; else at least :data:`MIN_TEMPERATURE`.
         top_k: sample from so many of the best tokens; 0 for all.
         top_p: sample from the best tokens that together have this probability.
         seed: the same seed, prompt and options give the same tokens.
@@ -50,7 +56,8 @@ class SamplingParams:
             no report.
         min_p: sample from tokens of at least this share of the best one's probability.
         repetition_penalty: a token that prompt or output has is this many times less likely:
-            its score is divided by it if positive, else multiplied.
+            its score is divided by it if positive, else multiplied; at least
+            :data:`MIN_REPETITION_PENALTY`.
         frequency_penalty: taken from a token's score for each time that the output has it.
         presence_penalty: taken from a token's score once the output has it.
         logit_bias: (token, what is added to its score).
@@ -273,6 +280,8 @@ class Step:
         transfers: what starts to move before anything is computed, in this order.
         wait_for: transfers, of this step or of earlier ones, that must be over before anything
             is computed. A step without chunks that waits for some ends when the first is over.
+        scrub: blocks that are set to zero before anything else, for they hold numbers that are not
+            finite: a weight of 0 does not hide these from whoever gets the blocks next.
         moves: runs of blocks that are copied inside the cache before anything is computed, one
             after another; chunks have the blocks of afterwards.
         at: s, when it was planned, on the clock of whoever drives the scheduler.
@@ -284,6 +293,7 @@ class Step:
     wait_for: tuple[int, ...] = ()
     at: float = 0.0
     moves: tuple[Copy, ...] = ()
+    scrub: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.transfers or self.wait_for)
@@ -319,6 +329,7 @@ class StepResult:
         done: transfers, of this step or of earlier ones, that are over now; each told once.
         vectors: request id -> vector of its prompt, where one was asked for.
         failed: request id -> why it cannot go on; others are not affected.
+        errors: the same, for requests that are in order: what went wrong is the server's.
         guessed: request id -> guessed tokens that were computed beside its own, for requests that
             were to guess.
     """
@@ -329,6 +340,7 @@ class StepResult:
     done: frozenset[int] = frozenset()
     vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
     guessed: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -340,12 +352,14 @@ class Output(NamedTuple):
         tokens: new tokens; empty for one that was aborted.
         infos: their log probabilities, where asked for.
         finish: why it ended; None while it goes on.
+        cached: tokens of the prompt that were found in the cache at the last admission.
     """
 
     request_id: str
     tokens: tuple[int, ...]
     infos: tuple[TokenInfo, ...] = ()
     finish: FinishReason | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

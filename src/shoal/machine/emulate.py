@@ -8,8 +8,7 @@ that are to use the network must not be told that they share a host, and every p
 little of the time in which they compute, so the fewer there are, the more it is as with a card.
 
 Nothing is changed outside these namespaces. They are taken down at the end, with everything that
-runs in them; their names carry the process that made them, so what a killed process left behind
-is found and taken down by the next.
+runs in them, also after the process that made them was killed: their names carry its number.
 
 Needs root, and ``ip`` and ``tc`` of iproute2; :func:`unavailable` says what is missing.
 """
@@ -30,7 +29,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.core import children
 from shoal.core.errors import MachineError, require
+from shoal.core.janitor import clean_up_with, wait_for_end
 
 __all__ = ["Network", "burst_bytes", "emulate", "sweep", "unavailable"]
 
@@ -142,10 +143,9 @@ class Network:
                 f"host {host}: {' '.join(command) or 'no command'!r} is no program that can be "
                 "found; give its path"
             )
-        process = subprocess.Popen(
+        process = children.start_command(
             ["ip", "netns", "exec", self.names[host], *command],
-            env={**os.environ, **self.environment, **(environment or {})},
-            start_new_session=True,
+            env=children.environment({**self.environment, **(environment or {})}),
             **options,
         )
         self._started.append(process)
@@ -231,11 +231,8 @@ class Network:
 
     def stop(self) -> None:
         """Kill what was started here and still runs."""
+        children.kill(self._started)
         for process in self._started:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
@@ -279,6 +276,7 @@ def emulate(hosts: int, *, bandwidth: float, packet: int = 1500) -> Iterator[Net
         error=MachineError,
     )
     sweep()
+    clean_up_with("shoal.machine.emulate")
     base = f"shoal-{os.getpid()}-{next(_NUMBERS)}"
     switch = f"{base}-switch"
     names = [f"{base}-{host}" for host in range(hosts)]
@@ -351,3 +349,8 @@ def _call(*command: str) -> str:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
         raise MachineError(f"{' '.join(command)}: {said}; emulated links need root on Linux")
     return done.stdout
+
+
+if __name__ == "__main__":
+    wait_for_end(int(sys.argv[1]))
+    sweep()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
+from shoal.core import children
 from shoal.core.errors import MachineError, MissingExtraError
 
 __all__ = ["Worker"]
@@ -30,16 +31,16 @@ class Worker:
     def __init__(self) -> None:
         if importlib.util.find_spec("torch") is None:
             raise MissingExtraError("torch", "run", "measuring the framework")
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-        # Wrong settings of the caller would otherwise be measured as the machine.
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            environment.pop(name, None)
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "shoal.machine.worker"],
+        self._child = children.start(
+            "shoal.machine.worker",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            # Wrong settings of the caller would otherwise be measured as the machine.
+            env=children.environment(
+                {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"},
+                without=("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+            ),
         )
 
     def send(self, call: str, **options: Any) -> None:

@@ -96,8 +96,10 @@ class Sending(ABC, Generic[_A]):
         Raises:
             TierFullError: there is no room for it.
         """
-        if self.stays(tensor):
-            return tensor
+        return tensor if self.stays(tensor) else self.sent_away(tensor)
+
+    def sent_away(self, tensor: Tensor) -> Slip:
+        """Send the storage of a tensor away, once, whatever it is; see :meth:`pack`."""
         storage = tensor.untyped_storage()
         away = self._known.get(storage._cdata)
         if away is None or away.source() is not storage:

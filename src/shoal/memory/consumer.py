@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from shoal.core import children
 from shoal.core.errors import MachineError, ShoalError
 from shoal.memory.fuyou_needs import SLOTS, STAGED
 from shoal.memory.mover import Ticket
@@ -103,14 +104,16 @@ class Consumer:
         mine, theirs = socket.socketpair()
         given = [theirs.fileno(), setup.memory, setup.disk[0]]
         given += [link[2] for link in setup.links if link is not None]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads)}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        path = os.pathsep.join(filter(None, sys.path))
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+            self.process = children.start(
+                _MODULE,
+                str(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=given,
-                env=environment,
+                env=children.environment(
+                    {"OMP_NUM_THREADS": str(setup.threads), "PYTHONPATH": path}
+                ),
             )
         except OSError as cause:
             mine.close()

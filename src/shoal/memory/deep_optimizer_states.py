@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
 from shoal.core.sizes import Size
+from shoal.core.traits import traits
 from shoal.cost.arithmetic import parameters
 from shoal.cost.host_link import copy_bytes_per_s
 from shoal.cost.ops import stage_share
@@ -82,7 +83,7 @@ class DeepOptimizerStates:
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""
-        if job.shard.name != "replicated":
+        if traits("shard", job.shard):
             raise ConfigError(
                 f"offload: deep_optimizer_states keeps whole weights on every rank and shard is "
                 f"{job.shard}; leave shard out"

@@ -10,7 +10,7 @@ Source: Liao et al., Fuyou, 2024, section 4.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from shoal.core.errors import ConfigError, ModelError
@@ -63,9 +63,9 @@ class FuyouModel(OffloadedModel):
         self.chosen: Times | None = None
         self._told = False
 
-    def begin(self, factor: float) -> None:
-        """A step begins, whose update has this factor of the learning rate."""
-        self.stream.factor = factor
+    def begin(self, factor: float, ready: Callable[[], None] | None = None) -> None:
+        """A step begins; see :class:`~shoal.train.protocols.UpdatesEarly`."""
+        self.stream.factor, self.stream.ready = factor, ready
 
     @contextlib.contextmanager
     def passes(self, name: str, *inputs: Tensor | None) -> Iterator[None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -44,6 +44,7 @@ class ConsumedStream(Stream):
         swapping: of what passes save.
         replay: of blocks.
         factor: of the learning rate of this step; None while none is known.
+        ready: returns when parameters may change; None where they always may.
         seconds: that the device computed in the passes.
         fetched: bytes of parameters that were read for them.
         throttled_s: seconds for which gradients waited to leave.
@@ -61,6 +62,7 @@ class ConsumedStream(Stream):
         self.early = early
         self._waiting = swapping
         self.factor: float | None = None
+        self.ready: Callable[[], None] | None = None
         self.pending: dict[str, list[Ticket]] = {home.name: [] for home in self.homes}
         self._numbers = {home.name: at for at, home in enumerate(self.homes)}
         self.throttled_s = 0.0
@@ -151,6 +153,8 @@ class ConsumedStream(Stream):
     def _copy_down(self, home: Home, part: Tensor, first: int, fresh: bool) -> Ticket:
         if not self.last:
             return super()._copy_down(home, part, first, fresh)
+        if self.ready is not None:
+            self.ready()  # what is still being saved lies where the update writes
         count, found = part.numel(), list[int]()
 
         def down() -> None:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Interleaved", "Workers", "rates_of"]
 
-_FP32 = 4
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
@@ -104,6 +102,7 @@ class Interleaved:
         """What gradients are multiplied by in the next step."""
         self._parameters = dict(parameters)
         self._device, self._host, self._workers = device, host, workers
+        self._dtype = _wide(next(iter(parameters.values())).dtype)
         total = sum(p.numel() for p in parameters.values())
         cuts = [(at, min(at + sub_group, total)) for at in range(0, total, sub_group)]
         self.pattern = pattern([b - a for a, b in cuts])
@@ -140,22 +139,26 @@ class Interleaved:
         slots = []
         for number in range(min(SLOTS, len(passing))):
             try:
-                blocks = [self._device.alloc(_FP32 * size, f"slot {number}") for _ in self._words]
+                blocks = [
+                    self._device.alloc(self._dtype.itemsize * size, f"slot {number}")
+                    for _ in self._words
+                ]
             except TierFullError as cause:
-                need = SLOTS * len(self._words) * _FP32 * sub_group
+                need = SLOTS * len(self._words) * self._dtype.itemsize * sub_group
                 raise TierFullError(
                     f"sub_group_numel = {sub_group}: two sub-groups need {human_bytes(need)} of "
                     f"the device ({cause}); make sub-groups smaller or the device larger"
                 ) from cause
-            slots.append([self._device.view(one, torch.float32, (size,)) for one in blocks])
+            slots.append([self._device.view(one, self._dtype, (size,)) for one in blocks])
         return slots
 
     def _room(self, group: _Group, device: bool, words: Sequence[str]) -> list[Tensor]:
         tier = self._device if device else self._host
         blocks: list[Block] = [
-            tier.alloc(_FP32 * group.size, f"{word} {group.start}-{group.stop}") for word in words
+            tier.alloc(self._dtype.itemsize * group.size, f"{word} {group.start}-{group.stop}")
+            for word in words
         ]
-        return [tier.view(one, torch.float32, (group.size,)) for one in blocks]
+        return [tier.view(one, self._dtype, (group.size,)) for one in blocks]
 
     def take_gradients(self) -> None:
         """Move every gradient to where its sub-group is updated, and forget it here.
@@ -181,10 +184,21 @@ class Interleaved:
             else:
                 self._arrived[number].append(self._out.copy(flat[here], target))
 
+    def wait_for_gradients(self, enough: Callable[[], bool]) -> None:
+        """Wait for gradients on their way to the host, until what they leave is enough.
+
+        Those of the last sub-groups come first.
+        """
+        for tickets in reversed(self._arrived):
+            for ticket in tickets:
+                if enough():
+                    return
+                ticket.wait()
+
     def gradient_of(self, name: str) -> Tensor:
         """A gradient that has left, once more on the device."""
         parameter = self._parameters[name]
-        found = torch.empty(parameter.numel(), device=parameter.device)
+        found = torch.empty(parameter.numel(), dtype=self._dtype, device=parameter.device)
         for number, _, here, there in self._overlaps(name):
             for ticket in self._arrived[number]:
                 ticket.wait()
@@ -366,7 +380,9 @@ class Interleaved:
         self.settle()
         found: dict[str, dict[str, Tensor]] = {}
         for name, (_, parameter) in self._places.items():
-            entries = {key: torch.empty(parameter.numel()) for key in self._rule.states}
+            entries = {
+                key: torch.empty(parameter.numel(), dtype=self._dtype) for key in self._rule.states
+            }
             for number, _, here, there in self._overlaps(name):
                 for word, key in enumerate(self._rule.states, 1):
                     entries[key][here].copy_(self._state[number][word][there])
@@ -391,6 +407,11 @@ class Interleaved:
         self.settle()
         self._in.close()
         self._out.close()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What state is kept in: fp32, or fp64 where the parameters are."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _places(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
@@ -433,7 +454,8 @@ def rates_of(
         TierFullError: the device has no room for one sub-group.
     """
     found = {}
-    room = 16 * ALIGNMENT + 8 * _FP32 * sub_group
+    wide = _wide(dtype)
+    room = 16 * ALIGNMENT + 8 * wide.itemsize * sub_group
     for name, pattern in (("host", Pattern(groups=1)), ("device", Pattern(groups=1, residents=1))):
         values = torch.zeros(1, sub_group, device=device, dtype=dtype)
         made = Interleaved(
@@ -448,12 +470,12 @@ def rates_of(
         made.zero_gradients()
         found[name] = sub_group / min(_seconds(made.step) for _ in range(_TRIES))
         made.close()
-    source, narrow = torch.zeros(sub_group), torch.zeros(sub_group, dtype=dtype)
-    target = torch.zeros(sub_group, device=device)
+    source, narrow = torch.zeros(sub_group, dtype=wide), torch.zeros(sub_group, dtype=dtype)
+    target = torch.zeros(sub_group, dtype=wide, device=device)
     convert = sub_group / min(_seconds(lambda: narrow.copy_(source)) for _ in range(_TRIES))
     words = sub_group / min(_seconds(lambda: target.copy_(source)) for _ in range(_TRIES))
     if workers.link is not None:
-        words = min(words, workers.link.bytes_per_s / _FP32)
+        words = min(words, workers.link.bytes_per_s / wide.itemsize)
     if dtype == source.dtype:
         convert = _NO_TIME  # nothing is converted
     return Rates(
@@ -461,7 +483,7 @@ def rates_of(
         device=found["device"],
         convert=convert,
         link=words,
-        push=dtype.itemsize / _FP32,
+        push=dtype.itemsize / wide.itemsize,
     )
 
 

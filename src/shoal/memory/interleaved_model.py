@@ -42,10 +42,16 @@ class InterleavedModel(WholeModel):
         self.update = update
         self._squares: dict[str, Tensor] = {}
         self._last = False
+        # What is on its way from the device is no reason for an operator to fail.
+        tiers.scope.make_room = self._make_room
         for name, parameter in self._names.items():
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 functools.partial(self._received, name)
             )
+
+    def _make_room(self, need: int) -> None:
+        scope = self.tiers.scope
+        self.update.wait_for_gradients(lambda: scope.room >= need)
 
     def _received(self, name: str, _: Tensor) -> None:
         """A gradient is whole on this rank; where no other has a part of it, it leaves at once."""
@@ -86,9 +92,9 @@ class InterleavedModel(WholeModel):
         for name in lent:
             self._leave(name)
 
-    def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
-        """Sum of the squares of the gradients of chosen parameters: they are whole here."""
-        return self._summed(counts, self._squares.__getitem__)
+    def squares(self, name: str) -> Tensor:
+        """Sum of the squares of a parameter's gradient, as it left the device."""
+        return self._squares[name]
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Have every gradient multiplied by a scalar when it is used."""

@@ -109,6 +109,10 @@ class OffloadedModel:
         if self.tiers.disk is not None and lent:
             self.tiers.disk.flush()
 
+    def squares(self, name: str) -> Tensor:
+        """Sum of the squares of this rank's elements of a gradient, fp64."""
+        return self._homes[name].squares
+
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters, over the ranks."""
         total = torch.zeros((), dtype=torch.float64)

@@ -13,7 +13,6 @@ pass).
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import sys
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shoal.core.errors import ShoalError
+from shoal.core.janitor import leave
 from shoal.memory.disk import SECTOR, DiskTier, staging
 from shoal.memory.fuyou_needs import STAGED
 from shoal.memory.mover import Mover, Ticket
@@ -170,7 +170,7 @@ class Updating:
             while (order := self._connection.recv()) is not None:
                 self._orders.put(order)
         except (EOFError, OSError):  # the trainer is gone
-            os._exit(0)
+            leave(0)
         self._orders.put(None)
 
     def _tell(self, *message: Any) -> None:

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import table
 from shoal.core.sizes import human_bytes
+from shoal.core.traits import traits
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
@@ -81,7 +82,7 @@ def refuse(job: TrainJob, name: str) -> None:
         ConfigError: names the option and what would do.
     """
     where = f"offload: {name}"
-    if job.activation.name != "keep":
+    if "moves_activations" in traits("activation", job.activation):
         raise ConfigError(
             f"{where} counts what autograd saves itself and activation is {job.activation.name}; "
             "use activation: keep, and recompute: full (or act: host of zero_infinity) where "
@@ -101,7 +102,7 @@ def refuse_streamed(job: TrainJob, name: str) -> None:
         ConfigError: names the option and what would do.
     """
     where = f"offload: {name}"
-    if job.shard.name != "replicated":
+    if traits("shard", job.shard):
         raise ConfigError(
             f"{where} divides parameters over the data-parallel ranks itself and shard is "
             f"{job.shard}; leave shard out"

@@ -53,6 +53,10 @@ class Offloaded(Sharded, Protocol):
         """
         ...
 
+    def squares(self, name: str) -> Tensor:
+        """Sum of the squares of what this rank has of the gradient of ``name``; a scalar, fp64."""
+        ...
+
     def take_back(self, lent: Mapping[str, Tensor]) -> None:
         """Keep the gradients of what was lent."""
         ...

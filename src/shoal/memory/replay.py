@@ -236,7 +236,7 @@ class _First(_Counting):  # type: ignore[no-untyped-call]
             known[number].seconds.append(_now(device) - begin)
         if number in self._chosen:
             # Detached: autograd makes the result itself a node of this pass.
-            pack = self.ran.replay.swapping.pack
+            pack = self.ran.replay.swapping.pack_result
             slips = tree_map_only(Tensor, lambda tensor: pack(tensor.detach()), result)
             self.ran.kept[number] = (str(func), slips)
         return result

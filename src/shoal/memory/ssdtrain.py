@@ -17,7 +17,7 @@ Model Training, 2024, sections 3.2 to 3.4.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -53,6 +53,7 @@ class SSDTrain:
         endurance: bytes that may be written to the disk in its life.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"moves_activations"})
     path: str = ""
     capacity: Size = 4 * 2**30
     adaptive: bool = True

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import TierFullError
-from shoal.memory.away import Away, Sending
+from shoal.memory.away import Away, Sending, Slip
 from shoal.memory.disk import SECTOR
 from shoal.memory.tier import Block
 from shoal.memory.tiers import chunks
@@ -109,6 +109,17 @@ class Swapping(Sending[_Swapped]):
     def stays(self, tensor: Tensor) -> bool:
         """What is of no unit of the model stays too."""
         return self.group is None or super().stays(tensor)
+
+    def pack_result(self, tensor: Tensor) -> Slip | Tensor:
+        """Send a result of a chosen operator away, however small.
+
+        What stayed would lie on the device for the whole pass, where nothing lies of an operator
+        that is done again: a step that swaps would need more of it than one that does not.
+        """
+        there = tensor.device.type == self._tiers.device.device.type
+        if self.group is None or not there or not tensor.untyped_storage().nbytes():
+            return tensor
+        return self.sent_away(tensor)
 
     def _send(self, source: Tensor, storage: torch.UntypedStorage, what: str) -> _Swapped:
         group, nbytes = self.group, source.nbytes

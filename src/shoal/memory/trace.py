@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 class Trace(Generic[_T]):
     """Records one pass, and then says in each further one what comes next.
 
-    A pass that goes another way is recorded anew from there on; nothing is foretold in it.
+    A pass that goes another way is recorded anew from there on; nothing is predicted in it.
 
     Args:
         name: of the passes, for the warning.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["WholeModel", "replace_parameter"]
 
 
-class WholeModel:
+class WholeModel(ABC):
     """What such models share of :class:`~shoal.memory.protocols.Offloaded`.
 
     Args:
@@ -55,19 +56,23 @@ class WholeModel:
             for name, p in self._names.items()
         }
 
-    def publish(self) -> None:
+    def publish(self) -> None:  # noqa: B027 - what updates alike has nothing to send
         """Nothing: every rank made the same update."""
 
     def writes(self, name: str) -> bool:
         """Ranks share the saving: parameter i is written by rank i mod N."""
         return list(self._names).index(name) % self._comm.world == self._comm.rank
 
-    def _summed(self, counts: Callable[[str], bool], squares: Callable[[str], Tensor]) -> Tensor:
+    @abstractmethod
+    def squares(self, name: str) -> Tensor:
+        """Sum of the squares of a parameter's gradient, which is whole here; a scalar, fp64."""
+
+    def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of squares of chosen parameters, in the order of the replicated model's buckets."""
         total = torch.zeros((), dtype=torch.float64, device=self.tiers.device.device)
         for name in reversed(self._names):
             if counts(name):
-                total += squares(name)
+                total += self.squares(name)
         return total
 
     def _reduce(self, parameter: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ What autograd keeps of a weight for the backward pass is not the weight but its 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -145,6 +146,9 @@ class Window:
         link: holds loads to a rate; gradients have a link of that rate for the other way.
         overlap: blocks come while others run; otherwise a window that moves is waited for, which
             is what overlapping is compared with.
+
+    Attributes:
+        make_room: asked for so many bytes where the device has less for a block that is to come.
     """
 
     def __init__(
@@ -169,7 +173,8 @@ class Window:
         self._slots: dict[int, _Slot] = {}
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._last_use: torch.cuda.Event | None = None
-        self._going: list[Ticket] = []
+        self._going: deque[Ticket] = deque()
+        self.make_room: Callable[[int], None] | None = None
         self.load_s: dict[int, float] = {}
 
     @property
@@ -206,6 +211,8 @@ class Window:
             if slot.users or slot.version == home.version:
                 return
             self.drop(number)
+        if home.nbytes > self.tier.room and self.make_room is not None:
+            self.make_room(home.nbytes)
         block = self.tier.alloc(home.nbytes, self.names[number])
         event = self._last_use
         target = self._bytes(block, home.nbytes)
@@ -321,15 +328,18 @@ class Window:
             self._going.append(self._out.submit(work, nbytes))
             self.stats.gradient_bytes += nbytes
 
+    def wait_for_gradients(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Wait for gradients on their way home, one by one, until what they leave is enough."""
+        while self._going and not enough():
+            self._going.popleft().wait()
+
     def give_gradients(self, *, failed: bool = False) -> None:
         """After a backward pass: all gradients are home and are the parameters'.
 
         Of a pass that failed there are none: nobody could tell which are whole.
         """
         self.take_gradients(range(len(self.homes)))
-        going, self._going = self._going, []
-        for ticket in going:
-            ticket.wait()
+        self.wait_for_gradients()
         for home in self.homes:
             if failed:
                 home.gradients = [None] * len(home.parameters)

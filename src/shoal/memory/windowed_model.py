@@ -41,6 +41,12 @@ class WindowedModel(WholeModel):
         kept = sum(p.nbytes for p in self._names.values())
         tiers.host.reserve(kept * (1 + len(optimizer.states)), "gradients and optimizer state")
         self._fresh = True
+        # What is on its way from the device is no reason for an operator or a block to fail.
+        tiers.scope.make_room = wrapped.window.make_room = self._make_room
+
+    def _make_room(self, need: int) -> None:
+        scope = self.tiers.scope
+        self.wrapped.window.wait_for_gradients(lambda: scope.room >= need)
 
     @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -65,9 +71,9 @@ class WindowedModel(WholeModel):
     def take_back(self, lent: Mapping[str, Tensor]) -> None:
         """Nothing: what was lent is the gradients themselves."""
 
-    def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
-        """Sum of the squares of the gradients of chosen parameters: they are whole here."""
-        return self._summed(counts, lambda name: sum_of_squares(self._gradient(name)))
+    def squares(self, name: str) -> Tensor:
+        """Sum of the squares of a parameter's gradient."""
+        return sum_of_squares(self._gradient(name))
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar."""

@@ -84,7 +84,7 @@ def rebuilt(
     if architecture == model.config.architecture:
         return model
     residual = architecture.residual
-    if residual.name != "standard" and not (residual.rewire or meant):
+    if not residual.standard and not (residual.rewire or meant):
         warnings.warn(
             f"{config.name}: weights of a {model.config.architecture.name or 'plain'} model are "
             f"read as {residual.name}, which they were not trained for; say so with "

@@ -224,7 +224,7 @@ class ModelConfig(Value):
             error=ModelError,
         )
         require(
-            self.architecture.ffn.name == "plain" or not (self.num_experts or self.ffn_bias),
+            not self.architecture.ffn.duo or not (self.num_experts or self.ffn_bias),
             "architecture.ffn",
             self.architecture.ffn.name,
             expected="plain in a model with experts, or with biases in its feed-forward layers",

@@ -47,6 +47,8 @@ def adjust(
     Source of the repetition penalty: Keskar et al., CTRL, 2019, section 4.1.
     """
     scores_V = logits_V.double()
+    most = torch.finfo(torch.float32).max
+    finite_V = scores_V.isfinite()
     for token in {*prompt, *output}:
         score = scores_V[token].item()
         scores_V[token] = score / repetition_penalty if score > 0 else score * repetition_penalty
@@ -54,9 +56,11 @@ def adjust(
         scores_V[token] -= count * frequency_penalty + presence_penalty
     for token, bias in logit_bias:
         scores_V[token] += bias
+    # What was finite stays so; what was not is the model's fault, and shows.
+    scores_V = torch.where(finite_V, scores_V.clamp(-most, most), scores_V)
     for token in banned:
         scores_V[token] = float("-inf")
-    return scores_V.float()
+    return scores_V.to(torch.promote_types(logits_V.dtype, torch.float32))
 
 
 def sample(
@@ -81,15 +85,17 @@ def sample(
     """
     if temperature == 0:
         return int(logits_V.argmax())
-    scores, order = (logits_V.double() / temperature).sort(descending=True, stable=True)
+    # The best is taken off first: over a small temperature it may be infinite.
+    wide_V = logits_V.double()
+    scores, order = ((wide_V - wide_V.max()) / temperature).sort(descending=True, stable=True)
     if top_k:
         scores = scores[:top_k]
     if min_p:
-        scores = scores[scores - scores[0] >= math.log(min_p)]
+        scores = scores[scores >= math.log(min_p)]
     p = torch.softmax(scores, -1)
     p = p[p > 0]  # what is banned stays banned, whatever the random number
     if top_p < 1:
-        p = p[: int((p.cumsum(-1) - p < top_p).sum())]
+        p = p[: max(1, int((p.cumsum(-1) - p < top_p).sum()))]
     cumulative = p.cumsum(-1)
     place = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
     return int(order[min(place, len(p) - 1)])

@@ -22,6 +22,7 @@ from shoal.core.parts import explain
 from shoal.model import FAMILIES
 from shoal.model.config import ModelConfig, RopeScaling
 from shoal.model.families.common import Piece
+from shoal.model.finite import check_finite
 from shoal.model.gguf_blocks import decode
 from shoal.model.gguf_header import GgufHeader, GgufTensor, read_header
 from shoal.model.initialise import empty
@@ -225,6 +226,7 @@ def read(path: Path, dtype: torch.dtype | None = None) -> Transformer:
                 if interleaved and re.search(r"\.self_attn\.[qk]_proj\.", piece.name):
                     found = _halves(found, config.head_dim)
                 part.view(piece.shape).copy_(found)
+            check_finite(value, f"{path}: {name}")
             setattr(owner, leaf, torch.nn.Parameter(value))
     except OSError as cause:
         raise ModelError(f"{path}: cannot be read ({cause.strerror or cause})") from cause

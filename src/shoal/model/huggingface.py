@@ -26,6 +26,7 @@ from shoal.kernel.protocols import Packed
 from shoal.model import FAMILIES
 from shoal.model.config import ModelConfig
 from shoal.model.families.common import Names, Piece
+from shoal.model.finite import check_finite
 from shoal.model.initialise import empty
 from shoal.model.quantize.stored import Scheme, rows_of, scheme_of, stack, tensors_of
 from shoal.model.transformer import Transformer
@@ -319,6 +320,8 @@ def read(
             stays = packed and name.startswith("blocks.") and len(whole) == len(pieces)
             if stays and len(formats) == 1:
                 kept[name] = stack(whole)
+                for kind, tensor in kept[name].tensors.items():
+                    check_finite(tensor, f"{directory}: {kind} of {name}")
                 continue
             owner_name, _, leaf = name.rpartition(".")
             owner = model.get_submodule(owner_name)
@@ -330,6 +333,7 @@ def read(
                 if isinstance(matrix, Packed):
                     matrix = weight_format(matrix.format).dequantize(matrix)
                 part.view(piece.shape).copy_(get(piece.name) if matrix is None else matrix)
+            check_finite(value, f"{directory}: {name}")
             setattr(owner, leaf, torch.nn.Parameter(value))
     except (SafetensorError, OSError) as cause:
         raise ModelError(f"{directory}: cannot be read ({cause}); fetch the files again") from cause

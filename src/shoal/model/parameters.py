@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.core.errors import ModelError
 from shoal.model import FAMILIES
+from shoal.model.finite import check_finite
 from shoal.model.huggingface import (
     DTYPES,
     check_tensors,
@@ -74,6 +75,7 @@ class Parameters:
             raise ModelError(
                 f"{self._directory}: cannot be read ({cause}); fetch the files again"
             ) from cause
+        check_finite(value, f"{self._directory}: {name}")
         return value
 
     def _stored(self, name: str) -> Tensor:

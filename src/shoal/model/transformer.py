@@ -50,16 +50,16 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.parallel = config.family == "parallel"
         residual = config.architecture.residual
-        self.ladder = residual.name == "ladder"
+        self.ladder = residual.ladder
         self.late = residual.late(config.num_layers)[layer]
-        self.desync = residual.name == "desync"
+        self.desync = residual.desync
         self.sums = residual.sums(config.num_layers)[layer]
         self.last = layer == config.num_layers - 1
         self.join = desync.averaged(residual.apart)
         self.both: Callable[[Tensor], Tensor] = _alone  # sums both branches over ranks: one sum
         if not self.parallel:
             self.mlp_norm = RMSNorm(config.hidden, config.rms_norm_eps)
-        dense = duo.DuoFFN if config.architecture.ffn.name == "duo" else SwiGLU
+        dense = duo.DuoFFN if config.architecture.ffn.duo else SwiGLU
         self.mlp = Experts(config, layer) if config.num_experts else dense(config)
 
     def forward(
@@ -156,7 +156,7 @@ class Transformer(nn.Module):
         self.aggregate = parscale.Aggregate(config.hidden, streams) if streams.num > 1 else None
         self.streams = streams.num  # that are computed: see shoal.model.parscale.use
         self.counts_N: Tensor | None = None  # of tokens side by side that differ in it
-        self.routes = config.architecture.ffn.name == "duo"
+        self.routes = config.architecture.ffn.duo
         self.forced = False  # routes are given from outside: see shoal.model.duo
         self.head: Ready | None = None  # of inference: see shoal.model.accelerate
         gate: Gate = table("gate").build(config.architecture.moe.gate)
@@ -316,9 +316,9 @@ class Transformer(nn.Module):
             mixer: keeps the keys and values, and knows what each token sees.
             rows_R: tokens that are needed behind the blocks; all, if not given.
         """
-        if self.config.architecture.residual.name == "ladder":
+        if self.config.architecture.residual.ladder:
             return ladder.through(self, x_ND, position_N, mixer, rows_R)
-        if self.config.architecture.residual.name == "desync":
+        if self.config.architecture.residual.desync:
             return desync.through(self, x_ND, position_N, mixer, rows_R)
         branch_ND: Tensor | None = None
         turn = self.turn(position_N, x_ND.dtype)

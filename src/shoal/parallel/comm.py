@@ -32,12 +32,12 @@ from shoal.parallel.wire import Wire, ring_all_reduce_bytes, ring_gather_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
     from shoal.core.meter import Meter
     from shoal.parallel.protocols import Pending
 
-__all__ = ["TorchComm"]
+__all__ = ["TorchComm", "agent_store"]
 
 _T = TypeVar("_T")
 
@@ -79,6 +79,41 @@ class _Beside:
 
     def wait(self) -> None:
         self._comm._beside(self._op, self._call)
+
+
+def agent_store(purpose: str, timeout: timedelta) -> Store:
+    """What ranks that torchrun has started share in the store of its agent, for one purpose.
+
+    The agent keeps its store when it starts lost ranks again, and with it what the ranks before
+    have written, such as their addresses; each start has keys of its own here.
+
+    Args:
+        purpose: first part of the keys.
+        timeout: how long a read waits.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=False,
+        timeout=timeout,
+    )
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"shoal/{purpose}/{start}", store)  # type: ignore[attr-defined]
+
+
+def _store(rendezvous: str, world: int, timeout: timedelta) -> Store | None:
+    """Where ranks meet; None where torch makes it from the environment."""
+    import torch.distributed as dist
+
+    path = rendezvous.removeprefix("file://")
+    if path != rendezvous:  # as an address a path would lose characters, such as a newline
+        return dist.FileStore(path, world)  # type: ignore[attr-defined]
+    if rendezvous == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return agent_store("ranks", timeout)
+    return None
 
 
 class TorchComm:
@@ -145,13 +180,16 @@ class TorchComm:
             import torch.distributed as dist
 
             if not dist.is_initialized():
+                # The supervisor speaks first: it knows every rank's stack.
+                limit = timedelta(seconds=timeout_s + 30)
+                store = _store(rendezvous, world, limit)
                 dist.init_process_group(
                     "nccl" if device == "cuda" else "gloo",
-                    init_method=rendezvous,
+                    init_method=rendezvous if store is None else None,
+                    store=store,
                     rank=rank,
                     world_size=world,
-                    # The supervisor speaks first: it knows every rank's stack.
-                    timeout=timedelta(seconds=timeout_s + 30),
+                    timeout=limit,
                 )
             if shared_memory and device == "cpu":
                 self.shared = SharedMemory.join(rank, world, timeout_s + 30)

@@ -37,7 +37,7 @@ from shoal.parallel.expert.gradients import slice_gradients
 from shoal.parallel.expert.resharding import Resharding
 from shoal.parallel.hdp.offload import host_share
 from shoal.parallel.hdp.runtime import HybridRuntime
-from shoal.parallel.pipeline import Boundary, Runtime
+from shoal.parallel.pipeline import Boundary, Runtime, span_of
 from shoal.parallel.protocols import Held, MicroBatch
 from shoal.parallel.ranks import ranks_of
 from shoal.parallel.rows import Rows, Weights
@@ -225,6 +225,7 @@ class Engine:
             autocast=self.autocast,
             around=lambda last: self.sharded.accumulate(last=last),
             recompute="none" if job.layers else job.recompute,
+            span=span_of(world),
         )
         self.hybrid: HybridRuntime | None = None
         if job.batching is not None:
@@ -239,6 +240,7 @@ class Engine:
                 autocast=self.autocast,
                 recompute=job.recompute == "full" and not job.layers,
                 host=host_share(assigner, cost, self.local, job.seq_len, world.world, self.device),
+                span=span_of(world),
             )
 
     def _build(self, weights: Weights, dropout: Dropout | None) -> Mapping[int, Any]:
@@ -274,9 +276,10 @@ class Engine:
         self._slices = dict(local.slices)
         if self.schedule.vocab_barriers:
             self.vocab = self._vocabulary(local)
-        for name, whole in self._slices.items():
-            if self.job.offload is not None:
-                break  # values go where they live, one by one
+        if self.job.offload is not None:  # values go where they live, one by one
+            for parameter in local.parameters():
+                parameter.data = parameter.data.to(self.dtype)
+        for name, whole in self._slices.items() if self.job.offload is None else ():
             owner, _, leaf = name.rpartition(".")
             value = take(weights.whole(name), whole).to(self.device, self.dtype)
             setattr(local.get_submodule(owner), leaf, nn.Parameter(value))

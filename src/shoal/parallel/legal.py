@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.cost.sequences import SequenceCost
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
@@ -191,7 +192,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     require(
-        not job.compile or job.activation.name == "keep",
+        not job.compile or "moves_activations" not in traits("activation", job.activation),
         "activation",
         job.activation.name,
         expected="keep with compile = true: compiled code keeps what it saves itself",
@@ -204,10 +205,10 @@ def _check_sync(job: TrainJob, schedule: Schedule) -> None:
     """Refuse what workers with updates of their own cannot do."""
     if table("sync").build(job.sync).workers(job.parallel.dp) is None:
         return
-    name = job.sync.name
+    name, whole = job.sync.name, "shards_gradients" not in traits("shard", job.shard)
     shards = "replicated, or zero1 among the ranks of a worker"
     rules: tuple[tuple[bool, str, object, str], ...] = (
-        (job.shard.name in ("replicated", "zero1"), "shard", job.shard.name, shards),
+        (whole, "shard", job.shard.name, shards),
         (job.offload is None, "offload", job.offload, "nothing"),
         (job.finetune is None, "finetune", job.finetune, "nothing"),
         (not job.layers, "layers", len(job.layers), "nothing"),
@@ -238,18 +239,24 @@ def _check_batching(job: TrainJob, shape: ModelShape) -> None:
     if job.batching is None:
         return
     p, name = job.parallel, job.batching.name
+    whole = "shards_gradients" not in traits("shard", job.shard)
     together = "a sharding in which a pass of one rank needs no other: replicated or zero1. Ranks "
     together += "have different numbers of passes, and gathered weights need as many on each"
     rules: tuple[tuple[bool, str, object, str], ...] = (
         (p.world == p.dp, "parallel", f"tp={p.tp}, pp={p.pp}, cp={p.cp}", "dp alone"),
         (not p.folded, "parallel.ep", p.ep, "1, with etp = 1"),
-        (job.shard.name in ("replicated", "zero1"), "shard", job.shard.name, together),
+        (whole, "shard", job.shard.name, together),
         (job.recompute != "stage", "recompute", job.recompute, "none or full"),
         (not job.compile, "compile", job.compile, "false"),
         (job.offload is None, "offload", job.offload, "nothing"),
         (job.finetune is None, "finetune", job.finetune, "nothing"),
-        (job.activation.name == "keep", "activation", job.activation.name, "keep"),
-        (job.sync.name == "every_step", "sync", job.sync.name, "every_step"),
+        (
+            "moves_activations" not in traits("activation", job.activation),
+            "activation",
+            job.activation.name,
+            "keep",
+        ),
+        ("local_updates" not in traits("sync", job.sync), "sync", job.sync.name, "every_step"),
         (not job.replan.enabled, "replan.enabled", job.replan.enabled, "false"),
         (shape.family != "mdlm", "model", shape.name, "a model whose tokens see those before"),
         (

@@ -11,6 +11,7 @@ import math
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.cost.training import microbatch_of
 from shoal.ir import ModelShape, TrainJob
 from shoal.plan.placement.protocols import ExpertPlacer
@@ -36,8 +37,9 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
         PlanError: names the option, and what would do.
     """
     p = job.parallel
+    copies = "experts_stay" not in traits("placer", p.placer)
     require(
-        p.placer.name == "owners" or (p.ep > 1 and p.etp == 1 and max(p.chunks) == 1),
+        not copies or (p.ep > 1 and p.etp == 1 and max(p.chunks) == 1),
         "parallel.placer",
         p.placer.name,
         expected="owners, or ep above 1, etp = 1 and one chunk: whole experts are copied, from "
@@ -101,14 +103,14 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
         error=PlanError,
     )
     # What is borrowed for a step must be whole, and so must gradients that are cut in slices.
-    divided = ("zero2", "zero3") if p.placer.name == "owners" and not p.slices else ()
-    shards = ("replicated", "zero1", *divided)
+    whole = copies or bool(p.slices)
+    shards = [name for name in table("shard") if _goes_with_experts(name, whole=whole)]
     require(
         job.shard.name in shards and job.offload is None,
         "shard",
         job.shard.name,
         expected=f"{', '.join(shards)}, without offload, where experts have a grid of their own"
-        f"{'' if divided else ' and copies, or gradients in slices'}",
+        f"{' and copies, or gradients in slices' if whole else ''}",
         error=PlanError,
     )
     require(
@@ -118,6 +120,12 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
         expected="false where experts have a grid of their own: their tokens travel",
         error=PlanError,
     )
+
+
+def _goes_with_experts(shard: str, *, whole: bool) -> bool:
+    """Whether a sharding goes with a grid of experts; ``whole``: where gradients must be whole."""
+    said = traits("shard", shard)
+    return not said & {"levels", "copies_weights"} and not (whole and "shards_gradients" in said)
 
 
 def _check_slices(job: TrainJob, shape: ModelShape) -> None:
@@ -131,8 +139,11 @@ def _check_slices(job: TrainJob, shape: ModelShape) -> None:
         (p.dp * p.cp > 1, "where dp * cp = 1: nobody has gradients to sum with"),
         # Stages end their backward passes at different times.
         (p.pp == 1, f"with pp = {p.pp}, whose stages are done at different times; use pp = 1"),
-        (p.schedule.name in ("1f1b", "gpipe"), f"with schedule {p.schedule.name}; use 1f1b"),
-        (p.placer.name == "owners", f"with placer {p.placer.name}; use owners"),
+        (not traits("schedule", p.schedule), f"with schedule {p.schedule.name}; use 1f1b"),
+        (
+            "experts_stay" in traits("placer", p.placer),
+            f"with placer {p.placer.name}; use owners",
+        ),
         (
             blocks in (1, shape.num_layers),
             f"for {blocks} blocks; give a pair for each of {shape.num_layers}, or one for all",

@@ -31,8 +31,20 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, MicroBatch, Pending
     from shoal.parallel.vocab_passes import VocabShard
 
-__all__ = ["Boundary", "Runtime", "StageLike"]
+__all__ = ["Boundary", "Runtime", "Span", "StageLike", "span_of"]
 
+Span = Callable[[str], AbstractContextManager[object]]
+"""Around a phase of a step, by name."""
+
+
+def span_of(comm: object) -> Span:
+    """How a rank notes its passes: in the recorder of its communicator, where that is watched."""
+    recorder = getattr(comm, "recorder", None)
+    return contextlib.nullcontext if recorder is None else recorder.span
+
+
+# Kinds of passes that compute the loss; the others compute gradients.
+_FORWARD = frozenset({"F", "EF", "S"})
 # Receives that are posted before the pass that needs them.
 _AHEAD = 2
 
@@ -158,6 +170,7 @@ class Runtime:
         autocast: a fresh context in which forward passes compute.
         around: called with whether the pass is a stage's last; wraps a backward pass.
         recompute: none, full (by block) or stage.
+        span: wraps what is recorded as computing; called with ``forward`` or ``backward``.
     """
 
     def __init__(
@@ -171,6 +184,7 @@ class Runtime:
         autocast: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         around: Callable[[bool], AbstractContextManager[None]] | None = None,
         recompute: str = "none",
+        span: Span = contextlib.nullcontext,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
@@ -180,12 +194,13 @@ class Runtime:
         self.autocast = autocast
         self.around = around or (lambda _last: contextlib.nullcontext())
         self.recompute = recompute
+        self.span = span
         self.program = schedule.ops[pp.rank]
         self.events: list[Event] | None = None
         """Passes as they were done in the last step, if it was asked to record, in seconds
         after :attr:`began`."""
         self.began = 0.0
-        """When the last step began, in seconds of the wall clock, which ranks of a host share."""
+        """When the last step began, in seconds of the host's monotonic clock."""
         self._incoming = _messages(schedule, pp.rank)
         self._last_pass = self._find_last()
         self._passes: dict[str, Callable[[_Step, Op], None]] = {
@@ -234,7 +249,7 @@ class Runtime:
         order = [messages[op] for op in self.program if op in messages]
         at = 0
         self.events = [] if record else None
-        self.began, begin = time.time(), time.perf_counter()
+        self.began = begin = time.perf_counter()
         for op in self.program:
             if op in messages:
                 at += 1
@@ -246,7 +261,8 @@ class Runtime:
                 state.handed[op] = self.boundary.incoming(message.buffer, batches[op.mb])
                 message.buffer = None
             start = time.perf_counter()
-            self._passes[op.kind](state, op)
+            with self.span("forward" if op.kind in _FORWARD else "backward"):
+                self._passes[op.kind](state, op)
             if self.events is not None:
                 now = time.perf_counter()
                 self.events.append(Event(self.pp.rank, op, start - begin, now - begin))

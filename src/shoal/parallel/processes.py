@@ -15,30 +15,28 @@ import importlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoal.core import errors
+from shoal.core import children, errors
 from shoal.core.errors import ConfigError, RankError, ShoalError, require
 from shoal.core.files import write_json
+from shoal.core.janitor import leave
+from shoal.core.scratch import scratch_directory
 from shoal.parallel.heartbeat import Heartbeat, blame
 from shoal.parallel.silent import said, silent_links
 
-__all__ = ["Start", "end_with_parent", "run_processes"]
+__all__ = ["Start", "run_processes"]
 
 _POLL_S = 0.02
 # What a rank is given to report its error once a peer has failed.
 _GRACE_S = 2.0
-_ORPHAN_POLL_S = 0.5
 
 
 class Start(Protocol):
@@ -106,8 +104,8 @@ def run_processes(
     require(threads >= 1, "processes.threads", threads, expected="at least 1")
     require(timeout_s > 0, "processes.timeout_s", timeout_s, expected="more than 0")
     _split(target)
-    with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
-        ranks = _Processes(Path(folder), target, world, timeout_s)
+    with scratch_directory("ranks") as folder:
+        ranks = _Processes(folder, target, world, timeout_s)
         try:
             given = {
                 "target": target,
@@ -157,12 +155,8 @@ def _start_here(
 ) -> subprocess.Popen[Any]:
     # Ranks of one host talk over its own interface and nobody else's.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": interface, **environment},
-        start_new_session=True,  # Ctrl-C is for the parent alone, which ends the ranks
-        **options,
-    )
+    variables = children.environment({"GLOO_SOCKET_IFNAME": interface, **environment})
+    return children.start_command(command, env=variables, **options)
 
 
 class _Processes:
@@ -192,7 +186,7 @@ class _Processes:
             "MKL_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        command = [sys.executable, "-m", "shoal.parallel.processes", str(self.folder), str(rank)]
+        command = children.command("shoal.parallel.processes", str(self.folder), str(rank))
         with (self.folder / f"log-{rank}").open("wb") as log:
             self.processes.append(
                 start(
@@ -222,12 +216,7 @@ class _Processes:
 
     def end(self) -> None:
         """Kill what still runs, and whatever it started."""
-        for process in self.processes:
-            # Each leads a session of its own; its group may outlive it.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
+        children.kill(self.processes)
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} of {self.world}, in {self.target}"
@@ -362,23 +351,9 @@ def _call(folder: Path, rank: int) -> Any:
     return result
 
 
-def end_with_parent(folder: Path) -> None:
-    """End this process when its parent is gone, however that ended, and remove its folder."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_ORPHAN_POLL_S)
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> int:
     """One rank: ``python -m shoal.parallel.processes FOLDER RANK``; its status is the exit code."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    end_with_parent(folder)
     with (folder / f"stack-{rank}").open("w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -391,7 +366,7 @@ def main() -> int:
                 "type": type(error).__name__,
                 "message": str(error),
                 "where": f"{frame.filename}:{frame.lineno}",
-                "time": time.time(),
+                "time": time.monotonic(),
             }
             write_json(folder / f"error-{rank}.json", told)
             traceback.print_exc()
@@ -403,8 +378,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Threads of a broken process group must not keep a rank alive.
-    os._exit(status)
+    leave(main())

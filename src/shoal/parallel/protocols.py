@@ -7,8 +7,8 @@ in the same order. A sharding part's ``apply`` wraps a model and returns a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -168,6 +168,14 @@ class Shard(Protocol):
 
     divides: ClassVar[frozenset[str]]
     """What a rank holds only its share of: weights, gradients, optimizer."""
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """With which options it is worth trying for the split of a job.
+
+        A part that offers nothing leaves it out: a planner then never proposes it.
+        """
+        ...
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends in one step, and the seconds they take."""

@@ -22,13 +22,14 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import tempfile
 import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from shoal.core.scratch import SHARED_MEMORY, shm_name
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,6 @@ _PARTS = 4  # of those under way at once
 _SHAPES = 1024  # whose views are kept
 SPINS = 2000  # polls, about 0.2 ms, before a waiting rank gives its core away
 NAP_S = 5e-5
-_FOLDER = Path("/dev/shm")  # noqa: S108 - opened by mkstemp, and nameless at once
 
 
 class Posted:
@@ -339,7 +339,8 @@ def _create(size: int, reserve: int) -> tuple[int, bytes]:
     if platform.machine() not in ("x86_64", "AMD64") or not _namespace():
         return -1, b""
     try:
-        file, name = tempfile.mkstemp(prefix="shoal-", dir=_FOLDER)
+        name = SHARED_MEMORY / shm_name("ranks")
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError:
         return -1, b""
     try:

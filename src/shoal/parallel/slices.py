@@ -141,7 +141,7 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         block["mlp.down_proj.weight"] = (dim, ffn)
         if config.ffn_bias:
             block["mlp.down_proj.bias"] = (dim,)
-    if config.architecture.ffn.name == "duo":
+    if config.architecture.ffn.duo:
         width = config.architecture.ffn.small_width(ffn)
         block["mlp.small.gate_up_proj.weight"] = (2 * width, dim)
         block["mlp.small.down_proj.weight"] = (dim, width)

@@ -171,7 +171,7 @@ class Stage(nn.Module):
                 x = checkpoint(block, x, cos, sin, *rest, use_reentrant=False)
             else:
                 x = block(x, cos, sin, *rest)
-        if self.config.architecture.residual.name == "ladder":
+        if self.config.architecture.residual.ladder:
             x = settled(x, self.config.num_layers, drop)
         if not self.split:
             x = together(x, ranks)

@@ -52,8 +52,10 @@ def plan_drafter(job: DrafterJob, machine: Machine) -> DrafterPlan:
         machine=machine,
         shape=shape,
         estimate=estimate,
-        parameters=trained,
-        drafter_bytes=int(width * trained),
+        predicted={
+            "parameters": Interval.exact(trained),
+            "drafter_bytes": Interval.exact(width * trained),
+        },
         fits=fits,
         why=f"{job.drafter.name}: {trained / 1e6:.3g} M parameters; a step is bound by "
         f"{step.bound}; the target {'writes' if job.own_text else 'reads'} "

@@ -66,7 +66,7 @@ def folds(job: TrainJob, machine: Machine, *, pp: int = 1, inside: bool = False)
     for one in candidates(open_job, machine, shape=shape):
         split = one.parallel
         key = (split.dp, split.tp, split.cp, split.ep, split.etp)
-        plain = split.schedule.name == "1f1b" and split.vpp == 1 and one.recompute == "full"
+        plain = split.schedule == Parallel().schedule and split.vpp == 1 and one.recompute == "full"
         whole = split.world == machine.num_devices and split.pp == pp
         if key in seen or not (split.folded and plain and whole):
             continue

@@ -133,10 +133,8 @@ def _why(part: Any, merged: bool, tenants: int) -> str:
     """What speaks for a method that fits."""
     if getattr(part, "weight_bits", 32.0) < 16:
         return "the base takes a quarter of bf16"
-    if part.name == "offsite":
-        return "needs no more than some blocks of the base while it trains"
-    if part.name == "mezo":
-        return "no gradients at all, and thousands of steps"
+    if advice := getattr(part, "advice", ""):
+        return str(advice)
     if getattr(part, "kept", 1.0) < 1:
         return "keeps fewer activations"
     if tenants > 1:

@@ -11,7 +11,7 @@ from shoal.core.parts import table
 from shoal.cost.pipeline import MachineLinks, Timeline, simulate
 from shoal.cost.pipeline_picture import MOST_BOXES, Picture
 from shoal.cost.training import Pricer, microbatch_of
-from shoal.ir import Plan, Work
+from shoal.ir import TrainPlan, Work
 from shoal.plan.schedules.vocab import with_vocabulary
 from shoal.plan.strategy.judge import usable_bytes
 from shoal.plan.table import COLUMNS, explain, spell
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["content", "page", "pictures", "timeline"]
 
 
-def timeline(plan: Plan) -> tuple[Timeline, str] | None:
+def timeline(plan: TrainPlan) -> tuple[Timeline, str] | None:
     """The simulated step of one pipeline, and what was left out; None without a pipeline."""
     job = plan.job
     split = job.parallel
@@ -45,7 +45,7 @@ def timeline(plan: Plan) -> tuple[Timeline, str] | None:
     return found, note
 
 
-def pictures(plans: Sequence[Plan]) -> list[Drawing]:
+def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
     """Seconds of a step by cause, bytes of a rank by cause, and the best plan's timeline.
 
     Raises:
@@ -85,7 +85,7 @@ def pictures(plans: Sequence[Plan]) -> list[Drawing]:
     return found
 
 
-def content(plans: Sequence[Plan], answers: Sequence[Answer] = ()) -> dict[str, object]:
+def content(plans: Sequence[TrainPlan], answers: Sequence[Answer] = ()) -> dict[str, object]:
     """What ``plans_body.html`` shows."""
     columns = [column for column in COLUMNS if column != "why"]
     return {
@@ -98,7 +98,7 @@ def content(plans: Sequence[Plan], answers: Sequence[Answer] = ()) -> dict[str, 
     }
 
 
-def page(plans: Sequence[Plan], answers: Sequence[Answer] = (), *, title: str) -> str:
+def page(plans: Sequence[TrainPlan], answers: Sequence[Answer] = (), *, title: str) -> str:
     """Plans as one HTML page without links to other files."""
     from markupsafe import Markup
 

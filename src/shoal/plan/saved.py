@@ -10,13 +10,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.files import read_yaml
 from shoal.cost.shapes import shape_of
-from shoal.ir import Machine, ModelShape, Plan, ServePlan
+from shoal.ir import Machine, ModelShape, Plan, TrainPlan, kind_named
 
-__all__ = ["check_machine", "check_model", "machine_marks", "mark", "read_plan"]
+__all__ = ["check_device", "check_machine", "check_model", "machine_marks", "mark", "read_plan"]
 
 # What a shape is called, and where its numbers come from, changes nothing.
 _WORDS = {"name", "family", "source"}
@@ -25,8 +26,8 @@ _TELLING = ("cpu", "isa", "cores")
 _MOST_LISTED = 6
 
 
-def read_plan(path: Path) -> Plan | ServePlan:
-    """The plan in a file.
+def read_plan(path: Path) -> Plan[Any]:
+    """The plan in a file, of any kind of job.
 
     Raises:
         ConfigError: the file is none, or was edited into something impossible; names the key.
@@ -38,7 +39,8 @@ def read_plan(path: Path) -> Plan | ServePlan:
             f"{path}: not a plan: there is no job with its machine in it; give the file that "
             "shoal plan train --out saved"
         )
-    return ServePlan.load(path) if job.get("job") == "serve" else Plan.load(path)
+    # Plans of version 0.1 that train do not say so.
+    return kind_named(str(job.get("job", "train"))).plan_type.load(path)
 
 
 def mark(facts: Mapping[str, object]) -> str:
@@ -59,7 +61,7 @@ def machine_marks(machine: Machine) -> dict[str, object]:
     }
 
 
-def check_model(plan: Plan, where: str) -> None:
+def check_model(plan: TrainPlan, where: str) -> None:
     """Refuse a plan whose shape is not the one of the model that it names.
 
     Raises:
@@ -75,7 +77,7 @@ def check_model(plan: Plan, where: str) -> None:
         )
 
 
-def check_machine(plan: Plan, here: Machine, where: str) -> None:
+def check_machine(plan: TrainPlan, here: Machine, where: str) -> None:
     """Refuse a plan that was made for another machine than ``here``, or for more than it has.
 
     Raises:
@@ -98,6 +100,32 @@ def check_machine(plan: Plan, here: Machine, where: str) -> None:
             f"{where}: parallel: {world} ranks on the {here.num_devices} devices of {here.name}; "
             "lower a degree, or plan again with shoal plan train"
         )
+
+
+def check_device(
+    machine: Machine, here: Literal["cpu", "gpu"], what: str, *, anyway: bool = False
+) -> None:
+    """Refuse to run on one kind of device what was planned for another.
+
+    Args:
+        machine: what was planned for.
+        here: kind of device that would compute.
+        what: names the plan in the error.
+        anyway: the user wants it; what is measured is not scored.
+
+    Raises:
+        PlanError: they differ.
+    """
+    if machine.device.kind == here or anyway:
+        return
+    kinds = {"cpu": "the CPU", "gpu": "GPUs"}
+    raise PlanError(
+        f"{what}: made for {kinds[machine.device.kind]} of {machine.name} "
+        f"({machine.device.name}), and this host would compute on {kinds[here]}: its prediction "
+        "would be of another run; plan for this host (--machine local, after shoal probe), write "
+        "what starts it there with --launch, or give --anyway (anyway=True in Python) to run it "
+        "here without scoring it"
+    )
 
 
 def _numbers(shape: ModelShape) -> dict[str, object]:

@@ -18,6 +18,7 @@ from typing import cast
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.host_link import host_link
 from shoal.cost.rates import Rates
@@ -202,9 +203,9 @@ def foretell(
     """
     link = host_link(machine, resolve(job.model), job.precision, block_size(job))
     split = job.parallel
-    if job.decode.name == "diffusion":
+    if "whole_blocks" in traits("decode", job.decode):
         return foretell_passes(job, cost, arrivals)
-    if job.kv.name == "distributed":
+    if "lends_blocks" in traits("kv", job.kv):
         return _lending(job, cost, arrivals, link)
     if job.replicas > 1:
         balancer = table("balancer").build(job.balancer, where="balancer").build()
@@ -268,7 +269,7 @@ def plan_serve(
     check_split(job, shape, machine)
     masked = shape.family == "mdlm"
     require(
-        (job.decode.name == "diffusion") == masked,
+        ("whole_blocks" in traits("decode", job.decode)) == masked,
         "decode",
         job.decode.name,
         expected=f"{'diffusion' if masked else 'autoregressive'} for {shape.name}",
@@ -415,7 +416,8 @@ def _decode_step(
     """
     assert job.kv_tokens is not None
     number = max(1, min(job.max_running, job.max_step_tokens, job.kv_tokens // (context + 1)))
-    one = usual_pass(job, context) if job.decode.name == "diffusion" else (context, 1)
+    blocks = "whole_blocks" in traits("decode", job.decode)
+    one = usual_pass(job, context) if blocks else (context, 1)
     chunks = [one] * number
     seconds = cost.seconds(chunks)
     terms = priced.terms(chunks)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.core.errors import require
+from shoal.core.traits import traits
 from shoal.cost.training_memory import tier_bytes
-from shoal.ir import Interval, Plan
+from shoal.ir import Interval, Parallel, TrainPlan
 
 __all__ = ["COLUMNS", "explain"]
 
@@ -24,7 +25,7 @@ COLUMNS = (
 )
 
 
-def explain(plans: Sequence[Plan]) -> list[dict[str, str]]:
+def explain(plans: Sequence[TrainPlan]) -> list[dict[str, str]]:
     """One row a plan, keyed by :data:`COLUMNS`; unknown things are ``-``.
 
     The time and the price of the job come with their 90 % intervals, ``value (low .. high) unit``;
@@ -33,7 +34,7 @@ def explain(plans: Sequence[Plan]) -> list[dict[str, str]]:
     return [_row(plan) for plan in plans]
 
 
-def _row(plan: Plan) -> dict[str, str]:
+def _row(plan: TrainPlan) -> dict[str, str]:
     cost = plan.estimate
     require(
         cost is not None,
@@ -58,12 +59,12 @@ def _row(plan: Plan) -> dict[str, str]:
     }
 
 
-def spell(plan: Plan) -> str:
+def spell(plan: TrainPlan) -> str:
     """The choices of a plan in a few words: ``dp8 tp2 pp1 zero1 mb4 recompute bf16``."""
     job = plan.job
     split = job.parallel
     words = [f"dp{split.dp}", f"tp{split.tp}" + "+sp" * split.sp, f"pp{split.pp}"]
-    if split.pp > 1 and split.schedule.name != "1f1b":
+    if split.pp > 1 and split.schedule != Parallel().schedule:
         chunks = f"*{split.vpp}" if split.vpp > 1 else ""
         words[-1] += f"{chunks}({split.schedule.name})"
     if split.cp > 1:
@@ -83,7 +84,7 @@ def spell(plan: Plan) -> str:
         words.append("recompute" if job.recompute == "full" else "recompute-stage")
     if job.offload is not None:
         words.append(job.offload.name)
-    if job.activation.name != "keep":
+    if "moves_activations" in traits("activation", job.activation):
         words.append(job.activation.name)
     if job.layers:
         words.append(f"{len(job.layers)} layer groups")

@@ -2,7 +2,7 @@
 
 ``tiling`` writes the system of a kernel for a machine, solves it (:mod:`shoal.plan.constrint`)
 and gives sizes back. The fused recurrence (:mod:`shoal.kernel.rnn.fused`) asks it for every new
-shape; ``shoal plan tiles`` shows what it says.
+shape; ``shoal explain tiles`` shows what it says.
 
 Source: Pöppel et al., FlashRNN: Optimizing Traditional RNNs on Modern Hardware, 2024, whose
 kernels are tiled by an integer constraint solver.

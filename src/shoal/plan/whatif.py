@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shoal.core.errors import ShoalError
-from shoal.ir import Machine, Plan, TrainJob
+from shoal.ir import Machine, TrainJob, TrainPlan
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.remedy import enlarged
 from shoal.plan.table import spell
@@ -35,7 +35,7 @@ class Answer:
     plan: str
 
 
-def what_if(job: TrainJob, best: Plan, *, planner: str = "search") -> list[Answer]:
+def what_if(job: TrainJob, best: TrainPlan, *, planner: str = "search") -> list[Answer]:
     """Answers to the usual questions.
 
     Args:
@@ -62,13 +62,13 @@ def what_if(job: TrainJob, best: Plan, *, planner: str = "search") -> list[Answe
     return found
 
 
-def _spell(plan: Plan) -> str:
+def _spell(plan: TrainPlan) -> str:
     used, there = plan.job.parallel.world, plan.machine.num_devices
     beside = f", {used} of {there} devices" if plan.machine.device.kind == "gpu" else ""
     return spell(plan) + (beside if used < there else "")
 
 
-def _step(plan: Plan) -> float:
+def _step(plan: TrainPlan) -> float:
     assert plan.estimate is not None
     return plan.estimate.step_s.value
 

@@ -30,7 +30,7 @@ class Rows:
     Args:
         runs: (first row, behind the last, slot) of rows that have an adapter.
         single: rows that are multiplied together, int64; none where all are in runs.
-        mask: [rows, S] 1 where the slot is the row's own.
+        mask: bool [rows, S], true where the slot is another's.
     """
 
     runs: list[tuple[int, int, int]]
@@ -38,7 +38,7 @@ class Rows:
     mask: Tensor | None = None
     spread: dict[int, Tensor] = field(default_factory=dict)
 
-    def own(self, ranks: int) -> Tensor:
+    def others(self, ranks: int) -> Tensor:
         """The mask, a column for each rank of each site of each slot."""
         assert self.mask is not None
         if ranks not in self.spread:
@@ -136,7 +136,8 @@ class Layered(nn.Module):
         some = x if every else x[rows.single]
         sites = len(stack.ups)
         inner = torch.mm(some, stack.every_down)  # [N, S * sites * R]
-        inner.mul_(rows.own(sites * stack.rank))
+        # Not a product with 0: what overflowed for another is NaN then.
+        inner.masked_fill_(rows.others(sites * stack.rank), 0.0)
         for place, (start, stop, _) in enumerate(stack.ups):
             own = inner
             if sites > 1:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from shoal.core.errors import ServeError, ShoalError, require
 from shoal.core.parts import table
 from shoal.ir import Chunk
+from shoal.model.finite import check_finite
 from shoal.model.transformer import Transformer
 from shoal.serve.adapted import Layered, Rows, Stack
 
@@ -88,7 +89,10 @@ def pairs_of(model: Transformer, directory: Path) -> Pairs:
         for site, made in handle.sites.values():
             assert isinstance(made, LowRankPart)
             down, up, scale = made.pair()
-            found[site.name] = site, down.to(weight), (up * scale).t().contiguous().to(weight)
+            down, up = down.to(weight), (up * scale).t().contiguous().to(weight)
+            for value in (down, up):
+                check_finite(value, f"{directory}: adapter of {site.name}", error=ServeError)
+            found[site.name] = site, down, up
     return found
 
 
@@ -179,9 +183,14 @@ class AdapterBank:
             raise ServeError(f"adapter {name!r}: changes {odd[0]}, which cannot be served")
         # A later adapter of this name must find nothing of this one in the cache.
         self._loads += 1
-        self._keys[name] = f"{name}#{self._loads}"
-        self._pairs[self._keys[name]] = pairs
-        self._stack()
+        key = self._keys[name] = f"{name}#{self._loads}"
+        self._pairs[key] = pairs
+        try:
+            self._stack()
+        except Exception:  # no memory for it: it was never there
+            del self._keys[name], self._pairs[key]
+            self._stack()
+            raise
 
     def unload(self, name: str) -> None:
         """Forget an adapter.
@@ -369,6 +378,6 @@ class AdapterBank:
         slots = [slot for start, stop, slot in short for _ in range(start, stop)]
         weight = self._model.weight
         single = torch.tensor(places, device=weight.device)
-        mask = weight.new_zeros(len(places), len(self._slots))
-        mask[torch.arange(len(places)), torch.tensor(slots)] = 1.0
+        mask = torch.ones(len(places), len(self._slots), dtype=torch.bool, device=weight.device)
+        mask[torch.arange(len(places)), torch.tensor(slots)] = False
         return Rows(long, single, mask)

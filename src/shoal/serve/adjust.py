@@ -141,7 +141,7 @@ class Adjuster:
         formed = [row for row, one in enumerate(requests) if one.params.grammar is not None]
         if not scored and not early and not formed:
             return logits_RV, {}
-        scores_RV = logits_RV.to(torch.float32, copy=True)
+        scores_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32), copy=True)
         if scored:
             self._penalise(scores_RV, scored, [requests[row] for row in scored])
         if early:
@@ -190,4 +190,8 @@ class Adjuster:
         repeated_E = torch.where(score_E > 0, score_E / repetition_E, score_E * repetition_E)
         score_E = torch.where(seen_E > 0, repeated_E, score_E)
         score_E -= count_E * frequency_E + presence_E * (count_E > 0)
-        scores_RV[row_E, token_E] = (score_E + bias_E).float()
+        changed_E = score_E + bias_E
+        most = torch.finfo(torch.float32).max
+        sound_E = scores_RV[row_E, token_E].isfinite()
+        changed_E = torch.where(sound_E, changed_E.clamp(-most, most), changed_E)
+        scores_RV[row_E, token_E] = changed_E.to(scores_RV.dtype)

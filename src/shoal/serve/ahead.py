@@ -62,6 +62,7 @@ class AheadEngine(Engine):
             if not step:
                 break
             self.last_chunks = step.chunks
+            step = self._scrubbing(step)
             self._queued.submit(step)
             self._under_way.append(step)
         if not self._under_way:

@@ -79,6 +79,8 @@ class Answer:
         self._sent = 0
         self._held: list[Entry] = []
         self.num_tokens = 0
+        # Tokens of the prompt that were found in the cache when the answer began.
+        self.num_cached = 0
 
     @property
     def stopped(self) -> bool:
@@ -90,6 +92,8 @@ class Answer:
         piece = Piece()
         text: list[str] = []
         for output in outputs:
+            if not self.num_tokens:
+                self.num_cached = output.cached
             for place, token in enumerate(output.tokens):
                 self.num_tokens += 1
                 piece.tokens.append(token)

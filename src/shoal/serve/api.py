@@ -34,7 +34,7 @@ from shoal import __version__
 from shoal.core.errors import ServeError
 from shoal.ir.serving import SamplingParams
 from shoal.serve import openai
-from shoal.serve.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
+from shoal.serve.adapter_routes import ADAPTER_ROUTES, AdapterPlaces, AdapterRoutes
 from shoal.serve.answer import Answer, Piece, pieces
 from shoal.serve.body import read_body
 from shoal.serve.client import EngineClient
@@ -49,8 +49,8 @@ from shoal.serve.openai import Ask
 from shoal.serve.openapi import document
 from shoal.serve.seats import Seats
 from shoal.serve.stream import EventStream, events, gather, merge, until_gone
-from shoal.serve.template import ChatTemplate
-from shoal.serve.text import TextModel
+from shoal.serve.template import ChatTemplate, TemplateRenderer
+from shoal.serve.text import READ_WHOLE, TextModel
 from shoal.serve.tokens import read_detokenize, read_tokenize
 from shoal.serve.traces import Traces
 from shoal.serve.writers import ChatWriter, CompletionWriter, Job, Prompt, Writer
@@ -87,7 +87,7 @@ def create_app(
     limits: HttpLimits | None = None,
     door: Door | None = None,
     provider: TracerProvider | None = None,
-    adapter_routes: bool = False,
+    adapter_places: AdapterPlaces | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -100,7 +100,7 @@ def create_app(
         limits: what a request may ask for.
         door: closed while the server drains.
         provider: who takes traces of requests; None for nobody.
-        adapter_routes: callers may load, unload and merge adapters.
+        adapter_places: callers may load adapters from there, unload and merge them.
     """
     limits = limits or HttpLimits()
     metrics = Metrics(client, name)
@@ -125,8 +125,8 @@ def create_app(
     }
     for method, path in ROUTES:
         app.add_api_route(path, handlers[method, path], methods=[method], response_model=None)
-    if adapter_routes:
-        AdapterRoutes(client, limits, name).add_to(app)
+    if adapter_places is not None:
+        AdapterRoutes(client, limits, name, adapter_places).add_to(app)
     app.state.stop = service.stop
     protect(app, metrics.http, access=access, limits=limits, door=door)
     return app
@@ -211,7 +211,7 @@ class _Service:
         self._traces = traces
         self._client = client
         self._text = text
-        self._template = template
+        self._template = TemplateRenderer(template)
         self._name = name
         self._limits = limits
         self._metrics = metrics
@@ -225,6 +225,7 @@ class _Service:
     async def stop(self) -> None:
         """End what was started for requests."""
         await self._grammars.stop()
+        await self._template.stop()
         await asyncio.to_thread(self._traces.stop)
 
     # Small endpoints
@@ -331,9 +332,9 @@ class _Service:
         if isinstance(given, str):
             tokens = await asyncio.to_thread(self._encode, given, "prompt", special=special)
         else:
-            tokens = list((await asyncio.to_thread(self._rendered, given, {})).tokens)
+            tokens = list((await self._rendered(given, {})).tokens)
         longest = self._client.model.max_position
-        if len(tokens) > longest:  # a text far too long is not read to its end
+        if len(tokens) > longest:
             raise openai.too_long(len(tokens), 0, self._client.model)
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": longest}
         answer |= {"tokens": list(tokens), "token_strs": None}
@@ -360,7 +361,8 @@ class _Service:
                 tokens = await asyncio.to_thread(self._encode, prompt, "prompt")
                 prompts.append(Prompt(tokens, prompt))
             else:
-                shown = self._text.decode(prompt) if ask.echo else None
+                wanted = ask.echo or ask.logprobs is not None
+                shown = await asyncio.to_thread(self._text.decode, prompt) if wanted else None
                 prompts.append(Prompt(prompt, shown))
         job = self._job("cmpl-", await self._formed(ask), prompts)
         return await self._answer(request, job, CompletionWriter(job, ask.model))
@@ -369,8 +371,9 @@ class _Service:
         """Answer the messages of a chat."""
         body = await read_body(request, self._limits)
         ask = openai.read_chat(body, self._limits, self._client.model, self._served)
-        prompt = await asyncio.to_thread(self._render, ask)
-        job = self._job("chatcmpl-", await self._formed(ask), [prompt], self._template.stops)
+        prompt = await self._render(ask)
+        stops = self._template.template.stops
+        job = self._job("chatcmpl-", await self._formed(ask), [prompt], stops)
         return await self._answer(request, job, ChatWriter(job, ask.model))
 
     async def _formed(self, ask: Ask) -> Ask:
@@ -387,17 +390,19 @@ class _Service:
         grammar = await self._grammars.grammar(form, param)
         return replace(ask, sampling=replace(ask.sampling, grammar=grammar))
 
-    def _render(self, ask: Ask) -> Prompt:
+    async def _render(self, ask: Ask) -> Prompt:
         tools = None if ask.tools is None else [dict(tool) for tool in ask.tools.given]
-        return self._rendered(ask.messages, {**ask.template_values, "tools": tools})
+        return await self._rendered(ask.messages, {**ask.template_values, "tools": tools})
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], values: dict[str, Any]) -> Prompt:
-        text = self._template.render(messages, **values)
-        return Prompt(self._encode(text, "messages", special=self._template.special), None)
+    async def _rendered(self, messages: Sequence[dict[str, Any]], values: dict[str, Any]) -> Prompt:
+        text = await self._template.render(messages, **values)
+        special = self._template.template.special
+        tokens = await asyncio.to_thread(self._encode, text, "messages", special=special)
+        return Prompt(tokens, None)
 
     def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
         limit = self._client.model.max_position
-        most = limit * self._text.longest
+        most = max(limit * self._text.longest, READ_WHOLE)
         # Some tokenizers make nothing of blanks, and would read megabytes of them to the end.
         if len(text) > most:
             raise ApiError(
@@ -406,7 +411,10 @@ class _Service:
                 param=param,
                 code="context_length_exceeded",
             )
-        return self._text.encode_within(text, limit, special=special)
+        tokens, count = self._text.encode_within(text, limit, special=special)
+        if count > len(tokens):
+            raise openai.too_long(count, 0, self._client.model, param=param, estimated=True)
+        return tokens
 
     def _job(self, prefix: str, ask: Ask, prompts: list[Prompt], stops: Sequence[str] = ()) -> Job:
         stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from shoal.core.errors import ServeError, nearest, require
+from shoal.core.errors import ConfigError, ServeError, nearest, require
+from shoal.core.files import write_json
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice, options_of, table
+from shoal.cost.score import Score
 from shoal.cost.serve_sim import Served, request_of
 from shoal.cost.step_cost.fitted import Sample
-from shoal.ir import Arrival, Machine, Output, ServeJob, ServeReport
+from shoal.ir import Arrival, Machine, Output, ServeJob, ServeReport, Watch, errors_of
 from shoal.machine import host
 from shoal.serve.engine import Engine
 from shoal.serve.latencies import measured_of, samples_of
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.ir import ServePlan
     from shoal.model.transformer import Transformer
 
-__all__ = ["bench_serve", "replay", "weights_of", "with_workload"]
+__all__ = ["bench_serve", "replay", "run_plan", "weights_of", "with_workload"]
 
 Progress = Callable[[float, float, str], None]
 
@@ -99,6 +101,7 @@ def bench_serve(
     told: Callable[[ServePlan], None] | None = None,
     targets: tuple[float, float] | None = None,
     seen: Callable[[dict[str, list[float]]], None] | None = None,
+    anyway: bool = False,
 ) -> ServeReport:
     """Profile, rehearse, predict, then serve for real.
 
@@ -115,14 +118,17 @@ def bench_serve(
         told: called with the plan, before anything is served.
         targets: most s to the first token and per further token, for goodput.
         seen: called with what :func:`~shoal.serve.latencies.samples_of` gives.
+        anyway: serve on this host's device what is planned for another kind; nothing is scored.
 
     Raises:
         NoisyMachineError: the machine stayed busy.
+        PlanError: planned for GPUs, and the model lies on the CPU.
         ShoalError: something of the job cannot be.
     """
     from shoal.cost.step_cost.fitted import fit
     from shoal.machine.described import load
     from shoal.machine.fingerprint import versions
+    from shoal.plan.saved import check_device
     from shoal.plan.serving import arrivals_of, foretell, plan_serve
     from shoal.serve.build import concrete, engine_of
     from shoal.serve.profile import profile, spread
@@ -135,6 +141,8 @@ def bench_serve(
     job = with_workload(job, requests=requests, rate=rate)
     if model is None:
         model, _ = weights_of(job)
+    device: Literal["cpu", "gpu"] = "gpu" if model.embed.weight.is_cuda else "cpu"
+    check_device(machine, device, f"the plan of {job.name}", anyway=anyway)
     job = concrete(job, model.config, model.embed.weight.dtype)
     assert job.kv_tokens is not None and job.max_position is not None
     arrivals = arrivals_of(job, model.config.shape(), count=requests)
@@ -174,19 +182,58 @@ def bench_serve(
     measured["preemptions"] = stats["preemptions_total"]
     if stats["prefix_query_tokens"]:
         measured["prefix_hit_share"] = stats["prefix_hit_tokens"] / stats["prefix_query_tokens"]
-    predicted = {name: interval.value for name, interval in plan.predicted.items()}
-    if plan.estimate is not None and plan.estimate.memory_bytes:
-        predicted["memory_bytes"] = plan.estimate.memory_total
     return ServeReport(
         plan=plan,
         measured=measured,
-        errors={
-            name: measured[name] / value - 1
-            for name, value in predicted.items()
-            if name in measured and value > 0
-        },
+        errors=errors_of(plan, measured) if device == machine.device.kind else {},
         versions=versions(),
+        device=device,
     )
+
+
+def run_plan(
+    plan: ServePlan,
+    directory: Path,
+    *,
+    resume: bool = False,
+    watch: Watch | None = None,
+    anyway: bool = False,
+) -> ServeReport:
+    """Serve the workload of a plan, and keep plan and report in a directory and in the score.
+
+    The report's prediction is made anew, from a profile of the engine on this host.
+
+    Args:
+        plan: what to serve.
+        directory: of the run.
+        resume: a run may lie there; a workload begins again from its first request.
+        watch: called with events of kind ``prepare``, whose state is (done, total, text).
+        anyway: measure on a busy machine too, and what is planned for another kind of device.
+
+    Raises:
+        ConfigError: a run lies there and is not resumed.
+        ShoalError: it cannot be served.
+    """
+    files = {name: directory / name for name in ("plan.yaml", "report.json")}
+    if files["plan.yaml"].exists() and not resume:
+        raise ConfigError(
+            f"{directory}: a run lies there already; serve it again with --resume, or choose "
+            "another name with --set name=..."
+        )
+    Score().register(directory, plan.job.job, plan.job.name, plan.job.model)
+    plan.save(files["plan.yaml"], header="What will be served, and what it is predicted to take.")
+
+    def progress(text: str, done: float, total: float) -> None:
+        if watch is not None:
+            watch({"kind": "prepare", "state": (done, total, text)})
+
+    wait_s = None if anyway else 60.0
+    report = bench_serve(
+        plan.job, machine=plan.machine, wait_s=wait_s, progress=progress, anyway=anyway
+    )
+    write_json(files["report.json"], report.model_dump(mode="json"))
+    Score().append(report, directory)
+    return report
 
 
 class _Gaps:

@@ -149,6 +149,7 @@ class BorrowingEngine(Engine):
                     with self._lock:
                         self._borrower.give_way()
                 return []
+            step = self._scrubbing(step)
             result = self.runner.execute(step)
         except LenderLostError as cause:
             self.lose(cause.instance)

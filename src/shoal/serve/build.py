@@ -12,6 +12,7 @@ import torch
 from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.ir import (
     Compacting,
     HostLink,
@@ -121,9 +122,10 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
     memory: MemoryPart = table("memory").build(job.memory, where="memory")
-    if job.memory.name != "resident":  # blocks come when their turn is, one by one
+    placed = traits("memory", job.memory)
+    if "weights_stay" not in placed:  # blocks come when their turn is, one by one
         plain(model.config, f"memory = {job.memory.name}")
-    if job.memory.name == "superpipeline":  # kernels hold weights, and these come and go
+    if "moves_weights" in placed:  # kernels hold weights, and these come and go
         require(
             not job.kernel and not job.exact and job.weights == "plain",
             "memory",
@@ -138,7 +140,7 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
             job.kernel,
             positions=positions(job, model.config),
             exact=job.exact,
-            pack=job.memory.name == "resident",
+            pack="weights_stay" in placed,
             # Between gates and what they gate, streams that are apart give up what is not theirs.
             gates=not job.room_for_adapters and model.config.architecture.residual.apart == 1,
         )
@@ -329,7 +331,7 @@ def engine_of(
     decode: DecodePart = table("decode").build(job.decode, where="decode")
     decode.check(config)
     require(
-        job.decode.name == "autoregressive",
+        "token_by_token" in traits("decode", job.decode),
         "decode",
         job.decode.name,
         expected="autoregressive for what profiles, replays or hands over steps of an engine",
@@ -353,14 +355,14 @@ def engine_of(
         error=ServeError,
     )
     require(
-        not job.room_for_adapters or config.architecture.name not in ("parscale", "desync"),
+        not job.room_for_adapters or config.architecture.rows_of_a_token == 1,
         "adapters",
         sorted(job.adapters) or job.room_for_adapters,
         expected=f"none for a {config.architecture.name} model, whose tokens are several rows each",
         error=ServeError,
     )
     require(
-        config.architecture.name != "parscale" or runner_type is LocalRunner,
+        config.architecture.streams.num == 1 or runner_type is LocalRunner,
         "kv",
         job.kv.name,
         expected="paged or slots for a model with streams: no other cache knows their prefixes",
@@ -376,9 +378,10 @@ def engine_of(
             bank.load(name, Path(directory))
     kernel = attention_kernel(job, model, cache)
     # What is recorded has addresses of weights in it: they must stay where they are.
-    here = runner_type is LocalRunner and job.memory.name != "superpipeline"
+    here = runner_type is LocalRunner and "moves_weights" not in traits("memory", job.memory)
     # Nor does it see which tokens take which route, or know streams that are apart.
-    here = here and config.architecture.name not in ("duo", "desync")
+    ways = config.architecture
+    here = here and not ways.ffn.duo and ways.residual.apart == 1
     recordable = kernel if cache.device.type == "cpu" and here else None
     options: dict[str, Any] = {
         "attention": kernel,
@@ -399,7 +402,7 @@ def engine_of(
         host = HostStore(cache, job.host_tokens // kv.block_size)
         runner.mover = Mover(cache, host, link=link)
         known = link or measure_link(cache, host)
-        if cost is None and job.preempt.name == "auto":
+        if cost is None and "chooses_by_price" in traits("preempt", job.preempt):
             cost = quick_cost(runner, limits)
     preemption = preempt_part.build(
         kv, limits, host_tokens=job.host_tokens or 0, link=known, cost=cost
@@ -467,7 +470,7 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
         ShoalError: the model cannot be read, or a part or a limit of the job cannot be.
     """
     model = load_model(job)
-    if job.decode.name == "diffusion":
+    if "whole_blocks" in traits("decode", job.decode):
         from shoal.serve.decode.diffusion.build import diffusion_engine
 
         engine, cache = diffusion_engine(job, model)

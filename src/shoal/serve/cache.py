@@ -150,6 +150,14 @@ class PagedCache:
         for store in self.stores:
             store.index_copy_(2, target, store.index_select(2, source))
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set blocks to zero in all layers."""
+        if not blocks:
+            return
+        place = torch.tensor(list(blocks), device=self.device)
+        for one in self.blocks:
+            one.index_fill_(2, place, 0)
+
     def move(self, copies: Iterable[Copy]) -> None:
         """Copy runs of blocks in all layers; none of them is both read and written."""
         for copy in copies:

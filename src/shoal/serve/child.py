@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-import os
+import select
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.core import children
 from shoal.core.errors import ServeError
+from shoal.serve.launched import PRIVATE
 from shoal.serve.spinning import spin_briefly
 from shoal.serve.wire import Decoder, encode
 
-__all__ = ["Child"]
+__all__ = ["Child", "readable"]
 
 _READ_BYTES = 2**20
+# s without a word from a process that is waited for, or without room for what it is sent.
+_SILENT_S = 600.0
+
+
+def readable(children: Sequence[Child]) -> list[Child]:
+    """Those that have sent something, once one has.
+
+    Raises:
+        ServeError: none does for ten minutes.
+    """
+    there = select.select([child.socket for child in children], [], [], _SILENT_S)[0]
+    if not there:
+        raise _silent(children)
+    return [child for child in children if child.socket in there]
+
+
+def _silent(children: Sequence[Child]) -> ServeError:
+    names = ", ".join(f"{child.name} (process {child.process.pid})" for child in children)
+    return ServeError(f"no sign within {_SILENT_S:g} s of the {names}: it blocks")
 
 
 class Child:
@@ -42,16 +62,16 @@ class Child:
     ) -> None:
         self.name, self.role = name, role
         own, theirs = socket.socketpair()
-        environment = {k: v for k, v in os.environ.items() if k != "SHOAL_API_KEY"}
+        environment = children.environment(without=PRIVATE)
         spin_briefly(environment)
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--fd", str(theirs.fileno())],
+            self.process = children.start(
+                module,
+                *("--fd", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
         except OSError as cause:
             own.close()
@@ -59,6 +79,7 @@ class Child:
         finally:
             theirs.close()
         self.socket = own
+        self.socket.settimeout(_SILENT_S)
         self.decoder = Decoder()
         self.ready: dict[str, Any] = {}
         self.stats: dict[str, float] = {}
@@ -70,6 +91,8 @@ class Child:
         """Send; ServeError when the process is gone."""
         try:
             self.socket.sendall(encode(message))
+        except TimeoutError:
+            raise _silent([self]) from None
         except OSError:
             raise self.died() from None
 
@@ -77,6 +100,8 @@ class Child:
         """What is here; the end of the process is an error."""
         try:
             data = self.socket.recv(_READ_BYTES)
+        except TimeoutError:
+            raise _silent([self]) from None
         except OSError:
             data = b""
         if not data:
@@ -110,6 +135,4 @@ class Child:
     def close(self) -> None:
         """End the process."""
         self.socket.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        children.kill([self.process])

@@ -19,6 +19,9 @@ from typing import Any
 from shoal.core.errors import ServeError, require
 from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, SamplingParams
+from shoal.serve.client_options import ClientOptions
+from shoal.serve.deaths import Deaths, key_of
+from shoal.serve.failure import RequestFailedError
 from shoal.serve.launched import Launched, Words, launch
 from shoal.serve.process import DEFAULT_FACTORY
 from shoal.serve.unread import Unread
@@ -30,6 +33,7 @@ __all__ = [
     "EngineDownError",
     "ModelInfo",
     "RefusedError",
+    "RequestFailedError",
     "SlowReaderError",
 ]
 
@@ -46,11 +50,13 @@ class EngineDownError(ServeError):
     Args:
         message: what happened.
         retry_after_s: s after which to try again.
+        met: names the death, where it died while it answered this request.
     """
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, *, met: str = "") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.met = met
 
 
 class RefusedError(ServeError):
@@ -59,32 +65,6 @@ class RefusedError(ServeError):
 
 class SlowReaderError(ServeError):
     """A stream whose reader does not keep up; its request was aborted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientOptions:
-    """How patient the client is.
-
-    Args:
-        start_s: s that the engine may take to load its model.
-        ping_s: s between two questions whether it is alive.
-        hang_s: s without an answer, or within one step, after which it is killed.
-        backoff_s: s before the first restart; twice as long after each failure in a row.
-        max_backoff_s: longest wait before a restart.
-        max_unread: outputs that a stream keeps for its reader before it is aborted.
-    """
-
-    start_s: float = 600.0
-    ping_s: float = 1.0
-    hang_s: float = 120.0
-    backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
-    max_unread: int = 1024
-
-    def __post_init__(self) -> None:
-        for name in ("start_s", "ping_s", "hang_s", "backoff_s", "max_backoff_s", "max_unread"):
-            value = getattr(self, name)
-            require(value > 0, f"engine.{name}", value, expected="more than 0", error=ServeError)
 
 
 @dataclass(frozen=True)
@@ -152,6 +132,7 @@ class EngineClient:
         self._launched = launched
         self._link: _Link | None = None
         self._streams: dict[str, Unread] = {}
+        self._deaths = Deaths()
         self._supervisor: asyncio.Task[None] | None = None
         self._info: ModelInfo | None = None
         self._next_ping = 0
@@ -302,6 +283,7 @@ class EngineClient:
         Raises:
             EngineDownError: the engine is not there, or died meanwhile.
             RefusedError: the engine can never run this request.
+            RequestFailedError: the engine failed on this request, or died of it twice.
             SlowReaderError: the outputs were not taken in time.
         """
         stream = self._open(request_id, tokens, params, priority, adapter, salt, fork_of, began)
@@ -361,7 +343,9 @@ class EngineClient:
             expected="an id that no open request has",
             error=ServeError,
         )
-        stream = Unread(began)
+        stream = Unread(began, (tokens, params, adapter))
+        if self._deaths:
+            self._deaths.check(key_of(*stream.asked))
         message = {
             "kind": "add",
             "id": request_id,
@@ -473,7 +457,10 @@ class EngineClient:
                 failures = 0 if steady else failures
                 pause = self._pause(failures)
                 log.error("%s; it starts again in %.1f s", self._reason, pause)
-                self._fail_streams(EngineDownError(self._reason, max(1.0, pause)))
+                open_ones = [one.asked for one in self._streams.values() if not one.ended]
+                self._deaths.died((key_of(*asked) for asked in open_ones), self.restarts)
+                which = str(self.restarts)
+                self._fail_streams(EngineDownError(self._reason, max(1.0, pause), met=which))
                 await self._disconnect(link)
             else:
                 pause = self._pause(failures)
@@ -549,6 +536,8 @@ class EngineClient:
                     self._drop(output.request_id, stream)
                 elif stream.ended:
                     del self._streams[output.request_id]
+                    if self._deaths:
+                        self._deaths.served(key_of(*stream.asked))
         elif kind == "began":
             for request_id in message["ids"]:
                 stream = self._streams.get(request_id)
@@ -562,6 +551,10 @@ class EngineClient:
             stream = self._streams.pop(message["id"], None)
             if stream is not None:
                 stream.fail(RefusedError(message["message"]))
+        elif kind == "error":
+            stream = self._streams.pop(message["id"], None)
+            if stream is not None:
+                stream.fail(RequestFailedError(message["message"]))
         elif kind == "answer":
             waiting = link.questions.pop(message["number"])
             if not waiting.done():

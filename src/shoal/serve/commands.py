@@ -50,6 +50,7 @@ class Writer:
             # The chunks come first: they tell who is new.
             "chunks": [self._chunk(chunk, fresh) for chunk in step.chunks],
             "moves": [list(move) for move in step.moves],
+            "scrub": list(step.scrub),
             "transfers": [
                 [one.id, one.kind, one.request_id, [list(copy) for copy in one.copies], one.after]
                 for one in step.transfers
@@ -104,7 +105,8 @@ class Reader:
             for number, kind, name, copies, after in command["transfers"]
         )
         moves = tuple(Copy(*move) for move in command["moves"])
-        return Step(tuple(chunks), transfers=transfers, moves=moves)
+        scrub = tuple(command["scrub"])
+        return Step(tuple(chunks), transfers=transfers, moves=moves, scrub=scrub)
 
 
 class Inbox:
@@ -179,6 +181,7 @@ def pack_result(ticket: int, result: StepResult) -> dict[str, Any]:
         },
         "vectors": {name: list(values) for name, values in result.vectors.items()},
         "failed": dict(result.failed),
+        "errors": dict(result.errors),
         "seconds": result.seconds,
         "done": sorted(result.done),
     }
@@ -197,6 +200,7 @@ def unpack_result(raw: Mapping[str, Any]) -> StepResult:
         },
         vectors=raw["vectors"],
         failed=raw["failed"],
+        errors=raw["errors"],
         seconds=raw["seconds"],
         done=frozenset(raw["done"]),
     )

@@ -17,7 +17,6 @@ import os
 import select
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.core.errors import ServeError, require
+from shoal.core.scratch import SHARED_MEMORY, scratch
 from shoal.cost.serve_sim import Served, request_of
 from shoal.cost.step_cost.fitted import Sample
 from shoal.ir import Arrival, Limits, Output, Request, ServeJob
 from shoal.plan.batching.common import Queues
 from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.plan.batching.paged import PagedBlocks
-from shoal.serve.child import Child
+from shoal.serve.child import Child, readable
 from shoal.serve.phase import phase_choice
 from shoal.serve.wire import pack_params, unpack_output
 
@@ -111,9 +111,8 @@ class DisaggEngine:
         self._told: list[dict[str, Any]] = []
         self._counts = {"prompt": 0, "new": 0, "moved_bytes": 0}
         self._children: list[Child] = []
-        memory = Path("/dev/shm")  # noqa: S108 - a directory of our own is made in it
-        room = str(memory) if os.access(memory, os.W_OK) else None
-        self._directory = Path(tempfile.mkdtemp(prefix="shoal-handover-", dir=room))
+        in_memory = os.access(SHARED_MEMORY, os.W_OK)
+        self._directory = scratch("handover", SHARED_MEMORY if in_memory else None)
         front: Role = "prefill" if backs else "both"
         back: Role = "decode"
         roles = [front] * fronts + [back] * backs
@@ -181,10 +180,7 @@ class DisaggEngine:
 
     def _wait(self, done: Callable[[Child], object], kind: str) -> None:
         while waiting := [child for child in self._children if not done(child)]:
-            readable, _, _ = select.select([child.socket for child in waiting], [], [])
-            for child in waiting:
-                if child.socket not in readable:
-                    continue
+            for child in readable(waiting):
                 for message in child.receive():
                     if kind == "ready":
                         child.ready = dict(message)
@@ -341,7 +337,7 @@ class DisaggEngine:
         for told in message["told"]:
             if told["id"] in self._open:
                 self._told.append(told)
-                if told["kind"] == "refused":
+                if told["kind"] in ("refused", "error"):
                     self._end(told["id"])
         held = message.get("held", {})
         outputs = []

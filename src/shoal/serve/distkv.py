@@ -15,7 +15,6 @@ import os
 import select
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import table
+from shoal.core.scratch import scratch
+from shoal.core.traits import traits
 from shoal.ir import Output, Request, ServeJob, StepCost
 from shoal.plan.batching.common import most_cached
 from shoal.plan.batching.distributed import Distributed
 from shoal.plan.batching.ledger import Beat, Ledger
-from shoal.serve.child import Child
+from shoal.serve.child import Child, readable
+from shoal.serve.deaths import MOST_DEATHS
 from shoal.serve.disagg import packed
 from shoal.serve.wire import unpack_output
 
@@ -78,7 +80,7 @@ class DistKVEngine:
             error=ServeError,
         )
         require(
-            not job.host_tokens and job.preempt.name == "recompute",
+            not job.host_tokens and "swaps_cache" not in traits("preempt", job.preempt),
             "preempt",
             job.preempt.name,
             expected="recompute, and no host_tokens: kv.distributed.host_tokens is a lender",
@@ -97,8 +99,11 @@ class DistKVEngine:
         # Instances that are gone, and how that was noticed.
         self.losses: list[str] = []
         self._told: list[dict[str, Any]] = []
+        # Request -> instances that died with it; requests that their instance has taken in.
+        self._met: dict[str, int] = {}
+        self._taken: set[str] = set()
         self._children: dict[int, Child] = {}
-        self._directory = Path(tempfile.mkdtemp(prefix="shoal-distkv-"))
+        self._directory = scratch("distkv", sockets=True)
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         threads = job.threads or max(1, len(cores) // part.instances)
         job = job.model_copy(update={"threads": threads})
@@ -150,13 +155,11 @@ class DistKVEngine:
         while waiting := [
             one for n, one in self._children.items() if n < below and not one.ready.get(kind)
         ]:
-            readable, _, _ = select.select([child.socket for child in waiting], [], [])
-            for child in waiting:
-                if child.socket in readable:
-                    for message in child.receive():
-                        if message["kind"] == "ready":
-                            child.ready = dict(message)
-                        child.ready[message["kind"]] = True
+            for child in readable(waiting):
+                for message in child.receive():
+                    if message["kind"] == "ready":
+                        child.ready = dict(message)
+                    child.ready[message["kind"]] = True
 
     def _tell_room(self) -> None:
         for number, child in self._children.items():
@@ -252,6 +255,7 @@ class DistKVEngine:
 
     def _send(self, request: Request, place: int) -> None:
         self._open[request.id] = request, place
+        self._taken = {name for name in self._taken if name in self._open and name != request.id}
         self._children[place].send({**packed(request), "kind": "add", "n_prompt": request.n_prompt})
 
     def abort(self, request_id: str) -> Output | None:
@@ -286,12 +290,14 @@ class DistKVEngine:
             self.ledger.beat(Beat(**raw), self.clock())
             self._advise()
             return []
+        if message["kind"] == "taken" and message["id"] in self._open:
+            self._taken.add(message["id"])
         if message["kind"] != "outputs":
             return []
         child.stats = message["stats"]
         self._told += message["told"]
         for one in message["told"]:
-            if one["kind"] == "refused":
+            if one["kind"] in ("refused", "error"):
                 self._open.pop(one["id"], None)
         outputs = []
         for packed_output in message["outputs"]:
@@ -343,6 +349,10 @@ class DistKVEngine:
         homeless = [request for request, place in self._open.values() if place == number]
         for request in homeless:
             del self._open[request.id]
+            if request.id in self._taken:
+                self._met[request.id] = self._met.get(request.id, 0) + 1
+        known = {*self._open, *(request.id for request in homeless)}
+        self._met = {name: met for name, met in self._met.items() if name in known}
         self.ledger.lose(number)
         self.losses.append(f"{child.name}: {reason}")
         if not any(one < self.part.instances for one in self._children):
@@ -351,6 +361,13 @@ class DistKVEngine:
             self._tell(other, {"kind": "lost", "instance": number})
             self._tell(other, {"kind": "room", "blocks": self._capacity(other)})
         for request in homeless:
+            if self._met.get(request.id, 0) >= MOST_DEATHS:
+                words = (
+                    f"{MOST_DEATHS} instances died while they answered this request, so it is not "
+                    "tried again; change it, or report it with the server's log"
+                )
+                self._told.append({"kind": "error", "id": request.id, "message": words})
+                continue
             place = self._place()
             try:
                 longest = self._children[place].ready["max_position"]
@@ -366,7 +383,7 @@ class DistKVEngine:
                 self._lose(place, str(cause))
 
     def told(self) -> list[dict[str, Any]]:
-        """Requests that cannot go on, once: ``refused`` (id, message)."""
+        """Requests that cannot go on, once: ``refused`` and ``error`` (id, message)."""
         told, self._told = self._told, []
         return told
 

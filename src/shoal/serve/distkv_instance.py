@@ -7,8 +7,8 @@ has a cache and no requests: it only lends.
 Messages in: ``start`` (job, instance, directory, cpus), ``peers`` (paths), ``room`` (blocks that
 others would lend), ``add`` (id, tokens, n_prompt, params, priority, adapter, salt), ``abort``
 (id), ``loans`` (creditor and blocks of each), ``recall`` (creditor, blocks), ``lost`` (instance).
-Messages out: ``ready`` (what model and cache are), ``mapped``, ``outputs`` (with ``stats``),
-``beat``, ``failed`` (why the process ends).
+Messages out: ``ready`` (what model and cache are), ``mapped``, ``taken`` (id of a request that is
+queued), ``outputs`` (with ``stats``), ``beat``, ``failed`` (why the process ends).
 
 Source: Lin et al., Infinite-LLM, 2024, section 4.2.
 """
@@ -187,6 +187,7 @@ class Instance:
         try:
             with self._lock:
                 engine.scheduler.add(request)
+            self.parent.send({"kind": "taken", "id": request.id})
         except ServeError as cause:
             self._tell(engine, [], [{"kind": "refused", "id": request.id, "message": str(cause)}])
 

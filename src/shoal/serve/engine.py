@@ -6,10 +6,12 @@ owns it calls :meth:`Engine.step` while it is :attr:`Engine.busy`.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
@@ -17,6 +19,7 @@ from shoal.ir import (
     CountingRunner,
     KVManager,
     Output,
+    Purging,
     Request,
     Runner,
     SamplingParams,
@@ -24,15 +27,22 @@ from shoal.ir import (
     Step,
     StepResult,
 )
+from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
+from shoal.plan.batching.common import Queues
+from shoal.plan.batching.recompute import Recomputing
+from shoal.serve.failure import failure
 
 if TYPE_CHECKING:
     from shoal.serve.adapters import AdapterBank
 
 __all__ = ["MAX_LOGPROBS", "Engine", "check_params"]
 
+log = logging.getLogger("shoal.serve")
+
 # Most alternatives reported with a token.
 MAX_LOGPROBS = 20
 MAX_PENALTY = 10.0
+MAX_BIAS = 1e6
 
 
 def check_params(params: SamplingParams, *, streams: int = 1, shares: bool = False) -> None:
@@ -48,15 +58,20 @@ def check_params(params: SamplingParams, *, streams: int = 1, shares: bool = Fal
     """
     for name, value, good, expected in (
         ("max_tokens", params.max_tokens, params.max_tokens >= 1, "1 or more"),
-        ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 or more"),
+        (
+            "temperature",
+            params.temperature,
+            params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < math.inf,
+            f"0 for the best token, or at least {MIN_TEMPERATURE:g}",
+        ),
         ("top_k", params.top_k, params.top_k >= 0, "0 (all) or more"),
         ("top_p", params.top_p, 0 < params.top_p <= 1, "(0, 1]"),
         ("min_p", params.min_p, 0 <= params.min_p <= 1, "0 (all) to 1"),
         (
             "repetition_penalty",
             params.repetition_penalty,
-            0 < params.repetition_penalty <= MAX_PENALTY,
-            f"above 0, up to {MAX_PENALTY}; 1 for none",
+            MIN_REPETITION_PENALTY <= params.repetition_penalty <= MAX_PENALTY,
+            f"{MIN_REPETITION_PENALTY} to {MAX_PENALTY}; 1 for none",
         ),
         *(
             (name, value, -MAX_PENALTY <= value <= MAX_PENALTY, f"-{MAX_PENALTY} to {MAX_PENALTY}")
@@ -68,8 +83,8 @@ def check_params(params: SamplingParams, *, streams: int = 1, shares: bool = Fal
         (
             "logit_bias",
             params.logit_bias,
-            all(math.isfinite(bias) and token >= 0 for token, bias in params.logit_bias),
-            "finite numbers for token ids",
+            all(abs(bias) <= MAX_BIAS and token >= 0 for token, bias in params.logit_bias),
+            f"numbers from -{MAX_BIAS:g} to {MAX_BIAS:g} for token ids",
         ),
         (
             "min_tokens",
@@ -109,6 +124,15 @@ def check_params(params: SamplingParams, *, streams: int = 1, shares: bool = Fal
         ),
     ):
         require(good, name, value, expected=expected, error=ServeError)
+
+
+@runtime_checkable
+class _Checked(Protocol):
+    """Books of blocks that can be compared with the requests that hold them."""
+
+    def check_integrity(self, requests: Mapping[str, Request]) -> None:
+        """AssertionError where they differ."""
+        ...
 
 
 class SwapCounters:
@@ -169,6 +193,8 @@ class Engine:
         self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0
         self._seconds = 0.0
         self._told: list[dict[str, Any]] = []
+        # Blocks of requests that failed, to be set to zero before the next step.
+        self._scrub: list[int] = []
         self._swaps = SwapCounters()
         self.last_chunks: tuple[Chunk, ...] = ()
         # Refuses what this engine cannot sample; set by whoever knows more than ranges.
@@ -250,14 +276,38 @@ class Engine:
         return self.scheduler.num_running > 0 or self.scheduler.num_waiting > 0
 
     def step(self) -> list[Output]:
-        """Plan, execute and commit one step; nothing when idle."""
+        """Plan, execute and commit one step; nothing when idle.
+
+        What nobody foresaw ends requests, once, and not the engine: those of a step that could
+        not be computed, all where planning or committing failed. The books are checked then.
+
+        Raises:
+            ServeError: the engine cannot go on.
+        """
+        try:
+            return self._step()
+        except ServeError:
+            raise
+        except Exception as cause:
+            self._end_all(cause)
+            return []
+
+    def _step(self) -> list[Output]:
         started = self.clock()
         step = self.scheduler.plan(started)
         self._preemptions += len(step.preempted)
         self.last_chunks = step.chunks
         if not step:
             return []
+        step = self._scrubbing(step)
         return self._commit(step, self.runner.execute(step), started, self.scheduler.commit)
+
+    def _scrubbing(self, step: Step) -> Step:
+        """The step, which first sets to zero what failed requests have left."""
+        if not self._scrub:
+            return step
+        blocks, self._scrub = tuple(self._scrub), []
+        return replace(step, scrub=blocks)
 
     def _commit(
         self,
@@ -277,13 +327,18 @@ class Engine:
             ids = [request.id for request in new]
             self._told.append({"kind": "began", "ids": ids, "at": started})
         now = self.clock()
-        for request_id, reason in result.failed.items():
-            self.abort(request_id)
-            self._told.append({"kind": "refused", "id": request_id, "message": reason})
+        dirty = [b for c in step.chunks if c.request.id in result.errors for b in c.request.blocks]
+        for kind, reasons in (("refused", result.failed), ("error", result.errors)):
+            for request_id, reason in reasons.items():
+                self.abort(request_id)
+                self._told.append({"kind": kind, "id": request_id, "message": reason})
         for request_id, values in result.vectors.items():
             self._told.append({"kind": "vector", "id": request_id, "values": list(values)})
         self._swaps.count(step, result, started, now)
         outputs = commit(step, result, now)
+        if result.errors:
+            self._scrub += self.kv.purge(dirty) if isinstance(self.kv, Purging) else dirty
+            self.check_integrity()
         if self._adapted:
             for output in outputs:
                 if output.finish is not None:
@@ -297,14 +352,49 @@ class Engine:
         self._steps += 1
         self._seconds += now - started
         self._prompt_tokens += prompt
-        self._new_tokens += sum(len(tokens) for tokens in result.tokens.values())
+        # As many as were given: of guesses that hold, those behind the end of an answer are not.
+        self._new_tokens += sum(len(output.tokens) for output in outputs)
         return outputs
+
+    def _end_all(self, cause: Exception) -> None:
+        """End all requests: it is not known what of the books was changed before they failed.
+
+        Raises:
+            ServeError: they cannot be trusted any more.
+        """
+        scheduler: object = self.scheduler
+        # What is on its way between cache and host belongs to nobody then.
+        if not isinstance(scheduler, Queues) or not isinstance(scheduler.preemption, Recomputing):
+            raise cause
+        log.error("a step failed; all its requests end", exc_info=cause)
+        reason = failure(cause)
+        for request_id in list(scheduler.requests):
+            self.abort(request_id)
+            self._told.append({"kind": "error", "id": request_id, "message": reason})
+        self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """Compare the books of blocks with the requests that hold them.
+
+        Raises:
+            ServeError: a block is lost, counted wrongly or held where it must not be.
+        """
+        kv: object = self.kv
+        scheduler: object = self.scheduler
+        if not isinstance(kv, _Checked) or not isinstance(scheduler, Queues):
+            return
+        try:
+            kv.check_integrity(scheduler.requests)
+        except AssertionError as cause:
+            raise ServeError(
+                f"the books of the cache are wrong ({cause}); the engine must start again"
+            ) from cause
 
     def told(self) -> list[dict[str, Any]]:
         """What the last steps gave besides tokens, once: who failed or began, and vectors.
 
-        ``refused`` (id, message), ``began`` (ids, at) or ``vector`` (id, values), as messages of
-        the process.
+        ``refused`` and ``error`` (id, message), ``began`` (ids, at) or ``vector`` (id, values), as
+        messages of the process.
         """
         told, self._told = self._told, []
         return told

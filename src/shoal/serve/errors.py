@@ -13,9 +13,13 @@ from starlette.responses import Response
 
 from shoal.core.errors import ServeError
 from shoal.serve.client import EngineDownError, RefusedError, SlowReaderError
+from shoal.serve.failure import RequestFailedError
 from shoal.serve.template import TemplateLimitError
 
-__all__ = ["TYPES", "ApiError", "as_api_error", "error_body", "error_response"]
+__all__ = ["DIED", "TYPES", "ApiError", "as_api_error", "error_body", "error_response"]
+
+# Header of an answer to a request that an engine died with; its value names the death.
+DIED = "x-shoal-engine-died"
 
 # HTTP status -> type of the error, in OpenAI's words.
 TYPES = {
@@ -71,10 +75,16 @@ def as_api_error(cause: ServeError) -> ApiError:
         return cause
     if isinstance(cause, EngineDownError):
         return ApiError(
-            str(cause), status=503, code="engine_unavailable", retry_after_s=cause.retry_after_s
+            str(cause),
+            status=503,
+            code="engine_unavailable",
+            retry_after_s=cause.retry_after_s,
+            headers={DIED: cause.met} if cause.met else None,
         )
     if isinstance(cause, RefusedError):
         return ApiError(str(cause), code="request_refused")
+    if isinstance(cause, RequestFailedError):
+        return ApiError(str(cause), status=500, code="request_failed")
     if isinstance(cause, TemplateLimitError):
         return ApiError(str(cause), param="messages", code="chat_template_error")
     if isinstance(cause, SlowReaderError):

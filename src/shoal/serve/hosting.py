@@ -7,19 +7,20 @@ no key. On another machine it listens on TCP, and wants a key that was made for 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shoal.core import children
 from shoal.core.errors import RankError
+from shoal.core.scratch import scratch
+from shoal.serve.launched import PRIVATE
 from shoal.serve.upstream import Tcp
 from shoal.serve.wire import encode
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from shoal.core.pool import Actor, Pool
 
 __all__ = ["FAILED", "Hosted", "LocalHosted", "PoolHosted", "ReplicaProcess"]
+
+# s in which a pool must find a place for a replica and start its process.
+_START_S = 600.0
 
 FAILED = "failed"
 """The file in which a replica says why it could not start."""
@@ -69,10 +73,7 @@ class ReplicaProcess:
     """
 
     def __init__(self, number: int, start: Mapping[str, Any], host: str | None = None) -> None:
-        # A path of a socket has at most 107 characters.
-        self._directory = Path(tempfile.mkdtemp(prefix=f"shoal-replica{number}-"))  # mode 0700
-        private = {"SHOAL_API_KEY", "TMPDIR"}
-        environment = {name: text for name, text in os.environ.items() if name not in private}
+        self._directory = scratch(f"replica{number}", sockets=True)
         try:
             with _listener(self._directory, host) as listener:
                 self.server: str | Tcp = (
@@ -81,21 +82,19 @@ class ReplicaProcess:
                     else Tcp(host, listener.getsockname()[1])
                 )
                 fd = listener.fileno()
-                self._process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "shoal.serve.replica"),
-                        *("--fd", str(fd), "--folder", str(self._directory)),
-                    ],
+                self._process = children.start(
+                    "shoal.serve.replica",
+                    *("--fd", str(fd), "--folder", str(self._directory)),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     # What it leaves behind when it is killed goes with its directory.
-                    env={**environment, "TMPDIR": str(self._directory)},
+                    env=children.environment({"TMPDIR": str(self._directory)}, without=PRIVATE),
                     pass_fds=[fd],
-                    start_new_session=True,  # Ctrl-C is for the router, which ends its replicas
                 )
         except BaseException:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
+        # Ray kills a worker that has no driver any more, and at once all that it has started.
         self.pid = self._process.pid
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin:
@@ -120,8 +119,7 @@ class ReplicaProcess:
 
     def close(self) -> None:
         """End it if it runs, and remove what belongs to it."""
-        self._process.kill()
-        self._process.wait()
+        children.kill([self._process])
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -191,9 +189,13 @@ class PoolHosted:
         told = {**start, "options": {**start["options"], "key": key}}
         self._actor: Actor = pool.actor(_Remote, number, told)
         try:
-            host, port, self.pid = self._actor.call("where").result()
-        except BaseException:
+            host, port, self.pid = self._actor.call("where").result(_START_S)
+        except BaseException as cause:
             self._actor.close()
+            if isinstance(cause, TimeoutError):
+                raise RankError(
+                    f"replica {number}: nothing started it within {_START_S:g} s"
+                ) from None
             raise
         self.server: str | Tcp = Tcp(host, port)
         self._asked: Future[Any] = self._actor.call("ended")

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.core.errors import ShoalError
 from shoal.ir import Request
-from shoal.serve.process import Connection, die_with_parent
+from shoal.serve.process import Connection
 from shoal.serve.wire import unpack_params
 
 __all__ = ["main_of", "request_of"]
@@ -57,7 +57,6 @@ def main_of(
     parser = argparse.ArgumentParser(prog=module, description=description)
     parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
     options = parser.parse_args(arguments)
-    die_with_parent()
     with socket.socket(fileno=options.fd) as raw:
         parent = Connection(raw)
         try:

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import subprocess
-import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import IO
 
+from shoal.core import children
 from shoal.core.errors import ServeError
 from shoal.ir.serve_job import ServeJob
 from shoal.serve.process import DEFAULT_FACTORY
 from shoal.serve.spinning import spin_briefly
 from shoal.serve.wire import encode
 
-__all__ = ["Launched", "Words", "launch"]
+__all__ = ["PRIVATE", "Launched", "Words", "launch"]
 
 log = logging.getLogger("shoal.serve")
+
+PRIVATE = frozenset({"SHOAL_API_KEY"})
+"""Variables of the server that are not for its children."""
 
 _TAIL_LINES = 40
 _LINE_BYTES = 2**16
@@ -47,9 +49,7 @@ class Launched:
     def discard(self) -> None:
         """End the process."""
         self.socket.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        children.kill([self.process])
         if self.process.stderr is not None:
             self.process.stderr.close()
 
@@ -69,20 +69,20 @@ def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> Launched:
         "factory": factory,
         "job": job.model_dump(mode="json", exclude_none=True),
     }
-    # The keys of the server are none of the engine's business.
-    environment = {k: v for k, v in os.environ.items() if k != "SHOAL_API_KEY"}
+    environment = children.environment(without=PRIVATE)
     spin_briefly(environment)
     own, theirs = socket.socketpair()
     try:
+        own.settimeout(_LEAVE_S)  # nobody reads yet: what the buffer cannot take never goes
         own.sendall(encode(start))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.serve.process", "--fd", str(theirs.fileno())],
+        process = children.start(
+            "shoal.serve.process",
+            *("--fd", str(theirs.fileno())),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for the server, which ends the engine
         )
     except OSError as cause:
         own.close()

@@ -31,6 +31,7 @@ class HttpLimits:
         tools: most functions that an answer may call.
         grammar_bytes: largest form of an answer, schemas of its tools included, B.
         grammar_s: s in which it must be compiled.
+        connections: open at once; fewer where the limit on descriptors is lower.
         open_requests: answers under way or waiting; more are refused with 429.
         read_s: s in which a request must have arrived.
         write_s: s for which a client may not read before its request is aborted.
@@ -53,6 +54,7 @@ class HttpLimits:
     tools: int = 128
     grammar_bytes: int = 64 * 2**10
     grammar_s: float = 0.5
+    connections: int = 8192
     open_requests: int = 1024
     read_s: float = 30.0
     write_s: float = 30.0

@@ -11,12 +11,13 @@ from shoal.serve.answer import Entry
 __all__ = ["chat_logprobs", "completion_logprobs", "usage"]
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The number of tokens of a request."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """The number of tokens of a request; ``cached_tokens`` of its prompts were not computed."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -49,8 +50,8 @@ def chat_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Log probabilities as completions have them."""
+def completion_logprobs(entries: Sequence[Entry], start: int) -> dict[str, Any]:
+    """Log probabilities as completions have them; texts stand behind a prompt of ``start``."""
     return {
         "tokens": [_spell(entry.raw) for entry in entries],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
@@ -61,5 +62,5 @@ def completion_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
             }
             for entry in entries
         ],
-        "text_offset": [entry.offset for entry in entries],
+        "text_offset": [start + entry.offset for entry in entries],
     }

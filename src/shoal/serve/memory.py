@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -47,6 +47,8 @@ class MemoryPart(Protocol):
 @part
 class Resident:
     """All weights lie beside the processor that computes with them."""
+
+    traits: ClassVar[frozenset[str]] = frozenset({"weights_stay"})
 
     def apply(self, model: Transformer) -> None:
         """See :class:`MemoryPart`; nothing moves."""

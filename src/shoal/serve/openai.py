@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.ir.serving import SamplingParams
+from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams
 from shoal.serve.client import ModelInfo
 from shoal.serve.errors import ApiError
 from shoal.serve.fields import Fields, wrong
@@ -180,9 +180,11 @@ def _sampling(
     top_p = fields.number("top_p", 0.0, 1.0, 1.0)
     if top_p == 0:
         wrong("top_p", top_p, "a number above 0, up to 1; use temperature 0 for the best token")
-    repetition = fields.number("repetition_penalty", 0.0, 10.0, 1.0)
-    if repetition == 0:
-        wrong("repetition_penalty", repetition, "a number above 0, up to 10; 1 is none")
+    temperature = fields.number("temperature", 0.0, 2.0, 1.0)
+    if 0 < temperature < MIN_TEMPERATURE:
+        expected = f"0 for the best token, or a number from {MIN_TEMPERATURE:g} to 2"
+        wrong("temperature", temperature, expected)
+    repetition = fields.number("repetition_penalty", MIN_REPETITION_PENALTY, 10.0, 1.0)
     top_k = fields.integer("top_k", -1, model.vocab_size, 0)
     seed = fields.integer("seed", -(2**63), 2**63 - 1, None)
     most = max_tokens or model.max_position
@@ -198,7 +200,7 @@ def _sampling(
         wrong("compute", compute, "a number above 0, up to 1")
     return SamplingParams(
         max_tokens=most,
-        temperature=fields.number("temperature", 0.0, 2.0, 1.0),
+        temperature=temperature,
         top_p=top_p,
         top_k=max(0, top_k or 0),
         min_p=fields.number("min_p", 0.0, 1.0, 0.0),
@@ -339,11 +341,15 @@ def _token_ids(value: list[Any], model: ModelInfo, param: str) -> tuple[int, ...
 
 
 def too_long(
-    num_tokens: int, max_tokens: int, model: ModelInfo, *, param: str = "prompt"
+    num_tokens: int,
+    max_tokens: int,
+    model: ModelInfo,
+    *,
+    param: str = "prompt",
+    estimated: bool = False,
 ) -> ApiError:
-    """The error of a prompt that does not fit."""
-    # A text far too long is not counted to its end.
-    count = f"more than {model.max_position}" if num_tokens > model.max_position else num_tokens
+    """The error of a prompt that does not fit; ``estimated`` of one not counted to its end."""
+    count = f"about {num_tokens}" if estimated else num_tokens
     return ApiError(
         f"{param} of {count} tokens and {max_tokens} new ones: expected at most "
         f"{model.max_position} together; shorten it or ask for fewer tokens",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal import __version__
+from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 from shoal.serve.limits import HttpLimits
 
 __all__ = ["document"]
@@ -69,13 +70,13 @@ def _common(limits: HttpLimits, name: str) -> dict[str, _Schema]:
     return {
         "model": {"const": name},
         "max_tokens": {"type": ["integer", "null"], "minimum": 1},
-        "temperature": _number(0, 2),
+        "temperature": {"anyOf": [{"const": 0}, _number(MIN_TEMPERATURE, 2)]},
         "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"type": ["integer", "null"], "minimum": -1},
         "min_p": _number(0, 1),
         "repetition_penalty": {
             "type": ["number", "null"],
-            "exclusiveMinimum": 0,
+            "minimum": MIN_REPETITION_PENALTY,
             "maximum": 10,
         },
         "frequency_penalty": _number(-2, 2),

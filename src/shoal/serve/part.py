@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ServeError, require
+from shoal.core.traits import traits
 from shoal.ir import Parallel, ServeJob
 from shoal.model import desync, ladder, parscale
 from shoal.model.attention import Mixer
@@ -65,10 +66,11 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
         error=ServeError,
     )
     # Between steps under way, a block on its way would be taken for one that is there.
-    swaps = job.preempt.name == "swap" and parallel.depth == 1
+    preempt = traits("preempt", job.preempt)
+    swaps = "recomputes_cache" not in preempt and parallel.depth == 1
     for what, wanted, good in (
         ("disagg", job.disagg, job.disagg is None),
-        ("preempt", job.preempt.name, job.preempt.name == "recompute" or swaps),
+        ("preempt", job.preempt.name, "swaps_cache" not in preempt or swaps),
         ("weights", job.weights, job.weights == "plain"),
         ("parallel.pp", parallel.pp, parallel.pp == 1 or not config.architecture.name),
         ("parallel.tp", parallel.tp, parallel.tp in _ranks(config, parallel.tp)),
@@ -93,7 +95,7 @@ def check_parts(job: ServeJob, config: ModelConfig) -> None:
 
 def _ranks(config: ModelConfig, wanted: int) -> tuple[int, ...]:
     """How many ranks can share the heads of a model, if it is not only one."""
-    if config.architecture.name in ("", "ladder", "parscale"):
+    if config.architecture.shared_by_any:
         return (wanted,)
     return (config.architecture.residual.apart,)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from shoal.core.config import parse
 from shoal.core.errors import ServeError
 from shoal.core.parts import Choice, table
+from shoal.core.traits import traits
 from shoal.ir import Fetching, Handing, Output, Phase, ServeJob
 from shoal.serve.instance import main_of, request_of
 from shoal.serve.process import Connection
@@ -49,7 +50,8 @@ def phase_choice(role: str, phase: Phase | None) -> Choice:
     built = table("phase").load(found.name)
     wanted = {"prefill": Handing, "decode": Fetching}[role]
     made = built.__name__
-    if found.name in ("prefill", "decode") and found.name != role:
+    other = {"prefill": "phase_decode", "decode": "phase_prefill"}[role]
+    if other in traits("phase", found):
         raise ServeError(
             f"disagg.{role}.scheduler = {found.name} ({made}): expected a scheduler that is "
             f"{wanted.__name__.lower()}, such as {role}"

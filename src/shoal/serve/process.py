@@ -9,17 +9,16 @@ Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, ad
 fork_of), ``abort`` (id), ``adapter`` (number, do, name, path: load, unload, merge or unmerge it),
 ``views`` (number: what concurrent workers see), ``ping`` (number). Messages out: ``answer``
 (number, answer: to ``views``, or what went wrong with an adapter), ``ready`` (what the model is),
-``outputs``, ``refused`` (a request that cannot be served, with the reason), ``vector`` (of a
-text), ``began`` (ids, and when their first step began), ``pong`` (number, stats), ``failed`` (why
-the process ends).
+``outputs``, ``refused`` (a request that cannot be served, with the reason), ``error`` (one that the
+engine failed on), ``vector`` (of a text), ``began`` (ids, and when their first step began),
+``pong`` (number, stats), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import logging
 import select
-import signal
 import socket
 import sys
 import time
@@ -30,9 +29,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shoal.core.config import parse
 from shoal.core.errors import ServeError, ShoalError
 from shoal.core.parts import load_object, table
+from shoal.core.traits import traits
 from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, Request
 from shoal.serve.decode.protocols import DecodePart
+from shoal.serve.failure import failure
 from shoal.serve.wire import Decoder, encode, pack_output, unpack_params
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ __all__ = [
     "DEFAULT_FACTORY",
     "Connection",
     "EngineLike",
-    "die_with_parent",
     "factory_of",
     "main",
     "serve",
@@ -60,13 +60,14 @@ def factory_of(job: ServeJob) -> str:
         return factory
     if job.parallel.world > 1:
         return "shoal.serve.workers:build_engine"
-    if job.kv.name == "distributed":
+    if "lends_blocks" in traits("kv", job.kv):
         return "shoal.serve.distkv:build_engine"
     return DEFAULT_FACTORY if job.disagg is None else "shoal.serve.disagg:build_engine"
 
 
+log = logging.getLogger("shoal.serve")
+
 _READ_BYTES = 2**20
-_PR_SET_PDEATHSIG = 1
 
 
 class EngineLike(Protocol):
@@ -90,7 +91,7 @@ class EngineLike(Protocol):
         ...
 
     def told(self) -> list[dict[str, Any]]:
-        """Messages ``refused``, ``vector`` and ``began`` of the last steps."""
+        """Messages ``refused``, ``error``, ``vector`` and ``began`` of the last steps."""
         ...
 
     def stats(self) -> Mapping[str, float]:
@@ -211,6 +212,10 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) 
             engine.add(request)
         except ServeError as cause:
             parent.send({"kind": "refused", "id": request.id, "message": str(cause)})
+        except Exception as cause:  # of a request, which ends alone
+            log.exception("request %s could not be queued", request.id)
+            engine.abort(request.id)
+            parent.send({"kind": "error", "id": request.id, "message": failure(cause)})
     elif kind == "abort":
         engine.abort(message["id"])
     elif kind == "ping":
@@ -239,18 +244,10 @@ def _adapter(engine: EngineLike, what: str, name: str, path: str) -> str | None:
             {"unload": bank.unload, "merge": bank.merge, "unmerge": bank.unmerge}[what](name)
     except ServeError as cause:
         return str(cause)
+    except Exception as cause:  # of an adapter, which is not there then
+        log.exception("adapter %s: cannot %s it", name, what)
+        return f"adapter {name!r}: the engine failed to {what} it ({failure(cause)})"
     return None
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, even in the middle of a step.
-
-    Only Linux knows how. Elsewhere the closed socket ends the process after its step.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            print("the engine will outlive a killed server by one step", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -258,7 +255,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shoal.serve.process", description=__doc__)
     parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
     options = parser.parse_args(arguments)
-    die_with_parent()
     with socket.socket(fileno=options.fd) as connection:
         try:
             serve(connection)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import socket
 import sys
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from typing import Any
 from shoal.core.config import parse
 from shoal.core.errors import ShoalError
 from shoal.core.files import write_atomic
+from shoal.core.logs import log_to_stderr
 from shoal.ir.serve_job import ServeJob
-from shoal.parallel.processes import end_with_parent
 from shoal.serve.client import ClientOptions
 from shoal.serve.hosting import FAILED
 from shoal.serve.limits import HttpLimits
@@ -64,10 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", required=True, type=Path, help="a directory of its own")
     given = parser.parse_args(arguments)
     folder: Path = given.folder
-    end_with_parent(folder)
-    logging.basicConfig(
-        format=f"%(asctime)s %(levelname)s {folder.name}: %(message)s", level=logging.WARNING
-    )
+    log_to_stderr(form=f"%(asctime)s %(levelname)s {folder.name}: %(message)s")
     (start,) = Decoder().feed(sys.stdin.buffer.read())
     with socket.socket(fileno=given.fd) as listener:
         try:

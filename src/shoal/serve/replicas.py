@@ -17,7 +17,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.core.errors import ServeError, ShoalError, require
-from shoal.core.pool import POOLS, Pool
+from shoal.core.pool import POOLS, Needs, Pool
+from shoal.core.traits import traits
 from shoal.ir.serve_job import ServeJob
 from shoal.serve.hosting import Hosted, LocalHosted, PoolHosted
 from shoal.serve.replica import start_message
@@ -202,8 +203,8 @@ class Replicas:
         self, job: ServeJob, options: ServerOptions, *, watch: WatchOptions | None = None
     ) -> None:
         self._watch = watch or WatchOptions()
+        self._job, self._options = job, options
         self._start = start_message(job, options)
-        self._launcher = job.launcher
         self._pool: Pool | None = None
         self.all = [
             Replica(number, self._host, self._watch, options.client.start_s)
@@ -224,8 +225,8 @@ class Replicas:
         Raises:
             ShoalError: one cannot, or there is no cluster to start it on.
         """
-        if self._launcher.name != "local":
-            self._pool = await asyncio.to_thread(POOLS.build(self._launcher).open)
+        if "remote" in traits("pool", self._job.launcher):
+            await asyncio.to_thread(self._open)
         starting = [asyncio.create_task(replica.start()) for replica in self.all]
         try:
             await asyncio.gather(*starting)
@@ -234,6 +235,14 @@ class Replicas:
                 task.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
         self._keeping = [asyncio.create_task(self._keep(replica)) for replica in self.all]
+
+    def _open(self) -> None:
+        """Open the pool of the launcher; replicas share a machine with those of it alone."""
+        job = self._job
+        pool: Pool = POOLS.build(job.launcher).open(_needs_of(job))
+        self._pool = pool
+        there = -(-job.replicas // pool.num_nodes)
+        self._start = start_message(job.model_copy(update={"replicas": there}), self._options)
 
     def end_all(self, reason: str) -> None:
         """End every open answer with an error, and start nothing again."""
@@ -247,10 +256,11 @@ class Replicas:
         """End all."""
         for task in self._keeping:
             task.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(replica.stop() for replica in self.all))
         if self._pool is not None:
+            # One that waits for a node with room for it gives up when there is no pool any more.
             await asyncio.to_thread(self._pool.close, now=True)
+        await asyncio.gather(*self._keeping, return_exceptions=True)
 
     def _host(self, number: int) -> Hosted:
         """Start the process of a replica, here or wherever the launcher has room."""
@@ -282,3 +292,9 @@ class Replicas:
                 else:
                     log.warning("replica %d runs again", replica.number)
                     break
+
+
+def _needs_of(job: ServeJob) -> Needs:
+    """What a replica takes of its node: a processor for each thread, or one for each rank."""
+    ranks = job.parallel.world if job.disagg is None else job.disagg.devices
+    return Needs(cpus=float(ranks * (job.threads or 1)))

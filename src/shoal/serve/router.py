@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import secrets
 import time
@@ -26,8 +27,10 @@ from shoal.core.errors import ServeError
 from shoal.plan.balance.protocols import Balancer
 from shoal.serve.api import ROUTES, protect
 from shoal.serve.body import parsed, read_bytes
+from shoal.serve.deaths import Deaths
 from shoal.serve.door import Door
-from shoal.serve.errors import ApiError, error_body
+from shoal.serve.errors import DIED, ApiError, as_api_error, error_body
+from shoal.serve.failure import RequestFailedError
 from shoal.serve.guard import Access
 from shoal.serve.limits import HttpLimits
 from shoal.serve.openapi import document
@@ -39,7 +42,7 @@ from shoal.serve.upstream import Answered, LostError
 
 __all__ = ["create_router", "prompt_of"]
 
-# Tries of a request. One that kills every replica it meets must not go on.
+# Tries of a request; fewer where engines die of it, see shoal.serve.deaths.
 _ATTEMPTS = 3
 # s to wait for a replica when none takes requests, and between two looks.
 _PATIENCE_S = 10.0
@@ -84,6 +87,7 @@ class _Asked:
         body: its bytes.
         prompt: what decides where it goes.
         salt: the same.
+        key: the same for the retries of a client.
     """
 
     method: str
@@ -92,6 +96,7 @@ class _Asked:
     body: bytes = b""
     prompt: str | Sequence[int] = ""
     salt: str = ""
+    key: bytes = b""
 
 
 def create_router(
@@ -153,6 +158,7 @@ class _Router:
         self._name = name
         self._limits = limits
         self._metrics = metrics
+        self._deaths = Deaths()
 
     async def health(self) -> Response:
         """200 while any replica takes requests."""
@@ -179,6 +185,7 @@ class _Router:
     async def write(self, request: Request) -> Response:
         """Pass on a request with a body."""
         data = await read_bytes(request, self._limits)
+        key = hashlib.blake2b(request.url.path.encode() + data, digest_size=16).digest()
         body = await parsed(data, self._limits)
         path = request.url.path
         # Only these leave something in a cache, or find it there.
@@ -188,24 +195,26 @@ class _Router:
             # Drawn here, so that another replica can say the same.
             body["seed"] = secrets.randbits(62)
             data = json.dumps(body).encode()
-        asked = _Asked("POST", path, _headers(request), data, prompt, salt)
+        asked = _Asked("POST", path, _headers(request), data, prompt, salt, key)
         if stream:
             return EventStream(self._stream(asked, Progress(), resumable(body)))
         return await until_gone(request.receive, self._whole(asked))
 
     async def _whole(self, asked: _Asked) -> Response:
         """An answer that is passed on when all of it is there."""
-        tries = _Tries(self._replicas)
+        tries = _Tries(self._replicas, self._deaths, asked.key)
         while True:
             replica = await self._pick(asked, tries)
             try:
                 async with self._ask(replica, asked) as answered:
-                    if answered.status in _BUSY and tries.more(replica, answered.status):
+                    died = answered.headers.get(DIED)
+                    if answered.status in _BUSY and tries.more(replica, answered.status, died):
                         continue
+                    tries.served(answered.status)
                     kept = {n: answered.headers[n] for n in _PASSED_ON if n in answered.headers}
                     return Response(await answered.body(), answered.status, headers=kept)
             except LostError as cause:
-                if not tries.more(replica):
+                if not tries.more(replica, died="" if cause.sent else None):
                     raise _broken(cause) from cause
 
     async def _stream(
@@ -216,30 +225,33 @@ class _Router:
         Raises:
             ApiError: before the first event; later errors are events themselves.
         """
-        tries = _Tries(self._replicas)
+        tries = _Tries(self._replicas, self._deaths, asked.key)
         try:
             while True:
                 replica = await self._pick(asked, tries)
                 try:
                     async with self._ask(replica, asked) as answered:
-                        if answered.status in _BUSY and tries.more(replica, answered.status):
+                        died = answered.headers.get(DIED)
+                        if answered.status in _BUSY and tries.more(replica, answered.status, died):
                             continue
                         if answered.status != 200:
                             raise await _error_of(answered)
                         async for event in _events(answered, progress):
                             yield event
+                        tries.served(answered.status)
                         break
                 except LostError as cause:
                     begun = progress.num_events > 0
-                    if (begun and not resumes) or not tries.more(replica):
+                    more = tries.more(replica, died="" if cause.sent else None)
+                    if (begun and not resumes) or not more:
                         raise _broken(cause) from cause
                     if begun:
                         progress.again()
                         self._metrics.resumed.inc()
-        except (ApiError, DivergedError) as cause:
+        except (ApiError, DivergedError, RequestFailedError) as cause:
             if not progress.num_events:
                 raise
-            error = cause if isinstance(cause, ApiError) else _broken(cause)
+            error = _broken(cause) if isinstance(cause, DivergedError) else as_api_error(cause)
             yield _event(json.dumps(error_body(error)).encode())
         yield _event(DONE)
 
@@ -276,10 +288,17 @@ class _Tries:
 
     Args:
         replicas: where it can go.
+        deaths: those that requests have met.
+        key: of this request.
+
+    Raises:
+        RequestFailedError: it has met too many already.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, deaths: Deaths, key: bytes) -> None:
         self._replicas = replicas
+        self._deaths, self._key = deaths, key
+        deaths.check(key)
         self._been: set[tuple[int, int]] = set()
         self.number = 0
 
@@ -291,9 +310,27 @@ class _Tries:
             if (replica.number, replica.restarts) not in self._been
         ]
 
-    def more(self, replica: Replica, status: int | None = None) -> bool:
-        """Whether to try again, after a replica was lost or answered with this status."""
+    def served(self, status: int) -> None:
+        """It was answered with this status."""
+        if status == 200 and self._deaths:
+            self._deaths.served(self._key)
+
+    def more(self, replica: Replica, status: int | None = None, died: str | None = None) -> bool:
+        """Whether to try again, after a replica was lost or answered with this status.
+
+        Args:
+            replica: that was asked.
+            status: of its answer.
+            died: names the death of its engine, or is empty where the replica was lost, with this
+                request; None for neither.
+
+        Raises:
+            RequestFailedError: the request has met too many deaths.
+        """
         self.number += 1
+        if died is not None and self._key:
+            self._deaths.died([self._key], (replica.number, replica.restarts, died))
+            self._deaths.check(self._key)
         if status == 503:
             replica.ready = False  # until it says that it is again
         else:

@@ -8,6 +8,7 @@ prompts as it likes.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -31,9 +32,10 @@ from shoal.serve.adjust import Adjuster
 from shoal.serve.attention import Context, PagedAttention
 from shoal.serve.cache import PagedCache
 from shoal.serve.captured import Captured
+from shoal.serve.choosing import NOT_FINITE, choose_rows
+from shoal.serve.failure import errors_of_step
 from shoal.serve.host import Mover
 from shoal.serve.pooling import Pooler
-from shoal.serve.sampler import choose
 
 if TYPE_CHECKING:
     from shoal.serve.decode.protocols import TokenTree
@@ -160,6 +162,8 @@ class LocalRunner:
         self.model, self.cache = model, cache
         self.mover, self._captured = mover, captured
         self._adapters = adapters
+        # Others compute parts of the same step: one that fails here leaves them waiting.
+        self.shared = False
         self._recorded_of: str | None = None  # the adapter that was merged in what was recorded
         self.attention, self.prompts, self._exact = attention, prompts, exact
         self._ffn = model.config.architecture.ffn
@@ -195,9 +199,27 @@ class LocalRunner:
         if not step.chunks:
             return StepResult({}, seconds=self._clock() - start, done=self._over())
         with torch.inference_mode():
+            self.cache.clear(step.scrub)
             self.cache.move(step.moves)
-            result = self._compute(step)
+            result = self._compute(step) if self.shared else self._contained(step)
         return replace(result, seconds=self._clock() - start, done=self._over())
+
+    def _contained(self, step: Step) -> StepResult:
+        """Compute a step; what nobody foresaw ends its requests, and nothing else.
+
+        Nothing of the step was taken into any books yet, so the blocks of its requests are given
+        back as those of any that is aborted.
+
+        Raises:
+            ServeError: who else computes is gone, or the books are wrong: nothing can go on.
+            RuntimeError: the device does not work any more.
+        """
+        try:
+            return self._compute(step)
+        except ServeError:
+            raise
+        except Exception as cause:
+            return StepResult({}, errors=errors_of_step(step.chunks, cause, self.cache.device))
 
     def _move(self, step: Step) -> None:
         """Begin the transfers of a step, and wait for what it waits for."""
@@ -227,7 +249,7 @@ class LocalRunner:
             if len(asked) == len(chunks) and not any(one.params.pooling for one in asked):
                 logits_RV = self._captured(chunks)
                 if logits_RV is not None:
-                    return self._chosen(logits_RV, asked, {}, {})
+                    return self._chosen(logits_RV, asked)
         rows = Rows(self.cache.block_size)
         for chunk in chunks:
             rows.add(chunk)
@@ -248,6 +270,7 @@ class LocalRunner:
             return StepResult(tokens={})
         vectors: dict[str, list[float]] = {}
         failed: dict[str, str] = {}
+        errors: dict[str, str] = {}
         stop = len(wanted)
         for place, some in zip(pooled, places, strict=True):
             start, stop = stop, stop + len(some)
@@ -256,15 +279,23 @@ class LocalRunner:
             except ServeError as cause:
                 failed[chunks[place].request.id] = str(cause)
                 continue
-            if vector is not None:
+            if vector is not None and not all(map(math.isfinite, vector)):
+                errors[chunks[place].request.id] = NOT_FINITE
+            elif vector is not None:
                 vectors[chunks[place].request.id] = vector
         if not wanted:
-            return StepResult(tokens={}, failed=failed)
+            return StepResult(tokens={}, failed=failed, errors=errors)
         requests = [chunks[place].request for place in wanted]
         logits_RV = model.logits(hidden_RD[: len(wanted)])
         if logits_RV is None:
             return StepResult(tokens={})
-        return self._chosen(logits_RV, requests, vectors, failed)
+        found = self._chosen(logits_RV, requests)
+        return replace(
+            found,
+            vectors=vectors,
+            failed={**failed, **found.failed},
+            errors={**found.errors, **errors},
+        )
 
     def _streams(self, chunks: Sequence[Chunk]) -> contextlib.AbstractContextManager[None]:
         """Within, each request is computed by as many streams as it asked for."""
@@ -289,18 +320,12 @@ class LocalRunner:
         shift_N = shifts.repeat_interleave(lengths).to(self.cache.device)
         return computing(self.model, shift_N, rows_R)
 
-    def _chosen(
-        self,
-        logits_RV: Tensor,
-        requests: list[Request],
-        vectors: dict[str, list[float]],
-        failed: dict[str, str],
-    ) -> StepResult:
+    def _chosen(self, logits_RV: Tensor, requests: list[Request]) -> StepResult:
         """The next token of every row."""
-        scores_RV, unable = self._adjust(logits_RV, requests)
-        chosen, infos = choose(logits_RV, requests, scores_RV)
-        tokens = {request.id: (new,) for request, new in zip(requests, chosen, strict=True)}
-        return StepResult(tokens=tokens, infos=infos, vectors=vectors, failed=failed | unable)
+        chosen = choose_rows(self._adjust, logits_RV, requests)
+        return StepResult(
+            tokens=chosen.tokens, infos=chosen.infos, failed=chosen.failed, errors=chosen.errors
+        )
 
     def _mixer(self, contexts: list[Context], slots_N: Tensor) -> Mixer:
         """Attention of the tokens of one step; see :class:`PagedAttention`."""

@@ -24,7 +24,7 @@ from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, TokenInfo
 from shoal.model.generate import sample
 
-__all__ = ["choose", "log_probabilities", "pick_tokens", "probabilities", "sample_rows"]
+__all__ = ["choose", "log_probabilities", "pick_tokens", "probabilities", "sample_rows", "unsound"]
 
 _CANDIDATES = 256
 
@@ -34,15 +34,19 @@ _CLOSE = 1e-12
 
 def choose(
     logits_RV: Tensor, requests: Sequence[Request], scores_RV: Tensor | None = None
-) -> tuple[list[int], dict[str, tuple[TokenInfo, ...]]]:
+) -> tuple[list[int], dict[str, tuple[TokenInfo, ...]], list[int]]:
     """The next token of every row, and the log probabilities that were asked for.
 
     Args:
         logits_RV: scores of all tokens, by the model; log probabilities are theirs.
         requests: whose rows they are.
         scores_RV: what tokens are chosen by, where penalties or grammars changed them.
+
+    Returns:
+        Tokens, log probabilities, and the rows that have no token; see :func:`unsound`.
     """
-    tokens = pick_tokens(logits_RV if scores_RV is None else scores_RV, requests)
+    scores_RV = logits_RV if scores_RV is None else scores_RV
+    tokens, bad = _picked(scores_RV, requests)
     wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     infos: dict[str, tuple[TokenInfo, ...]] = {}
     if wanted:
@@ -52,7 +56,7 @@ def choose(
             [requests[row].params.logprobs or 0 for row in wanted],
         )
         infos = {requests[row].id: (info,) for row, info in zip(wanted, found, strict=True)}
-    return tokens, infos
+    return tokens, infos, bad
 
 
 def pick_tokens(
@@ -64,9 +68,38 @@ def pick_tokens(
         scores_RV: what tokens are chosen by.
         requests: whose rows they are.
         ahead: how many tokens each row's would come after the request's next one; 0 if not given.
+
+    Returns:
+        Tokens; of a row that has none, one whose score is not finite.
     """
+    return _picked(scores_RV, requests, ahead)[0]
+
+
+def unsound(scores_RV: Tensor, tokens: Sequence[int]) -> list[int]:
+    """The rows whose chosen token has no finite score, so that nothing can be chosen of them.
+
+    The best score of a row tells of all: it is NaN if any is, infinite if any overflowed, and
+    -inf if no token is allowed. So one number a row is looked at, not all of the vocabulary.
+
+    Args:
+        scores_RV: what tokens were chosen by.
+        tokens: of every row, its best one or one that was sampled of finite scores.
+    """
+    index_R1 = torch.tensor(list(tokens), device=scores_RV.device)[:, None]
+    chosen = scores_RV.gather(-1, index_R1)[:, 0].tolist()
+    return [row for row, score in enumerate(chosen) if not math.isfinite(score)]
+
+
+def _picked(
+    scores_RV: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
+    """The token of every row, and the rows that have none."""
     tokens_R = _best(scores_RV)
+    best: list[int] = tokens_R.tolist()
+    bad = unsound(scores_RV, best)
     rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+    if bad:
+        rows = [row for row in rows if row not in bad]
     if rows:
         chosen = [requests[row] for row in rows]
         everything = len(rows) == len(requests)
@@ -79,8 +112,8 @@ def pick_tokens(
             tokens_R = picked
         else:
             tokens_R[rows] = picked
-    tokens: list[int] = tokens_R.tolist()
-    return tokens
+        best = tokens_R.tolist()
+    return best, bad
 
 
 def _best(scores_RV: Tensor) -> Tensor:
@@ -135,18 +168,18 @@ def _pick(
     )
     temperature_R1, top_k_R1, top_p_R1, log_R1, uniform_R1 = settings_5R.unsqueeze(-1)
     floor_R1 = log_R1 if any(one.min_p for one in params) else None
-    scores_RV = logits_RV.double() / temperature_R1
+    top = logits_RV.topk(width, dim=-1, sorted=False)
+    scores_RV = _scaled(logits_RV, top.values.amax(-1, keepdim=True), temperature_R1)
     # By falling score, and by token where scores are equal, as a stable sort has it.
-    token_RM = logits_RV.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    token_RM = top.indices.sort(dim=-1).values
     scores_RM, order_RM = scores_RV.gather(-1, token_RM).sort(dim=-1, descending=True, stable=True)
     token_RM = token_RM.gather(-1, order_RM)
-    best_R1 = scores_RM[:, :1]
-    weight_RM = _weights(scores_RM - best_R1, floor_R1)
+    weight_RM = _weights(scores_RM, floor_R1)
     all_R1 = top_k_R1 >= vocab_size
     inside_RM = (torch.arange(width, device=logits_RV.device) < top_k_R1) & (weight_RM > 0)
     total_R1 = torch.where(
         all_R1,
-        _weights(scores_RV - best_R1, floor_R1).sum(-1, keepdim=True),
+        _weights(scores_RV, floor_R1).sum(-1, keepdim=True),
         (weight_RM * inside_RM).sum(-1, keepdim=True),
     )
     p_RM = weight_RM / total_R1
@@ -154,7 +187,8 @@ def _pick(
     before_RM = cumulative_RM - p_RM
     unlimited_R1 = top_p_R1 == 1
     kept_RM = inside_RM & (p_RM > 0) & ((before_RM < top_p_R1) | unlimited_R1)
-    num_kept_R1 = kept_RM.sum(-1, keepdim=True)
+    # The best one always: a tiny top_p is 0 where floats that are not normal are flushed.
+    num_kept_R1 = kept_RM.sum(-1, keepdim=True).clamp(min=1)
     # Tokens beyond the candidates may take part; then the end is known only where nothing
     # limits it.
     cut_R1 = (num_kept_R1 == width) & (top_k_R1 > width)
@@ -175,6 +209,15 @@ def _pick(
     return token_RM.gather(-1, last_R1)[:, 0], sure_R1[:, 0]
 
 
+def _scaled(logits_RV: Tensor, best_R1: Tensor, temperature_R1: Tensor) -> Tensor:
+    """How far each score is below the best, over the temperature, in fp64; nothing overflows.
+
+    The best comes first: a score over a small temperature may be infinite, and two of these have
+    no difference.
+    """
+    return logits_RV.to(torch.float64, copy=True).sub_(best_R1).div_(temperature_R1)
+
+
 def _weights(below: Tensor, floor_R1: Tensor | None) -> Tensor:
     """Probabilities over that of the best token; none for those under the floor."""
     return below.exp() if floor_R1 is None else below.exp() * (below >= floor_R1)
@@ -186,7 +229,7 @@ def probabilities(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor
     temperature_R1, top_k_R1, top_p_R1 = torch.tensor(
         settings, dtype=torch.float64, device=logits_RV.device
     ).T.unsqueeze(-1)
-    scores_RV = logits_RV.double() / temperature_R1
+    scores_RV = _scaled(logits_RV, logits_RV.amax(-1, keepdim=True), temperature_R1)
     if all(not one.top_k and not one.min_p and one.top_p == 1 for one in params):
         every_RV: Tensor = scores_RV.softmax(-1)
         return every_RV
@@ -197,9 +240,9 @@ def probabilities(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor
         device=logits_RV.device,
     )
     place_V = torch.arange(scores_RV.shape[-1], device=logits_RV.device)
-    kept_RV = (place_V < top_k_R1) & (scores_RV - scores_RV[:, :1] >= floor_R1)
+    kept_RV = (place_V < top_k_R1) & (scores_RV >= floor_R1)
     p_RV = scores_RV.masked_fill(~kept_RV, -math.inf).softmax(-1)
-    inside_RV = (p_RV.cumsum(-1) - p_RV < top_p_R1) | (top_p_R1 == 1)
+    inside_RV = (p_RV.cumsum(-1) - p_RV < top_p_R1) | (top_p_R1 == 1) | (place_V == 0)
     p_RV = p_RV * inside_RV
     return torch.zeros_like(p_RV).scatter_(-1, order_RV, p_RV / p_RV.sum(-1, keepdim=True))
 

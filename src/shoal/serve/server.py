@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import logging
-import resource
 import signal
 import socket
 import threading
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.ir.serve_job import ServeJob
 from shoal.serve.client import ClientOptions, EngineClient
 from shoal.serve.door import Door
@@ -44,8 +44,6 @@ log = logging.getLogger("shoal.serve")
 _FAREWELL_S = 2
 # s between two looks at whether all have left.
 _LOOK_S = 0.02
-_FILES = 16_384
-_BACKLOG = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +62,10 @@ class ServerOptions:
         traces: where to send traces, as http://localhost:4318; nowhere if not given.
         client: how patient to be with the engine.
         factory: what builds the engine.
-        adapter_routes: callers with the key may load adapters from any directory of this machine,
+        adapter_routes: callers with the key may load adapters from directories of this machine,
             unload and merge them.
+        adapter_root: the directory below which those are; None allows only the directories of the
+            adapters that the job names.
     """
 
     host: str = "127.0.0.1"
@@ -80,6 +80,7 @@ class ServerOptions:
     client: ClientOptions = field(default_factory=ClientOptions)
     factory: str = DEFAULT_FACTORY
     adapter_routes: bool = False
+    adapter_root: str | None = None
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", self.port, expected="0 to 65535", error=ServeError)
@@ -89,6 +90,13 @@ class ServerOptions:
             self.adapter_routes,
             expected="a key that callers must send: they change what everybody is served",
             hint="give one, made with: openssl rand -hex 16",
+            error=ServeError,
+        )
+        require(
+            self.adapter_root is None or (self.adapter_routes and Path(self.adapter_root).is_dir()),
+            "adapter_root",
+            self.adapter_root,
+            expected="a directory, and adapter_routes",
             error=ServeError,
         )
 
@@ -146,19 +154,22 @@ def serve_at(job: ServeJob, options: ServerOptions, listener: socket.socket) -> 
 
 def serve(
     job: ServeJob, options: ServerOptions, *, ready: Callable[[Running], None] | None = None
-) -> None:
-    """Serve until Ctrl-C or SIGTERM.
+) -> int | None:
+    """Serve until Ctrl-C, SIGTERM or SIGHUP, and then until open answers have ended.
 
     Args:
         job: what to serve.
         options: where and how to listen.
         ready: called when the server answers.
 
+    Returns:
+        The number of the signal.
+
     Raises:
         ShoalError: the address is taken or not allowed, or the model cannot be served.
     """
     with _prepared(job, options) as (listener, launched):
-        asyncio.run(_serve(job, options, listener, launched, ready or (lambda _: None)))
+        return asyncio.run(_serve(job, options, listener, launched, ready or (lambda _: None)))
 
 
 @contextlib.contextmanager
@@ -218,6 +229,15 @@ def _prepared(
         hint="with --host other machines can call; set SHOAL_API_KEY or give --api-key-file",
         error=ServeError,
     )
+    routed = job.replicas > 1 or "remote" in traits("pool", job.launcher)
+    require(
+        not (routed and options.adapter_routes),
+        "adapter_routes",
+        options.adapter_routes,
+        expected="false with replicas: each would load adapters of its own",
+        hint="name the adapters at the start, with --adapter",
+        error=ServeError,
+    )
     directory = Path(job.model)
     if not directory.is_dir():
         raise ServeError(
@@ -226,7 +246,6 @@ def _prepared(
         )
     listener = _listen(options.host, options.port)
     try:
-        routed = job.replicas > 1 or job.launcher.name != "local"
         launched = None if routed else launch(job, options.factory)
         try:
             yield listener, launched
@@ -262,14 +281,6 @@ def _not_listening(host: str, port: int, cause: OSError) -> ServeError:
     )
 
 
-def _allow_files() -> None:
-    """A thousand idle connections need more descriptors than most shells allow by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 async def _serve(
     job: ServeJob,
     options: ServerOptions,
@@ -277,10 +288,12 @@ async def _serve(
     launched: Launched | None,
     ready: Callable[[Running], None],
     halt: list[Callable[[], None]] | None = None,
-) -> None:
+) -> int | None:
+    """Serve until told to stop; the number of the signal that did, if it was one."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    signals = _on_signals(loop, stop)
+    caught: list[int] = []
+    signals = _on_signals(loop, stop, caught)
     if halt is not None:
         halt.append(functools.partial(_call_soon, loop, stop.set))
     door = Door()
@@ -300,10 +313,13 @@ async def _serve(
     try:
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            return
+            return next(iter(caught), None)
         app = starting.result()
         address = Running(_address(options, listener), _name(job, options), backend)
-        run = _Run(_uvicorn(app, options), listener, door, options.grace_s)
+        # The router asks a replica for each request, which takes another connection.
+        descriptors = 2 if launched is None else 1
+        server = _uvicorn(app, options, descriptors)
+        run = _Run(server, listener, door, options.grace_s)
         await run.until(stop, stopping, lambda: ready(address), backend)
     finally:
         starting.cancel()
@@ -312,8 +328,10 @@ async def _serve(
         await backend.stop()
         if app is not None:
             await app.state.stop()
-        for number in signals:
+        for number, handler in signals.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+    return next(iter(caught), None)
 
 
 def _address(options: ServerOptions, listener: socket.socket) -> str:
@@ -333,6 +351,7 @@ async def _start_engine(
     """Everything that takes time, while the engine loads."""
     loading = asyncio.create_task(client.start())
     try:
+        from shoal.serve.adapter_routes import AdapterPlaces
         from shoal.serve.api import create_app
         from shoal.serve.template import load_template
         from shoal.serve.text import TextModel
@@ -348,6 +367,9 @@ async def _start_engine(
     finally:
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
+    places = None
+    if options.adapter_routes:
+        places = AdapterPlaces(options.adapter_root, job.adapters.values())
     return create_app(
         client,
         text,
@@ -357,7 +379,7 @@ async def _start_engine(
         limits=options.limits,
         door=door,
         provider=provider,
-        adapter_routes=options.adapter_routes,
+        adapter_places=places,
     )
 
 
@@ -379,14 +401,13 @@ async def _start_replicas(
     )
 
 
-def _uvicorn(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
+def _uvicorn(app: FastAPI, options: ServerOptions, descriptors: int) -> uvicorn.Server:
     import uvicorn
 
-    from shoal.serve.connection import connection
+    from shoal.serve.accept import BoundedServer
 
     config = uvicorn.Config(
         app,
-        http=connection(options.limits),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -396,9 +417,8 @@ def _uvicorn(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
         proxy_headers=False,
         h11_max_incomplete_event_size=options.limits.header_bytes,
         timeout_graceful_shutdown=_FAREWELL_S,
-        backlog=_BACKLOG,
     )
-    return uvicorn.Server(config)
+    return BoundedServer(config, limits=options.limits, descriptors=descriptors)
 
 
 def _access(options: ServerOptions) -> Access:
@@ -434,9 +454,8 @@ class _Run:
         backend: Backend,
     ) -> None:
         """Answer until told to stop, and then until those inside have ended; not if told again."""
-        _allow_files()
         try:
-            self.listener.listen(_BACKLOG)
+            self.listener.listen()
         except OSError as cause:  # another server began to listen while this one loaded
             host, port = self.listener.getsockname()[:2]
             raise _not_listening(host, port, cause) from None
@@ -469,10 +488,20 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Non
         loop.call_soon_threadsafe(call)
 
 
-def _on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> list[signal.Signals]:
+def _on_signals(
+    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, caught: list[int]
+) -> dict[signal.Signals, Any]:
+    """Let signals set ``stop``; returns what handled them before."""
     if threading.current_thread() is not threading.main_thread():
-        return []
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    for number in numbers:
-        loop.add_signal_handler(number, stop.set)
-    return numbers
+        return {}
+
+    def handle(number: signal.Signals) -> None:
+        caught.append(number)
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    handled = {n: before[n] for n in numbers if before[n] is not signal.SIG_IGN}
+    for number in handled:
+        loop.add_signal_handler(number, handle, number)
+    return handled

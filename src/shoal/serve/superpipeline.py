@@ -6,7 +6,7 @@ pack weights, or keep their addresses, cannot work with weights that come and go
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -32,6 +32,7 @@ class Superpipeline:
         bytes_per_s: speed of an emulated link; None copies as fast as the machine does.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"moves_weights"})
     k: int | Literal["auto"] = "auto"
     k_prime: int | None = None
     device_budget: Size | None = None

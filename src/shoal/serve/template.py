@@ -2,19 +2,17 @@
 
 A template is a small program in Jinja that comes with the model, so it runs in Jinja's
 immutable sandbox: no attribute that leads out, no change of what it is given, no string or
-number beyond a size, no longer than a time. A model without a template, such as one trained
-on plain text, gets a plain transcript.
+number beyond a size. What a sandbox cannot count, such as nested lists, is bounded by the process
+in which the server renders: its time and its memory. A model without a template, such as one
+trained on plain text, gets a plain transcript.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -22,13 +20,14 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.core.errors import ModelError, ServeError
+from shoal.serve.confined import Confined
 from shoal.serve.folder import read_json, read_text
 
-__all__ = ["PLAIN", "ChatTemplate", "TemplateLimitError", "load_template"]
+__all__ = ["PLAIN", "ChatTemplate", "TemplateLimitError", "TemplateRenderer", "load_template"]
 
 MAX_SOURCE_BYTES = 256 * 2**10
 MAX_RENDERED = 4 * 2**20
-MAX_RENDER_S = 2.0
+MAX_RENDER_S = 1.0
 _MAX_ARGUMENT = 100_000
 _MAX_INTEGER = 2**63
 
@@ -55,7 +54,7 @@ class TemplateLimitError(ServeError):
 
 
 class _TooMuchError(Exception):
-    """Raised inside a template that takes too long or grows too large."""
+    """Raised inside a template that grows too large."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -124,7 +123,13 @@ def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
 
 def _environment() -> _Sandbox:
     environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+        # A prompt is plain text and never HTML: escaped, the model would read &lt; for <.
+        autoescape=False,
+        # Constants would be computed where the template is compiled, with no limit.
+        optimized=False,
     )
     # Filters that make text of any width, or need what a prompt never has.
     for name in ("center", "format", "indent", "wordwrap", "urlize", "random", "pprint", "xmlattr"):
@@ -162,40 +167,45 @@ class ChatTemplate:
     ) -> None:
         if len(source.encode()) > MAX_SOURCE_BYTES:
             raise ModelError(f"{where}: larger than {MAX_SOURCE_BYTES} B; that is no chat template")
-        self.where = where
+        self.source, self.where = source, where
         self.stops = tuple(stops)
         self.special = special
-        self._tokens = dict(tokens or {})
+        self.tokens = dict(tokens or {})
         try:
             self._template = _environment().from_string(source)
         except (TemplateSyntaxError, RecursionError) as cause:
             raise ModelError(f"{where}: not a Jinja template ({cause}); repair it") from cause
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
-        """The prompt for an answer to the messages.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] | None = None
+    ) -> str:
+        """The prompt for an answer to the messages, in this process; there is no limit of time.
 
         Args:
             messages: role and content of each.
             values: further names that the template may look at.
 
         Raises:
-            TemplateLimitError: the template refuses them, fails, or takes too much.
+            TemplateLimitError: the template refuses them, fails, or makes too much.
         """
-        names = {**self._tokens, **values, "messages": [dict(message) for message in messages]}
+        names = {
+            **self.tokens,
+            **(values or {}),
+            "messages": [dict(message) for message in messages],
+        }
         names.setdefault("add_generation_prompt", True)
         names.setdefault("tools", None)
         pieces: list[str] = []
         total = 0
         try:
-            with _Limits(MAX_RENDER_S):
-                for piece in self._template.generate(names):
-                    total += len(piece)
-                    _cap(total)
-                    pieces.append(piece)
+            for piece in self._template.generate(names):
+                total += len(piece)
+                _cap(total)
+                pieces.append(piece)
         except _TooMuchError as cause:
             raise TemplateLimitError(
                 f"{self.where}: stopped, since it made {cause}: expected at most {MAX_RENDERED} "
-                f"characters within {MAX_RENDER_S:g} s; send fewer or shorter messages"
+                "characters; send fewer or shorter messages"
             ) from None
         except Exception as cause:  # a template can raise whatever Python can
             raise TemplateLimitError(
@@ -204,32 +214,45 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-class _Limits:
-    """Within this block, of one thread: a deadline, and a size that nothing returned may have.
+class TemplateRenderer:
+    """Renders a chat template in a process of its own, whatever it does there.
 
-    A template is Python after compilation; the interpreter's own trace hook is what can stop
-    it anywhere, also in a loop that makes nothing.
+    Args:
+        template: of the model.
+        seconds: most s of a prompt.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._before: Callable[..., Any] | None = None
+    def __init__(self, template: ChatTemplate, *, seconds: float = MAX_RENDER_S) -> None:
+        self.template, self._seconds = template, seconds
+        self._worker = Confined("shoal.serve.template_worker", seconds)
 
-    def __enter__(self) -> None:
-        self._deadline = time.monotonic() + self._seconds
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
+    async def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
+        """The prompt for an answer to the messages; see :meth:`ChatTemplate.render`.
 
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
+        Raises:
+            TemplateLimitError: the template refuses them, fails, or takes too much.
+        """
+        template = self.template
+        question: dict[str, Any] = {"source": template.source, "where": template.where}
+        question |= {"names": {**template.tokens, **values}, "messages": list(messages)}
+        try:
+            answer = await self._worker.ask(question)
+        except TimeoutError:
+            why = f"no prompt within {self._seconds:g} s"
+        except EOFError:
+            why = "it takes more memory than a template may"
+        else:
+            if answer["kind"] == "bad":
+                raise TemplateLimitError(answer["message"])
+            text: str = answer["text"]
+            return text
+        raise TemplateLimitError(
+            f"{template.where}: stopped: {why}; send fewer or shorter messages"
+        ) from None
 
-    def _trace(self, frame: FrameType, event: str, value: Any) -> Any:
-        if time.monotonic() > self._deadline:
-            self._deadline = float("inf")  # once is enough; what follows is cleaning up
-            raise _TooMuchError("nothing in time")
-        if event == "return" and isinstance(value, str):
-            _cap(len(value))
-        return self._trace
+    async def stop(self) -> None:
+        """End the process."""
+        await self._worker.stop()
 
 
 def load_template(directory: Path) -> ChatTemplate:

@@ -21,7 +21,10 @@ from shoal.serve.folder import read_json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Detokenizer", "StopStrings", "TextModel"]
+__all__ = ["READ_WHOLE", "Detokenizer", "StopStrings", "TextModel"]
+
+READ_WHOLE = 2**18
+"""Characters that are tokenised in any case, in some 100 ms: how long a prompt is, is said."""
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -201,19 +204,26 @@ class TextModel:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def encode_within(self, text: str, limit: int, *, special: bool = True) -> list[int]:
+    def encode_within(
+        self, text: str, limit: int, *, special: bool = True
+    ) -> tuple[list[int], int]:
         """Tokens of a text, or the first of them when there are clearly more than ``limit``.
 
         A text far too long is not tokenised to its end: the tokens of its beginning are
         those of the whole, but for the last word.
+
+        Returns:
+            The tokens, and how many the whole text has; estimated from its beginning where these
+            are not all of them.
         """
-        beginning = 8 * limit + 1024
+        beginning = max(8 * limit + 1024, READ_WHOLE // 2)
         while len(text) > 2 * beginning:
             ids = self.encode(text[:beginning], special=special)
             if len(ids) > limit + 64:
-                return ids
+                return ids, round(len(ids) * len(text) / beginning)
             beginning *= 2
-        return self.encode(text, special=special)
+        ids = self.encode(text, special=special)
+        return ids, len(ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The whole text of tokens, in the same words as :meth:`stream` gives."""

@@ -40,10 +40,12 @@ class Tools:
     Args:
         given: as the request had it, for the chat template.
         form: what the answer must be; None if the model may choose to call nothing.
+        named: the request says which function it is.
     """
 
     given: tuple[Mapping[str, Any], ...]
     form: Form | None = None
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def read_tools(fields: Fields, limits: HttpLimits) -> Tools | None:
         functions = [function for function in functions if function["name"] == name]
         many = False
     form = {"tools": {"functions": functions, "many": many is not False}}
-    return Tools(tuple(given), ("tools", form))
+    return Tools(tuple(given), ("tools", form), named=choice != "required")
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:

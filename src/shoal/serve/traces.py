@@ -41,7 +41,7 @@ _PARTS = {
 
 
 def exporting(endpoint: str) -> TracerProvider:
-    """What sends spans to a collector, in batches, by OTLP over HTTP.
+    """What sends spans to a collector, in batches, by OTLP over HTTP; redirects are not followed.
 
     Args:
         endpoint: of the collector, as http://localhost:4318.
@@ -50,6 +50,7 @@ def exporting(endpoint: str) -> TracerProvider:
         ServeError: OpenTelemetry is not installed.
     """
     try:
+        import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -59,7 +60,10 @@ def exporting(endpoint: str) -> TracerProvider:
             f"traces need OpenTelemetry ({cause}); install it with: pip install 'shoal-ml[traces]'"
         ) from cause
     provider = TracerProvider(resource=Resource.create({"service.name": "shoal"}))
-    exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+    # A redirect would take the headers, which may hold a key, to a host that nobody has named.
+    session = requests.Session()
+    session.max_redirects = 0
+    exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", session=session)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shoal.core.errors import ServeError
-from shoal.ir.serving import Output
+from shoal.ir.serving import Output, SamplingParams
 
 __all__ = ["Unread"]
 
@@ -17,12 +17,17 @@ class Unread:
 
     Args:
         began: called with when the first step of the request began, s on the monotonic clock.
+        asked: what the request is: tokens of its prompt, how to sample, and its adapter.
     """
 
-    __slots__ = ("_error", "_ready", "_unread", "began", "ended", "vector")
+    __slots__ = ("_error", "_ready", "_unread", "asked", "began", "ended", "vector")
 
-    def __init__(self, began: Callable[[float], None] | None = None) -> None:
-        self.began = began
+    def __init__(
+        self,
+        began: Callable[[float], None] | None,
+        asked: tuple[Sequence[int], SamplingParams, str | None],
+    ) -> None:
+        self.began, self.asked = began, asked
         self._unread: deque[Output] = deque()
         self._ready = asyncio.Event()
         self._error: ServeError | None = None

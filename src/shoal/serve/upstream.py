@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,28 @@ __all__ = ["Answered", "LostError", "Tcp", "ask"]
 
 _READ_BYTES = 2**16
 _HEADERS = 2**16
+_CONNECT_S = 30.0
+# s of silence until the other machine is asked for a sign, between questions, questions without
+# an answer; and ms until what was sent must have arrived.
+_ALIVE = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 4,
+    "TCP_USER_TIMEOUT": 30_000,
+}
 
 
 class LostError(ServeError):
-    """A server is not there, or was gone before its answer had ended."""
+    """A server is not there, or was gone before its answer had ended.
+
+    Args:
+        message: what happened.
+        sent: it had the request.
+    """
+
+    def __init__(self, message: str, *, sent: bool = True) -> None:
+        super().__init__(message)
+        self.sent = sent
 
 
 @dataclass(frozen=True)
@@ -38,9 +57,19 @@ class Tcp:
 
 
 async def _connect(server: str | Tcp) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    if isinstance(server, Tcp):
-        return await asyncio.open_connection(server.host, server.port, ssl=server.tls or None)
-    return await asyncio.open_unix_connection(server)
+    async with asyncio.timeout(_CONNECT_S):
+        if not isinstance(server, Tcp):
+            return await asyncio.open_unix_connection(server)
+        reader, writer = await asyncio.open_connection(
+            server.host, server.port, ssl=server.tls or None
+        )
+    # An answer may be silent for long; a machine that is gone must not be. The kernel asks it.
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return reader, writer
 
 
 @dataclass(frozen=True)
@@ -87,11 +116,11 @@ class _Exchange:
 
 
 @contextlib.contextmanager
-def _as_lost() -> Any:
+def _as_lost(*, sent: bool = True) -> Any:
     try:
         yield
     except (OSError, h11.RemoteProtocolError) as cause:
-        raise LostError(f"the connection to the server broke: {cause}") from cause
+        raise LostError(f"the connection to the server broke: {cause}", sent=sent) from cause
 
 
 @contextlib.asynccontextmanager
@@ -120,7 +149,7 @@ async def ask(
     head = h11.Request(
         method=method, target=target, headers=list({**common, **(headers or {})}.items())
     )
-    with _as_lost():
+    with _as_lost(sent=False):
         reader, writer = await _connect(server)
     try:
         exchange = _Exchange(reader, writer)

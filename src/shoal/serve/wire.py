@@ -104,12 +104,12 @@ def unpack_params(raw: Mapping[str, Any]) -> SamplingParams:
 def pack_output(output: Output) -> list[Any]:
     """What a step gave one request, as plain values."""
     infos = [[info.logprob, info.top] for info in output.infos]
-    return [output.request_id, output.tokens, infos, output.finish]
+    return [output.request_id, output.tokens, infos, output.finish, output.cached]
 
 
 def unpack_output(raw: list[Any]) -> Output:
     """The inverse of :func:`pack_output`."""
-    request_id, tokens, infos, finish = raw
+    request_id, tokens, infos, finish, cached = raw
     return Output(
         request_id,
         tuple(tokens),
@@ -118,4 +118,5 @@ def unpack_output(raw: list[Any]) -> Output:
             for logprob, top in infos
         ),
         finish,
+        cached,
     )

@@ -126,6 +126,7 @@ class Rank:
             exact=job.exact,
             adjust=Adjuster(Grammars(lambda: vocabulary(job, self._config))),
         )
+        runner.shared = job.parallel.world > 1
         if job.host_tokens:
             runner.mover = mover = Mover(cache, HostStore(cache, job.host_tokens // block_size))
         reader = Reader()

@@ -20,7 +20,6 @@ import os
 import select
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 from shoal.core.errors import ServeError, ShoalError
 from shoal.core.measure import num_cores
 from shoal.core.parts import table
+from shoal.core.scratch import scratch
 from shoal.ir import (
     KVManager,
     KVPart,
@@ -114,7 +114,7 @@ class RankedRunner:
         self._closing = False
         self._peers: dict[int, _Peer] = {}
         self._answers = (job.parallel.pp - 1) * job.parallel.tp
-        self._directory = Path(tempfile.mkdtemp(prefix="shoal-workers-"))  # mode 0700
+        self._directory = scratch("workers", sockets=True)
         path = self._directory / "socket"
         # The job names it for the ranks, whose working directory is this one's.
         arguments = {

@@ -22,7 +22,7 @@ class Prompt:
 
     Args:
         tokens: its ids.
-        text: what to show of it, where it is echoed.
+        text: what it says, where that is known: it is echoed, and offsets count from its start.
     """
 
     tokens: Sequence[int]
@@ -53,11 +53,12 @@ class Job:
         """The prompt that an answer belongs to."""
         return self.prompts[index // self.ask.best_of]
 
-    def usage(self) -> dict[str, int]:
-        """Tokens so far."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; of a prompt with several answers, those that its first one found."""
         return usage(
             sum(len(prompt.tokens) for prompt in self.prompts),
             sum(answer.num_tokens for answer in self.answers),
+            sum(answer.num_cached for answer in self.answers[:: self.ask.best_of]),
         )
 
 
@@ -163,10 +164,11 @@ class CompletionWriter(_Writer):
 
     def _choice(self, index: int, piece: Piece, *, whole: bool = False) -> dict[str, Any]:
         wanted = self._job.ask.logprobs is not None
+        start = len(self._job.prompt_of(index).text or "")
         return {
             "index": index,
             "text": piece.text,
-            "logprobs": completion_logprobs(piece.entries) if wanted else None,
+            "logprobs": completion_logprobs(piece.entries, start) if wanted else None,
             "finish_reason": piece.finish,
             **self._ids(index, piece, with_prompt=whole),
         }
@@ -239,8 +241,9 @@ class ChatWriter(_Writer):
         return text, [part.as_json() for part in parts]
 
     def _finish(self, index: int, piece: Piece) -> str | None:
-        reader = self._readers[index]
-        called = reader is not None and bool(reader.calls)
+        reader, tools = self._readers[index], self._job.ask.tools
+        # Of a function that the request named, the model has not chosen to call it.
+        called = reader is not None and bool(reader.calls) and not (tools and tools.named)
         return "tool_calls" if called and piece.finish == "stop" else piece.finish
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:

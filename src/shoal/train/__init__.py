@@ -33,5 +33,6 @@ LAUNCHERS = PartTable(
         "torchrun": "shoal.train.launchers.torchrun:Torchrun",
         "slurm": "shoal.train.launchers.slurm:Slurm",
         "kubernetes": "shoal.train.launchers.kubernetes:Kubernetes",
+        "ray": "shoal.train.launchers.ray:Ray",
     },
 )

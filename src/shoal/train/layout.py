@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.checkpoint.branches import branches, place_of
+
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
 
@@ -28,6 +30,11 @@ class RunDir:
         return self.root / "plan.yaml"
 
     @property
+    def lock(self) -> Path:
+        """Held by the process that runs here, which it names."""
+        return self.root / "run.lock"
+
+    @property
     def events(self) -> Path:
         """Everything that happened, a JSON object a line."""
         return self.root / "events.jsonl"
@@ -40,7 +47,7 @@ class RunDir:
     @property
     def dumps(self) -> Path:
         """What each rank holds, as it lies, where ``checkpoint.dump`` asks for it."""
-        return self.root / "dumps"
+        return Path(place_of(self.root / "dumps", branches(self.root)[-1].number))
 
     @property
     def ranks(self) -> Path:
@@ -88,12 +95,28 @@ class RunDir:
         return self.root / "report.html"
 
     def saved_in(self, job: TrainJob) -> Path | str:
-        """The checkpoint store of a job, which may lie elsewhere."""
-        return job.checkpoint.path or self.checkpoints
+        """The checkpoint store of a job's newest branch, which may lie elsewhere."""
+        return self.levels_of(job)[0]
 
     def levels_of(self, job: TrainJob) -> list[Path | str]:
-        """All places of a job's checkpoints, nearest first."""
-        return [self.saved_in(job), *(level.path for level in job.checkpoint.levels)]
+        """All places of the checkpoints of a job's newest branch, nearest first."""
+        number = branches(self.root)[-1].number
+        return [place_of(place, number) for place in self.places_of(job)]
+
+    def places_of(self, job: TrainJob) -> list[Path | str]:
+        """All places of a job's checkpoints, in each of which every branch has its own."""
+        nearest = job.checkpoint.path or self.checkpoints
+        return [nearest, *(level.path for level in job.checkpoint.levels)]
+
+    def origin_of(self, job: TrainJob) -> tuple[int, list[Path | str]] | None:
+        """Step at which the newest branch begins, and the places that may have it.
+
+        None if the run has one branch.
+        """
+        branch = branches(self.root)[-1]
+        if branch.step is None:
+            return None
+        return branch.step, [place_of(place, branch.of) for place in self.places_of(job)]
 
     def beat(self, rank: int) -> Path:
         """Heartbeat of a rank."""
@@ -114,3 +137,7 @@ class RunDir:
     def error(self, rank: int) -> Path:
         """The error that a rank ended with."""
         return self.ranks / f"rank-{rank}.error"
+
+    def spare(self, rank: int) -> Path:
+        """Room for the error of a rank, which a full disk must not keep from being written."""
+        return self.ranks / f"rank-{rank}.spare"

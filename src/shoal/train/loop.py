@@ -10,6 +10,7 @@ and every random number are functions of the seed and the step.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 
 from shoal.checkpoint.loading import LoadReport
 from shoal.checkpoint.pieces import Piece
-from shoal.core.errors import ConfigError
+from shoal.core.errors import NonFiniteError
 from shoal.core.parts import table
 from shoal.cost.sequences import SequenceCost
 from shoal.machine import host
@@ -29,6 +30,7 @@ from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.rows import Rows
 from shoal.train import masking
+from shoal.train.finite import bad_gradients, bad_loss
 from shoal.train.optimizers.torch_state import TorchUpdater
 from shoal.train.peft.arenas import Arenas
 from shoal.train.peft.job import FineTuned
@@ -195,7 +197,7 @@ class Trainer:
 
         Raises:
             RankError: a peer is gone.
-            ConfigError: the loss is not finite.
+            NonFiniteError: the loss or a gradient is not; nothing is updated.
         """
         begin = time.perf_counter()
         if self.comm.beat is not None:
@@ -219,7 +221,7 @@ class Trainer:
             self.handle.before_step(step, self.total_steps)
         factor = self.schedule.factor(step, self.total_steps)
         if isinstance(self.updater, UpdatesEarly):
-            self.updater.begin(factor)
+            self.updater.begin(factor, self.before_update)
         with self._counted():
             loss_sum = engine.backward(rows, self.microbatch, count, record=record)
         if self.handle is not None:
@@ -233,16 +235,24 @@ class Trainer:
         if self.handle is not None:
             self.handle.before_update(step, self.total_steps)
         norm = engine.grad_norm()
-        if self.job.grad_clip:
-            engine.sharded.scale_gradients((self.job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         pending.wait()
         total, stops = shared.tolist()
         loss = total / count
-        if not loss == loss or loss in (float("inf"), float("-inf")):
-            raise ConfigError(
-                f"step {step}: the loss is {loss}; lower optimizer.lr "
-                f"(now {self.peak_lr:g}) or use precision: fp32"
-            )
+        self._require_finite(
+            step,
+            "the loss is",
+            loss,
+            lambda: bad_loss(engine, self.updater, self._peers, loss_sum),
+        )
+        # The norm is of the gradients of all ranks: one of them that is not finite makes it so.
+        self._require_finite(
+            step,
+            "the norm of the gradients is",
+            float(norm),
+            lambda: bad_gradients(engine, self._peers),
+        )
+        if self.job.grad_clip:
+            engine.sharded.scale_gradients((self.job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         self._update(factor)
         with phase(self.comm, "update"):
             if self.handle is not None:
@@ -274,6 +284,16 @@ class Trainer:
             moved=moved,
             lent=None if engine.lent is None else engine.lent.told(),
         )
+
+    def _require_finite(self, step: int, what: str, value: float, where: Callable[[], str]) -> None:
+        """Refuse a number that all ranks have; ``where`` looks, on all of them, for its origin."""
+        if not math.isfinite(value):
+            found = where()
+            detail = f"; not finite: {found}" if found else ""
+            raise NonFiniteError(
+                f"step {step}: {what} {value}{detail}; lower optimizer.lr "
+                f"(now {self.peak_lr:g}) or use precision: fp32, and continue with --resume"
+            )
 
     @property
     def settled(self) -> bool:
@@ -326,8 +346,11 @@ class Trainer:
             return float(shared[0]) / count
 
         lr = self.peak_lr * self.schedule.factor(step, self.total_steps)
-        with self._counted():
+        with self._counted(), phase(self.comm, "forward"):
             value, slope = self.handle.estimate(step, loss, lr)
+        self._require_finite(
+            step, "the loss is", value, lambda: bad_loss(self.engine, self.updater, self.comm)
+        )
         self._count_arenas()
         return StepResult(
             loss=value,

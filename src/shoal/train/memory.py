@@ -98,6 +98,8 @@ class MemoryLevel:
         self.hosts = hosts
         self.fleet: Fleet | None = None
         self._store = Store(directory.saved_in(job), keep=job.checkpoint.keep)
+        origin = directory.origin_of(job)
+        self._begins = 0 if origin is None else origin[0]
         self._start(job)
 
     def recover(self) -> None:
@@ -118,7 +120,7 @@ class MemoryLevel:
         if self.fleet is None:
             return
         step, store = self.fleet.members.restore, self._store
-        if step is not None and step > max(store.steps(), default=0):
+        if step is not None and step > max(store.steps(), default=self._begins):
             self.fleet.persist(store.where, store.keep)
 
     def change(self, job: TrainJob) -> TrainJob:

@@ -6,18 +6,18 @@ Source: Chowdhery et al., PaLM, 2022, appendix B: 6 N plus attention, recompute 
 from __future__ import annotations
 
 from shoal.cost.arithmetic import flops_per_token
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 
 __all__ = ["peak_flops", "step_flops"]
 
 
-def step_flops(plan: Plan) -> float:
+def step_flops(plan: TrainPlan) -> float:
     """FLOPs of one training step of all ranks."""
     job = plan.job
     return flops_per_token(plan.shape, job.seq_len) * job.global_batch * job.seq_len
 
 
-def peak_flops(plan: Plan, threads: int) -> float:
+def peak_flops(plan: TrainPlan, threads: int) -> float:
     """FLOP/s that the plan's ranks could do at the job's precision.
 
     A CPU's peak is shared by its cores; a rank has ``threads`` of them.

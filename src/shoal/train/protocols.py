@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from shoal.ir import Estimate, Machine, Plan, Work
+from shoal.ir import Estimate, Machine, TrainPlan, TrainReport, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Chooses", "Launcher", "LrSchedule", "Optimizer", "Updater", "UpdatesEarly"]
+__all__ = ["Chooses", "Launcher", "LrSchedule", "Optimizer", "Starter", "Updater", "UpdatesEarly"]
 
 
 class Updater(Protocol):
@@ -33,8 +34,14 @@ class Updater(Protocol):
 class UpdatesEarly(Protocol):
     """An updater that has used a gradient before the backward pass is over."""
 
-    def begin(self, factor: float) -> None:
-        """A step begins, whose update has this factor of the learning rate."""
+    def begin(self, factor: float, ready: Callable[[], None] | None = None) -> None:
+        """A step begins, whose update has this factor of the learning rate.
+
+        Args:
+            factor: scales the learning rate.
+            ready: called before anything changes; returns when weights and state may change. It
+                may be called again.
+        """
         ...
 
 
@@ -78,6 +85,28 @@ class LrSchedule(Protocol):
 class Launcher(Protocol):
     """A part of kind ``launch``: writes what another system needs to start the ranks."""
 
-    def files(self, plan: Plan) -> dict[str, str]:
+    def files(self, plan: TrainPlan) -> dict[str, str]:
         """File name -> content; the first is the one to start with."""
+        ...
+
+
+@runtime_checkable
+class Starter(Protocol):
+    """A launcher that starts the ranks itself and waits for them."""
+
+    def run(
+        self,
+        plan: TrainPlan,
+        run_dir: Path,
+        *,
+        resume: bool = False,
+        start: str | None = None,
+        restarts: int = 0,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+    ) -> TrainReport:
+        """Run a plan; the arguments are those of :func:`shoal.train.run.execute`.
+
+        Raises:
+            ShoalError: the run cannot start, or a rank failed.
+        """
         ...

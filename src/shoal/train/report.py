@@ -11,20 +11,20 @@ from shoal.core.errors import StoreError
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.cost.pipeline_picture import svg
-from shoal.cost.score import predictions
 from shoal.cost.training_memory import ARENAS, TIERS
-from shoal.ir import Plan, Report
+from shoal.ir import TrainPlan, TrainReport, compared, errors_of
 from shoal.plan.table import spell
+from shoal.train.device import computes_on
 from shoal.train.layout import RunDir
 from shoal.train.timeline import timelines
 
-__all__ = ["make_report", "rows", "write_page"]
+__all__ = ["make_report", "write_page"]
 
 # The first steps after a start pay for page faults, thread pools and compilation.
 _WARM_UP = 5
 
 
-def make_report(plan: Plan, directory: RunDir) -> Report:
+def make_report(plan: TrainPlan, directory: RunDir) -> TrainReport:
     """Put what the events of a run say beside its plan.
 
     Raises:
@@ -68,53 +68,15 @@ def make_report(plan: Plan, directory: RunDir) -> Report:
     sent = [event["wire_bytes"] for event in steady if event.get("wire_bytes")]
     if sent:
         measured["wire_bytes"] = statistics.median(sent)
-    return Report(plan=plan, measured=measured, errors=_errors(plan, measured), versions=versions())
-
-
-def rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """(quantity, predicted, measured, error) as people read them."""
-    predicted = {name: told[0] for name, told in predictions(report.plan).items()}
-    units: list[tuple[str, str, float, str]] = [
-        ("step_s", "step time", 1e3, "ms"),
-        ("tokens_per_s", "tokens per second", 1, ""),
-        ("memory_bytes", "memory of a rank", 1 / 2**20, "MiB"),
-        *((f"{tier}_bytes", f"  most on the {tier}", 1 / 2**20, "MiB") for tier in TIERS),
-        ("base_bytes", "  the base's weights", 1 / 2**20, "MiB"),
-        ("adapter_bytes", "  the adapter's", 1 / 2**20, "MiB"),
-        ("gradients_bytes", "  gradients", 1 / 2**20, "MiB"),
-        ("optimizer_bytes", "  optimizer state", 1 / 2**20, "MiB"),
-        ("activations_bytes", "  activations and all else of passes", 1 / 2**20, "MiB"),
-        ("wire_bytes", "bytes a rank sends in a step", 1 / 2**20, "MiB"),
-        ("total_s", "time in steps", 1, "s"),
-        ("outer_exposed_s", "  waiting for other workers", 1, "s"),
-        ("outer_exposed", "  as a share of it", 100, "%"),
-        ("lost_s", "time lost with ranks", 1, "s"),
-        ("mfu", "model FLOPs utilisation", 100, "%"),
-        ("loss", "training loss, last step", 1, "nats/token"),
-        ("heldout_loss", "held-out loss", 1, "nats/token"),
-        ("bits_per_byte", "held-out bits per byte", 1, ""),
-        ("gzip_bits_per_byte", "  gzip -9 on the same files", 1, ""),
-        ("xz_bits_per_byte", "  xz -9e on the same files", 1, ""),
-    ]
-    found: list[tuple[str, str, str, str]] = []
-    for key, label, factor, unit in units:
-        if key not in report.measured:
-            continue
-        before = predicted.get(key)
-        error = report.errors.get(key)
-        found.append(
-            (
-                label,
-                "" if before is None else f"{_number(before * factor)} {unit}".strip(),
-                f"{_number(report.measured[key] * factor)} {unit}".strip(),
-                "" if error is None else f"{100 * error:+.1f} %",
-            )
-        )
-    return found
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    device = computes_on(plan.machine)
+    return TrainReport(
+        plan=plan,
+        measured=measured,
+        # Times of a CPU say nothing about what was predicted for GPUs.
+        errors=errors_of(plan, measured) if device == plan.machine.device.kind else {},
+        versions=versions(),
+        device=device,
+    )
 
 
 def _kept_steps(events: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -149,15 +111,7 @@ def _lost_seconds(events: Sequence[dict[str, Any]]) -> float:
     return lost
 
 
-def _errors(plan: Plan, measured: dict[str, float]) -> dict[str, float]:
-    return {
-        key: measured[key] / value - 1
-        for key, (value, _, _) in predictions(plan).items()
-        if key in measured and value
-    }
-
-
-def write_page(report: Report, directory: RunDir) -> None:
+def write_page(report: TrainReport, directory: RunDir) -> None:
     """Write ``report.html``: curves, the comparison, what the plan said, a sample."""
     events = list(read_events(directory.events))
     evaluations = [event for event in events if event["kind"] == "eval"]
@@ -185,7 +139,7 @@ def write_page(report: Report, directory: RunDir) -> None:
         directory.page,
         _page(
             f"Run {job.name}",
-            _table(("", "predicted", "measured", "error"), rows(report)),
+            _table(("", "predicted", "measured", "error"), compared(report)),
             "".join(f"<figure>{chart}</figure>" for chart in charts),
             svg(passes, title="One step of the pipeline") if passes else "",
             _table(("", ""), facts),
@@ -207,7 +161,7 @@ def _starts(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _charts(
-    plan: Plan,
+    plan: TrainPlan,
     starts: Sequence[Sequence[dict[str, Any]]],
     evaluations: Sequence[dict[str, Any]],
 ) -> list[str]:

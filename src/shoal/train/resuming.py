@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint.levels import LevelReport, nearest
 from shoal.checkpoint.peers import told_by_first
 from shoal.core.errors import CheckpointError
+from shoal.train.finite import non_finite
 from shoal.train.memory import version_in_memory
 from shoal.train.start import open_start, take_over
 
 if TYPE_CHECKING:
     from shoal.checkpoint.loading import LoadReport
+    from shoal.checkpoint.store import Store
     from shoal.ir import TrainJob
     from shoal.train.layout import RunDir
     from shoal.train.loop import Trainer
@@ -57,58 +59,61 @@ def resumed(
     directory: RunDir,
     *,
     resume: bool,
-    from_step: int | None,
 ) -> Resumed:
-    """Load a checkpoint if asked, the newest or a named one; called by all ranks.
+    """Load the newest checkpoint of the run's newest branch if asked; called by all ranks.
 
     A run that has saved none begins where its ``start.json`` says.
 
     Raises:
         CheckpointError: what there is, is damaged or of another run.
     """
-    if resume or from_step is not None:
-        step, found = _nearest(saves, from_step)
-        version = version_in_memory() if from_step is None else None
+    if resume:
+        step, stores = _nearest(saves)
+        version = version_in_memory()
         if version is not None and version.step >= (step or 0):
             with contextlib.closing(version):
                 _expect_run(trainer, version.meta, saves.store.where)
                 trainer.load(version)
             return Resumed(step=version.step, level="memory" if version.step else "disk")
         if step is not None:
-            return _loaded(trainer, saves, step, found)
+            return _loaded(trainer, saves, step, stores)
     other = open_start(directory.root)
     if other is not None:
         return Resumed(step=take_over(trainer, other, identity(trainer), _run_of(trainer)))
     return Resumed()
 
 
-def _nearest(saves: Saves, step: int | None) -> tuple[int | None, list[int]]:
-    """The newest step, or a named one, and numbers of the levels that have it; as rank 0 sees it.
+def _nearest(saves: Saves) -> tuple[int | None, list[Store]]:
+    """The newest step of the branch, or its first, and the stores that have it, as rank 0 sees it.
 
     Raises:
-        CheckpointError: the named one is nowhere, or nobody knows what there is.
+        CheckpointError: the first step is nowhere, or nobody knows what there is.
     """
+    origin = saves.origin
 
-    def ask() -> tuple[int | None, list[int]]:
-        found, levels, silent = nearest(saves.stores, step)
+    def ask() -> tuple[int | None, list[int], bool]:
+        step, levels, silent = nearest(saves.stores)
+        begins = step is None and origin is not None
+        if begins and origin is not None:
+            step, levels, silent = nearest(origin[1], origin[0])
         saves.tell_levels(silent)
-        return found, levels
+        return step, levels, begins
 
-    found, levels = told_by_first(saves.peers, ask)
+    step, levels, begins = told_by_first(saves.peers, ask)
+    stores: Sequence[Store] = origin[1] if begins and origin is not None else saves.stores
     if step is not None and not levels:
-        saves.store.open(step)  # says which there are
-    return found, levels
+        stores[0].open(step)  # says which there are
+    return step, [stores[number] for number in levels]
 
 
-def _loaded(trainer: Trainer, saves: Saves, step: int, levels: Sequence[int]) -> Resumed:
-    """Load a step from the nearest of some levels that has it whole.
+def _loaded(trainer: Trainer, saves: Saves, step: int, stores: Sequence[Store]) -> Resumed:
+    """Load a step from the nearest of some stores that has it whole.
 
     What is loaded is verified on the way, so a damaged one is known when some of it was loaded; the
     next one then fills everything anew.
     """
     first: CheckpointError | None = None
-    for number in levels:
-        store = saves.stores[number]
+    for store in stores:
         failure: CheckpointError | None = None
         saved = report = None
         try:
@@ -127,14 +132,28 @@ def _loaded(trainer: Trainer, saves: Saves, step: int, levels: Sequence[int]) ->
                 report = trainer.load(saved)
             except CheckpointError as cause:  # the same on all ranks
                 failure = cause
+            failure = failure or _not_finite(trainer, saves, step, store)
         if failure is None:
-            level = "disk" if number == 0 else store.where
+            near = [saves.store, *([] if saves.origin is None else saves.origin[1][:1])]
+            level = "disk" if store in near else store.where
             return Resumed(step=step, level=level, report=report)
         first = first or failure
-        if len(levels) > 1:
+        if len(stores) > 1:
             saves.tell_levels([LevelReport(step, store.where, "passed_over", message=str(failure))])
     assert first is not None
     raise first
+
+
+def _not_finite(trainer: Trainer, saves: Saves, step: int, store: Store) -> CheckpointError | None:
+    """What is wrong with a state that was loaded, the same on all ranks; None if it is finite."""
+    told = [said.decode() for said in saves.peers.gather(non_finite(trainer.pieces()).encode())]
+    for rank, words in enumerate(told):
+        if words:
+            return CheckpointError(
+                f"{store.where}: step {step} cannot be continued: {words}, on rank {rank}; go on "
+                "from an earlier step with --from-step, and a lower optimizer.lr"
+            )
+    return None
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def take_routers(model: Transformer, directory: Path) -> None:
     config = huggingface.read_config(directory)
     own = model.config
     require(
-        config.architecture.ffn.name == "duo",
+        config.architecture.ffn.duo,
         "routers",
         str(directory),
         expected="a directory of a model of ffn = duo",

@@ -6,35 +6,48 @@ trained model is exported, and what was predicted is put beside what was measure
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.branches import begin_branch
 from shoal.checkpoint.store import Store
-from shoal.core.errors import CheckpointError, ConfigError, PlanError, RankError, require
+from shoal.core.errors import (
+    CheckpointError,
+    ConfigError,
+    PlanError,
+    RankError,
+    StoreError,
+    require,
+)
 from shoal.core.files import write_atomic, write_json
+from shoal.core.meter import EventTail
 from shoal.core.parts import table
 from shoal.corpora import heldout
 from shoal.corpora.tokens import prepare
 from shoal.cost.score import Score
 from shoal.cost.shapes import resolve as resolve_shape
-from shoal.ir import Machine, Plan, Report, TrainJob, Work
+from shoal.ir import Machine, TrainJob, TrainPlan, TrainReport, Work
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
+from shoal.plan.saved import check_device
+from shoal.train.alone import alone
+from shoal.train.device import computes_on
 from shoal.train.layout import RunDir
 from shoal.train.memory import Hosts, MemoryLevel, check_memory
+from shoal.train.nodes import tokens_of
 from shoal.train.peft.job import check_finetune, export
 from shoal.train.report import make_report, write_page
 from shoal.train.start import begin_at
 from shoal.train.supervise import Supervisor
 
 __all__ = [
-    "EventTail",
     "Watch",
     "conclude",
+    "conclude_stopped",
     "execute",
     "plan_job",
     "prepare_run",
@@ -48,7 +61,7 @@ Watch = Callable[[dict[str, Any]], None]
 """Called with every event of a run as it happens."""
 
 
-def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Plan:
+def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> TrainPlan:
     """The best plan that keeps every choice the job has made, and that can run.
 
     Raises:
@@ -56,7 +69,7 @@ def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Pla
     """
     from shoal.plan import strategy
 
-    plans: list[Plan] = strategy.PLANNERS.build(planner).plan(job, machine)
+    plans: list[TrainPlan] = strategy.PLANNERS.build(planner).plan(job, machine)
     refusal: PlanError | None = None
     for plan in plans:
         try:
@@ -73,12 +86,10 @@ def _device(machine: Machine) -> str:
     """Where ranks on the machine compute; empty for GPUs that this host does not have."""
     if machine.device.kind != "gpu":
         return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else ""
+    return "cuda" if computes_on(machine) == "gpu" else ""
 
 
-def with_kernels(plan: Plan) -> Plan:
+def with_kernels(plan: TrainPlan) -> TrainPlan:
     """The plan with a kernel named for every operator that training has kernels for.
 
     What dispatch takes may be another tomorrow, or elsewhere; a run that goes on, on however many
@@ -103,7 +114,7 @@ def with_kernels(plan: Plan) -> Plan:
     return plan.model_copy(update={"job": job.model_copy(update={"kernel": taken})})
 
 
-def with_rounds(plan: Plan) -> Plan:
+def with_rounds(plan: TrainPlan) -> TrainPlan:
     """The plan with a number where the job leaves the steps of a round to it."""
     job = plan.job
     part = table("sync").build(job.sync, where="sync")
@@ -123,7 +134,8 @@ def train(
     resume: bool = False,
     restarts: int = 0,
     watch: Watch | None = None,
-) -> Report:
+    anyway: bool = False,
+) -> TrainReport:
     """Plan ``job`` for ``ranks`` data-parallel ranks on this machine and run it.
 
     Args:
@@ -134,6 +146,7 @@ def train(
         resume: continue the run that lies in ``run_dir``.
         restarts: how often a lost rank may restart the run from its last checkpoint.
         watch: called with every event.
+        anyway: run on this host's CPU what is planned for GPUs; nothing of it is scored.
 
     Raises:
         ShoalError: the run cannot start, or a rank failed.
@@ -146,11 +159,12 @@ def train(
         changed["parallel"] = {"dp": ranks, "tp": 1, "pp": 1}
         job = TrainJob.model_validate(changed)
     plan = plan_job(job, machine or load("local"))
-    return execute(plan, run_dir, resume=resume, restarts=restarts, watch=watch)
+    return execute(plan, run_dir, resume=resume, restarts=restarts, watch=watch, anyway=anyway)
 
 
+@alone
 def execute(
-    plan: Plan,
+    plan: TrainPlan,
     run_dir: Path,
     *,
     resume: bool = False,
@@ -160,28 +174,35 @@ def execute(
     watch: Watch | None = None,
     inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
     hosts: Hosts | None = None,
-) -> Report:
+    anyway: bool = False,
+) -> TrainReport:
     """Run a plan on this host.
 
     Args:
         plan: what to run.
         run_dir: directory of the run.
         resume: continue from the newest checkpoint.
-        from_step: continue from this checkpoint instead, when the newest is damaged.
+        from_step: continue from this checkpoint instead, in a branch of its own, see
+            :mod:`shoal.checkpoint.branches`.
         start: begin from this checkpoint of another run, of any format and split: a path, or
             ``FORMAT:PATH``.
         restarts: how often a lost rank may restart the run.
         watch: called with every event.
         inject: called with the supervisor and every event, to break something on purpose.
         hosts: emulated hosts on which the ranks run, each with a network of its own.
+        anyway: run on this host's CPU what was planned for GPUs; nothing of it is scored.
 
     Raises:
+        KeyboardInterrupt: the run was stopped by a signal; its ranks have saved, and the report of
+            what they did is in the directory.
         ShoalError: the run cannot start, or a rank failed.
     """
     directory = RunDir(run_dir)
     resume = resume or from_step is not None
-    prepare_run(plan, directory, resume=resume, watch=watch, start=start)
+    prepare_run(plan, directory, resume=resume, watch=watch, start=start, anyway=anyway)
     job = plan.job
+    if from_step is not None:
+        begin_branch(directory.root, directory.places_of(job), from_step)
     threads = threads_of(job)
     with MemoryLevel(job, directory, watch, hosts) as level:
         while True:
@@ -191,7 +212,6 @@ def execute(
                 threads=threads,
                 timeout_s=job.timeout_s,
                 resume=resume,
-                from_step=from_step,
                 level=level.fleet,
                 environment=None if hosts is None else hosts.environment,
                 prefix=(lambda rank: ()) if hosts is None else hosts.prefix,
@@ -209,13 +229,17 @@ def execute(
             try:
                 supervisor.wait(tick)
                 break
+            except KeyboardInterrupt:
+                if supervisor.saved:
+                    conclude_stopped(plan, directory)
+                raise
             except RankError as error:
                 level.recover()
-                if restarts <= 0:
+                if restarts <= 0 or supervisor.stopping:
                     level.to_disk()
                     raise
                 restarts -= 1
-                resume, from_step = True, None
+                resume = True
                 if watch is not None:
                     watch({"kind": "restart", "message": str(error)})
     return conclude(plan, directory)
@@ -227,12 +251,13 @@ def threads_of(job: TrainJob) -> int:
 
 
 def prepare_run(
-    plan: Plan,
+    plan: TrainPlan,
     directory: RunDir,
     *,
     resume: bool,
     watch: Watch | None = None,
     start: str | None = None,
+    anyway: bool = False,
 ) -> None:
     """Tokenise, check that there is enough text, and write the plan.
 
@@ -242,11 +267,13 @@ def prepare_run(
         resume: the run may lie there already.
         watch: told about progress.
         start: a checkpoint of another run, from which this one begins.
+        anyway: the plan may be for GPUs that this host does not have.
 
     Raises:
         ShoalError: the run cannot start; nothing of it was written.
     """
     job = plan.job
+    check_device(plan.machine, computes_on(plan.machine), f"the plan of {job.name}", anyway=anyway)
     if directory.plan.exists() and not resume:
         raise ConfigError(
             f"{directory.root}: a run lies there already; continue it with --resume, "
@@ -289,7 +316,7 @@ def prepare_run(
     write_atomic(directory.tokenizer, tokens.tokenizer_path.read_bytes())
     write_json(directory.tokens, {"path": str(tokens.path.absolute())})
     if directory.plan.exists():
-        if Plan.load(directory.plan) == plan:
+        if TrainPlan.load(directory.plan) == plan:
             return
         number = len(list(directory.root.glob("plan.*.yaml")))
         write_atomic(directory.root / f"plan.{number}.yaml", directory.plan.read_bytes())
@@ -312,7 +339,7 @@ def _check_free(places: Sequence[Path | str]) -> None:
             )
 
 
-def conclude(plan: Plan, directory: RunDir) -> Report:
+def conclude(plan: TrainPlan, directory: RunDir) -> TrainReport:
     """Export the trained model, write the report and add it to the score."""
     from shoal.checkpoint.convert import export as export_model
     from shoal.checkpoint.levels import newest
@@ -327,7 +354,7 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
             saved = newest([Store(place) for place in directory.levels_of(plan.job)])
             export_model(saved, directory.export, tokenizer=directory.tokenizer)
     if "bits_per_byte" in report.measured:
-        tokens = open_tokens(Path(json.loads(directory.tokens.read_text())["path"]))
+        tokens = open_tokens(tokens_of(directory))
         report.measured["gzip_bits_per_byte"] = heldout.gzip_bits_per_byte(tokens)
         report.measured["xz_bits_per_byte"] = heldout.xz_bits_per_byte(tokens)
     write_json(directory.report, report.model_dump(mode="json"))
@@ -336,21 +363,7 @@ def conclude(plan: Plan, directory: RunDir) -> Report:
     return report
 
 
-class EventTail:
-    """New whole lines of a file that is being written, as JSON."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = path.stat().st_size if path.exists() else 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        whole = data.rfind(b"\n") + 1
-        self._at += whole
-        for line in data[:whole].splitlines():
-            yield json.loads(line)
+def conclude_stopped(plan: TrainPlan, directory: RunDir) -> None:
+    """Write the report of a run that was stopped, unless that was before its first step."""
+    with contextlib.suppress(StoreError):
+        conclude(plan, directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.core.errors import ModelError
+from shoal.core.errors import ConfigError, ModelError
 
 __all__ = ["continue_text"]
 
@@ -22,6 +22,7 @@ def continue_text(
     """What the model writes after ``prompt``.
 
     Raises:
+        ConfigError: the prompt is not UTF-8.
         ModelError: the directory has no tokenizer, or the text is too long for the model.
     """
     from shoal.corpora import tokenizer as bpe
@@ -33,7 +34,7 @@ def continue_text(
     if not file.is_file():
         raise ModelError(f"{directory}: no tokenizer.json; copy the model's own beside its weights")
     tokenizer = bpe.load(file)
-    ids = [bpe.end_of_text(tokenizer, file), *tokenizer.encode(prompt).ids]
+    ids = [bpe.end_of_text(tokenizer, file), *tokenizer.encode(_text(prompt)).ids]
     longest = model.config.max_position
     if len(ids) + tokens > longest:
         raise ModelError(
@@ -44,3 +45,18 @@ def continue_text(
         model, ids, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     return str(tokenizer.decode(found))
+
+
+def _text(prompt: str) -> str:
+    """The text of a command line's word: in some locales Python has kept its bytes as they were.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    try:
+        return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as cause:
+        raise ConfigError(
+            f"--prompt = {prompt!r}: not UTF-8 ({cause.reason} at byte {cause.start}); "
+            "give the text in UTF-8"
+        ) from None

@@ -1,4 +1,4 @@
-"""The saves of a run, on one rank: when they are made, and what is told of them."""
+"""The saves of a run, on one rank: when they are made, and what is reported of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from shoal.checkpoint.interval import FIRST_STEPS, choose, failures_seen
 from shoal.checkpoint.levels import Level, LevelReport, Levels
 from shoal.checkpoint.peers import CommPeers
 from shoal.checkpoint.store import Store
+from shoal.core.errors import NonFiniteError
 from shoal.core.meter import read_events
 from shoal.core.parts import table
+from shoal.train.finite import non_finite
 from shoal.train.resuming import meta_of
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class Saves:
     Attributes:
         store: the checkpoints.
         stores: those of all levels, nearest first.
+        origin: step at which the run's newest branch begins, and the stores that may have it; None
+            if the run has one branch.
         peers: the ranks, as saving sees them.
 
     Raises:
@@ -50,8 +54,14 @@ class Saves:
     ) -> None:
         self._directory, self._job, self._comm, self._meter = directory, job, comm, meter
         self.peers = CommPeers(comm)
-        self.store = Store(directory.saved_in(job), keep=job.checkpoint.keep)
-        farther = [(level, Store(level.path, keep=level.keep)) for level in job.checkpoint.levels]
+        nearest, *others = directory.levels_of(job)
+        self.store = Store(nearest, keep=job.checkpoint.keep)
+        farther = [
+            (level, Store(place, keep=level.keep))
+            for level, place in zip(job.checkpoint.levels, others, strict=True)
+        ]
+        origin = directory.origin_of(job)
+        self.origin = None if origin is None else (origin[0], [Store(x) for x in origin[1]])
         self.stores = (self.store, *(store for _, store in farther))
         self._levels = Levels(
             self.peers,
@@ -84,9 +94,20 @@ class Saves:
         self._saver.before_update(names)
 
     def save(self, trainer: Trainer, step: int) -> None:
-        """Begin to save; what training waits for is over when this returns."""
-        meta = meta_of(trainer, self._job, step)
-        self._saver.save(step, trainer.pieces(), meta)
+        """Begin to save; what training waits for is over when this returns.
+
+        Raises:
+            NonFiniteError: what this rank would save is not finite. Without it the other ranks
+                cannot commit, so nothing is saved.
+        """
+        meta, pieces = meta_of(trainer, self._job, step), trainer.pieces()
+        bad = non_finite(pieces)
+        if bad:
+            raise NonFiniteError(
+                f"step {step} is not saved: {bad}, on rank {self.peers.rank}; lower optimizer.lr "
+                "or use precision: fp32, and continue with --resume"
+            )
+        self._saver.save(step, pieces, meta)
         self._saved_at = step
         if self._job.checkpoint.dump:
             from shoal.checkpoint.formats.deepspeed_dump import dump
@@ -149,6 +170,8 @@ class Saves:
             self._unsaved = ticket.error
             self._stall_s = sum(ticket.blocked_s.values())
             if self.peers.rank:
+                if ticket.error is not None:
+                    print(f"step {ticket.step} is not saved: {ticket.error}", flush=True)
                 continue
             if ticket.error is not None:
                 message = str(ticket.error)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import CheckpointError
 from shoal.core.files import write_json
+from shoal.train.finite import non_finite
 
 if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import Contents
@@ -79,7 +80,7 @@ def take_over(
         The step to go on with.
 
     Raises:
-        CheckpointError: it is of another model or another run, or is damaged.
+        CheckpointError: it is of another model or another run, is damaged or not finite.
     """
     from shoal.checkpoint.saved import differences
 
@@ -91,6 +92,12 @@ def take_over(
                 "set it back, or start a new run without --from"
             )
     trainer.load(contents)
+    bad = non_finite(trainer.pieces())
+    if bad:
+        raise CheckpointError(
+            f"{contents.path}: step {contents.step} cannot be continued: {bad}; begin from an "
+            "earlier one"
+        )
     return contents.step
 
 

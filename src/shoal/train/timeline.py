@@ -8,10 +8,11 @@ as far apart as the hosts' clocks.
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING
 
 from shoal.core.files import write_json
-from shoal.ir import Event, Op, Plan, Work
+from shoal.ir import Event, Op, TrainPlan, Work
 from shoal.train.layout import RunDir
 
 if TYPE_CHECKING:
@@ -31,9 +32,11 @@ def gather(engine: Engine, directory: RunDir, step: int) -> None:
     runtime, pp = engine.runtime, engine.ranks.pp
     longest = max(len(ops) for ops in engine.schedule.ops)
     mine = torch.zeros(1, longest, 2, dtype=torch.float64)
+    # Monotonic clocks of hosts begin anywhere: the wall clock, read now, puts them in line.
+    began = runtime.began + (time.time() - time.perf_counter())
     for place, event in enumerate(runtime.events or ()):
         # In float64: seconds since 1970 have no fractions in float32.
-        times = (runtime.began + event.start, runtime.began + event.end)
+        times = (began + event.start, began + event.end)
         mine[0, place] = torch.tensor(times, dtype=torch.float64)
     everyone = torch.empty(pp.world, longest, 2, dtype=torch.float64)
     pp.all_gather(everyone, mine, tag="timeline").wait()
@@ -59,7 +62,7 @@ def read(directory: RunDir) -> list[Event]:
     ]
 
 
-def timelines(plan: Plan, directory: RunDir) -> dict[str, Timeline]:
+def timelines(plan: TrainPlan, directory: RunDir) -> dict[str, Timeline]:
     """Predicted and measured, for one picture; empty where the run has no pipeline."""
     from shoal.cost.pipeline import MachineLinks, Timeline, simulate
     from shoal.cost.training import Pricer

@@ -7,21 +7,24 @@ argument; under torchrun or Shoal's own supervisor the usual variables name it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from shoal.core.errors import MachineError, PlanError, RankError, ShoalError
-from shoal.core.files import write_json
+from shoal.core.files import reserve, use_reserved, write_json
+from shoal.core.janitor import leave
 from shoal.cost.arithmetic import parameters
 from shoal.train import timeline
+from shoal.train.device import computes_on
 from shoal.train.layout import RunDir
 from shoal.train.protocols import Chooses
 from shoal.train.watch.selfcheck import check_arithmetic
@@ -29,9 +32,9 @@ from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.snapshot import Snapshots
-    from shoal.core.meter import Meter
+    from shoal.core.meter import Meter, Sink
     from shoal.corpora.tokens import TokenSet
-    from shoal.ir import Plan, TrainJob
+    from shoal.ir import TrainJob, TrainPlan
     from shoal.parallel.comm import TorchComm
     from shoal.parallel.hdp.offload import HostShare
     from shoal.train.loop import StepResult, Trainer
@@ -52,7 +55,7 @@ class _Rank:
     """Everything one rank holds while it trains."""
 
     directory: RunDir
-    plan: Plan
+    plan: TrainPlan
     meter: Meter
     comm: TorchComm
     tokens: TokenSet
@@ -69,15 +72,20 @@ class _Rank:
         return self.comm.rank == 0
 
 
-def run_rank(directory: RunDir, *, resume: bool, from_step: int | None = None) -> None:
+def run_rank(directory: RunDir, *, resume: bool, sinks: Sequence[Sink] = ()) -> None:
     """Train on this rank until the plan's last step, or until asked to stop.
+
+    Args:
+        directory: of the run, prepared.
+        resume: continue from the newest checkpoint.
+        sinks: take the events too, on rank 0.
 
     Raises:
         ShoalError: whatever the run cannot go on with.
     """
     asked = _catch_termination()
-    with _joined(directory) as rank:
-        first = _start(rank, resume=resume, from_step=from_step)
+    with _joined(directory, sinks) as rank:
+        first = _start(rank, resume=resume)
         stopped = _train(rank, first, asked)
         with phase(rank.comm, "checkpoint"):
             rank.saves.end()
@@ -100,12 +108,12 @@ def _catch_termination() -> Callable[[], bool]:
 
 
 @contextlib.contextmanager
-def _joined(directory: RunDir) -> Iterator[_Rank]:
+def _joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[_Rank]:
     import torch
 
     from shoal.core.meter import SINKS, Meter
     from shoal.corpora.tokens import open_tokens
-    from shoal.ir import Plan
+    from shoal.ir import TrainPlan
     from shoal.parallel.agree import agree
     from shoal.parallel.comm import TorchComm
     from shoal.plan.length import num_steps
@@ -114,9 +122,10 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     from shoal.train.loop import Trainer
     from shoal.train.memory import snapshots_of
     from shoal.train.mfu import peak_flops
+    from shoal.train.nodes import tokens_of
     from shoal.train.saving import Saves
 
-    plan = Plan.load(directory.plan)
+    plan = TrainPlan.load(directory.plan)
     job = plan.job
     world = int(os.environ.get("WORLD_SIZE", "1"))
     number = int(os.environ.get("RANK", "0"))
@@ -128,7 +137,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
     threads = job.threads or max(1, (os.cpu_count() or 1) // local_world())
     torch.set_num_threads(threads)
     keep_freed_memory()
-    cuda = plan.machine.device.kind == "gpu" and torch.cuda.is_available()
+    cuda = computes_on(plan.machine) == "gpu"
     device = "cuda" if cuda else "cpu"
     if cuda:
         if job.base == "shared":
@@ -136,10 +145,11 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
                 "base = shared on a GPU: its memory holds the weights of one job; give base = own"
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    sinks = []
+    sinks: list[Sink] = []
     if number == 0:
         sinks.append(SINKS.build({"name": "jsonl", "path": str(directory.events)}))
         sinks += [SINKS.build(choice) for choice in job.sinks]
+        sinks += watching
     with Meter(sinks) as meter, contextlib.ExitStack() as undo:
         comm = TorchComm.from_environment(
             meter,
@@ -154,8 +164,7 @@ def _joined(directory: RunDir) -> Iterator[_Rank]:
             if job.watch.record:
                 comm = _watched(comm, directory, job)
             weights = weights_of(job)
-            place = Path(json.loads(directory.tokens.read_text())["path"])
-            tokens = open_tokens(place, weights.config.vocab_size)
+            tokens = open_tokens(tokens_of(directory), weights.config.vocab_size)
             if weights.config.eos_token_id is None:
                 # Without it an exported model would never stop by itself.
                 eos = {"eos_token_id": tokens.end_of_text}
@@ -241,11 +250,11 @@ def local_world() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
-def _start(rank: _Rank, *, resume: bool, from_step: int | None) -> int:
+def _start(rank: _Rank, *, resume: bool) -> int:
     """Load a state if asked, tell where the run begins, and return the first step."""
     from shoal.train.resuming import resumed
 
-    found = resumed(rank.trainer, rank.saves, rank.directory, resume=resume, from_step=from_step)
+    found = resumed(rank.trainer, rank.saves, rank.directory, resume=resume)
     if rank.chief:
         rank.meter.event(
             "start",
@@ -468,28 +477,34 @@ def _finish(rank: _Rank) -> None:
             _evaluate(rank, rank.total, final=True)
 
 
+def _end_with(directory: RunDir, number: int, kind: str, message: str) -> None:
+    """Write what this rank ends with where the supervisor reads it, and into its log."""
+    record = json.dumps({"type": kind, "message": message})
+    use_reserved(directory.spare(number), directory.error(number), record.encode())
+    with contextlib.suppress(OSError):  # the log may lie on a full disk
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """Run the rank named by the environment; its status is the exit code."""
     directory = RunDir(Path(sys.argv[1]))
     number = int(os.environ.get("RANK", "0"))
+    reserve(directory.spare(number))
     with directory.stack(number).open("w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         try:
-            words = sys.argv[2:]
-            named = [w.removeprefix("--from-step=") for w in words if w.startswith("--from-step=")]
-            run_rank(
-                directory,
-                resume="--resume" in words,
-                from_step=int(named[0]) if named else None,
-            )
+            run_rank(directory, resume="--resume" in sys.argv[2:])
         except ShoalError as error:
-            write_json(
-                directory.error(number), {"type": type(error).__name__, "message": str(error)}
-            )
-            print(f"error: {error}", file=sys.stderr)
+            _end_with(directory, number, type(error).__name__, str(error))
             # A peer's death is told by the peer's own status, not by ours.
             return PEER_ERROR if isinstance(error, RankError) else USER_ERROR
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+                raise
+            message = f"{error.filename or directory.ranks}: cannot be written ({error.strerror})"
+            _end_with(directory, number, "StoreError", f"{message}; free some space and resume")
+            return USER_ERROR
         finally:
             faulthandler.disable()
             faulthandler.unregister(signal.SIGUSR1)
@@ -497,8 +512,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Threads of a broken process group must not keep a rank alive.
-    os._exit(code)
+    leave(main())

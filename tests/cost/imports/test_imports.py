@@ -18,7 +18,7 @@ from shoal.cost.imports.measure import measure, read, report
 from shoal.cost.imports.protocols import LogReader
 from shoal.cost.imports.tensorboard import _masked, scalars
 from shoal.cost.shapes import resolve
-from shoal.ir import Estimate, Interval, Plan, ServeJob, ServePlan, TrainJob
+from shoal.ir import Estimate, Interval, ServeJob, ServePlan, TrainJob, TrainPlan
 from shoal.machine.described import load
 
 TITAN = """\
@@ -130,7 +130,7 @@ WANDB_JSON = "".join(
 )
 
 
-def plan(**changes: object) -> Plan:
+def plan(**changes: object) -> TrainPlan:
     job = TrainJob(
         model="Llama-3-8B",
         steps=100,
@@ -140,7 +140,7 @@ def plan(**changes: object) -> Plan:
         parallel={"dp": 16},
         **changes,
     )
-    return Plan(
+    return TrainPlan(
         job=job,
         machine=load("16xH100"),
         shape=resolve(job.model),

@@ -20,7 +20,7 @@ import yaml
 
 from shoal.core.errors import PlanError, UnknownPartError
 from shoal.cost.shapes import resolve
-from shoal.ir import Plan, ServeJob, ServePlan, TrainJob
+from shoal.ir import ServeJob, ServePlan, TrainJob, TrainPlan
 from shoal.machine.described import load
 from shoal.plan.emit import EMITTERS
 from shoal.plan.emit.protocols import Emitter
@@ -33,9 +33,9 @@ TRAINERS = ("torchtitan", "megatron", "deepspeed", "accelerate")
 SERVERS = ("vllm", "sglang", "llamacpp")
 
 
-def train(model: str, parallel: dict[str, Any], machine: str = "16xH100", **job: Any) -> Plan:
+def train(model: str, parallel: dict[str, Any], machine: str = "16xH100", **job: Any) -> TrainPlan:
     given = {"steps": 100, "seq_len": 2048, "global_batch": 64, "microbatch": 1, **job}
-    return Plan(
+    return TrainPlan(
         job=TrainJob(model=model, parallel=parallel, **given),
         machine=load(machine),
         shape=resolve(model),
@@ -102,7 +102,7 @@ each_case = pytest.mark.parametrize(
 )
 
 
-def emit(engine: str, plan: Plan | ServePlan) -> dict[str, str]:
+def emit(engine: str, plan: TrainPlan | ServePlan) -> dict[str, str]:
     files: dict[str, str] = EMITTERS.build(engine).emit(plan)
     return files
 
@@ -148,7 +148,7 @@ def test_every_engine_has_cases() -> None:
 
 
 @each_case
-def test_scripts_are_shell(engine: str, name: str, plan: Plan) -> None:
+def test_scripts_are_shell(engine: str, name: str, plan: TrainPlan) -> None:
     files = emit(engine, plan)
     assert files == emit(engine, plan)
     assert "launch.sh" in files
@@ -160,7 +160,7 @@ def test_scripts_are_shell(engine: str, name: str, plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("name", "plan"), [(n, p) for e, n, p in CASES if e == "megatron"], ids=lambda v: str(v)[:12]
 )
-def test_megatron_options_exist(name: str, plan: Plan) -> None:
+def test_megatron_options_exist(name: str, plan: TrainPlan) -> None:
     argv = words(emit("megatron", plan)["launch.sh"], 'pretrain_gpt.py"')
     found = options(argv)
     check_options("megatron", found)
@@ -217,7 +217,7 @@ def titan_calls(text: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "plan"), [(n, p) for e, n, p in CASES if e == "torchtitan"], ids=lambda v: str(v)[:12]
 )
-def test_torchtitan_fields_exist(name: str, plan: Plan) -> None:
+def test_torchtitan_fields_exist(name: str, plan: TrainPlan) -> None:
     text = emit("torchtitan", plan)["shoal_plan.py"]
     calls = titan_calls(text)
     for cls, fields in FACTS["torchtitan"]["fields"].items():
@@ -273,7 +273,7 @@ def check_keys(engine: str, raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "plan"), [(n, p) for e, n, p in CASES if e == "deepspeed"], ids=lambda v: str(v)[:12]
 )
-def test_deepspeed_keys_exist_and_batches_add_up(name: str, plan: Plan) -> None:
+def test_deepspeed_keys_exist_and_batches_add_up(name: str, plan: TrainPlan) -> None:
     raw = json.loads(emit("deepspeed", plan)["ds_config.json"])
     check_keys("deepspeed", raw)
     ranks = plan.job.parallel.dp
@@ -287,7 +287,7 @@ def test_deepspeed_keys_exist_and_batches_add_up(name: str, plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("name", "plan"), [(n, p) for e, n, p in CASES if e == "accelerate"], ids=lambda v: str(v)[:12]
 )
-def test_accelerate_keys_exist_and_degrees_multiply(name: str, plan: Plan) -> None:
+def test_accelerate_keys_exist_and_degrees_multiply(name: str, plan: TrainPlan) -> None:
     raw = yaml.safe_load(emit("accelerate", plan)["accelerate.yaml"])
     check_keys("accelerate", raw)
     assert raw["num_processes"] == plan.job.parallel.world
@@ -319,6 +319,30 @@ def test_servers_say_what_was_planned() -> None:
     assert (sglang["chunked-prefill-size"], sglang["disable-radix-cache"]) == (-1, True)
 
 
+@pytest.mark.parametrize("engine", SERVERS)
+def test_servers_listen_on_this_host_alone_unless_asked(engine: str) -> None:
+    plan = SERVE_PLANS["gpu"]
+    files = emit(engine, plan)
+    asked: dict[str, str] = EMITTERS.build({"name": engine, "host": "0.0.0.0"}).emit(plan)
+    if engine == "llamacpp":
+        assert options(words(files["launch.sh"], "llama-server"))["--host"] == "127.0.0.1"
+        assert options(words(asked["launch.sh"], "llama-server"))["--host"] == "0.0.0.0"
+    else:
+        assert yaml.safe_load(files[f"{engine}.yaml"])["host"] == "127.0.0.1"
+        assert yaml.safe_load(asked[f"{engine}.yaml"])["host"] == "0.0.0.0"
+    from shoal.core.errors import ConfigError
+
+    for host in ("", "a b", "$(id)"):
+        with pytest.raises(ConfigError, match=rf"emit\.{engine}\.host"):
+            EMITTERS.build({"name": engine, "host": host})
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "megatron"])
+def test_lost_ranks_are_started_again(engine: str) -> None:
+    text = emit(engine, TRAIN_PLANS["dp"])["launch.sh"]
+    assert text.index("torchrun ") < text.index('--max-restarts "${RESTARTS:-3}"')
+
+
 @pytest.mark.parametrize(
     ("name", "plan"), [(n, p) for e, n, p in CASES if e == "llamacpp"], ids=lambda v: str(v)[:12]
 )
@@ -336,11 +360,59 @@ def test_llamacpp_options_exist(name: str, plan: ServePlan) -> None:
 @pytest.mark.parametrize(
     ("engine", "plan", "message"),
     [
-        ("torchtitan", TRAIN_PLANS["zero1"], "shard = zero1: use zero2"),
+        (
+            "torchtitan",
+            TRAIN_PLANS["zero1"],
+            "zero1: use replicated, zero2, zero3 or hybrid",
+        ),
         ("torchtitan", TRAIN_PLANS["gpt"], "model = GPT-3 175B: it has DeepSeek"),
         ("torchtitan", TRAIN_PLANS["cpu"], "accelerators"),
         ("torchtitan", TRAIN_PLANS["usp"], "parallel.context = usp: use zigzag"),
         ("torchtitan", SERVE_PLANS["gpu"], "a serving plan, and torchtitan trains"),
+        (
+            "torchtitan",
+            train("Llama-3-8B", {"dp": 4, "pp": 4, "vpp": 2}),
+            "parallel.vpp = 2 with schedule = 1f1b: use 1, or schedule = interleaved",
+        ),
+        (
+            "torchtitan",
+            train("Llama-3-8B", {"dp": 4, "pp": 4, "schedule": "interleaved"}),
+            "parallel.vpp = 1 with schedule = interleaved: use 1f1b",
+        ),
+        (
+            "torchtitan",
+            train("Llama-3-8B", {"dp": 4, "pp": 4, "schedule": "zbv"}),
+            "parallel.vpp = 1 with schedule = zbv: use 2",
+        ),
+        (
+            "torchtitan",
+            train("Llama-3-8B", {"dp": 4, "pp": 4}, global_batch=8),
+            "2 micro-batches with schedule = 1f1b: use at least pp = 4",
+        ),
+        (
+            "torchtitan",
+            train(
+                "Llama-3-8B",
+                {"dp": 4, "pp": 4, "vpp": 2, "schedule": "interleaved"},
+                global_batch=36,
+            ),
+            "9 micro-batches with schedule = interleaved: use a multiple of their 2 rounds",
+        ),
+        (
+            "megatron",
+            train("Llama-3-8B", {"dp": 4, "pp": 4, "vpp": 2}),
+            "parallel.vpp = 2 with schedule = 1f1b",
+        ),
+        (
+            "megatron",
+            train(
+                "Llama-3-8B",
+                {"dp": 4, "pp": 4, "vpp": 2, "schedule": "interleaved"},
+                global_batch=40,
+            ),
+            "10 micro-batches with parallel.vpp = 2: use a multiple of pp = 4",
+        ),
+        ("megatron", train("Llama-3-8B", {"dp": 16, "vpp": 2}), "parallel.vpp = 2 with pp = 1"),
         ("megatron", TRAIN_PLANS["zbv"], "parallel.schedule = zbv: use 1f1b or interleaved"),
         ("megatron", TRAIN_PLANS["hybrid"], "shard = hybrid"),
         ("megatron", TRAIN_PLANS["compiled"], "compile = true"),
@@ -376,11 +448,26 @@ def test_llamacpp_options_exist(name: str, plan: ServePlan) -> None:
     ],
 )
 def test_what_cannot_be_expressed_is_named(
-    engine: str, plan: Plan | ServePlan, message: str
+    engine: str, plan: TrainPlan | ServePlan, message: str
 ) -> None:
     with pytest.raises(PlanError, match=message) as raised:
         emit(engine, plan)
     assert str(raised.value).startswith(f"--emit {engine}: ")
+
+
+def test_torchtitan_cuts_as_many_stages_as_planned() -> None:
+    # From 36 blocks in 8 stages it would make 5 a stage, and 8 stages; from 40 in 12, 10 of 4.
+    for model, pp, vpp, stages in (("Qwen3-8B", 4, 2, 8), ("Qwen3-14B", 4, 3, 12)):
+        split = {"dp": 4, "pp": pp, "vpp": vpp, "schedule": "interleaved"}
+        calls = titan_calls(emit("torchtitan", train(model, split))["shoal_plan.py"])
+        given = calls["ParallelismConfig"]
+        modules = given.get("module_fqns_per_model_part")
+        layers = resolve(model).num_layers
+        if modules is None:
+            assert -(-layers // given["pipeline_parallel_layers_per_stage"]) == stages
+        else:
+            assert len(modules) == stages and all(modules)
+            assert sum(name.startswith("layers.") for part in modules for name in part) == layers
 
 
 def test_unknown_engines_and_options() -> None:

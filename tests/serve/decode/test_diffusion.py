@@ -303,3 +303,41 @@ def test_the_config_is_checked():
         type(CONFIG).model_validate({**CONFIG.model_dump(), "mask_token_id": None})
     with pytest.raises(ModelError, match="mask_token_id = 39"):
         type(CONFIG).model_validate({**CONFIG.model_dump(), "family": "llama"})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scores_that_are_not_finite_end_one_request(engine_by, decode, way):
+    want = decode(engine_by(**way), PROMPTS)
+    engine = engine_by(**way)
+    inner = engine.runner._forward
+
+    def forward(batch, windows):
+        logits = inner(batch, windows)
+        for row, work in enumerate(batch.work):
+            if work.request.id == "r1":
+                logits[row] = float("nan")
+        return logits
+
+    engine.runner._forward = forward
+    got = decode(engine, PROMPTS)
+    assert got[1] == []
+    assert [got[0], got[2]] == [want[0], want[2]]
+    (told,) = [one for one in engine.told() if one["kind"] == "error"]
+    assert told["id"] == "r1"
+    assert engine.stats()["blocks_used"] == 0
+
+
+def test_an_iteration_that_fails_ends_its_requests_and_not_the_engine(engine_by, decode):
+    engine = engine_by()
+    want = decode(engine, PROMPTS)
+    inner = engine.runner.unmask
+
+    class Broken:
+        def select(self, *args):
+            engine.runner.unmask = inner
+            raise ZeroDivisionError("nobody foresaw it")
+
+    engine.runner.unmask = Broken()
+    assert decode(engine, PROMPTS) == [[], [], []]
+    assert sum(one["kind"] == "error" for one in engine.told()) == 3
+    assert decode(engine, PROMPTS) == want

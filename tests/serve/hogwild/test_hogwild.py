@@ -334,3 +334,24 @@ def test_jobs_that_do_not_go_with_workers(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHead"]}')
     with pytest.raises(ModelError):
         build_engine(job())
+
+
+@pytest.mark.parametrize("failing", ["scores", "step"])
+def test_what_fails_ends_workers_and_not_the_engine(model, engine_of, requests_of, run, failing):
+    engine = engine_of(model, workers=2)
+    want, _ = run(engine, requests_of([5, 6, 7], 1, name="sound"))
+    inner, calls = engine.forward, []
+
+    def forward(feeds):
+        calls.append(len(feeds))
+        logits = inner(feeds)
+        if failing == "step" and len(calls) == 3:
+            raise ZeroDivisionError("nobody foresaw it")
+        return logits.fill_(float("nan")) if failing == "scores" else logits
+
+    engine.forward = forward
+    run(engine, requests_of([8, 9], 2, name="bad"))
+    told = [one for one in engine.told() if one["kind"] == "error"]
+    assert {one["id"] for one in told} == {"bad0", "bad1"}
+    engine.forward = inner
+    assert run(engine, requests_of([5, 6, 7], 1, name="sound"))[0] == want

@@ -67,7 +67,11 @@ def test_an_adapters_life(model_directory, adapter):
 
     job = ServeJob(model=str(model_directory), precision="fp32", threads=1, max_adapters=2)
     options = ServerOptions(
-        port=0, key=KEY, adapter_routes=True, client=ClientOptions(ping_s=0.1, backoff_s=0.1)
+        port=0,
+        key=KEY,
+        adapter_routes=True,
+        adapter_root=str(adapter.parent),
+        client=ClientOptions(ping_s=0.1, backoff_s=0.1),
     )
     with running(job, options) as server:
         url, name = server.url, server.model

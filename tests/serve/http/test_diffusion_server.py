@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import pytest
 
@@ -90,7 +91,8 @@ def test_answers_are_those_of_the_engine(mdlm_directory, caller):
             if line.startswith("data: {")
         ]
         sizes = [len(event["choices"][0].get("token_ids", ())) for event in events]
-        assert [size for size in sizes if size] == [8, 8, 4]  # a block at a time
+        # A block at a time; blocks that waited for their reader go together.
+        assert set(accumulate(sizes)) - {0} <= {8, 16, 20} and sum(sizes) == 20
 
         chat = {"model": "tiny", "max_tokens": 8, "temperature": 0.7, "seed": 3}
         chat["messages"] = [{"role": "user", "content": "sort 3 1 2"}]

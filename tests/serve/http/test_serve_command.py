@@ -43,7 +43,7 @@ def test_serves_until_it_is_stopped(model_directory):
             with urllib.request.urlopen(request, timeout=60) as answer:
                 assert json.load(answer)["usage"]["total_tokens"] == 8
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+            assert process.wait(60) == 130
             assert process.stderr.read() == ""
         finally:
             process.kill()
@@ -94,20 +94,21 @@ def test_same_tokens_as_the_model_itself(model_directory):
     [
         (["nowhere"], "no such directory"),
         (["{model}", "--host", "0.0.0.0"], "an API key"),
-        (["{model}", "--api-key", "short"], "at least 8"),
+        (["{model}", "--api-key-file", "{short}"], "at least 8"),
         (["{model}", "--scheduler", "fcfz"], "did you mean 'fcfs'?"),
         (["{model}", "--set", "max_runing=3"], "did you mean 'max_running'?"),
         (["{model}", "--max-position", "999"], "at most 256"),
         (["{model}", "--allow-origin", "page"], "scheme and host"),
         (["{model}", "--api-key-file", "{open}"], "expected 0600"),
         (["{model}", "--api-key-file", "/nowhere"], "cannot be read"),
-        (["{model}", "--api-key-file", "{open}", "--api-key", "12345678"], "nothing beside"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(model_directory, tmp_path, arguments, words):
     (tmp_path / "key").write_text("12345678")
     (tmp_path / "key").chmod(0o644)
-    names = {"model": model_directory, "open": tmp_path / "key"}
+    (tmp_path / "short").write_text("short")
+    (tmp_path / "short").chmod(0o600)
+    names = {"model": model_directory, "open": tmp_path / "key", "short": tmp_path / "short"}
     done = shoal(*(word.format(**names) for word in arguments), "--port", "0", "-q")
     assert done.returncode == 2, done.stderr
     assert words in done.stderr

@@ -130,16 +130,20 @@ def test_without_the_extra(monkeypatch):
         exporting("http://localhost:4318")
 
 
-def test_spans_leave_by_otlp():
-    """A collector that is none: what arrives is what the exporter sends."""
+def exported(answer):
+    """What a collector gets that answers so, of one span: heads and bodies.
+
+    Args:
+        answer: of its port and the number of the request, from 0.
+    """
     got = []
 
     async def run():
         async def take(reader, writer):
             head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-            got.append((head.split(b"\r\n")[0], await reader.readexactly(length)))
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+            got.append((head, await reader.readexactly(int(length or 0))))
+            writer.write(answer(port, len(got) - 1))
             await writer.drain()
             writer.close()
 
@@ -152,6 +156,27 @@ def test_spans_leave_by_otlp():
         await collector.wait_closed()
 
     asyncio.run(run())
-    ((line, body),) = got
-    assert line.startswith(b"POST /v1/traces ")
+    return got
+
+
+FINE = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+
+
+def test_spans_leave_by_otlp():
+    """A collector that is none: what arrives is what the exporter sends."""
+    ((head, body),) = exported(lambda port, number: FINE)
+    assert head.startswith(b"POST /v1/traces ")
     assert b"id-of-it" in body or body[:2] == b"\x1f\x8b"
+
+
+def test_a_redirect_of_the_collector_is_not_followed(monkeypatch):
+    """The other host would have the headers, and the key in them."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=secret")
+
+    def answer(port, number):
+        target = b"Location: http://localhost:%d/elsewhere\r\n" % port
+        moved = b"HTTP/1.1 307 Temporary Redirect\r\n" + target + b"Content-Length: 0\r\n\r\n"
+        return FINE if number else moved
+
+    ((head, _),) = exported(answer)
+    assert head.startswith(b"POST /v1/traces ") and b"secret" in head

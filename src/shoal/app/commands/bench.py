@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.app.commands.bench_activations import activations
-from shoal.app.commands.bench_compile import compile_, planes
 from shoal.app.commands.bench_decode import decode
-from shoal.app.commands.bench_pack import pack
 from shoal.app.commands.bench_shown import (
     files_of,
-    number,
     show_serve_plan,
     show_serve_report,
     write_served,
 )
-from shoal.app.commands.bench_stream import stream
 from shoal.app.commands.bench_tune import tune
+from shoal.app.commands.jobs import Studied
 from shoal.app.show import Format
 
 if TYPE_CHECKING:
@@ -29,15 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Predict a workload and run it for real; compare kernels.", no_args_is_help=True
+    cls=Studied,
+    help="Predict a workload and run it for real; compare kernels.",
+    no_args_is_help=True,
 )
 
 app.command("activations")(activations)
 app.command("decode")(decode)
-app.command("compile")(compile_)
-app.command("planes")(planes)
-app.command("pack")(pack)
-app.command("stream")(stream)
 app.command("tune")(tune)
 
 _DEFAULT_MODEL = "shoal-4m"
@@ -100,7 +95,11 @@ def serve(
         typer.Option(help="Seconds for timing steps before, and at most for a rehearsal.", min=0),
     ] = 5.0,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Measure on a busy machine too.")
+        bool,
+        typer.Option(
+            "--anyway",
+            help="Measure on a busy machine too, and a plan for GPUs on a CPU, unscored.",
+        ),
     ] = False,
     score: Annotated[
         bool, typer.Option("--score/--no-score", help="Keep the report in the score.")
@@ -208,6 +207,7 @@ def serve(
             told=show_serve_plan if shown and not quiet else None,
             targets=targets,
             seen=samples.update,
+            anyway=anyway,
         )
     if score:
         Score().append(report)
@@ -479,8 +479,8 @@ def _show_attention(report: Report) -> None:
                     row.ranks,
                     row.mask,
                     row.method,
-                    number(1e6 * (row.step_s or 0.0), "µs"),
-                    number(1e6 * (row.exposed_s or 0.0), "µs"),
+                    f"{1e6 * (row.step_s or 0.0):,.4g} µs",
+                    f"{1e6 * (row.exposed_s or 0.0):,.4g} µs",
                     count,
                 )
                 for row, count in best_methods(report)

@@ -256,7 +256,7 @@ def _keep(rows: Sequence[Row], target: Path, called: str, precision: str) -> Non
             ),
         )
     )
-    typer.echo(f"kept in {place}, for shoal plan decode and plan serve to cite", err=True)
+    typer.echo(f"kept in {place}, for shoal explain decode and plan serve to cite", err=True)
 
 
 def _draw(rows: Sequence[Row], path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
+
+from shoal.core.scratch import scratch_directory
 
 __all__ = ["run"]
 
@@ -43,8 +44,8 @@ def run(
         raise ServeError(f"--model {model}: no config.json there; give a Hugging Face directory")
     if not anyway:
         check_quiet(wait_s=60.0)
-    with tempfile.TemporaryDirectory(prefix="shoal-peers-") as place:
-        directory = Path(model) if model else random_directory(Path(place))
+    with scratch_directory("peers") as place:
+        directory = Path(model) if model else random_directory(place)
         with WorkBar("bench serve --peers", quiet=quiet) as bar:
             found = bench(
                 directory,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.counts import duration
 from shoal.app.show import Format
+from shoal.core.counts import duration
 
 __all__ = ["tune"]
 
@@ -65,6 +65,7 @@ def tune(
 
         shoal bench tune MODEL --warm study-of-the-old-machine.yaml --study here.yaml
     """
+    import contextlib
     import time
 
     from shoal.app.show import WorkBar, as_json
@@ -109,7 +110,7 @@ def tune(
         limit_s=limit_s,
         until=time.monotonic() + seconds,
     )
-    with WorkBar("tuning", quiet=quiet) as bar:
+    with contextlib.closing(runner), WorkBar("tuning", quiet=quiet) as bar:
         found = tune_serving(
             searcher,
             space,

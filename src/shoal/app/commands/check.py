@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from enum import StrEnum
 from typing import Annotated
 
@@ -96,8 +94,6 @@ def check(
         "timeout_s": timeout,
     }
     settings = parse(Settings, raw, where="")
-    # Ended politely, it takes its processes along.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with WorkBar("check", quiet=quiet or json_) as bar:
         verdict = run(settings, lambda text: bar(0, 0, text))
     if json_:

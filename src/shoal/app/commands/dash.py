@@ -55,6 +55,9 @@ def dash(
     from shoal.app.dash.app import Settings, create_app
     from shoal.app.dash.guard import Access, host_names
     from shoal.app.dash.upstream import Upstream
+    from shoal.core.logs import log_to_stderr
+    from shoal.serve.accept import BoundedServer
+    from shoal.serve.limits import HttpLimits
 
     for folder in runs or ():
         require(folder.is_dir(), "--runs", str(folder), expected="a directory that exists")
@@ -80,18 +83,22 @@ def dash(
     typer.echo(f"{address}?token={access.token}")
     typer.echo("Only this address opens the dashboard. Ctrl-C ends it.", err=True)
     opened = _open(f"{address}?token={access.token}") if open_ else None
+    limits = HttpLimits()
     # No access log: the first address has the token.
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=16384,
-        http="h11",
+        log_config=None,
+        ws="none",
+        h11_max_incomplete_event_size=limits.header_bytes,
         timeout_graceful_shutdown=2,
     )
+    log_to_stderr()
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        # A page may ask the server, which takes another connection.
+        BoundedServer(config, limits=limits, descriptors=2).run(sockets=[listening])
     finally:
         listening.close()
         if opened is not None:
@@ -105,7 +112,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(found[0], socket.SOCK_STREAM)
+        # With its protocol, or asyncio would leave Nagle's algorithm on.
+        listening = socket.socket(*found[:3])
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(found[4])
         listening.listen(128)
@@ -124,7 +132,10 @@ def _open(address: str) -> Path | None:
     import webbrowser
     from html import escape
 
-    handle, name = tempfile.mkstemp(prefix="shoal-dash-", suffix=".html")  # for this user only
+    from shoal.core.scratch import scratch_name
+
+    # For this user only.
+    handle, name = tempfile.mkstemp(prefix=scratch_name("dash"), suffix=".html")
     there = escape(address, quote=True)
     with os.fdopen(handle, "w") as file:
         file.write(

@@ -14,7 +14,7 @@ __all__ = ["doctor"]
 def doctor(
     output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
 ) -> None:
-    """Check what Shoal needs on this machine; exit 1 when something must be mended.
+    """Check what Shoal needs on this machine; exit 1 when something must be fixed.
 
     **Examples**
 

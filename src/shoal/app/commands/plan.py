@@ -8,45 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.app.commands.plan_autotp import autotp
-from shoal.app.commands.plan_balance import balance
-from shoal.app.commands.plan_context import context
-from shoal.app.commands.plan_decode import decode
+from shoal.app.commands.jobs import PlanKinds, same_kind
 from shoal.app.commands.plan_fit import show_fit, show_ways
-from shoal.app.commands.plan_fold import fold
-from shoal.app.commands.plan_gemm import gemm
-from shoal.app.commands.plan_longctx import longctx
-from shoal.app.commands.plan_mapping import mapping
-from shoal.app.commands.plan_memory import memory
-from shoal.app.commands.plan_moe_overlap import moe_overlap
-from shoal.app.commands.plan_parscale import parscale
-from shoal.app.commands.plan_paths import paths
-from shoal.app.commands.plan_peft import peft
-from shoal.app.commands.plan_routes import routes
-from shoal.app.commands.plan_scaling import scaling
-from shoal.app.commands.plan_schedule import schedule
-from shoal.app.commands.plan_stride import stride
-from shoal.app.commands.plan_survival import survival
-from shoal.app.commands.plan_swap import swap
-from shoal.app.commands.plan_sync import sync
-from shoal.app.commands.plan_t3 import t3
-from shoal.app.commands.plan_tiles import tiles
-from shoal.app.commands.plan_topology import topology
-from shoal.app.commands.plan_tune import tune
-from shoal.app.commands.train_drafter import drafter_job, is_drafter_job, show_drafter_plan
-from shoal.app.counts import count
 from shoal.app.emitting import write_emitted
 from shoal.app.show import Format
+from shoal.core.counts import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shoal.ir import Plan, ServePlan
+    from shoal.ir import ServePlan, TrainPlan
     from shoal.plan.whatif import Answer
 
 __all__ = ["app", "show_plans", "show_serve_plan"]
 
-app = typer.Typer(help="Say what a job will cost and what to do.", no_args_is_help=True)
+app = typer.Typer(
+    cls=PlanKinds, help="Say what a job will cost and what to do.", no_args_is_help=True
+)
 
 
 class Objective(StrEnum):
@@ -136,7 +114,6 @@ def train(
     from shoal.cost.shapes import resolve as shape_of
     from shoal.ir import TrainJob
     from shoal.machine.described import load
-    from shoal.plan.drafting import plan_drafter
     from shoal.plan.peft import advise
     from shoal.plan.picture import page
     from shoal.plan.strategy import PLANNERS
@@ -144,9 +121,7 @@ def train(
     from shoal.plan.whatif import what_if as ask
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
-    if is_drafter_job(file):
-        show_drafter_plan(plan_drafter(drafter_job(file, {}, set_ or []), load(machine)), output)
-        return
+    same_kind("train", file, "plan")
     flags: dict[str, object] = {
         "model": None if file else model,
         "tokens": count(tokens) if tokens else None,
@@ -196,7 +171,7 @@ def train(
         show_answers(answers)
 
 
-def _calibrated(plan: Plan) -> Plan:
+def _calibrated(plan: TrainPlan) -> TrainPlan:
     """The plan with its estimate corrected by what similar runs on its machine took.
 
     It is for reading only: a saved plan keeps the estimate as it was priced, or the
@@ -220,7 +195,7 @@ class Written(StrEnum):
     yaml = "yaml"
 
 
-def _tunable(plan: Plan) -> bool:
+def _tunable(plan: TrainPlan) -> bool:
     """Whether a plan that fine-tunes leaves the model whole on every rank."""
     from shoal.core.errors import PlanError
     from shoal.train.peft.job import check_finetune
@@ -371,8 +346,7 @@ def serve(
 
 def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
     """Print a serving plan among its competitors, what it costs and what binds it."""
-    from shoal.app.show import table
-    from shoal.core.sizes import human_bytes
+    from shoal.app.show import show_estimate, table
     from shoal.plan.serving_table import COLUMNS, explain, rank
 
     ranked = rank([plan, *others])
@@ -380,20 +354,12 @@ def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
     title = "plans, best first" if others else "plan"
     table(title, COLUMNS, [[row[column] for column in COLUMNS] for row in rows], numeric="  rrrrr")
     if plan.estimate is not None:
-        step = plan.estimate
-        total = step.step_s.value
-        shares = [
-            (cause, f"{1e3 * seconds:,.3g} ms", f"{100 * seconds / total:.0f} %")
-            for cause, seconds in sorted(step.terms_s.items(), key=lambda item: -item[1])
-            if seconds > 0
-        ]
         spelled = f"{plan.job.scheduler} {plan.job.kv}"
-        many = f"{step.tokens:.0f} request{'s' if step.tokens > 1 else ''}"
+        many = f"{plan.estimate.tokens:.0f} request{'s' if plan.estimate.tokens > 1 else ''}"
         title = f"where the time of a decode step of {many} goes, {spelled}"
-        if plan.fits:
-            table(title, ("", "", ""), shares, numeric=" rr")
-        memory = [(cause, human_bytes(size)) for cause, size in step.memory_bytes.items()]
-        table("memory", ("", ""), memory, numeric=" r")
+        terms = plan.estimate.terms_s if plan.fits else {}
+        shown = plan.estimate.model_copy(update={"terms_s": terms})
+        show_estimate(shown, title=title, memory_title="memory")
     typer.echo(plan.why)
     for note in plan.notes:
         typer.echo(f"note: {note}")
@@ -417,30 +383,16 @@ def show_answers(answers: Sequence[Answer]) -> None:
     table("what if", ("with", "step", "price", "best plan there"), rows, numeric=" rr ")
 
 
-def show_plans(plans: Sequence[Plan]) -> None:
+def show_plans(plans: Sequence[TrainPlan]) -> None:
     """Print ranked plans, why the first wins, and what it costs."""
-    from shoal.app.show import table
-    from shoal.core.sizes import human_bytes
+    from shoal.app.show import show_estimate, table
     from shoal.plan.table import COLUMNS, explain
 
     columns = [column for column in COLUMNS if column != "why"]
     rows = [[row[column] for column in columns] for row in explain(plans)]
     table("plans, best first", columns, rows, numeric=" " + "r" * (len(columns) - 2))
     best = plans[0]
-    if best.estimate is not None:
-        total = best.estimate.step_s.value
-        shares = [
-            (cause, f"{1e3 * seconds:,.3g} ms", f"{100 * seconds / total:.0f} %")
-            for cause, seconds in sorted(best.estimate.terms_s.items(), key=lambda item: -item[1])
-            if seconds > 0
-        ]
-        table("where a step's time goes, in the best plan", ("", "", ""), shares, numeric=" rr")
-        memory = [
-            (cause, human_bytes(size))
-            for cause, size in best.estimate.memory_bytes.items()
-            if size > 0
-        ]
-        table("memory of a rank", ("", ""), memory, numeric=" r")
+    show_estimate(best.estimate, title="where a step's time goes, in the best plan")
     if best.why:
         typer.echo(best.why)
     for note in best.notes:
@@ -448,27 +400,3 @@ def show_plans(plans: Sequence[Plan]) -> None:
 
 
 # The order of the help.
-app.command("scaling")(scaling)
-app.command("fold")(fold)
-app.command("sync")(sync)
-app.command("balance")(balance)
-app.command("moe-overlap")(moe_overlap)
-app.command("parscale")(parscale)
-app.command("schedule")(schedule)
-app.command("peft")(peft)
-app.command("t3")(t3)
-app.command("stride")(stride)
-app.command("swap")(swap)
-app.command("routes")(routes)
-app.command("context")(context)
-app.command("longctx")(longctx)
-app.command("paths")(paths)
-app.command("mapping")(mapping)
-app.command("memory")(memory)
-app.command("autotp")(autotp)
-app.command("gemm")(gemm)
-app.command("tiles")(tiles)
-app.command("topology")(topology)
-app.command("tune")(tune)
-app.command("survival")(survival)
-app.command("decode")(decode)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from shoal.ir import Machine, Plan, TrainJob
+    from shoal.ir import Machine, TrainJob, TrainPlan
 
 __all__ = ["show_fit", "show_ways"]
 
 
-def show_fit(plan: Plan) -> None:
+def show_fit(plan: TrainPlan) -> None:
     """Print whether a plan fits, what fills a rank, and what would help if it does not."""
     from shoal.app.show import table
     from shoal.core.sizes import human_bytes

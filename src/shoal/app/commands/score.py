@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from shoal.app.show import Format
 
 if TYPE_CHECKING:
     from shoal.cost.imports.measure import Measured
-    from shoal.ir import Report, ServeReport
+    from shoal.ir import Report
 
 __all__ = ["score"]
 
@@ -93,17 +93,17 @@ def _import(path: Path, format_: str, plan: Path | None, output: Format) -> None
         _print(measured, scored)
 
 
-def _print(measured: Measured, scored: Report | ServeReport | None) -> None:
+def _print(measured: Measured, scored: Report[Any] | None) -> None:
     from shoal.app.show import table
-    from shoal.cost.imports.measure import predicted
+    from shoal.ir import predictions
 
     log = measured.log
-    told = {} if scored is None else predicted(scored.plan)
+    told = {} if scored is None else predictions(scored.plan)
     errors = {} if scored is None else scored.errors
     rows = [
         (
             name + (" (from the plan's batch)" if name in measured.derived else ""),
-            f"{told[name]:.4g}" if name in told else "",
+            f"{told[name].value:.4g}" if name in told else "",
             f"{value:.4g}",
             _percent(errors.get(name), sign=True),
         )
@@ -150,12 +150,18 @@ def _show(output: Format, last: int) -> None:
                 row.quantity,
                 "" if row.predicted is None else f"{row.predicted:.4g}",
                 f"{row.measured:.4g}",
-                _percent(row.error, sign=True),
+                "not counted" if row.elsewhere else _percent(row.error, sign=True),
             )
             for row in found
         ],
         numeric="    rrr",
     )
+    if left := [row for row in found if row.elsewhere]:
+        kinds = " and a ".join(sorted({row.device.upper() for row in left}))
+        typer.echo(
+            f"not counted: {len(left)} of these rows were measured on a {kinds} and predicted for "
+            "another kind of device"
+        )
     table(
         "errors",
         ("quantity", "runs", "median", "median size", "inside the 90 % interval"),

@@ -27,14 +27,9 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="What requests call the model; its directory's name.")
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key that callers must send; other users can see it in the process list."
-        ),
-    ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the key, that only you can read.")
+        Path | None,
+        typer.Option(help="A file with the key that callers must send, that only you can read."),
     ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name that callers may use for this server.")
@@ -82,6 +77,10 @@ def serve(
             "--adapter-routes", help="Let callers with the key load, unload and merge adapters."
         ),
     ] = False,
+    adapter_root: Annotated[
+        Path | None,
+        typer.Option(help="Callers may load adapters below this directory; else --adapter's only."),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads that compute; 0 for all cores but one.")
     ] = None,
@@ -137,10 +136,11 @@ def serve(
     if model == "status" and not Path(model).exists():
         from shoal.app.status import status
 
-        status(host, port, _key(api_key, api_key_file))
+        status(host, port, _key(api_key_file))
         return
-    from shoal.app.show import table
+    from shoal.app.show import say_if_slower, table
     from shoal.core.config import resolve
+    from shoal.core.logs import log_to_stderr
     from shoal.ir import ServeJob
     from shoal.serve.client import ClientOptions
     from shoal.serve.process import factory_of
@@ -172,7 +172,7 @@ def serve(
         host=host,
         port=port,
         name=name,
-        key=_key(api_key, api_key_file),
+        key=_key(api_key_file),
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
         grace_s=drain_timeout,
@@ -180,15 +180,19 @@ def serve(
         client=ClientOptions(start_s=start_timeout, hang_s=engine_timeout),
         factory=factory_of(resolved.value),
         adapter_routes=adapter_routes,
+        adapter_root=None if adapter_root is None else str(adapter_root),
     )
 
     def ready(server: Running) -> None:
         typer.echo(server.url if quiet else _welcome(server, with_key=options.key is not None))
 
-    _log()
+    log_to_stderr()
+    say_if_slower()
     if not quiet:
         typer.echo(f"loading {model} ...", err=True)
-    run(resolved.value, options, ready=ready)
+    stopped = run(resolved.value, options, ready=ready)
+    if stopped is not None:
+        raise typer.Exit(128 + stopped)
 
 
 def _given(**degrees: int | None) -> dict[str, int] | None:
@@ -237,21 +241,14 @@ def _phases(text: str) -> dict[str, int]:
     return found
 
 
-def _key(given: str | None, file: Path | None) -> str | None:
-    """The API key of the flag, the file or the environment.
+def _key(file: Path | None) -> str | None:
+    """The API key of the file or the environment; a command line is public.
 
     Raises:
         ServeError: the file cannot be read, or others can read it.
     """
     from shoal.core.errors import ServeError, require
 
-    require(
-        given is None or file is None,
-        "--api-key-file",
-        str(file),
-        expected="nothing beside --api-key",
-        error=ServeError,
-    )
     if file is not None:
         try:
             mode = file.stat().st_mode & 0o777
@@ -267,14 +264,7 @@ def _key(given: str | None, file: Path | None) -> str | None:
             error=ServeError,
         )
         return text.strip()
-    return given if given is not None else os.environ.get("SHOAL_API_KEY") or None
-
-
-def _log() -> None:
-    """What the server has to say goes to stderr, one line each."""
-    import logging
-
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    return os.environ.get("SHOAL_API_KEY") or None
 
 
 def _welcome(server: Running, *, with_key: bool) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.app.commands.train_drafter import drafter_job, is_drafter_job, train_drafter
-from shoal.app.show import Format
+from shoal.app.commands.jobs import same_kind, show_report
+from shoal.app.show import Format, say_if_slower
 
 if TYPE_CHECKING:
     from shoal.core.config import Resolved
-    from shoal.ir import Plan, Report, TrainJob
+    from shoal.ir import TrainJob, TrainPlan
     from shoal.train.chaos import Chaos
+    from shoal.train.protocols import Starter
 
 __all__ = ["diagnose", "train"]
 
@@ -37,13 +40,14 @@ EXAMPLES = """
 
     shoal train job.yaml --ranks 8 --robust --hang-s 60 --locator c4d
 
-    shoal train drafter.yaml                      # job: drafter, what guesses tokens for a model
 
     shoal train diagnose runs/run                 # who was slow, who hung
 
     shoal train --ranks 4 --set checkpoint.memory=xor --restarts 9 --chaos kill-node:50
 
     shoal train job.yaml --launch slurm           # write what starts it on a cluster
+
+    shoal train job.yaml --launch ray             # run it on the Ray cluster at $RAY_ADDRESS
 
     torchrun --nproc-per-node 2 -m shoal train job.yaml --ranks 2
 """
@@ -116,7 +120,8 @@ def train(
         ),
     ] = None,
     launch: Annotated[
-        str | None, typer.Option(help="Write launch files for torchrun, slurm or kubernetes.")
+        str | None,
+        typer.Option(help="Write launch files for torchrun, slurm or kubernetes; or run on ray."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the configuration and the plan; run nothing.")
@@ -125,40 +130,21 @@ def train(
         bool, typer.Option("--schema", help="Print the JSON schema of a job, for editors.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Run a plan made for GPUs on this CPU; not scored.")
+    ] = False,
 ) -> None:
     """Train a model: plan it, run it over ranks, report prediction beside measurement."""
     from shoal.app.show import TrainingBar, as_json
     from shoal.core.errors import ConfigError
-    from shoal.ir import Plan, TrainJob
+    from shoal.corpora.files import corpus_at
+    from shoal.ir import TrainJob, TrainPlan
 
     if schema:
         as_json(TrainJob.model_json_schema())
         return
-    if config is not None and is_drafter_job(config):
-        refused = {
-            "--ranks": ranks,
-            "--plan": plan,
-            "--from-step": from_step,
-            "--from": start,
-            "--mesh": mesh,
-            "--steps": steps,
-            "--minutes": minutes,
-            "--robust": robust or None,
-            "--chaos": chaos,
-            "--launch": launch,
-            "--restarts": restarts or None,
-        }
-        for flag, given in refused.items():
-            if given is not None:
-                raise ConfigError(
-                    f"{flag} with job: drafter: it is trained in one process, for so many tokens; "
-                    f"leave {flag} out"
-                )
-        asked = {"model": model, "data": _data(data)}
-        job = drafter_job(config, asked, set_ or [])
-        train_drafter(job, directory, machine, resume=resume, dry_run=dry_run, quiet=quiet)
-        return
-    chosen: Plan
+    same_kind("train", config, "run")
+    chosen: TrainPlan
     resolved: Resolved[TrainJob] | None = None
     if start is not None and (resume or from_step is not None or robust):
         raise ConfigError("--from begins a new run; leave out --resume, --from-step and --robust")
@@ -166,7 +152,7 @@ def train(
     old = directory / "plan.yaml" if directory is not None and going_on else None
     flags: dict[str, object] = {
         "model": model,
-        "data": _data(data),
+        "data": None if data is None else corpus_at(data),
         "parallel.dp": ranks,
         "steps": steps,
         "minutes": minutes,
@@ -174,14 +160,15 @@ def train(
     }
     changed = config is not None or bool(set_) or any(v is not None for v in flags.values())
     if plan is not None:
-        chosen = _saved(plan, None if launch or dry_run else machine)
+        chosen = _saved(plan, None if launch or dry_run else machine, anyway=anyway)
     elif old is not None and old.exists() and not changed:
-        chosen = Plan.load(old)
+        chosen = TrainPlan.load(old)
     else:
         resolved = _resolve(config, old, flags, set_ or [], start)
         chosen = _plan(resolved.value, machine)
     directory = directory or Path("runs") / chosen.job.name
-    if launch is not None:
+    starter = None if launch is None else _starter(launch)
+    if launch is not None and starter is None:
         _write_launch(chosen, launch, directory)
         return
     if dry_run:
@@ -190,7 +177,24 @@ def train(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from shoal.train.torchrun import execute_under_torchrun
 
-        execute_under_torchrun(chosen, directory, resume=resume, start=start)
+        with TrainingBar(quiet=quiet or os.environ["RANK"] != "0") as bar:
+            told = execute_under_torchrun(
+                chosen, directory, resume=resume, start=start, watch=bar, anyway=anyway
+            )
+        if told is not None:
+            show_report(told, directory)
+        return
+    if starter is not None:
+        unknown = {"--robust": robust or None, "--chaos": chaos, "--from-step": from_step}
+        for flag, value in unknown.items():
+            if value is not None:
+                raise ConfigError(f"{flag} with --launch {launch}: leave {flag} out")
+        again = _continuable(directory, f" --launch {launch}")
+        with again, TrainingBar(quiet=quiet) as bar:
+            report = starter.run(
+                chosen, directory, resume=resume, start=start, restarts=restarts, watch=bar
+            )
+        show_report(report, directory)
         return
     faults = _faults(chaos, chosen, lasting=robust or restarts > 0)
     if robust:
@@ -201,6 +205,7 @@ def train(
             resume=resume,
             quiet=quiet,
             inject=faults,
+            anyway=anyway,
             options={
                 "spares": spares,
                 "min_ranks": min_ranks,
@@ -211,7 +216,8 @@ def train(
         return
     from shoal.train.run import execute
 
-    with TrainingBar(quiet=quiet) as bar:
+    say_if_slower()
+    with _continuable(directory), TrainingBar(quiet=quiet) as bar:
         report = execute(
             chosen,
             directory,
@@ -221,24 +227,37 @@ def train(
             restarts=restarts,
             watch=bar,
             inject=faults,
+            anyway=anyway,
         )
     show_report(report, directory)
 
 
+@contextlib.contextmanager
+def _continuable(directory: Path, more: str = "") -> Iterator[None]:
+    """Say how a run goes on that a signal has stopped; ``more`` are other words of its command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (directory / "plan.yaml").exists():
+            typer.echo(f"continue with: shoal train --dir {directory} --resume{more}", err=True)
+        raise
+
+
 def _run_robust(
-    plan: Plan,
+    plan: TrainPlan,
     directory: Path,
     machine: str,
     *,
     resume: bool,
     quiet: bool,
     inject: Chaos | None,
+    anyway: bool,
     options: dict[str, Any],
 ) -> None:
     from shoal.app.show import TrainingBar
     from shoal.train.watch.robust import Robust, execute_robust
 
-    with TrainingBar(quiet=quiet) as bar:
+    with _continuable(directory), TrainingBar(quiet=quiet) as bar:
         report = execute_robust(
             plan,
             directory,
@@ -247,11 +266,12 @@ def _run_robust(
             watch=bar,
             replan=lambda job: _plan(job, machine),
             inject=inject,
+            anyway=anyway,
         )
     show_report(report, directory)
 
 
-def _faults(text: str | None, plan: Plan, *, lasting: bool) -> Chaos | None:
+def _faults(text: str | None, plan: TrainPlan, *, lasting: bool) -> Chaos | None:
     """What ``--chaos`` asks for.
 
     Raises:
@@ -309,7 +329,7 @@ def _resolve(
     start: str | None = None,
 ) -> Resolved[TrainJob]:
     from shoal.core.config import resolve
-    from shoal.ir import Plan, TrainJob
+    from shoal.ir import TrainJob, TrainPlan
 
     if start is not None and config is None:
         from shoal.train.start import job_of
@@ -327,7 +347,7 @@ def _resolve(
                 sets=sets,
             )
     if old is not None and config is None and old.exists():
-        job = Plan.load(old).job
+        job = TrainPlan.load(old).job
         again: dict[str, object] = {"microbatch": None}  # ranks may be others now
         if flags["minutes"] is not None:
             again["steps"] = None
@@ -345,23 +365,25 @@ def _resolve(
     return found
 
 
-def _saved(path: Path, machine: str | None) -> Plan:
+def _saved(path: Path, machine: str | None, *, anyway: bool) -> TrainPlan:
     """A plan from a file, if it is for its model and, unless None, for this machine.
 
     Raises:
         ShoalError: it is not, or cannot run.
     """
     from shoal.core.errors import ConfigError, PlanError
-    from shoal.ir import ServePlan
+    from shoal.ir import TrainPlan
     from shoal.machine.described import load
     from shoal.machine.probing import saved_path
     from shoal.parallel.legal import check_split
     from shoal.plan.saved import check_machine, check_model, read_plan
 
     found = read_plan(path)
-    if isinstance(found, ServePlan):
+    if not isinstance(found, TrainPlan):
+        kind = found.job.job
         raise ConfigError(
-            f"{path}: a plan of serving; start it with shoal serve, or give one of shoal plan train"
+            f"{path}: a plan of the job {kind}; run it with shoal run {kind} --plan {path}, or "
+            "give one of shoal plan train"
         )
     check_model(found, str(path))
     try:
@@ -371,7 +393,10 @@ def _saved(path: Path, machine: str | None) -> Plan:
     # Under torchrun it runs where its launch files were sent to.
     here = None if "TORCHELASTIC_RUN_ID" in os.environ else machine
     if here is not None and (here != "local" or saved_path().exists()):
-        check_machine(found, load(here), str(path))
+        target = load(here)
+        # Whether its GPUs are here is asked when it starts.
+        if not anyway or target.device.kind == found.machine.device.kind:
+            check_machine(found, target, str(path))
     from shoal.train.run import with_kernels, with_rounds
 
     found = with_rounds(with_kernels(found))
@@ -390,23 +415,14 @@ def _mesh(text: str | None) -> dict[str, object]:
     return {f"parallel.{axis}": getattr(mesh, axis) for axis in ("dp", "tp", "pp", "ep")}
 
 
-def _data(path: str | None) -> object:
-    """The corpus part that reads ``path``, as a config spells it."""
-    if path is None:
-        return None
-    from shoal.corpora.files import from_path
-
-    return from_path(path).model_dump()
-
-
-def _plan(job: TrainJob, machine: str) -> Plan:
+def _plan(job: TrainJob, machine: str) -> TrainPlan:
     from shoal.machine.described import load
     from shoal.train.run import plan_job
 
     return plan_job(job, load(machine))
 
 
-def _show(resolved: Resolved[TrainJob] | None, plan: Plan) -> None:
+def _show(resolved: Resolved[TrainJob] | None, plan: TrainPlan) -> None:
     from shoal.app.commands.plan import show_plans
     from shoal.app.show import table
 
@@ -415,7 +431,16 @@ def _show(resolved: Resolved[TrainJob] | None, plan: Plan) -> None:
     show_plans([plan])
 
 
-def _write_launch(plan: Plan, name: str, directory: Path) -> None:
+def _starter(name: str) -> Starter | None:
+    """The launcher of that name, if it starts the ranks itself."""
+    from shoal.core.parts import table
+    from shoal.train.protocols import Starter
+
+    launcher = table("launch").build(name, where="--launch")
+    return launcher if isinstance(launcher, Starter) else None
+
+
+def _write_launch(plan: TrainPlan, name: str, directory: Path) -> None:
     from shoal.core.files import write_atomic
     from shoal.core.parts import table
 
@@ -425,26 +450,6 @@ def _write_launch(plan: Plan, name: str, directory: Path) -> None:
         write_atomic(directory / file, text)
         typer.echo(f"wrote {directory / file}")
     typer.echo(f"wrote {directory / 'plan.yaml'}")
-
-
-def show_report(report: Report, directory: Path) -> None:
-    """Print prediction beside measurement."""
-    from shoal.app.show import table
-    from shoal.train.report import rows
-
-    table(
-        "prediction beside measurement",
-        ("", "predicted", "measured", "error"),
-        rows(report),
-        numeric=" rrr",
-    )
-    typer.echo(f"report: {directory / 'report.html'}")
-    if (directory / "adapter").is_dir():
-        typer.echo(f"adapter: {directory / 'adapter'} (shoal serve BASE --adapter NAME=DIR)")
-    if (directory / "export").is_dir():
-        typer.echo(f"model:  {directory / 'export'} (a Hugging Face directory)")
-    elif (directory / "adapter").is_dir():
-        typer.echo("model:  none: no directory of this family holds what was learned, merged")
 
 
 train.__doc__ = f"{train.__doc__}\n{EXAMPLES}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from shoal.app.dash.kept import memory_by_tier
 from shoal.app.dash.runs import Events, number
 from shoal.app.dash.watch import WINDOW_S, Moment
 from shoal.core.errors import MachineError
 from shoal.core.svg import Band, Chart, Series
-from shoal.cost.score import AnyPlan, Row, predictions
-from shoal.ir import DrafterPlan, Machine, Plan
+from shoal.cost.score import Row
+from shoal.ir import Machine, Plan, predictions
 from shoal.machine.roofline import attainable, ridge
 
 __all__ = ["of_machine", "of_run", "of_score", "of_server"]
@@ -22,7 +23,7 @@ WIDTH, HEIGHT = 430, 250
 MAX_POINTS = 400
 
 
-def of_run(events: Events, plan: AnyPlan | None) -> list[Chart]:
+def of_run(events: Events, plan: Plan[Any] | None) -> list[Chart]:
     """Loss, tokens per second, utilisation and memory over the steps; those that have points."""
     steps = events.steps
     if not steps:
@@ -39,13 +40,13 @@ def of_run(events: Events, plan: AnyPlan | None) -> list[Chart]:
     rate = [Series("measured", *events.curve("tokens_per_s"))]
     memory = [Series("measured", *events.curve("memory_bytes", 1 / 2**20))]
     bands = []
-    cost = plan.estimate if isinstance(plan, Plan | DrafterPlan) else None
+    cost = None if plan is None else plan.estimate
     if cost is not None and cost.tokens:
         low, high = cost.tokens / cost.step_s.high, cost.tokens / cost.step_s.low
         rate.append(Series("predicted", ends, [cost.tokens_per_s] * 2, dashed=True))
         bands.append(Band("predicted", ends, [low] * 2, [high] * 2))
     if plan is not None and cost is not None and cost.memory_bytes:
-        rank = predictions(plan)["memory_bytes"][0] / 2**20
+        rank = predictions(plan)["memory_bytes"].value / 2**20
         memory.append(Series("predicted", ends, [rank] * 2, dashed=True))
     found = [
         _chart("Loss", "nats per token", loss),

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.core.config import resolve
 from shoal.core.errors import ConfigError, PlanError, ShoalError, require
 from shoal.cost import shapes
-from shoal.ir import Plan, TrainJob
+from shoal.ir import TrainJob, TrainPlan
 from shoal.machine import described
 from shoal.plan.picture import content
 from shoal.plan.strategy import PLANNERS
@@ -136,7 +136,7 @@ def _checked(given: Mapping[str, str]) -> _Question:
 
 
 @functools.lru_cache(maxsize=32)
-def _answer(asked: _Question) -> tuple[tuple[Plan, ...], tuple[Answer, ...]]:
+def _answer(asked: _Question) -> tuple[tuple[TrainPlan, ...], tuple[Answer, ...]]:
     machine = described.load(asked.machine)
     require(
         machine.num_devices <= _MOST_DEVICES,

@@ -116,19 +116,24 @@ class Guard:
         """The answer instead of the route's own; None lets the request through."""
         headers = Headers(scope=scope)
         path: str = scope["path"]
-        allowed = _METHODS.get(path, _READ)
-        if scope["method"] not in allowed:
-            told = ", ".join(sorted(allowed))
-            return _plain(405, f"this address takes {told} only", {"allow": told})
         host = headers.get("host", "")
         if len(headers.getlist("host")) != 1 or _name(host) not in self._access.hosts:
             return _plain(421, "this is no name of the dashboard; open the address it printed")
         origins = headers.getlist("origin")
+        # For every verb, and before it is looked at: no verb can be forgotten.
         foreign = any(origin.lower() != f"{scope['scheme']}://{host.lower()}" for origin in origins)
-        if foreign or (scope["method"] == "POST" and len(origins) != 1):
+        if foreign:
+            return _plain(403, "a page of another site may not ask for this")
+        allowed = _METHODS.get(path, _READ)
+        if scope["method"] not in allowed:
+            told = ", ".join(sorted(allowed))
+            return _plain(405, f"this address takes {told} only", {"allow": told})
+        if scope["method"] == "POST" and len(origins) != 1:
             return _plain(403, "a page of another site may not ask for this")
         if scope["method"] == "POST" and not _length(headers) <= MAX_BODY:
-            return _plain(413, f"a request has at most {MAX_BODY} bytes, and says how many")
+            # What follows on this connection is a body that nobody reads.
+            text = f"a request has at most {MAX_BODY} bytes, and says how many"
+            return _plain(413, text, {"connection": "close"})
         if path == HEALTH:
             return None
         return self._identify(scope, headers)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.app.dash.runs import Events, number
+from shoal.checkpoint.branches import branches, place_of
 from shoal.checkpoint.history import Told, heat_map, stalls
 from shoal.checkpoint.index import INDEX_NAME
 from shoal.checkpoint.saved import Saved
@@ -56,9 +57,10 @@ def checkpoints(root: Path | None, events: Events) -> list[Save]:
     """
     folders: dict[int, Path] = {}
     if root is not None:
-        store = root / "checkpoints"
         try:
-            folders = {step: Store(store).folder(step) for step in Store(store).steps()}
+            for branch in branches(root):  # of a step that several have, the newest branch's
+                store = Store(place_of(root / "checkpoints", branch.number))
+                folders |= {step: store.folder(step) for step in store.steps()}
         except (OSError, CheckpointError):
             folders = {}  # it is being replaced, or not ours to read: for a page it is not there
     found = []
@@ -90,10 +92,12 @@ def _looked_at(folder: Path, _changed: int) -> tuple[str, str, int | None, int]:
     if folder.is_symlink() or folder.parent.is_symlink():
         return "damaged", f"{folder} is a link, which is not followed", None, 0
     try:
-        index = Saved(folder).index
+        saved = Saved(folder)
+        saved.check_files()
     except ShoalError as error:
         return "damaged", str(error), None, 0
-    return "complete", "", sum(file.bytes for file in index.files.values()), len(index.files)
+    files = saved.index.files
+    return "complete", "", sum(file.bytes for file in files.values()), len(files)
 
 
 def heat_of(saves: Sequence[Save]) -> HeatMap | None:

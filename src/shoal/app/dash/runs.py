@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal, TypeVar
 
 from shoal.core.errors import ShoalError, StoreError
-from shoal.cost.score import AnyPlan, AnyReport, Entry, Quantity, Score, run_id
-from shoal.ir import DrafterPlan, Plan, Report
+from shoal.cost.score import Entry, Score, Scored, run_id
+from shoal.ir import Plan, Report, kind_named, kind_of
 from shoal.parallel.heartbeat import Heartbeat
+from shoal.plan.saved import read_plan
 from shoal.train.layout import RunDir
-from shoal.train.report import make_report
 
 __all__ = ["FILES", "Events", "Found", "Runs", "State", "open_inside"]
 
@@ -66,7 +66,7 @@ class Found:
 
     entry: Entry
     state: State
-    numbers: dict[str, Quantity] = field(default_factory=dict)
+    numbers: dict[str, Scored] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
@@ -238,8 +238,8 @@ class Runs:
         self._folders = tuple(folders)
         self._path = score
         self._events: _Cache[Events] = _Cache(16)
-        self._plans: _Cache[Plan | DrafterPlan] = _Cache(64)
-        self._reports: _Cache[Report] = _Cache(64)
+        self._plans: _Cache[Plan[Any]] = _Cache(64)
+        self._reports: _Cache[Report[Any]] = _Cache(64)
 
     def score(self) -> Score:
         """The store, opened anew: another process may have replaced it.
@@ -286,7 +286,7 @@ class Runs:
         events.refresh()
         return events
 
-    def plan(self, entry: Entry) -> AnyPlan | None:
+    def plan(self, entry: Entry) -> Plan[Any] | None:
         """Its plan; None if there is none.
 
         Raises:
@@ -297,7 +297,7 @@ class Runs:
             return None if report is None else report.plan
         return self._plan_file(entry)
 
-    def report(self, entry: Entry) -> AnyReport | None:
+    def report(self, entry: Entry) -> Report[Any] | None:
         """Its report, or what it would say if the run ended now; None before the first step.
 
         Raises:
@@ -306,7 +306,7 @@ class Runs:
         if entry.ended and entry.report is not None:
             return self.score().report(entry.report)
         plan = self._plan_file(entry)
-        if entry.path is None or not isinstance(plan, Plan):
+        if entry.path is None or plan is None:
             return None
         directory = RunDir(entry.path)
         file = open_inside(entry.path, directory.events.name)
@@ -315,9 +315,9 @@ class Runs:
         with file:
             size = os.fstat(file.fileno()).st_size
         # Long runs grow by little between two looks; reading all of it again takes time.
-        key = (entry.path, entry.started_s, size if size < 2**20 else int(time.time() / 30))
+        key = (entry.path, entry.started_s, size if size < 2**20 else int(time.monotonic() / 30))
         try:
-            return self._reports.get(key, lambda: make_report(plan, directory))
+            return self._reports.get(key, lambda: kind_of(plan).report(plan, directory.root))
         except StoreError:
             if not self.events(entry).steps:
                 return None  # no step is done yet
@@ -328,7 +328,7 @@ class Runs:
                 "did a loss become infinite?"
             ) from cause
 
-    def _plan_file(self, entry: Entry) -> Plan | DrafterPlan | None:
+    def _plan_file(self, entry: Entry) -> Plan[Any] | None:
         if entry.path is None:
             return None
         path = RunDir(entry.path).plan
@@ -337,10 +337,9 @@ class Runs:
             return None
         with file:
             found = os.fstat(file.fileno())
-        kind = DrafterPlan if entry.kind == "drafter" else Plan
-        return self._plans.get((path, found.st_mtime_ns, found.st_size), lambda: kind.load(path))
+        return self._plans.get((path, found.st_mtime_ns, found.st_size), lambda: read_plan(path))
 
-    def _detailed(self, run: Found, numbers: dict[int, dict[str, Quantity]]) -> Found:
+    def _detailed(self, run: Found, numbers: dict[int, dict[str, Scored]]) -> Found:
         entry = run.entry
         if entry.ended and entry.report is not None:
             own = numbers[entry.report]
@@ -352,7 +351,7 @@ class Runs:
             last = self.events(entry).last
             shown = {key: number(last.get(key)) for key in ("tokens_per_s", "loss", "mfu")}
             return replace(
-                run, numbers={k: Quantity(v) for k, v in shown.items() if math.isfinite(v)}
+                run, numbers={k: Scored(v) for k, v in shown.items() if math.isfinite(v)}
             )
         return replace(run, numbers=_reported(entry.path))
 
@@ -403,7 +402,8 @@ def _state(entry: Entry) -> State:
         return "finished"
     if last == "stop":
         return "stopped"
-    quiet = time.time() - entry.started_s - START_S + QUIET_S
+    # When a run started is known by the wall clock alone, which may have been set since.
+    quiet = max(0.0, time.time() - entry.started_s) - START_S + QUIET_S
     for rank in itertools.count():
         beat = Heartbeat.read(RunDir(entry.path).beat(rank), rank)
         if beat is None:
@@ -428,7 +428,7 @@ def _last_word(root: Path) -> str:
     return ""
 
 
-def _reported(root: Path) -> dict[str, Quantity]:
+def _reported(root: Path) -> dict[str, Scored]:
     """The numbers of ``report.json`` of a run that the score does not know."""
     file = open_inside(root, "report.json")
     if file is None:
@@ -436,11 +436,13 @@ def _reported(root: Path) -> dict[str, Quantity]:
     with file:
         raw = file.read(4 * 2**20)
     try:
-        report = Report.model_validate_json(raw)
-    except (ValueError, ShoalError):
+        found = json.loads(raw)
+        kind = kind_named(found["plan"]["job"].get("job", "train"))
+        report = kind.report_type.model_validate(found)
+    except (ValueError, KeyError, TypeError, AttributeError, ShoalError):
         return {}  # cut short, or of another version: the page of the run tells more
-    found = {}
+    numbers = {}
     for name, value in report.measured.items():
         error = report.errors.get(name)
-        found[name] = Quantity(value, None if error is None else value / (1 + error))
-    return found
+        numbers[name] = Scored(value, None if error is None else value / (1 + error))
+    return numbers

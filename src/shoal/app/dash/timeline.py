@@ -197,8 +197,8 @@ def _ints(value: Any) -> tuple[int, ...]:
 def _name(event: Mapping[str, Any]) -> str:
     """What a finding of the driver is called."""
     message, rule = str(event.get("message", "")), str(event.get("rule", ""))
-    if "the loss is" in message:
-        return "loss is no number"
+    if "the loss is" in message or "the norm of the gradients is" in message:
+        return "loss or gradients not finite"
     located = event.get("fault")
     if rule in ("hang", "slow") and isinstance(located, dict):
         return _KINDS.get(str(located.get("kind")), _RULES.get(rule, rule))

@@ -22,11 +22,10 @@ from shoal.claims.gallery.pages import Places, facets
 from shoal.claims.gallery.papers import Paper, counts, index_rows
 from shoal.core.config import Resolved
 from shoal.core.errors import ShoalError
-from shoal.cost.score import AnyPlan, AnyReport, ErrorSummary, predictions, summarise
-from shoal.ir import DrafterPlan, Machine, Plan, Report, ServePlan
+from shoal.cost.score import ErrorSummary, summarise
+from shoal.ir import Machine, Plan, Quantity, Report, compared, kind_of, quantities
 from shoal.machine.described import load, names
-from shoal.plan.table import spell
-from shoal.train.report import rows as report_rows
+from shoal.plan.saved import read_plan
 
 if TYPE_CHECKING:
     from shoal.app.dash.app import Settings
@@ -49,24 +48,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-# Quantity -> words, factor to the unit that is shown, unit.
-QUANTITIES: dict[str, tuple[str, float, str]] = {
-    "step_s": ("step time", 1e3, "ms"),
-    "tokens_per_s": ("tokens per second", 1.0, ""),
-    "memory_bytes": ("memory", 1 / 2**20, "MiB"),
-    "device_bytes": ("most on the device", 1 / 2**20, "MiB"),
-    "host_bytes": ("most on the host", 1 / 2**20, "MiB"),
-    "disk_bytes": ("most on the disk", 1 / 2**20, "MiB"),
-    "total_s": ("time in all", 1.0, "s"),
-    "requests_per_s": ("requests per second", 1.0, ""),
-    "ttft_p50_s": ("time to the first token, median", 1e3, "ms"),
-    "ttft_p95_s": ("time to the first token, 95th percentile", 1e3, "ms"),
-    "tpot_p50_s": ("time per token, median", 1e3, "ms"),
-    "tpot_p95_s": ("time per token, 95th percentile", 1e3, "ms"),
-    "energy_j": ("energy", 1.0, "J"),
-    "usd": ("price", 1.0, "$"),
-}
 
 
 @dataclass(frozen=True)
@@ -182,13 +163,19 @@ def overview(settings: Settings, runs: Runs) -> dict[str, Any]:
 
 
 def _errors(summaries: Sequence[ErrorSummary]) -> list[ErrorRow]:
-    order = {name: place for place, name in enumerate(QUANTITIES)}
+    order = {name: place for place, name in enumerate(quantities())}
     found = [ErrorRow(_words(one.quantity), one.quantity, one) for one in summaries]
     return sorted(found, key=lambda row: order.get(row.quantity, len(order)))
 
 
+def _shown(quantity: str) -> Quantity:
+    """How a quantity is shown; one that no kind of job knows any more by its name."""
+    known = quantities().get(quantity)
+    return known or Quantity(name=quantity, label=quantity.replace("_", " "))
+
+
 def _words(quantity: str) -> str:
-    return QUANTITIES.get(quantity, (quantity.replace("_", " "), 1.0, ""))[0]
+    return _shown(quantity).label.strip()
 
 
 def machine() -> dict[str, Any]:
@@ -226,7 +213,7 @@ def run(runs: Runs, found: Found) -> dict[str, Any]:
         "newest": (newest := saves[0].save if saves else None),
         "slowest": {} if newest is None else slowest(newest),
         "plan": plan_.value,
-        "compared": [] if report.value is None else _compared(_so_far(report.value, found.live)),
+        "compared": [] if report.value is None else compared(_so_far(report.value, found.live)),
         "troubles": _troubles(found, events, plan_.error or report.error),
         "sample": events.sample,
         "files": _files(entry.path),
@@ -243,32 +230,12 @@ def _finite(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _so_far(report: AnyReport, live: bool) -> AnyReport:
+def _so_far(report: Report[Any], live: bool) -> Report[Any]:
     """A report without the error of what is not complete yet."""
     if not live:
         return report
     errors = {name: error for name, error in report.errors.items() if name != "total_s"}
     return report.model_copy(update={"errors": errors})
-
-
-def _compared(report: AnyReport) -> list[tuple[str, str, str, str]]:
-    """(quantity, predicted, measured, error) as people read them."""
-    if isinstance(report, Report):
-        return report_rows(report)
-    found, told = [], predictions(report.plan)
-    for name, value in report.measured.items():
-        words, factor, unit = QUANTITIES.get(name, (name.replace("_", " "), 1.0, ""))
-        before = told.get(name)
-        error = report.errors.get(name)
-        found.append(
-            (
-                words,
-                "" if before is None else f"{before[0] * factor:,.4g} {unit}".strip(),
-                f"{value * factor:,.4g} {unit}".strip(),
-                "" if error is None else f"{100 * error:+.1f} %",
-            )
-        )
-    return found
 
 
 def _troubles(found: Found, events: Events, error: str) -> list[str]:
@@ -331,7 +298,7 @@ class PlanRow:
 
     href: str
     name: str
-    plan: AnyPlan | None
+    plan: Plan[Any] | None
     error: str = ""
     state: str = ""
     how: str = ""
@@ -361,7 +328,7 @@ def plan_files(paths: Sequence[Path]) -> list[PlanRow]:
     rows = []
     for index, path in enumerate(paths):
         try:
-            found: AnyPlan = _plan_file(path, path.stat().st_mtime_ns)
+            found: Plan[Any] = _plan_file(path, path.stat().st_mtime_ns)
             rows.append(PlanRow(f"/plans/file/{index}", path.name, found, how=_how(found)))
         except OSError as cause:
             error = f"{path}: cannot be read ({cause.strerror})"
@@ -372,27 +339,15 @@ def plan_files(paths: Sequence[Path]) -> list[PlanRow]:
 
 
 @functools.lru_cache(maxsize=64)
-def _plan_file(path: Path, _changed: int) -> AnyPlan:
-    from shoal.core.files import read_yaml
-
-    raw = read_yaml(path)
-    job = raw.get("job") if isinstance(raw, dict) else None
-    kind = job.get("job", "train") if isinstance(job, dict) else "train"
-    kinds: dict[str, type[AnyPlan]] = {"serve": ServePlan, "drafter": DrafterPlan}
-    return kinds.get(kind, Plan).load(path)
+def _plan_file(path: Path, _changed: int) -> Plan[Any]:
+    return read_plan(path)
 
 
-def _how(found: AnyPlan | None) -> str:
-    if isinstance(found, Plan):
-        return spell(found)
-    if isinstance(found, DrafterPlan):
-        return f"{found.job.drafter.name} {found.job.precision}"
-    if found is not None:
-        return f"{found.job.scheduler.name} {found.job.kv.name} {found.job.precision}"
-    return ""
+def _how(found: Plan[Any] | None) -> str:
+    return "" if found is None else kind_of(found).describe(found)
 
 
-def plan(found: AnyPlan) -> dict[str, Any]:
+def plan(found: Plan[Any]) -> dict[str, Any]:
     """Everything a plan says."""
     cost = found.estimate
     return {
@@ -402,14 +357,10 @@ def plan(found: AnyPlan) -> dict[str, Any]:
         "terms": _shares({} if cost is None else cost.terms_s),
         "memory": _shares({} if cost is None else cost.memory_bytes),
         "predicted": [
-            (_words(name), interval.scaled(_unit(name)[0]), _unit(name)[1])
-            for name, interval in (found.predicted if isinstance(found, ServePlan) else {}).items()
+            (_words(name), interval.scaled(_shown(name).factor), _shown(name).unit)
+            for name, interval in found.predicted.items()
         ],
     }
-
-
-def _unit(quantity: str) -> tuple[float, str]:
-    return QUANTITIES.get(quantity, ("", 1.0, ""))[1:]
 
 
 def _shares(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
@@ -440,15 +391,15 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
     errors = _errors(summarise(rows))
     drawn = []
     for one in errors[:6]:
-        words, factor, unit = QUANTITIES.get(one.quantity, (one.label, 1.0, ""))
-        label = f"{words}, {unit}" if unit else words
-        chart = charts.of_score(rows, one.quantity, label, factor)
+        shown_as = _shown(one.quantity)
+        label = ", ".join(filter(None, (shown_as.label.strip(), shown_as.unit)))
+        chart = charts.of_score(rows, one.quantity, label, shown_as.factor)
         drawn += [] if chart is None else [chart]
     wanted = [row for row in rows if quantity in ("", row.quantity)][::-1]
     pager = Pager.of(len(wanted), page, size, "/score", {"quantity": quantity})
     shown = []
     for row in wanted[pager.first : pager.last]:
-        words, factor, unit = QUANTITIES.get(row.quantity, (_words(row.quantity), 1.0, ""))
+        shown_as = _shown(row.quantity)
         assert row.predicted is not None
         assert row.error is not None
         shown.append(
@@ -456,10 +407,10 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
                 row.recorded_s,
                 row.name,
                 row.model,
-                words,
-                row.predicted * factor,
-                row.measured * factor,
-                unit,
+                shown_as.label.strip(),
+                row.predicted * shown_as.factor,
+                row.measured * shown_as.factor,
+                shown_as.unit,
                 row.error,
                 row.inside,
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint.branches import branches, place_of
 from shoal.checkpoint.index import INDEX_NAME
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import Store
@@ -51,7 +52,7 @@ class ShoalContents:
 
     def where(self, name: str) -> str:
         """The first of its files."""
-        files = sorted({piece.file for piece in self.saved.index.tensors[name].pieces})
+        files = self.saved.index.tensors[name].files
         return files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
     def tensor(
@@ -72,7 +73,7 @@ class ShoalFormat:
         """A step's index, or steps."""
         if (path / INDEX_NAME).is_file() and path.name.lstrip(".").startswith("step-"):
             return True
-        return any(Store(place).steps() for place in (path, path / "checkpoints"))
+        return any(Store(place).steps() for place, _ in _places(path))
 
     def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
         """Open a step; each piece is verified when it is read."""
@@ -88,9 +89,20 @@ class ShoalFormat:
         Store(out).save(contents.step, tensors, dict(contents.meta))
 
 
+def _places(path: Path) -> list[tuple[Path, int | None]]:
+    """A store, or a run's newest branch and then the step where that begins."""
+    branch = branches(path)[-1]
+    store = path / "checkpoints"
+    found: list[tuple[Path, int | None]] = [(path, None)]
+    found.append((Path(place_of(store, branch.number)), None))
+    if branch.step is not None:
+        found.append((Path(place_of(store, branch.of)), branch.step))
+    return found
+
+
 def _step(path: Path) -> Path:
-    for place in (path, path / "checkpoints"):
-        steps = Store(place).steps()
+    for place, newest in _places(path):
+        steps = [step for step in Store(place).steps() if newest is None or step == newest]
         if steps:
             return Store(place).folder(steps[-1])
     if not (path / INDEX_NAME).is_file():

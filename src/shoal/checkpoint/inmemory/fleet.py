@@ -1,4 +1,4 @@
-"""The snapshot processes of a run, as whoever starts the trainers keeps them.
+"""The snapshot processes of a run, kept by the process that starts the trainers.
 
 They are started before the trainers, live on when trainers die, are replaced when they are lost
 themselves, and end with this process, however that ends: each reads a pipe that ends with it.
@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
+import select
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from shoal.checkpoint.inmemory.recovery import Recovered, recover
 from shoal.checkpoint.inmemory.wire import ENVIRONMENT, SECRET, Members, Place
+from shoal.core import children
 from shoal.core.errors import CheckpointError, MachineError, RankError
 from shoal.core.files import write_atomic
 
 __all__ = ["Fleet"]
 
 _MODULE = "shoal.checkpoint.inmemory.process"
+
+# s in which a snapshot process must answer while ranks are recovered, and in which what it holds
+# must have been written.
+_ANSWER_S = 600.0
+_PERSIST_S = 3600.0
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    """What a snapshot process answers; nothing if it has ended, or blocks and is ended."""
+    assert process.stdout is not None
+    # One answer to one question, so that nothing of it lies in the buffer of the file.
+    if not select.select([process.stdout], [], [], _ANSWER_S)[0]:
+        process.kill()
+        return ""
+    return process.stdout.readline()
 
 
 class _Pipe:
@@ -40,7 +55,7 @@ class _Pipe:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            line = _line(self._process)
         if not line:
             raise RankError(f"the snapshot process of rank {self._rank} was lost while recovering")
         told: dict[str, Any] = json.loads(line)
@@ -138,19 +153,26 @@ class Fleet:
         Raises:
             RankError: it could not be done; the message has the reason.
         """
-        done = subprocess.run(
-            [
-                *self._prefix(0),
-                *(sys.executable, "-m", "shoal.checkpoint.inmemory.persist"),
-                *(where, str(keep)),
-            ],
-            env={**os.environ, **self.environment},
-            capture_output=True,
+        process = children.start(
+            "shoal.checkpoint.inmemory.persist",
+            *(where, str(keep)),
+            prefix=self._prefix(0),
+            env=children.environment(self.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
         )
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        try:
+            _, stderr = process.communicate(timeout=_PERSIST_S)
+        except subprocess.TimeoutExpired as cause:
+            raise RankError(
+                f"step {self.members.restore} in memory was not saved within {_PERSIST_S:g} s"
+            ) from cause
+        finally:
+            children.kill([process])
+        if process.returncode:
+            said = (stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise RankError(f"step {self.members.restore} in memory was not saved: {said}")
 
     def kill(self, ranks: Iterable[int]) -> None:
@@ -175,15 +197,15 @@ class Fleet:
 
     def _spawn(self, rank: int) -> subprocess.Popen[str]:
         with self._log(rank).open("ab") as log:
-            process = subprocess.Popen(
-                [*self._prefix(rank), sys.executable, "-m", _MODULE],
+            process = children.start(
+                _MODULE,
+                prefix=self._prefix(rank),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 # One thread: spare cores are for the computation.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
+                env=children.environment({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}),
             )
         assert process.stdin is not None
         given = {
@@ -198,9 +220,7 @@ class Fleet:
         return process
 
     def _place(self, rank: int) -> Place:
-        stdout = self.processes[rank].stdout
-        assert stdout is not None
-        line = stdout.readline()
+        line = _line(self.processes[rank])
         if not line:
             raise MachineError(
                 f"the snapshot process of rank {rank} did not start; see {self._log(rank)}"

@@ -42,6 +42,7 @@ from shoal.checkpoint.inmemory.wire import (
     welcome,
 )
 from shoal.core.errors import CheckpointError, RankError, ShoalError, require
+from shoal.core.janitor import leave
 from shoal.machine.host import memory_available
 
 __all__ = ["Slot", "SnapshotProcess", "main"]
@@ -488,7 +489,7 @@ def main() -> int:
     for line in sys.stdin:
         print(json.dumps(process.answer(json.loads(line))[0]), flush=True)
     # Threads that wait for a peer must not keep the process.
-    os._exit(0)
+    leave(0)
 
 
 if __name__ == "__main__":

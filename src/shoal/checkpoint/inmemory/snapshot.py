@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.checkpoint.checksum import copy_crc32c_at
+from shoal.checkpoint.finite import Finite, finite_part, refusal
 from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.layout import (
     Entry,
@@ -33,6 +34,7 @@ from shoal.checkpoint.inmemory.layout import (
     shares,
 )
 from shoal.checkpoint.inmemory.wire import ENVIRONMENT, SECRET, Client, Members
+from shoal.checkpoint.watched import Watched
 from shoal.core.errors import CheckpointError, MachineError
 
 if TYPE_CHECKING:
@@ -188,7 +190,10 @@ class Snapshots:
         ready = _event(boxes)
         self._hurry.clear()
         self._began = time.perf_counter()
-        self._pending = self._worker.submit(self._copy, step, boxes, ready, meta)
+        kept = list(dict.fromkeys(run.key for run in self._runs))
+        # A sample of what lies on a device would wait for the update that is still under way.
+        watched = Watched([boxes[key] for key in kept], "sample" if ready is None else "version")
+        self._pending = self._worker.submit(self._copy, step, boxes, ready, meta, kept, watched)
 
     def settle(self) -> Settled | None:
         """Wait until the snapshot that was begun is coded; None if there is none.
@@ -258,7 +263,13 @@ class Snapshots:
         self._entries = entries
 
     def _copy(
-        self, step: int, boxes: Mapping[Any, torch.Tensor], ready: Any, meta: dict[str, Any]
+        self,
+        step: int,
+        boxes: Mapping[Any, torch.Tensor],
+        ready: Any,
+        meta: dict[str, Any],
+        kept: Sequence[tuple[str, tuple[int, ...]]],
+        watched: Watched,
     ) -> _Copied:
         """Fill the slot and commit it; on the thread of the snapshots."""
         began = time.perf_counter()
@@ -269,12 +280,25 @@ class Snapshots:
         total = self._runs[-1].end if self._runs else 0
         crcs = [0] * -(-total // self._block)
         busy, waiting = 0.0, 0
-        for run, seconds in _copies(self._runs, boxes, out, crcs):
+        bad: dict[str, None] = {}
+        for run, seconds, finite in _copies(self._runs, boxes, out, crcs):
             busy += seconds
             waiting += run.size
+            if not finite:
+                bad[run.key[0]] = None
             if waiting >= self.code.bucket and not self._hurry.is_set():
                 waiting = 0
                 self._pause(busy, run.end, total, began)
+        # What is not committed is never gone back to; the version before it stays.
+        if bad:
+            found = Finite(tuple(bad), len({name for name, _ in kept}))
+            raise refusal(f"step {step}: weights or optimizer state are", found, self._rank)
+        for number, (name, _) in enumerate(kept):
+            if watched.changed(number, 0):
+                raise CheckpointError(
+                    f"step {step}: tensor {name!r} was changed while it was copied into memory; "
+                    "it may change only after settle()"
+                )
         done = time.perf_counter()
         told = self._client.call("commit", step=step, slot=slot, meta=meta, crcs=crcs, end=total)
         if "code_s" not in told:
@@ -329,8 +353,8 @@ def _copies(
     boxes: Mapping[Any, torch.Tensor],
     out: np.ndarray,
     crcs: list[int],
-) -> Iterator[tuple[_Run, float]]:
-    """Copy run by run and sum what passes; yields each with its seconds.
+) -> Iterator[tuple[_Run, float, bool]]:
+    """Copy run by run and sum what passes; yields each with its seconds and if it is finite.
 
     Args:
         runs: in the order of the piece.
@@ -349,4 +373,5 @@ def _copies(
         assert flat is not None
         source = flat.data_ptr() + run.first
         crcs[run.block] = copy_crc32c_at(base + run.at, source, run.size, crcs[run.block])
-        yield run, time.perf_counter() - began
+        finite = finite_part(flat, run.first, run.first + run.size)
+        yield run, time.perf_counter() - began, finite

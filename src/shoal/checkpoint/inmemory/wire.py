@@ -42,6 +42,9 @@ _LENGTHS = struct.Struct("<IQ")
 _MOST_HEADER = 64 * 2**20
 _MOST_HELLO = 4096
 _CONNECT_S = 10.0
+# s without a byte from one member or room at the other, after which an exchange fails: both are
+# in it, so neither has anything else to do.
+_SILENT_S = 120.0
 # Bytes to wait for before the next of them are taken.
 _AT_ONCE = 2**20
 
@@ -163,16 +166,20 @@ def exchange_bytes(
     """Send to one while receiving from the other: no member waits for a buffer to be emptied.
 
     Raises:
-        OSError: one of them is gone.
+        OSError: one of them is gone, or blocks.
     """
     # Woken once for much and not for every packet: it is the trainers' processor.
     before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, min(len(into), _AT_ONCE)))
     while len(out) or len(into):
         readable, writable, _ = select.select(
-            [before] if len(into) else [], [after] if len(out) else [], []
+            [before] if len(into) else [], [after] if len(out) else [], [], _SILENT_S
         )
+        if not readable and not writable:
+            raise TimeoutError(f"a member of the group gave no sign within {_SILENT_S:g} s")
         if writable:
-            out = out[after.send(out) :]
+            # As much as there is room for: one that waits for more room does not receive.
+            with contextlib.suppress(BlockingIOError):
+                out = out[after.send(out, socket.MSG_DONTWAIT) :]
         if readable:
             count = before.recv_into(into)
             if not count:

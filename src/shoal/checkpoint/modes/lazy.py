@@ -4,7 +4,8 @@ Weights and optimizer state do not change in forward and backward. So ``save`` o
 is; a thread copies it chunk by chunk into a ring of host memory, and another writes each chunk to
 the disk as soon as it is there and gives its place back. ``before_update`` waits for what has not
 been copied yet. Buffers that the forward pass changes are copied before ``save`` returns. A tensor
-that changed without either is noticed by its version, and the save dropped.
+that changed without either is noticed by its version or by a digest of its bytes before and after
+the copy, and the save dropped; see :mod:`shoal.checkpoint.watched` for what a sample cannot notice.
 
 Source: Maurya et al., DataStates-LLM: Lazy Asynchronous Checkpointing, 2024, sections III and IV.
 """
@@ -16,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.modes.cost import estimate, saved_bytes, seconds_of
@@ -52,10 +53,13 @@ class Lazy:
         host_buffer: bytes of host memory; 1.2 times what a rank writes if not given. With less, the
             copy waits for the disk.
         chunked: a tensor larger than the buffer goes through it in chunks; if false it is refused.
+        watch: how tensors that change while they are copied are noticed: by a ``sample`` of their
+            bytes, or by a ``full`` digest, for which training waits.
     """
 
     host_buffer: Size | None = None
     chunked: bool = True
+    watch: Literal["sample", "full"] = "sample"
 
     def __post_init__(self) -> None:
         least = _LEAST_CHUNKS * CHUNK_BYTES
@@ -250,7 +254,9 @@ class LazySaver:
             begin = time.perf_counter()
             chosen |= {k: one._replace(piece=one.piece.copied()) for k, one in volatile.items()}
             ticket.blocked("copy", time.perf_counter() - begin)
-        source = Source(planned.image, chosen)
+        begin = time.perf_counter()
+        source = Source(planned.image, chosen, self._options.watch)
+        ticket.blocked("watch", time.perf_counter() - begin)
         capture = Capture(source, ring, ticket, pieces)
         self._captures = [c for c in self._captures if not c.ticket.done()]
         self._captures.append(capture)

@@ -1,4 +1,4 @@
-"""``shoal study duo``: what routes of tokens cost and give, and who chooses them well.
+"""``shoal explain duo``: what routes of tokens cost and give, and who chooses them well.
 
 A model whose feed-forward layers are big, small or skipped answers the same held-out text with
 routes chosen in four ways: by chance, one pattern for all tokens, by its trained routers, and by an
@@ -160,8 +160,8 @@ def study(
     """
     config = model.config
     require(
-        config.architecture.ffn.name == "duo",
-        "study duo",
+        config.architecture.ffn.duo,
+        "duo",
         config.name,
         expected="a model of ffn = duo",
         hint="train one with architecture: {ffn: duo}",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shoal.claims.check.protocols import Settings
 from shoal.claims.check.store import Place, read_facts
+from shoal.core import children
 from shoal.core.errors import ConfigError, RankError
 
 __all__ = ["Processes"]
@@ -57,12 +58,7 @@ class Processes:
 
     def end(self) -> None:
         """Kill what still runs, and whatever it started."""
-        for process in self.processes:
-            # Each is the leader of a session of its own; its group may outlive it.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
+        children.kill(self.processes)
         if os.environ.get("SHOAL_DEBUG"):
             for name in self.who:
                 for line in _read(self.place.log(name)).splitlines():
@@ -71,7 +67,6 @@ class Processes:
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         rank = 0 if name == "one" else int(name)
         environment = {
-            **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(len(self.who)),
@@ -82,13 +77,13 @@ class Processes:
         }
         log = os.open(self.place.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            return subprocess.Popen(
-                [sys.executable, "-m", "shoal.claims.check.worker", str(self.place.root), name],
-                env=environment,
+            return children.start(
+                "shoal.claims.check.worker",
+                *(str(self.place.root), name),
+                env=children.environment(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
             )
         finally:
             os.close(log)

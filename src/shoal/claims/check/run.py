@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from shoal.claims.check.compare import Array
@@ -14,6 +12,7 @@ from shoal.claims.check.protocols import Finding, Row, Settings, Verdict
 from shoal.claims.check.ranks import Processes
 from shoal.claims.check.store import Place, read_facts, read_tensors, write_facts
 from shoal.core.errors import MissingExtraError, ShoalError, require
+from shoal.core.scratch import scratch_directory
 
 __all__ = ["check"]
 
@@ -42,8 +41,8 @@ def check(settings: Settings, tick: Callable[[str], None] = lambda _: None) -> V
             expected="a Python file, or a module's dotted name",
         )
     _require_torch()
-    with tempfile.TemporaryDirectory(prefix="shoal-check-") as directory:
-        place = Place(Path(directory))
+    with scratch_directory("check") as directory:
+        place = Place(directory)
         write_facts(place.settings, settings.model_dump(mode="json"))
         Processes(place, settings, ["one"]).run(lambda text: tick(f"one process: {text}"))
         facts = read_facts(place.one)

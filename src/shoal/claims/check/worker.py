@@ -8,12 +8,10 @@ own part of the batch, which is what the diagnosis needs.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -43,6 +41,7 @@ from shoal.claims.check.store import (
 )
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.files import write_atomic, write_json
+from shoal.core.janitor import leave
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -531,7 +530,9 @@ def _join(place: Place, name: str, rank: int, world: int, settings: Settings) ->
 
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{place.root / f'meet-{name}'}",
+        store=dist.FileStore(  # type: ignore[attr-defined]
+            str(place.root / f"meet-{name}"), world
+        ),
         rank=rank,
         world_size=world,
         # The one who started us finds a hang first, and says more about it.
@@ -539,23 +540,9 @@ def _join(place: Place, name: str, rank: int, world: int, settings: Settings) ->
     )
 
 
-def _watch_parent() -> None:
-    """End, with all children, when the process that started us is gone."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> int:
     """Run the role that the command line names; the status is the exit code."""
     place, who = Place(Path(sys.argv[1])), sys.argv[2]
-    _watch_parent()
     stacks = os.open(place.stack(who), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     faulthandler.enable(stacks)
@@ -589,8 +576,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Threads of a broken process group must not keep a rank alive.
-    os._exit(code)
+    leave(main())

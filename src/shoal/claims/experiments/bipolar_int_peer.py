@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shoal.core import children
+
 __all__ = ["Peer"]
 
 _ISA = "AVX512_CORE_VNNI"
@@ -34,13 +36,14 @@ class Peer:
 
         root = str(Path(shoal.__file__).parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, (m, n, k, buffers, threads))],
+        self._process = children.start(
+            __name__,
+            *map(str, (m, n, k, buffers, threads)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env={**os.environ, "PYTHONPATH": path, "ONEDNN_MAX_CPU_ISA": _ISA},
+            env=children.environment({"PYTHONPATH": path, "ONEDNN_MAX_CPU_ISA": _ISA}),
         )
 
     def __call__(self, products: int = 1) -> str:

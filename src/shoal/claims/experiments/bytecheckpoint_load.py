@@ -183,7 +183,7 @@ def layout_pair(
     import torch
 
     from shoal import checkpoint
-    from shoal.checkpoint.index import file_name
+    from shoal.checkpoint.shards import file_name
     from shoal.checkpoint.store import Store
     from shoal.parallel.thread_comm import run_ranks
     from shoal.train.reshard import Blank
@@ -201,13 +201,10 @@ def layout_pair(
         held = held_by(engine, updater)
         if by_file:
             index = Store(place).open(0, verify=False).index
-            own = file_name(comm.rank)
-            there = {
-                (name, p.box)
-                for name, t in index.tensors.items()
-                for p in t.pieces
-                if p.file == own
-            }
+            if comm.rank >= index.world:  # there is no file of its number
+                return False, 0
+            shard = index.shard(file_name(comm.rank))
+            there = {(name, piece.box) for name, piece, _ in shard.pieces()}
             wanted = {(f"all.{name}", p.box) for name, several in held.items() for p in several}
             return wanted <= there, 0
         report = checkpoint.load(place, {"all": dict(held)}, comm=comm)

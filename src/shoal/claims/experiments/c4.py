@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
@@ -24,6 +22,7 @@ from pydantic import JsonValue
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.core.scratch import scratch_directory
 from shoal.machine.emulate import emulate, unavailable
 from shoal.plan.paths.jobs import times_of_jobs
 from shoal.train.watch.c4d import C4D
@@ -248,8 +247,8 @@ def _records(
 
 def _within(run: Any, *arguments: Any, **options: Any) -> Evidence:
     """Run in a folder of its own; the evidence is read before that goes."""
-    with tempfile.TemporaryDirectory(prefix="shoal-c4-") as folder:
-        evidence: Evidence = run(Path(folder), *arguments, **options)
+    with scratch_directory("c4") as folder:
+        evidence: Evidence = run(folder, *arguments, **options)
     return evidence
 
 
@@ -264,17 +263,17 @@ def _shaped(context: Context, ranks: Any) -> list[tuple[Planted, Evidence]]:
         fault = ranks.Planted("communication_slow", place, (rank,), 4.0, 0)
         with (
             emulate(_SHAPED_WORLD, bandwidth=_SHAPED_BANDWIDTH) as network,
-            tempfile.TemporaryDirectory(prefix="shoal-c4-") as folder,
+            scratch_directory("c4") as folder,
         ):
             network.reshape(rank, _SHAPED_BANDWIDTH / 4, sends=place == "sender")
             run_processes(
                 f"{_RANKS}:run_processes_step",
                 _SHAPED_WORLD,
-                {"folder": folder, "steps": 14, "elements": _SHAPED_ELEMENTS},
+                {"folder": str(folder), "steps": 14, "elements": _SHAPED_ELEMENTS},
                 ranks_per_node=1,
                 start=network.start,
             )
-            found.append((fault, Evidence.load(Path(folder))))
+            found.append((fault, Evidence.load(folder)))
     return found
 
 

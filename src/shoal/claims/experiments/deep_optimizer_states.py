@@ -5,7 +5,7 @@ Source: Maurya et al., Deep Optimizer States, 2024.
 One process has a host, a thread on one core, and a device, a thread on the other; copies between
 them are real and held to a rate, and so is the host, because two equal cores are nobody's server:
 published hosts update some twenty times slower than their devices. With three rates of the link,
-by which a stride of 2, 3 and 4 is foretold, every stride is measured beside the host alone. What
+by which a stride of 2, 3 and 4 is predicted, every stride is measured beside the host alone. What
 two equal cores gain without any of this is told as well. The A/A run has the host alone in the
 place of every stride. The timeline of a published machine is played, not run.
 """
@@ -145,11 +145,11 @@ class DeepOptimizerStates:
             link = EmulatedLink(4 * words)
             workers = Workers(cores=(0, 1), host_rate=self.host_rate, link=link)
             sizes = [self.sub_group] * self.groups
-            foretold = {
+            predicted = {
                 stride: timeline(there, sizes, self._pattern(sizes, stride)).seconds
                 for stride in _ORDER
             }
-            auto = min(_ORDER, key=lambda stride: foretold[stride])
+            auto = min(_ORDER, key=lambda stride: predicted[stride])
             runs = {
                 stride: self._made(workers, HOST_ONLY if as_baseline else stride)
                 for stride in _ORDER
@@ -174,19 +174,19 @@ class DeepOptimizerStates:
                     "stride_of_the_formula": steady_stride(there, self.sub_group),
                     "chosen": auto,
                     "best": best,
-                    "foretold_s": {str(k): v for k, v in foretold.items()},
+                    "predicted_s": {str(k): v for k, v in predicted.items()},
                     "measured_s": {str(k): v for k, v in medians.items()},
                 }
             )
             said.append(
                 f"link {words / 1e6:.0f} M words/s: chosen {_named(auto)}, best {_named(best)}, "
-                f"{medians[HOST_ONLY] / medians[auto]:.2f}x the host alone, foretold "
-                f"{foretold[HOST_ONLY] / foretold[auto]:.2f}x"
+                f"{medians[HOST_ONLY] / medians[auto]:.2f}x the host alone, predicted "
+                f"{predicted[HOST_ONLY] / predicted[auto]:.2f}x"
             )
         metrics["stride_off"] = Paired(method=tuple(off))
         context.progress("two equal cores", 0.9)
         equal, peer = self._equal_cores(context, as_baseline)
-        fastest = foretold_limit(rates)
+        fastest = predicted_limit(rates)
         return Samples(
             metrics=metrics,
             bounds={"update": fastest},
@@ -289,7 +289,7 @@ def _link_for(rates: Rates, size: int, stride: int) -> float:
     return low
 
 
-def foretold_limit(rates: Rates) -> float:
+def predicted_limit(rates: Rates) -> float:
     """How many times faster all resources together could be at most: no way takes any time."""
     host = 1 / rates.host + 1 / rates.convert
     return 1 + host * rates.device

@@ -221,7 +221,7 @@ class DistServe:
         Attempt(
             metric="attainment_error",
             tried="so: within 0.09 at all rates but the highest of engines of both phases, beyond "
-            "the knee, where steps that were 4 % shorter than those foretold had 0.53 in time "
+            "the knee, where steps that were 4 % shorter than those predicted had 0.53 in time "
             "instead of 0.28. Now it is told with every rate by how much 5 % of a step move it",
             value=0.252,
         ),
@@ -327,14 +327,14 @@ class DistServe:
 
 
 def _profile(points: Sequence[Point]) -> str:
-    """Where predictions went wrong: attainment beside how much longer steps took than foretold."""
+    """Where predictions went wrong: attainment beside how much longer steps took than predicted."""
     told = []
     for point in points:
         drift = ", ".join(f"{name} {value:.2f}" for name, value in point.drift.items())
         told.append(
             f"{point.system} at {point.rate:.1f}/s: {point.attained[0]:.2f} attained, "
-            f"{point.attained[1]:.2f} foretold, steps over those foretold: {drift}, median TPOT "
-            f"{1e3 * point.tpot_s[0][0]:.1f} ms, {1e3 * point.tpot_s[1][0]:.1f} foretold"
+            f"{point.attained[1]:.2f} predicted, steps over those predicted: {drift}, median TPOT "
+            f"{1e3 * point.tpot_s[0][0]:.1f} ms, {1e3 * point.tpot_s[1][0]:.1f} predicted"
         )
     return "; ".join(told)
 

@@ -6,9 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.core.scratch import scratch_directory
 from shoal.ir import MAX_NODES
 from shoal.plan.heterogeneous import DraftOption, Heterogeneous
 from shoal.plan.trees.drafting import Always
@@ -178,8 +178,8 @@ def tiny(seed: int, *, offloads: bool) -> Counted:
     for parameter in net.parameters():
         parameter.data.normal_(0, 0.1, generator=source)
     answers, link, uncounted = [], 0.0, 0.0
-    with TemporaryDirectory() as home:
-        place, drafts = Path(home) / "tiny", Path(home) / "drafter"
+    with scratch_directory("claim") as home:
+        place, drafts = home / "tiny", home / "drafter"
         huggingface.write(place, model)
         kept = files.DrafterConfig(
             name="dovetail", options={"layers": 1}, target=files.fingerprint(place),

@@ -8,12 +8,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from shoal.claims.experiments.easyspec_ranks import PASSES, repeated
 from shoal.claims.protocols import Paired
 from shoal.core.measure import interleave
+from shoal.core.scratch import scratch_directory
 from shoal.plan.fuzzy import draft_step_s, even_groups
 from shoal.plan.trees.drafting import Always
 
@@ -214,8 +214,8 @@ def tiny(seed: int, group: int) -> tuple[int, int]:
     )  # fmt: skip
     model = random(config, seed).requires_grad_(False)
     answers, calls = [], 0
-    with TemporaryDirectory() as home:
-        place = Path(home) / "tiny"
+    with scratch_directory("claim") as home:
+        place = home / "tiny"
         huggingface.write(place, model)
         target = model.to(torch.float64)
         for speculative in (None, {"name": "easyspec", "path": str(place), "group": group}):

@@ -240,7 +240,7 @@ class FuyouClaim:
     def _amounts(
         self, context: Context, comm: Comm, regime: Regime
     ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
-        """Steps with evenly spread amounts, as foretold and measured; then the choice again."""
+        """Steps with evenly spread amounts, as predicted and measured; then the choice again."""
         from shoal.claims.experiments import fuyou_runs as runs
 
         with contextlib.closing(runs.Training(regime, comm, "fuyou")) as training:

@@ -259,13 +259,13 @@ class InMemoryFT:
 
         def inject(supervisor: Any, event: Mapping[str, Any]) -> None:
             if event["kind"] == "start":
-                starts.append(event["time"] - _created(supervisor.processes[0].pid))
+                starts.append(event["monotonic_s"] - _created(supervisor.processes[0].pid))
                 return
             due = len(killed) < len(faults) and event["kind"] == "step"
             if not due or event["step"] < faults[len(killed)][0]:
                 return
             _, kind, rank = faults[len(killed)]
-            killed.append((time.time(), rank))
+            killed.append((time.monotonic(), rank))
             if kind == "node":
                 supervisor.lose([rank])
             else:
@@ -354,7 +354,7 @@ class InMemoryFT:
 def _plan(context: Context, steps: int, memory: str | None, **changes: Any) -> Any:
     from shoal.cost.shapes import find
     from shoal.cost.training import estimate
-    from shoal.ir import Plan, TrainJob, Work
+    from shoal.ir import TrainJob, TrainPlan, Work
 
     corpus = context.work_dir / "corpus"
     if not corpus.exists():
@@ -382,7 +382,7 @@ def _plan(context: Context, steps: int, memory: str | None, **changes: Any) -> A
     machine = context.machine or load("laptop")
     shape = find(job.model)
     cost = estimate(Work(shape=shape, job=job), machine)
-    return Plan(job=job, machine=machine, shape=shape, estimate=cost)
+    return TrainPlan(job=job, machine=machine, shape=shape, estimate=cost)
 
 
 def _told(
@@ -409,7 +409,7 @@ def _told(
         found["lost"].append(float(done - start["step"]))
         found["disk"].append(float(done - disk))
         # The first start had nothing to read: it is what starting processes takes.
-        found["seconds"].append(step["time"] - when - starts[0])
+        found["seconds"].append(step["monotonic_s"] - when - starts[0])
         found["rungs"].append(events[at]["rung"])
     return found
 
@@ -420,9 +420,10 @@ def _losses(events: Any) -> dict[int, float]:
 
 
 def _created(pid: int) -> float:
-    import psutil
-
-    return float(psutil.Process(pid).create_time())
+    """When a process was started, in seconds of the monotonic clock."""
+    after_boot = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
 
 
 def _counted(as_baseline: bool, details: dict[str, JsonValue]) -> dict[str, Paired]:

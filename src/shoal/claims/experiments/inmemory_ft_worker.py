@@ -8,7 +8,6 @@ of each.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.files import write_json
+from shoal.core.janitor import leave
 
 if TYPE_CHECKING:
     from shoal.train.loop import Trainer
@@ -76,7 +76,4 @@ def _to_disk(trainer: Trainer, place: Path) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main())

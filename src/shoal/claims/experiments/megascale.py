@@ -20,7 +20,6 @@ import random
 import signal
 import statistics
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +33,10 @@ from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
+from shoal.core.scratch import scratch_directory
 from shoal.cost.overlap_ladder import ladder
 from shoal.cost.shapes import find
-from shoal.ir import Parallel, Plan, TrainJob, Work
+from shoal.ir import Parallel, TrainJob, TrainPlan, Work
 from shoal.machine.described import load
 from shoal.machine.emulate import emulate, unavailable
 from shoal.parallel.bootstrap import bootstrap, groups_of
@@ -290,7 +290,7 @@ class MegaScaleClaim:
             "recorder_share": share,
         }
 
-    def _plan(self, context: Context, steps: int) -> Plan:
+    def _plan(self, context: Context, steps: int) -> TrainPlan:
         from shoal.cost.training import estimate
 
         corpus = context.work_dir / "corpus"
@@ -319,7 +319,7 @@ class MegaScaleClaim:
         machine = context.machine or load("laptop")
         shape = find(job.model)
         cost = estimate(Work(shape=shape, job=job), machine)
-        return Plan(job=job, machine=machine, shape=shape, estimate=cost)
+        return TrainPlan(job=job, machine=machine, shape=shape, estimate=cost)
 
 
 def _planted(context: Context) -> dict[str, Any]:
@@ -337,13 +337,13 @@ def _plant(context: Context) -> dict[str, Any]:
         slow = i % 2 == 0
         kind = "non_communication_slow" if slow else "non_communication_hang"
         fault = Planted(kind, "rank", (rank,), 2.0, 1 if slow else 10)  # type: ignore[arg-type]
-        with tempfile.TemporaryDirectory(prefix="shoal-megascale-") as folder:
-            evidence = run_virtual(Path(folder), _WORLD, 14, fault, seed=context.seed + i)
+        with scratch_directory("megascale") as folder:
+            evidence = run_virtual(folder, _WORLD, 14, fault, seed=context.seed + i)
         verdict = Locator().locate(evidence)
         named.append(float({f.ranks for f in verdict.faults} == {(rank,)}))
         blamed.append(float(longest_waiter(evidence).faults[0].ranks == (rank,)))
-    with tempfile.TemporaryDirectory(prefix="shoal-megascale-") as folder:
-        evidence = run_virtual(Path(folder), _WORLD, 60, None, seed=context.seed + 99)
+    with scratch_directory("megascale") as folder:
+        evidence = run_virtual(folder, _WORLD, 60, None, seed=context.seed + 99)
     return {
         "named": named,
         "alarms": len(Locator().locate(evidence).faults),
@@ -420,9 +420,9 @@ def _restart_seconds(run: Path) -> list[float]:
     since: float | None = None
     for event in _events(run):
         if event["kind"] == "fault":
-            since = float(event["time"])
+            since = float(event["monotonic_s"])
         elif event["kind"] == "step" and since is not None:
-            found.append(float(event["time"]) - since)
+            found.append(float(event["monotonic_s"]) - since)
             since = None
     return found
 

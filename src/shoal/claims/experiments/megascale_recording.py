@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Any, cast
 
+from shoal.core.scratch import scratch_directory
 from shoal.train.watch.recorder import Recorder
 from shoal.train.watch.watched import Watched
 
@@ -32,8 +31,8 @@ class _Nothing:
 def operation_s() -> float:
     """Seconds more that an operation takes where it is recorded, waiting included."""
     bare: Any = _Nothing()
-    with tempfile.TemporaryDirectory(prefix="shoal-recorder-") as folder:
-        recorder = Recorder(Path(folder) / "rank-0.flight", 0, 2)
+    with scratch_directory("recorder") as folder:
+        recorder = Recorder(folder / "rank-0.flight", 0, 2)
         watched = cast("Any", Watched(bare, recorder))
 
         def once(comm: Any) -> float:

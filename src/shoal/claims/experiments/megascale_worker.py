@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from typing import Any
+
+from shoal.core.janitor import leave
 
 __all__ = ["break_here", "main"]
 
@@ -94,7 +95,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main())

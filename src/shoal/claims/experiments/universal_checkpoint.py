@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +32,7 @@ from pydantic import JsonValue
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.core.scratch import SHARED_MEMORY, scratch_directory
 
 if TYPE_CHECKING:
     from shoal.checkpoint.universal.spec import UniversalSpec
@@ -252,12 +251,9 @@ class UniversalCheckpoint:
 @contextmanager
 def _scratch() -> Iterator[Path]:
     """A directory in memory, where the system has such a file system."""
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
-    folder = Path(tempfile.mkdtemp(prefix="shoal-claim-", dir=place))
-    try:
+    in_memory = os.access(SHARED_MEMORY, os.W_OK)
+    with scratch_directory("claim", SHARED_MEMORY if in_memory else None) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _config(width: int, layers: int) -> dict[str, Any]:

@@ -5,12 +5,12 @@ the parts of this room: JSON lines (the record every run keeps), Prometheus and
 TensorBoard.
 """
 
-from shoal.core.meter.events import read_events
+from shoal.core.meter.events import EventTail, read_events
 from shoal.core.meter.meter import Meter
 from shoal.core.meter.protocols import Sink, Writer
 from shoal.core.parts import PartTable
 
-__all__ = ["SINKS", "Meter", "Sink", "Writer", "read_events"]
+__all__ = ["SINKS", "EventTail", "Meter", "Sink", "Writer", "read_events"]
 
 SINKS = PartTable(
     "sink",

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core.errors import StoreError
 
-__all__ = ["read_events"]
+__all__ = ["EventTail", "read_events"]
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
@@ -25,19 +25,48 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     return
-                yield _event(line, path, number)
+                yield _event(line, path, f"line {number}")
     except OSError as cause:
         raise StoreError(f"{path}: cannot be read ({cause.strerror})") from cause
 
 
-def _event(line: bytes, path: Path, number: int) -> dict[str, Any]:
+class EventTail:
+    """Each pass gives the whole lines that a file has got since the one before.
+
+    Args:
+        path: the file; what it has now is not given. It need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        # Up to the last whole line: who opens the file for writing cuts a torn one off.
+        self._at = len(self._new())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        data = self._new()
+        at, self._at = self._at, self._at + len(data)
+        for line in data.splitlines():
+            yield _event(line, self._path, f"after byte {at:,}")
+
+    def _new(self) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return b""
+        return data[: data.rfind(b"\n") + 1]
+
+
+def _event(line: bytes, path: Path, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
         record = None
     if not isinstance(record, dict) or "kind" not in record:
         raise StoreError(
-            f"{path}, line {number}: not an event; expected a JSON object with a kind; "
+            f"{path}, {where}: not an event; expected a JSON object with a kind; "
             "remove the line or the file"
         )
     return record

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,14 +52,18 @@ class JsonlWriter:
             raise self._refused(cause) from cause
 
     def event(self, record: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-        """Write one line."""
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        """Write one line; the wall clock of an event is for people, the monotonic one for sums."""
+        stamped = {**record, "monotonic_s": time.monotonic()}
+        line = json.dumps(stamped, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             # Unbuffered, and one call: lines of several processes do not mix.
             written = self._file.write(line)
         except OSError as cause:
             raise self._refused(cause) from cause
         if written != len(line):
+            end = self._file.tell()
+            if os.fstat(self._file.fileno()).st_size == end:  # nobody has written since
+                self._file.truncate(end - written)
             raise self._refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def counter(self, name: str, total: float, labels: Mapping[str, str]) -> None:

@@ -7,9 +7,9 @@ Open a pool and use it; the calls and results are the same for every part::
 """
 
 from shoal.core.parts import PartTable
-from shoal.core.pool.protocols import Actor, Pool, PoolPart
+from shoal.core.pool.protocols import Actor, Needs, Pool, PoolPart
 
-__all__ = ["POOLS", "Actor", "Pool", "PoolPart"]
+__all__ = ["POOLS", "Actor", "Needs", "Pool", "PoolPart"]
 
 POOLS = PartTable(
     "pool",

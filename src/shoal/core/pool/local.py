@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -22,10 +23,12 @@ from multiprocessing.context import SpawnProcess
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from shoal.core import children
+from shoal.core.child import die_with_parent
 from shoal.core.errors import RankError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import part
-from shoal.core.pool.protocols import ordered_map
+from shoal.core.pool.protocols import START_S, Needs, await_object, ordered_map
 from shoal.core.pool.remote import (
     construct,
     name_of,
@@ -35,7 +38,7 @@ from shoal.core.pool.remote import (
     unpack_outcome,
 )
 
-__all__ = ["LocalPool"]
+__all__ = ["LocalActor", "LocalPool"]
 
 _T = TypeVar("_T")
 _READY = b"ready"
@@ -57,13 +60,15 @@ class LocalPool:
         """Check the options."""
         require(self.workers >= 0, "pool.local.workers", self.workers, expected="0 or more")
 
-    def open(self) -> LocalWorkers:
+    def open(self, needs: Needs = Needs()) -> LocalWorkers:  # noqa: B008 - one machine
         """Start the processes; they get ready in the background."""
         return LocalWorkers(self.workers or num_cores())
 
 
 class LocalWorkers:
     """The running processes of a :class:`LocalPool`."""
+
+    num_nodes = 1
 
     def __init__(self, num_workers: int) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -151,9 +156,21 @@ class LocalActor:
         self._worker = _Worker(name, self._calls, restarts=False)
         self._closed = False
 
-    def construct(self, cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the object and wait for it."""
-        self._put(_Call("its constructor", pack_call(cls, args, kwargs), _Outcome())).result()
+    def construct(
+        self,
+        cls: type[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        limit_s: float = START_S,
+    ) -> None:
+        """Make the object and wait for it.
+
+        Raises:
+            RankError: the process is not ready within ``limit_s``.
+        """
+        made = self._put(_Call("its constructor", pack_call(cls, args, kwargs), _Outcome()))
+        await_object(made, self._name, limit_s)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the object."""
@@ -225,14 +242,26 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_serve, args=(theirs, not self._restarts), name=self._name, daemon=True
+            target=_serve,
+            args=(theirs, not self._restarts, os.getpid()),
+            name=self._name,
+            daemon=True,
         )
-        # Until it ignores Ctrl-C itself, the new process inherits that it is held back.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        def begin() -> None:
+            # Until it ignores Ctrl-C itself, the new process inherits that it is held back.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            # Nothing is imported from the working directory by it, or by what tracks its resources.
+            before = os.environ.get(children.SAFE_PATH)
+            os.environ[children.SAFE_PATH] = "1"
+            try:
+                process.start()
+            finally:
+                if before is None:
+                    del os.environ[children.SAFE_PATH]
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        children.from_lasting_thread(begin, lambda _: process.kill())
         theirs.close()
         self._ready = False
         return process, ours
@@ -322,8 +351,9 @@ def _give_up(calls: queue.SimpleQueue[_Call | None]) -> None:
             call.future.set_running_or_notify_cancel()
 
 
-def _serve(pipe: Connection, is_actor: bool) -> None:
+def _serve(pipe: Connection, is_actor: bool, parent: int) -> None:
     """What a process does: answer calls until the pipe ends."""
+    die_with_parent(parent)
     # Ctrl-C reaches the whole group of processes; the pool's owner decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,22 +1,41 @@
-"""What a pool can do, whoever runs the processes.
+"""What every kind of pool can do.
 
 Functions, arguments and results travel by pickle between processes of one user, so a
-function must be importable by name on the other side: no lambdas, nothing defined inside
-a function. An exception raised there comes back as itself, with the remote traceback as
-a note; a process that dies is a :class:`~shoal.core.errors.RankError` that names it,
-never a hang.
+function must have a name at the top of a module that the other side can import, or of
+the script that runs: no lambdas, nothing defined inside a function. An exception raised
+there comes back as itself, with the remote traceback as a note; a process that dies is a
+:class:`~shoal.core.errors.RankError` that names it, never a hang.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
-__all__ = ["Actor", "Pool", "PoolPart", "ordered_map"]
+from shoal.core.errors import RankError
+
+__all__ = ["START_S", "Actor", "Needs", "Pool", "PoolPart", "await_object", "ordered_map"]
+
+START_S = 600.0
+"""s that a process may take to import what it needs and to make the object of an actor."""
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What each actor of a pool takes from the machine on which it is placed.
+
+    Args:
+        cpus: processors that are kept for it.
+        gpus: GPUs that are kept for it; it sees these and no others.
+    """
+
+    cpus: float = 0.0
+    gpus: float = 0.0
 
 
 @runtime_checkable
@@ -35,6 +54,11 @@ class Actor(Protocol):
 @runtime_checkable
 class Pool(Protocol):
     """Running workers. A context manager; leaving it by an exception ends them at once."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines over which its actors are spread."""
+        ...
 
     def submit(self, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
         """Call ``function`` on some worker.
@@ -74,8 +98,11 @@ class Pool(Protocol):
 class PoolPart(Protocol):
     """A part of kind ``pool``: says where the workers are, and starts them."""
 
-    def open(self) -> Pool:
+    def open(self, needs: Needs = Needs()) -> Pool:
         """Start the workers.
+
+        Args:
+            needs: of each actor; a pool of one machine does not keep books of it.
 
         Raises:
             MissingExtraError: an optional package is not installed.
@@ -98,3 +125,23 @@ def ordered_map(
                 future.cancel()
 
     return results()
+
+
+def await_object(made: Future[Any], name: str, limit_s: float = START_S) -> None:
+    """Wait until the object of an actor is made.
+
+    Args:
+        made: the call of its constructor.
+        name: of the actor.
+        limit_s: how long that may take.
+
+    Raises:
+        RankError: it took longer.
+        Exception: what the constructor raised.
+    """
+    try:
+        made.result(limit_s)
+    except TimeoutError:
+        if made.done():  # the constructor's own
+            raise
+        raise RankError(f"pool {name}: not ready within {limit_s:g} s") from None

@@ -12,7 +12,18 @@ from typing import Any
 
 from shoal.core.errors import ConfigError, RankError
 
-__all__ = ["construct", "name_of", "pack_call", "run_call", "run_method", "unpack_outcome"]
+__all__ = [
+    "Dumps",
+    "construct",
+    "name_of",
+    "pack_call",
+    "run_call",
+    "run_method",
+    "unpack_outcome",
+]
+
+Dumps = Callable[[Any], bytes]
+"""How a value becomes a pickle; a worker may not have all modules of the caller."""
 
 
 def name_of(function: Any) -> str:
@@ -21,14 +32,16 @@ def name_of(function: Any) -> str:
     return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"
 
 
-def pack_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def pack_call(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dumps: Dumps = pickle.dumps
+) -> bytes:
     """A call as bytes.
 
     Raises:
         ConfigError: something in it cannot be sent to another process.
     """
     try:
-        return pickle.dumps((function, tuple(args), dict(kwargs)))
+        return dumps((function, tuple(args), dict(kwargs)))
     except (pickle.PicklingError, AttributeError, TypeError) as cause:
         raise ConfigError(
             f"pool: {name_of(function)} cannot be sent to another process ({cause}); "
@@ -36,32 +49,32 @@ def pack_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         ) from cause
 
 
-def run_call(payload: bytes) -> bytes:
+def run_call(payload: bytes, dumps: Dumps = pickle.dumps) -> bytes:
     """Run a packed call; the outcome, good or bad, as bytes."""
     try:
         function, args, kwargs = pickle.loads(payload)  # noqa: S301 - from our own pipe
-        return _good(function(*args, **kwargs))
+        return _good(function(*args, **kwargs), dumps)
     except BaseException as error:
-        return _bad(error)
+        return _bad(error, dumps)
 
 
-def construct(payload: bytes) -> tuple[Any, bytes]:
+def construct(payload: bytes, dumps: Dumps = pickle.dumps) -> tuple[Any, bytes]:
     """Run a packed constructor; the object, or None, and the outcome as bytes."""
     try:
         cls, args, kwargs = pickle.loads(payload)  # noqa: S301 - from our own pipe
-        return cls(*args, **kwargs), _good(None)
+        return cls(*args, **kwargs), _good(None, dumps)
     except BaseException as error:
-        return None, _bad(error)
+        return None, _bad(error, dumps)
 
 
-def run_method(target: Any, payload: bytes) -> bytes:
+def run_method(target: Any, payload: bytes, dumps: Dumps = pickle.dumps) -> bytes:
     """Run a packed (method name, args, kwargs) on ``target``; the outcome as bytes."""
     try:
         method, args, kwargs = pickle.loads(payload)  # noqa: S301 - from our own pipe
         bound: Callable[..., Any] = getattr(target, method)
-        return _good(bound(*args, **kwargs))
+        return _good(bound(*args, **kwargs), dumps)
     except BaseException as error:
-        return _bad(error)
+        return _bad(error, dumps)
 
 
 def unpack_outcome(outcome: bytes, where: str) -> Any:
@@ -78,17 +91,17 @@ def unpack_outcome(outcome: bytes, where: str) -> Any:
     raise value
 
 
-def _good(value: Any) -> bytes:
-    return pickle.dumps((True, value, ""))
+def _good(value: Any, dumps: Dumps) -> bytes:
+    return dumps((True, value, ""))
 
 
-def _bad(error: BaseException) -> bytes:
+def _bad(error: BaseException, dumps: Dumps) -> bytes:
     text = "".join(traceback.format_exception(error))
     told = RankError(f"{type(error).__qualname__}: {error}")
     if not isinstance(error, Exception):  # an exit there must not become an exit here
         return pickle.dumps((False, told, text))
     try:
-        packed = pickle.dumps((False, error, text))
+        packed = dumps((False, error, text))
         pickle.loads(packed)  # noqa: S301 - some exceptions pack but do not unpack
     except Exception:  # its own packing failed, in whatever way: its text goes in its place
         return pickle.dumps((False, told, text))

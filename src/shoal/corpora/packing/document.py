@@ -6,7 +6,7 @@ Shapes: N windows of T + 1 tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class DocumentMask:
     scored alone. Windows are cut as by ``stream``; the ids count documents in the
     window from 0.
     """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"separates_documents"})
 
     def num_windows(self, split: TokenSplit, seq_len: int) -> int:
         """Windows of one epoch."""

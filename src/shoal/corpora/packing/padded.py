@@ -7,7 +7,7 @@ Shapes: N windows of T + 1 tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class Padded:
     It begins with the document's first token. What the document leaves is filled with the end of
     text, which is learned like any token; of a longer document the rest is never read.
     """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"one_document", "separates_documents"})
 
     def num_windows(self, split: TokenSplit, seq_len: int) -> int:
         """Windows of one epoch: documents."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.core.errors import DataError, require
 from shoal.cost.imports import LOGS
 from shoal.cost.imports.log import Log, steady
-from shoal.ir import Plan, Report, ServePlan, ServeReport
+from shoal.ir import Plan, Report, TrainPlan, errors_of, kind_of, predictions
 
-__all__ = ["Measured", "measure", "predicted", "read", "report"]
+__all__ = ["Measured", "measure", "read", "report"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _first_line(path: Path) -> tuple[int, str]:
     return next(((place, text.strip()) for place, text in lines(path) if text.strip()), (1, ""))
 
 
-def measure(log: Log, plan: Plan | ServePlan | None = None) -> Measured:
+def measure(log: Log, plan: Plan[Any] | None = None) -> Measured:
     """The log's steady state; with a plan, also what follows from its batch and its ranks.
 
     Raises:
@@ -84,7 +85,7 @@ def measure(log: Log, plan: Plan | ServePlan | None = None) -> Measured:
         return Measured(log, found, used)
     _same_job(log, plan)
     before = set(found)
-    if isinstance(plan, Plan):
+    if isinstance(plan, TrainPlan):
         job = plan.job
         world, tokens = job.parallel.world, float(job.global_batch * job.seq_len)
         if "step_s" not in found:
@@ -99,7 +100,7 @@ def measure(log: Log, plan: Plan | ServePlan | None = None) -> Measured:
     return Measured(log, found, used, tuple(sorted(set(found) - before)))
 
 
-def _same_job(log: Log, plan: Plan | ServePlan) -> None:
+def _same_job(log: Log, plan: Plan[Any]) -> None:
     require(
         log.job == plan.job.job,
         "--plan",
@@ -116,26 +117,15 @@ def _same_job(log: Log, plan: Plan | ServePlan) -> None:
             )
 
 
-def predicted(plan: Plan | ServePlan) -> dict[str, float]:
-    """Quantity -> what the plan predicts of those that a log may measure."""
-    if isinstance(plan, ServePlan):
-        return {name: interval.value for name, interval in plan.predicted.items()}
-    cost = plan.estimate
-    if cost is None:
-        return {}
-    told = {"step_s": cost.step_s.value, "tokens_per_s": cost.tokens_per_s}
-    return told | ({"memory_bytes": cost.memory_total} if cost.memory_bytes else {})
-
-
-def report(measured: Measured, plan: Plan | ServePlan) -> Report | ServeReport:
+def report(measured: Measured, plan: Plan[Any]) -> Report[Any]:
     """Prediction beside measurement, for the score.
 
     Raises:
         DataError: the log measured nothing that a plan predicts.
     """
     kept = {name: value for name, value in measured.quantities.items() if math.isfinite(value)}
-    told = predicted(plan)
-    errors = {name: kept[name] / told[name] - 1 for name in kept if told.get(name)}
+    told = predictions(plan)
+    errors = errors_of(plan, kept)
     require(
         bool(errors),
         "--import",
@@ -146,6 +136,5 @@ def report(measured: Measured, plan: Plan | ServePlan) -> Report | ServeReport:
         error=DataError,
     )
     versions = {"log": measured.log.format}
-    if isinstance(plan, ServePlan):
-        return ServeReport(plan=plan, measured=kept, errors=errors, versions=versions)
-    return Report(plan=plan, measured=kept, errors=errors, versions=versions)
+    report_type = kind_of(plan).report_type
+    return report_type(plan=plan, measured=kept, errors=errors, versions=versions)

@@ -30,7 +30,7 @@ class Fused(RecurrenceKernel):
 
     Threads own heads and slices of the batch and never wait for each other; where a head is too
     large for one core, or cores are left over, a team shares it and meets once a step. How the
-    work is cut is solved for (``shoal plan tiles recurrence``). Matrices that no team can hold
+    work is cut is solved for (``shoal explain tiles recurrence``). Matrices that no team can hold
     are refused.
     """
 

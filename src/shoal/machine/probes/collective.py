@@ -6,11 +6,9 @@ two ranks and two sizes both unknowns follow.
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
+from shoal.core.scratch import scratch_directory
 from shoal.ir.machine import Measurement
 from shoal.machine.protocols import Context
 from shoal.machine.worker import Worker
@@ -53,8 +51,8 @@ class Collective:
             context.skip("collective", str(cause))
             return []
         try:
-            with tempfile.TemporaryDirectory(prefix="shoal-") as place:
-                store = str(Path(place) / "store")
+            with scratch_directory("probe") as place:
+                store = str(place / "store")
                 options = {"world": 2, "store": store, "sizes": sizes, "repeats": repeats}
                 first.send("all_reduce", rank=0, **options)
                 second.send("all_reduce", rank=1, **options)

@@ -92,7 +92,7 @@ def _nvml(context: Context) -> dict[str, Any]:
     try:
         import pynvml
     except ImportError:
-        context.skip("gpu.nvml", "the package nvidia-ml-py is not installed")
+        context.skip("gpu.nvml", "nvidia-ml-py is not installed; pip install 'shoal-ml[gpu]'")
         return {}
     try:
         pynvml.nvmlInit()

@@ -8,11 +8,10 @@ are rehearsed; :mod:`shoal.cost.rehearsed` reads from them what the operators do
 from __future__ import annotations
 
 import itertools
-import tempfile
-from pathlib import Path
 
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
+from shoal.core.scratch import scratch_directory
 from shoal.ir.machine import Measurement
 from shoal.machine import host
 from shoal.machine.protocols import Context
@@ -69,7 +68,7 @@ class Steps:
                 return []
             most = max(REHEARSALS[name].parallel.world for name in names)
             workers = [Worker() for _ in range(most - 1)]
-            with tempfile.TemporaryDirectory(prefix="shoal-") as place:
+            with scratch_directory("probe") as place:
                 for turn, name in itertools.product(range(1 if context.fast else _ROUNDS), names):
                     job = REHEARSALS[name]
                     ranks = [first, *workers][: job.parallel.world]
@@ -78,7 +77,7 @@ class Steps:
                             "rehearse",
                             rank=rank,
                             world=len(ranks),
-                            store=str(Path(place) / f"{name} {turn}"),
+                            store=str(place / f"{name} {turn}"),
                             job=job.model_dump(mode="json", exclude_unset=True),
                             shape=REHEARSED.model_dump(mode="json"),
                             steps=_WARM + repeats,

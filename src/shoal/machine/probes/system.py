@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
-from shoal.core.errors import require
+from shoal.core.errors import MachineError, require
 from shoal.core.parts import part
+from shoal.core.scratch import scratch_directory
 from shoal.ir.machine import Measurement
 from shoal.machine import host
 from shoal.machine.native import library
@@ -108,12 +107,14 @@ class System:
             context.skip("system.disk", f"a file of {size} bytes does not fit the page cache")
             return
         try:
-            with tempfile.TemporaryDirectory(prefix=".probe.", dir=context.home) as place:
-                path = str(Path(place) / "file").encode()
+            with scratch_directory("probe", context.home) as place:
+                path = str(place / "file").encode()
                 add("disk_write", "B/s", lambda: system.system_write(path, size, 2**20), at=size)
-                small = str(Path(place) / "small").encode()
+                small = str(place / "small").encode()
                 add("disk_fsync", "s", lambda: system.system_fsync(small, 3))
                 add("file_read_cold", "B/s", lambda: system.system_read(path, 2**20, 1), at=size)
                 add("file_read_warm", "B/s", lambda: system.system_read(path, 2**20, 0), at=size)
+        except MachineError as cause:
+            context.skip("system.disk", str(cause))
         except OSError as cause:
             context.skip("system.disk", f"{context.home}: {cause.strerror or cause}")

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,8 +27,6 @@ from shoal.core.files import write_atomic, write_dir_atomic, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from shoal.model.transformer import Transformer
 
 __all__ = [
     "CONFIG",
@@ -48,8 +45,8 @@ CONFIG = "drafter.json"
 WEIGHTS = "drafter.safetensors"
 
 _MAX_CONFIG = 2**24
-# Values of each tensor that are looked at.
-_SOME = 256
+# How fingerprints of all bytes begin; older ones looked at 256 rounded values of each tensor.
+_WHOLE = "sha256-"
 # What a tokenizer makes of a text follows from these keys of its file.
 _TELLING = ("model", "added_tokens", "normalizer", "pre_tokenizer")
 
@@ -92,61 +89,28 @@ class StoredDrafter:
     state: dict[str, Tensor] = field(repr=False)
 
 
-def fingerprint(target: Path | Transformer) -> str:
-    """What tells one target from another: names, shapes and some values of all its tensors.
+def fingerprint(target: Path) -> str:
+    """Return what tells one target from another: a digest of all bytes of all its tensors.
 
-    It is the same for a directory and for the model read from it, in fp32 as in bf16, as long as
-    no kernel has packed the model's weights.
+    How tensors are spread over files, and what a model does not read, is no part of it.
 
     Raises:
-        ModelError: the directory holds no model.
+        ModelError: the directory holds no model, or its weights cannot be read.
     """
-    import torch
-
-    digest = hashlib.sha256()
-    stored = _of_directory(target) if isinstance(target, Path) else _of_model(target)
-    for name, shape, some in sorted(stored, key=lambda one: one[0]):
-        values = some.to(torch.bfloat16).float() if some.is_floating_point() else some
-        digest.update(f"{name}{shape}".encode() + values.contiguous().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _of_directory(directory: Path) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
     from shoal.model import huggingface
+    from shoal.model.digests import tensor_digests
 
-    tied = huggingface.read_config(directory).tied
-    files = huggingface.find_weights(directory)
-    for file in sorted(set(files.values())):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                    if name.endswith("inv_freq") or (tied and name == "lm_head.weight"):
-                        continue
-                    part = opened.get_slice(name)
-                    shape = tuple(part.get_shape())
-                    rows = -(-_SOME // max(1, math.prod(shape[1:])))
-                    some = part[:rows] if shape else opened.get_tensor(name)
-                    yield name, shape, some.reshape(-1)[:_SOME]
-        except (SafetensorError, OSError) as cause:
-            raise ModelError(f"{file}: cannot be read ({cause}); fetch it again") from cause
-
-
-def _of_model(model: Transformer) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    from shoal.model import FAMILIES
-
-    state = dict(model.named_parameters())
-    for name, pieces in FAMILIES.build(model.config.family).names(model.config).items():
-        if name not in state:
-            raise ModelError(
-                f"model {model.config.name}: {name} is packed, and its fingerprint cannot be "
-                "taken; take that of its directory"
-            )
-        flat, start = state[name].detach().reshape(-1), 0
-        for piece in pieces:
-            yield piece.name, tuple(piece.shape), flat[start : start + min(_SOME, piece.numel)]
-            start += piece.numel
+    tied = huggingface.read_config(target).tied
+    files = huggingface.find_weights(target)
+    known = {file: tensor_digests(file) for file in sorted(set(files.values()))}
+    digest = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        if name.endswith("inv_freq") or (tied and name == "lm_head.weight"):
+            continue
+        if name not in known[file]:
+            raise ModelError(f"{file}: {name} is missing, which its index names; fetch it again")
+        digest.update(f"{name}\0{known[file][name]}\n".encode())
+    return _WHOLE + digest.hexdigest()[:32]
 
 
 def tokenizer_hash(path: Path) -> str:
@@ -187,10 +151,12 @@ def read(directory: Path) -> StoredDrafter:
     """What lies in a drafter's directory.
 
     Raises:
-        ModelError: it is none, or it is damaged.
+        ModelError: it is none, it is damaged, or a weight is NaN or infinite.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
+
+    from shoal.model.finite import check_finite
 
     config = read_config(directory)
     try:
@@ -199,6 +165,8 @@ def read(directory: Path) -> StoredDrafter:
         raise _missing(cause) from None
     except (OSError, SafetensorError) as cause:
         raise ModelError(f"{directory}: cannot be read ({cause}); train it again") from cause
+    for name, value in state.items():
+        check_finite(value, f"{directory}: {name}")
     return StoredDrafter(config, state)
 
 
@@ -238,8 +206,14 @@ def check_target(config: DrafterConfig, *, target: str, tokenizer: str, where: s
         where: names the drafter in the error.
 
     Raises:
-        ModelError: names both hashes.
+        ModelError: names both hashes, or the drafter's tells too little.
     """
+    if target.startswith(_WHOLE) and not config.target.startswith(_WHOLE):
+        raise ModelError(
+            f"{where}: trained with an earlier version, whose fingerprint {config.target} covers "
+            f"only some values of the target; train it again, or, if you know that {config.name} "
+            f'was trained for these weights, set "target": "{target}" in {where}/{CONFIG}'
+        )
     for what, made, here in (
         ("target", config.target, target),
         ("tokenizer", config.tokenizer, tokenizer),

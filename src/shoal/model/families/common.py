@@ -261,7 +261,7 @@ def dense_names(config: ModelConfig) -> Names:
                 Piece(f"{theirs}.up_proj.bias", (width,)),
             )
             names[f"{own}.down_proj.bias"] = (Piece(f"{theirs}.down_proj.bias", (dim,)),)
-        if config.architecture.ffn.name == "duo":
+        if config.architecture.ffn.duo:
             names |= _duo_names(config, own, theirs)
     return names
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.parallel.expert.copies import copies_of
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import counts_of
@@ -57,7 +58,7 @@ def dispatched(
         layer: number of the block, for errors.
         placer: of copies; None for experts on their owners alone.
     """
-    if placer is None or placer.name == "owners":
+    if placer is None or "experts_stay" in traits("placer", placer):
         return DispatchedExperts(config, ranks, layer)
     part: ExpertPlacer = table("placer").build(placer, where="parallel.placer")
     return CopiedExperts(config, ranks, layer, part)

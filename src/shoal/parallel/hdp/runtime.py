@@ -27,7 +27,7 @@ from shoal.parallel.protocols import Comm, MicroBatch
 from shoal.plan.balance.sequences import Assignment, MicroStep, SequenceAssigner
 
 if TYPE_CHECKING:
-    from shoal.parallel.pipeline import StageLike
+    from shoal.parallel.pipeline import Span, StageLike
     from shoal.parallel.rows import Rows
 
 __all__ = ["HybridRuntime", "sequences_of"]
@@ -49,6 +49,7 @@ class HybridRuntime:
         autocast: a fresh context in which forward passes compute.
         recompute: keep only the inputs of blocks.
         host: takes the share of a pass that the plan sends there; None where it sends nothing.
+        span: as the pipeline runtime's.
 
     Attributes:
         plan: of the last step.
@@ -65,10 +66,12 @@ class HybridRuntime:
         autocast: Callable[[], AbstractContextManager[object]],
         recompute: bool = False,
         host: HostShare | None = None,
+        span: Span = nullcontext,
     ) -> None:
         self.assigner, self.cost, self.world, self.stage = assigner, cost, world, stage
         self.around, self.autocast, self.recompute = around, autocast, recompute
         self.host = host
+        self.span = span
         self.plan: Assignment | None = None
 
     def close(self) -> None:
@@ -108,10 +111,10 @@ class HybridRuntime:
         for number, step in enumerate(mine):
             batch = self.microbatch(rows, [found[n] for n in step.sequences], step, plan)
             away = nullcontext() if self.host is None else self.host.during(step.offloaded)
-            with self.autocast(), away:
+            with self.span("forward"), self.autocast(), away:
                 loss = self.stage(None, batch, recompute=self.recompute)
             total += loss.detach()
-            with self.around(number + 1 == len(mine)):
+            with self.span("backward"), self.around(number + 1 == len(mine)):
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
         return total
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice, part
+from shoal.core.traits import traits
 from shoal.ir import Estimate, Interval, Machine, Work
 
 if TYPE_CHECKING:
@@ -161,7 +162,9 @@ class Averaging(ABC):
         from shoal.cost.training_memory import sharers
 
         whole = 4.0 * sum(held_parameters(work.shape, work.job.parallel))
-        return whole / (sharers(work.job) if work.job.shard.name == "zero1" else 1)
+        return whole / (
+            sharers(work.job) if "shards_optimizer" in traits("shard", work.job.shard) else 1
+        )
 
     def _average_s(self, work: Work, machine: Machine) -> float:
         """Seconds of one average: an all-reduce over the workers."""

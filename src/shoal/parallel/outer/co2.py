@@ -42,6 +42,7 @@ class CO2(Averaging):
             since over the largest average change so far, plus 1; const, by 2; none, by 1.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})
     tau: int | Literal["auto"] = "auto"
     outer_momentum: float = 0.2
     outer_lr: float = 1.0

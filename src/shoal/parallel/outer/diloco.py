@@ -30,6 +30,7 @@ class DiLoCo(Averaging):
         outer_momentum: of the outer update.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})
     tau: int | Literal["auto"] = 48
     outer_lr: float = 0.7
     outer_momentum: float = 0.9

@@ -7,7 +7,7 @@ stays where it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.parallel.outer.averaging import Averaging
@@ -23,6 +23,8 @@ __all__ = ["LocalSGD"]
 @part
 class LocalSGD(Averaging):
     """Parameters are averaged every ``tau`` steps, and all wait for it; the plainest of them."""
+
+    traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})
 
     def rule(self, like: Tensor, segments: Segments) -> Rule:
         """The mean itself."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from shoal.core.errors import ConfigError
 from shoal.core.parts import part
@@ -35,6 +35,12 @@ class Zero2:
     """Gradients and optimizer state are divided; parameters are gathered once a step."""
 
     divides: ClassVar[frozenset[str]] = frozenset({"gradients", "optimizer"})
+    traits: ClassVar[frozenset[str]] = frozenset(f"shards_{what}" for what in divides)
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Always."""
+        yield cls()
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """One gather of the parameters and one reduce-scatter of the gradients."""
@@ -55,6 +61,12 @@ class Zero3:
     """Parameters too are divided; choose it when the weights do not fit otherwise."""
 
     divides: ClassVar[frozenset[str]] = frozenset({"weights", "gradients", "optimizer"})
+    traits: ClassVar[frozenset[str]] = frozenset(f"shards_{what}" for what in divides)
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Always."""
+        yield cls()
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Two gathers of the parameters and one reduce-scatter of the gradients."""

@@ -36,6 +36,9 @@ class Hybrid:
 
     within: int | None = None
     divides: ClassVar[frozenset[str]] = frozenset({"weights", "gradients", "optimizer"})
+    traits: ClassVar[frozenset[str]] = frozenset(f"shards_{what}" for what in divides) | {
+        "copies_weights"
+    }
 
     def __post_init__(self) -> None:
         require(

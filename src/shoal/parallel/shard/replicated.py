@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from shoal.core.errors import RankError, require
 from shoal.core.parts import part
@@ -43,6 +43,11 @@ class Replicated:
 
     def __post_init__(self) -> None:
         check_bucket(self.bucket_mb, "shard.replicated.bucket_mb")
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Always."""
+        yield cls()
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """One all-reduce of the gradients: each byte is sent twice."""

@@ -12,8 +12,9 @@ Partitioning, 2025, section 3; Wang et al., ZeRO++, 2023 (``secondary``, ``quant
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoal.core.errors import ConfigError, PlanError, ShoalError, require
 from shoal.core.parts import part
@@ -54,6 +55,7 @@ class Topo3:
     quant: dict[str, str] = field(default_factory=dict)
     secondary: int | None = None
     divides: ClassVar[frozenset[str]] = frozenset({"weights", "gradients", "optimizer"})
+    traits: ClassVar[frozenset[str]] = frozenset(f"shards_{what}" for what in divides) | {"levels"}
     # Its estimate knows which ranks are neighbours.
     placed: ClassVar[bool] = True
 
@@ -144,6 +146,21 @@ class Topo3:
         from shoal.parallel.shard.topo3_cost import kept_bytes
 
         return kept_bytes(self, job, machine, local, block)
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Where some nodes share the gradients: weights over a package, or a node."""
+        job, split = work.job, work.job.parallel
+        if machine.device.kind == "cpu" or job.compile or split.folded:
+            return
+        ranks = split.dp * split.cp
+        island = max(1, machine.devices_per_node // split.tp)
+        if island == 1 or ranks % island or ranks == island:
+            return
+        package = max(1, machine.devices_per_package // split.tp)
+        for size in sorted({island, package} - {1}):
+            if island % size == 0:
+                yield cls(levels=(size, island))
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """The collectives of each level over that level's own link."""

@@ -9,7 +9,8 @@ Source: Rajbhandari et al., ZeRO, 2020, section 5.1; by parameter instead of by 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
@@ -35,9 +36,15 @@ class Zero1:
 
     bucket_mb: float | None = None
     divides: ClassVar[frozenset[str]] = frozenset({"optimizer"})
+    traits: ClassVar[frozenset[str]] = frozenset(f"shards_{what}" for what in divides)
 
     def __post_init__(self) -> None:
         check_bucket(self.bucket_mb, "shard.zero1.bucket_mb")
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Always."""
+        yield cls()
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """An all-reduce of the gradients (2) and a broadcast of the parameters (1)."""

@@ -152,9 +152,26 @@ class _Search:
         self.graph, self.tp = graph, tp
         self.flow = Flow()
         self.why: dict[str, str] = {}
+        # Parameter -> why no use of it may be split.
+        self.whole: dict[str, str] = {}
         self.order = {node.name: place for place, node in enumerate(graph.nodes)}
 
     def run(self) -> None:
+        """Search until all uses of a parameter agree: one that is needed whole stays whole.
+
+        What was split with it is planned anew, since half of a pair saves nothing.
+        """
+        while True:
+            self._search()
+            found = self._disagreeing()
+            if found is None:
+                return
+            name, user = found
+            where = user.module or user.name
+            self.whole[name] = f"{self.graph[name].target} is tied to {where}, which needs it whole"
+            self.flow, self.why = Flow(), {}
+
+    def _search(self) -> None:
         """Pairs first, in the order of the graph, so that they alternate; tables last."""
         for node in self.graph.nodes:
             known = node.name in self.flow.rows | self.flow.columns
@@ -163,7 +180,6 @@ class _Search:
         for node in self.graph.nodes:
             if node.op == "embedding" and node.name not in self.flow.columns:
                 self._table(node)
-        self._untie()
 
     # ------------------------------------------------------------------ products
 
@@ -231,6 +247,8 @@ class _Search:
         if isinstance(source, Ref) and source.name in self.flow.states:
             return f"{node.module or name} takes a split input"
         for param, split in self._params_of(node, segments).items():
+            if param in self.whole:
+                return self.whole[param]
             if self.flow.params.get(param, split) != split:
                 return f"{weight.target} is tied to a use that is split otherwise"
         return ""
@@ -331,7 +349,7 @@ class _Search:
                     # A vector of the same features, such as a scale or a separate bias.
                     size = (whole.shape or ())[stop.dim]
                     segments = self._segments(node, flow)
-                    if sum(segments) != size:
+                    if sum(segments) != size or name in self.whole:
                         raise
                     flow.params[name] = (stop.dim, segments)
                 elif not self._learned(name):
@@ -371,6 +389,8 @@ class _Search:
             raise Stop(f"{node.op} has a split operand other than its input", node.name)
         if state.dim != len(self.graph.shape(source)) - 1:
             raise Stop("a product of every head alike", state.origin)
+        if weight.name in self.whole:
+            raise Stop(self.whole[weight.name], state.origin)
         split = (1 if node.op == "linear" else 0, state.segments)
         given = self.flow.params.get(weight.name, flow.params.get(weight.name, split))
         if given != split:
@@ -411,7 +431,9 @@ class _Search:
         if weight is None:
             return
         split = (0, ((weight.shape or (0,))[0],))
-        if not self._looked_up(node.args[1].name):
+        if weight.name in self.whole:
+            self.why[node.name] = self.whole[weight.name]
+        elif not self._looked_up(node.args[1].name):
             self.why[node.name] = "not looked up by an input, so small and the same on every rank"
         elif split[1][0] % self.tp:
             self.why[node.name] = f"{split[1][0]} entries, which {self.tp} ranks cannot share"
@@ -427,51 +449,15 @@ class _Search:
             node = self.graph[next(refs(node.args)).name]
         return node.kind == "input" and node.integer
 
-    def _untie(self) -> None:
-        """Every use of a split parameter must agree; else it and its group stay whole."""
-        for name in list(self.flow.params):
+    def _disagreeing(self) -> tuple[str, Node] | None:
+        """A split parameter with a use that is not split, and that use."""
+        for name in self.flow.params:
             for user in self.graph.users[name]:
                 mine = user.name in self.flow.columns | self.flow.rows | self.flow.tables
                 held = isinstance(self.flow.states.get(user.name), Split)
                 if not mine and not held:
-                    self._drop(name, user)
-                    break
-
-    def _drop(self, param: str, user: Node) -> None:
-        """Undo what splits a parameter that another use needs whole."""
-        target = self.graph[param].target
-        reason = f"{target} is tied to {user.name}, which needs it whole"
-        for table in [t for t in self.flow.tables if self.graph[t].args[0].name == param]:
-            self.flow.tables.discard(table)
-            self.why[table] = reason
-        heads = [
-            name
-            for name in self.flow.columns
-            if (w := self._weight(self.graph[name])) is not None and w.name == param
-        ]
-        alone = all(
-            any(state.origin == name for state in self.flow.gathered.values()) for name in heads
-        )
-        rows = [
-            name
-            for name in self.flow.rows
-            if (w := self._weight(self.graph[name])) is not None and w.name == param
-        ]
-        if rows or not alone:
-            raise PlanError(
-                f"{target}: tied weights of which one use is split and {user.name} needs them "
-                "whole; untie them"
-            )
-        for name in heads:
-            self.flow.columns.discard(name)
-            for value, state in list(self.flow.states.items()):
-                if isinstance(state, Split) and state.origin == name:
-                    del self.flow.states[value]
-                    self.flow.gathered.pop(value, None)
-            for own in self._params_of(self.graph[name], (0,)):
-                self.flow.params.pop(own, None)
-            self.why[name] = reason
-        self.flow.params.pop(param, None)
+                    return name, user
+        return None
 
     # ------------------------------------------------------------------ result
 

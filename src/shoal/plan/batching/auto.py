@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.ir import Copy, HostLink, KVManager, Limits, Request, StepCost
@@ -35,6 +36,9 @@ class Auto:
             faster than computing it again.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset(
+        {"chooses_by_price", "recomputes_cache", "swaps_cache"}
+    )
     asynchronous: Asynchronous = "auto"
     keep_host_copies: bool = True
     park: bool = True

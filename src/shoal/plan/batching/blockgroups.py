@@ -14,6 +14,7 @@ Source: Shen et al., FastSwitch, 2024, section 4.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -35,6 +36,7 @@ class BlockGroups:
         seed: of the requests whose spare is taken back.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"fixed_size_blocks", "takes_back"})
     block_size: int = 16
     init: int = 60
     seed: int = 0

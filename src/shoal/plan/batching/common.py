@@ -238,7 +238,7 @@ class Queues:
                 request.n_computed = len(tokens) - 1
                 computed(request)
             infos = tuple(infos_of.get(request.id, ())[: len(new)]) if infos_of else ()
-            outputs.append(Output(request.id, new, infos, finish))
+            outputs.append(Output(request.id, new, infos, finish, request.n_cached))
             if finish is not None:
                 self._forget(request, keep=True)
         return outputs

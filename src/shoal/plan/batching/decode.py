@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from typing import ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -32,6 +33,7 @@ class Decode:
             the others can grow.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"phase_decode"})
     waiting_share: float = 0.2
     watermark: float = 0.01
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -63,6 +63,7 @@ class Distributed:
             that has died is noticed at once.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"lends_blocks"})
     instances: int = 2
     block_size: int = 16
     prefix_reuse: bool = True

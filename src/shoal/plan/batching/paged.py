@@ -15,7 +15,8 @@ PagedAttention, 2023, section 4 (copy-on-write: section 4.4).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Request
@@ -33,6 +34,7 @@ class Paged:
         prefix_reuse: requests that start alike share the full blocks of their start.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"fixed_size_blocks", "takes_back"})
     block_size: int = 16
     prefix_reuse: bool = True
 
@@ -183,6 +185,20 @@ class PagedBlocks:
         request.n_computed = 0
         for book in (self._chains, self._offered, self._matched):
             book.pop(request.id, None)
+
+    def purge(self, blocks: Sequence[int]) -> list[int]:
+        """See :class:`~shoal.ir.engine.Purging`."""
+        found = []
+        for block in blocks:
+            if not 0 <= block < self.num_blocks or self._holders[block]:
+                continue
+            digest = self._digests[block]
+            if digest is not None:
+                del self._known[digest], self._forgotten[block]
+                self._digests[block] = None
+                self._free.append(block)
+            found.append(block)
+        return found
 
     def fits(self, n_tokens: int) -> bool:
         """Whether a request of ``n_tokens`` could be held if it were alone."""

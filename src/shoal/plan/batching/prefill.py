@@ -12,6 +12,8 @@ Source: Zhong et al., DistServe, 2024, sections 4.1 and 4.3.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shoal.core.parts import part
 from shoal.ir import Chunk, KVManager, Limits, Output, Request, Step, StepResult
 from shoal.plan.batching.prefill_first import PrefillFirstScheduler, check_batch
@@ -27,6 +29,7 @@ class Prefill:
         batch_tokens: prompts share a step up to so many tokens; ``max_step_tokens`` if none.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"phase_prefill"})
     batch_tokens: int | None = None
 
     def __post_init__(self) -> None:

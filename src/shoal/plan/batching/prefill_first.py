@@ -12,6 +12,8 @@ Sarathi-Serve, 2024, section 3 (why it stalls generation).
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Chunk, KVManager, Limits, Preemption, Request, Step
@@ -43,6 +45,7 @@ class PrefillFirst:
         watermark: share of the cache that stays free when a request joins others.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"prompts_apart"})
     batch_tokens: int | None = None
     watermark: float = 0.01
 

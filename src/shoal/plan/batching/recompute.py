@@ -6,6 +6,7 @@ Source: Kwon et al., PagedAttention, 2023, section 4.5.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -18,6 +19,8 @@ __all__ = ["Recompute", "Recomputing"]
 @part
 class Recompute:
     """A preempted request is computed again; nothing is copied, and no host memory is used."""
+
+    traits: ClassVar[frozenset[str]] = frozenset({"recomputes_cache"})
 
     def build(
         self,

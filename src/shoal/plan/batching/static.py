@@ -10,6 +10,8 @@ Source: Yu et al., Orca, 2022, section 2 (what it is compared with).
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shoal.core.parts import part
 from shoal.ir import Chunk, KVManager, Limits, Preemption, Step
 from shoal.plan.batching.common import Queues
@@ -24,6 +26,8 @@ class Static:
     A batch takes the requests that wait when it starts, as many as the cache holds at
     their full lengths; so nothing is ever preempted.
     """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})
 
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None

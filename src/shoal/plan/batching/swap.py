@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -63,6 +63,7 @@ class Swap:
         join: blocks that follow each other on both sides are one copy.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"swaps_cache"})
     asynchronous: Asynchronous = "auto"
     keep_host_copies: bool = True
     park: bool = True

@@ -14,6 +14,8 @@ that what is computed when does not depend on timing.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Chunk, Compacting, KVManager, Limits, Preemption, Step
@@ -31,6 +33,7 @@ class TemporalFusion:
             anybody who generates takes all that a step may have.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})
     lane_tokens: int = 128
 
     def __post_init__(self) -> None:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from shoal.core.files import to_yaml
 from shoal.core.parts import part
-from shoal.ir import Plan, ServePlan
+from shoal.core.traits import traits
+from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import (
     accumulation,
     allowed,
@@ -25,6 +26,12 @@ __all__ = ["Accelerate"]
 CONTEXTS = {"zigzag": "alltoall", "all_gather": "allgather"}
 PREFIX = "parallelism_config_"
 
+# What it has words for.
+EXPRESSES = {
+    "shard": ("replicated", "zero1", "zero2", "zero3", "hybrid"),
+    "parallel.context": tuple(CONTEXTS),
+}
+
 
 @part
 class Accelerate:
@@ -32,12 +39,12 @@ class Accelerate:
 
     job: ClassVar[Literal["train", "serve"]] = "train"
 
-    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
-        found = refuses_train(plan, "accelerate", contexts=tuple(CONTEXTS))
+        found = refuses_train(plan, EXPRESSES)
         if split.pp > 1:
             found.append(f"parallel.pp = {split.pp}: it trains without pipelines; use 1")
         if split.ep > 1:
@@ -45,17 +52,18 @@ class Accelerate:
         if split.sp:
             found.append("parallel.sp: its tensor parallelism follows the model's plan; use false")
         mixed = split.tp > 1 or split.cp > 1
-        if mixed and job.shard.name in ("zero1", "replicated"):
+        divided = traits("shard", job.shard)
+        if mixed and "shards_gradients" not in divided:
             found.append(f"shard = {job.shard.name} with tp or cp > 1: use zero2, zero3 or hybrid")
-        if plan.machine.device.kind == "cpu" and (mixed or job.shard.name != "replicated"):
+        if plan.machine.device.kind == "cpu" and (mixed or divided):
             found.append(f"shard = {job.shard.name} on {plan.machine.name}: use replicated on CPUs")
         if job.dropout:
             found.append(f"dropout = {job.dropout:g}: the training script decides it; use 0")
         return tuple(found)
 
-    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        whole = allowed(plan, Plan, "accelerate", self.refuses(plan))
+        whole = allowed(plan, TrainPlan, "accelerate", self.refuses(plan))
         job = whole.job
         nodes, _ = nodes_of(whole)
         usage = (
@@ -81,7 +89,7 @@ class Accelerate:
         }
 
 
-def _kind(plan: Plan) -> str:
+def _kind(plan: TrainPlan) -> str:
     """Accelerate's name for the kind of parallelism."""
     job, split = plan.job, plan.job.parallel
     if split.world == 1:
@@ -91,7 +99,7 @@ def _kind(plan: Plan) -> str:
     return {"replicated": "MULTI_GPU", "zero1": "DEEPSPEED"}.get(job.shard.name, "FSDP")
 
 
-def _config(plan: Plan) -> dict[str, Any]:
+def _config(plan: TrainPlan) -> dict[str, Any]:
     job, split = plan.job, plan.job.parallel
     nodes, _ = nodes_of(plan)
     kind = _kind(plan)
@@ -122,7 +130,7 @@ def _config(plan: Plan) -> dict[str, Any]:
     if kind == "FSDP":
         found["fsdp_config"] = {
             "fsdp_version": 2,
-            "fsdp_reshard_after_forward": job.shard.name != "zero2",
+            "fsdp_reshard_after_forward": "shards_weights" in traits("shard", job.shard),
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": True,
@@ -130,7 +138,7 @@ def _config(plan: Plan) -> dict[str, Any]:
             "fsdp_activation_checkpointing": job.recompute == "full",
         }
         within = split.dp
-        if job.shard.name == "hybrid":
+        if "copies_weights" in traits("shard", job.shard):
             most = min(split.dp, plan.machine.devices_per_node)
             within = int(job.shard.options.get("within") or most)
         degrees: dict[str, Any] = {

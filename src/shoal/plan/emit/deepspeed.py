@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from shoal.core.parts import part
 from shoal.cost.training import microbatch_of
 from shoal.cost.training_totals import steps_of
-from shoal.ir import Plan, ServePlan
+from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import (
     accumulation,
     adamw,
@@ -36,12 +36,12 @@ class DeepSpeed:
 
     job: ClassVar[Literal["train", "serve"]] = "train"
 
-    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
-        found = refuses_train(plan, "deepspeed")
+        found = refuses_train(plan, {"shard": tuple(STAGES)})
         if plan.machine.device.kind == "cpu":
             found.append(f"machine = {plan.machine.name}: it trains on accelerators")
         if split.pp > 1:
@@ -50,17 +50,15 @@ class DeepSpeed:
             found.append(f"parallel.ep = {split.ep}: its experts are written in code; use 1")
         if split.sp:
             found.append("parallel.sp: its tensor parallelism keeps whole sequences; use false")
-        if job.shard.name not in STAGES:
-            found.append(f"shard = {job.shard.name}: use {', '.join(STAGES)}")
         if job.dropout:
             found.append(f"dropout = {job.dropout:g}: the training script decides it; use 0")
         if job.compile:
             found.append("compile = true: the training script decides it; use false")
         return tuple(found)
 
-    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        whole = allowed(plan, Plan, "deepspeed", self.refuses(plan))
+        whole = allowed(plan, TrainPlan, "deepspeed", self.refuses(plan))
         nodes, ranks = nodes_of(whole)
         seq_len = whole.job.seq_len
         usage = (
@@ -83,7 +81,7 @@ class DeepSpeed:
         }
 
 
-def _config(plan: Plan) -> dict[str, Any]:
+def _config(plan: TrainPlan) -> dict[str, Any]:
     job, split = plan.job, plan.job.parallel
     own, stage = adamw(job), STAGES[job.shard.name]
     zero: dict[str, Any] = {"stage": stage}

@@ -9,8 +9,9 @@ from typing import ClassVar, Literal
 
 from shoal.core.errors import require
 from shoal.core.parts import part, table
-from shoal.ir import Plan, ServePlan
-from shoal.plan.emit.shared import allowed, header, option, script
+from shoal.core.traits import traits
+from shoal.ir import ServePlan, TrainPlan
+from shoal.plan.emit.shared import allowed, check_host, header, option, script
 from shoal.plan.serving import precision_of
 
 __all__ = ["LlamaCpp"]
@@ -26,15 +27,18 @@ class LlamaCpp:
 
     Args:
         port: where the server listens.
+        host: address that it listens on; that of this host alone unless another is given.
     """
 
     port: int = 8080
+    host: str = "127.0.0.1"
     job: ClassVar[Literal["train", "serve"]] = "serve"
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "emit.llamacpp.port", self.port, expected="1 to 65535")
+        check_host("llamacpp", self.host)
 
-    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, ServePlan):
             return ("a training plan",)
@@ -45,33 +49,37 @@ class LlamaCpp:
         if job.parallel.world > 1:
             split = f"tp = {job.parallel.tp}, pp = {job.parallel.pp}"
             found.append(f"parallel {split}: it is one process; use vllm or sglang")
-        if job.scheduler.name == "prefill_first":
-            found.append("scheduler = prefill_first: it mixes prompts and answers; use fcfs")
+        if "prompts_apart" in traits("scheduler", job.scheduler):
+            found.append(
+                f"scheduler = {job.scheduler.name}: it mixes prompts and answers; use fcfs"
+            )
         if job.max_running > MOST_SLOTS:
             found.append(f"max_running = {job.max_running}: it has at most {MOST_SLOTS} slots")
         if not job.scheduler.options.get("chunked", True):
             found.append("scheduler.chunked = false: it cuts long prompts; use true")
         return tuple(found)
 
-    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, ServePlan, "llamacpp", self.refuses(plan))
         job = whole.job
         most = job.max_position or whole.shape.max_position
-        paged = job.kv.name == "paged"
+        paged = "fixed_size_blocks" in traits("kv", job.kv)
+        fixed = "fixed_batches" in traits("scheduler", job.scheduler)
         # Its context is shared by all slots, or parted evenly among them.
         context = (job.kv_tokens or most * job.max_running) if paged else most * job.max_running
         kind = CACHE[precision_of(job)]
         words = [
             "llama-server",
             '--model "${MODEL:?set MODEL to a GGUF file of ' + job.model + '}"',
+            option("--host", self.host),
             option("--port", self.port),
             option("--ctx-size", context),
             option("--parallel", job.max_running),
             option("--batch-size", job.max_step_tokens),
             option("--ubatch-size", job.max_step_tokens),
             "--kv-unified" if paged else "--no-kv-unified",
-            "--no-cont-batching" if job.scheduler.name == "static" else "--cont-batching",
+            "--no-cont-batching" if fixed else "--cont-batching",
             option("--cache-type-k", kind),
             option("--cache-type-v", kind),
             option("--seed", job.seed),

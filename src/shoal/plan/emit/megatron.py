@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from shoal.core.parts import part
+from shoal.core.traits import traits
 from shoal.cost.training import microbatch_of
 from shoal.cost.training_totals import steps_of
-from shoal.ir import ModelShape, Plan, ServePlan, TrainJob
+from shoal.ir import ModelShape, ServePlan, TrainJob, TrainPlan
 from shoal.plan.emit.shared import (
+    accumulation,
     adamw,
     allowed,
+    even_stages,
     header,
     option,
     rate_course,
@@ -30,6 +33,12 @@ __all__ = ["Megatron"]
 ATTENTIONS = ("MHA", "GQA", "MQA")
 CONTEXTS = {"zigzag": "p2p", "all_gather": "allgather", "ulysses": "a2a", "usp": "a2a+p2p"}
 SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
+# What it has words for.
+EXPRESSES = {
+    "shard": ("replicated", "zero1", *SHARDING),
+    "parallel.schedule": ("1f1b", "interleaved"),
+    "parallel.context": tuple(CONTEXTS),
+}
 # Order of the axes -> the switch that asks for it.
 ORDERS = {"pp-dp-cp-tp": None, "dp-pp-cp-tp": "--use-tp-pp-dp-mapping"}
 
@@ -40,12 +49,12 @@ class Megatron:
 
     job: ClassVar[Literal["train", "serve"]] = "train"
 
-    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split, shape = plan.job, plan.job.parallel, plan.shape
-        found = refuses_train(plan, "megatron", contexts=tuple(CONTEXTS))
+        found = refuses_train(plan, EXPRESSES)
         if plan.machine.device.kind == "cpu":
             found.append(f"machine = {plan.machine.name}: it trains on GPUs")
         if shape.attention not in ATTENTIONS:
@@ -53,10 +62,12 @@ class Megatron:
                 f"model = {shape.name}: its {shape.attention} attention needs more numbers than "
                 "a plan holds"
             )
-        if split.pp > 1 and split.schedule.name not in ("1f1b", "interleaved"):
-            found.append(f"parallel.schedule = {split.schedule.name}: use 1f1b or interleaved")
-        if job.shard.name == "hybrid":
-            found.append("shard = hybrid: use zero1, zero2, zero3 or replicated")
+        micros = accumulation(job)
+        if split.vpp > 1 and micros % split.pp:
+            found.append(
+                f"{micros} micro-batches with parallel.vpp = {split.vpp}: use a multiple of pp = "
+                f"{split.pp}"
+            )
         if job.shard.name in SHARDING and split.pp > 1:
             found.append(f"shard = {job.shard.name} with pp > 1: use zero1")
         if split.order not in ORDERS:
@@ -67,9 +78,9 @@ class Megatron:
             found.append("parallel.sp with tp = 1: use false")
         return tuple(found)
 
-    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        whole = allowed(plan, Plan, "megatron", self.refuses(plan))
+        whole = allowed(plan, TrainPlan, "megatron", self.refuses(plan))
         shape = whole.shape
         arguments = [*_model(shape), *_training(whole.job), *_parallel(whole), *_data()]
         words = [*torchrun(whole), '"${MEGATRON:-.}/pretrain_gpt.py"', *arguments]
@@ -172,7 +183,7 @@ def _training(job: TrainJob) -> list[str]:
     return found
 
 
-def _parallel(plan: Plan) -> list[str]:
+def _parallel(plan: TrainPlan) -> list[str]:
     job, split, shape = plan.job, plan.job.parallel, plan.shape
     found = [
         option("--tensor-model-parallel-size", split.tp),
@@ -181,7 +192,7 @@ def _parallel(plan: Plan) -> list[str]:
     if split.cp > 1:
         found.append(option("--context-parallel-size", split.cp))
         found.append(option("--cp-comm-type", CONTEXTS[split.context.name]))
-    if split.context.name == "usp" and split.cp > 1:
+    if split.cp > 1 and CONTEXTS[split.context.name] == "a2a+p2p":
         within = int(split.context.options.get("ulysses", 2))
         found.append(f"--hierarchical-context-parallel-sizes {within} {split.cp // within}")
     if shape.num_experts:
@@ -191,13 +202,14 @@ def _parallel(plan: Plan) -> list[str]:
         found.append("--sequence-parallel")
     chunks = split.pp * split.vpp
     if split.stages or shape.num_layers % chunks:
-        stages = split.stages or _even(shape.num_layers, chunks)
+        stages = split.stages or even_stages(shape.num_layers, chunks)
         found.append(option("--pipeline-model-parallel-layout", _layout(stages)))
     elif split.vpp > 1:
         found.append(option("--num-virtual-stages-per-pipeline-rank", split.vpp))
     order = ORDERS[split.order]
     found += [] if order is None else [order]
-    if job.shard.name == "zero1":
+    divided = traits("shard", job.shard)
+    if "shards_optimizer" in divided and "shards_gradients" not in divided:
         found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     elif job.shard.name in SHARDING:
         found += [
@@ -210,13 +222,6 @@ def _parallel(plan: Plan) -> list[str]:
     elif split.dp > 1:
         found.append("--overlap-grad-reduce")
     return found
-
-
-def _even(layers: int, chunks: int) -> tuple[int, ...]:
-    """Blocks of each stage, those with one more last but for the very last."""
-    base, more = divmod(layers, chunks)
-    # The last stage has the output layer beside its blocks.
-    return tuple(base + (1 if chunks - 1 - more <= i < chunks - 1 else 0) for i in range(chunks))
 
 
 def _layout(stages: tuple[int, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
-from shoal.ir import Plan, ServePlan
+from shoal.ir import ServePlan, TrainPlan
 
 __all__ = ["Emitter"]
 
@@ -20,14 +20,14 @@ class Emitter(Protocol):
 
     job: ClassVar[Literal["train", "serve"]]
 
-    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """What of the plan the engine cannot express; empty when it can do all of it.
 
         Each entry names the key, its value, and what the engine has instead.
         """
         ...
 
-    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """Name of a file -> its text.
 
         Raises:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from shoal.core.errors import require
 from shoal.core.files import to_yaml
 from shoal.core.parts import part, table
-from shoal.ir import Plan, ServePlan
+from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.phases import first_port, phase_files, phases_of, urls
-from shoal.plan.emit.shared import allowed, header, model_word, script
+from shoal.plan.emit.shared import allowed, check_host, header, model_word, script, unexpressed
 from shoal.plan.serving import precision_of
 
 __all__ = ["SGLang"]
@@ -21,6 +21,9 @@ __all__ = ["SGLang"]
 _BOOTSTRAP = 8998
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
+# Why it has words for one part of a kind alone.
+WHY = {"scheduler": "it joins requests any time", "kv": "its cache is paged"}
+
 
 @part
 class SGLang:
@@ -28,20 +31,23 @@ class SGLang:
 
     Args:
         port: where the server listens.
+        host: address that it listens on; that of this host alone unless another is given.
         memory: share of the GPU's memory for weights and cache.
     """
 
     port: int = 30000
+    host: str = "127.0.0.1"
     memory: float = 0.88
     job: ClassVar[Literal["train", "serve"]] = "serve"
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "emit.sglang.port", self.port, expected="1 to 65535")
+        check_host("sglang", self.host)
         require(
             0 < self.memory <= 1, "emit.sglang.memory", self.memory, expected="a share in (0, 1]"
         )
 
-    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, ServePlan):
             return ("a training plan",)
@@ -49,13 +55,12 @@ class SGLang:
         found = []
         if plan.machine.device.kind == "cpu":
             found.append(f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp")
-        if job.disagg is None and job.scheduler.name != "fcfs":
-            found.append(f"scheduler = {job.scheduler.name}: it joins requests any time; use fcfs")
-        if job.kv.name != "paged":
-            found.append(f"kv = {job.kv.name}: its cache is paged; use paged")
+        expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
+        expresses["kv"] = ("paged",)
+        found += unexpressed(job, expresses, WHY)
         return tuple(found)
 
-    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, ServePlan, "sglang", self.refuses(plan))
         if phases_of(whole):
@@ -95,7 +100,7 @@ class SGLang:
             "python -m sglang_router.launch_router --pd-disaggregation",
             *prefill,
             *decode,
-            f"--port {self.port}",
+            f"--host {self.host} --port {self.port}",
         ]
         return {
             **phase_files(plan, configs, commands),
@@ -107,6 +112,7 @@ class SGLang:
         kv = table("kv").build(job.kv)
         chunked = bool(job.scheduler.options.get("chunked", True))
         found: dict[str, Any] = {
+            "host": self.host,
             "port": self.port,
             "tp-size": job.parallel.tp,
             "pp-size": job.parallel.pp,

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.core.errors import PlanError
-from shoal.core.parts import table
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import Choice, table
 from shoal.cost.training import microbatch_of
 from shoal.cost.training_totals import steps_of
-from shoal.ir import Plan, ServePlan, TrainJob
+from shoal.ir import Job, ServePlan, TrainJob, TrainPlan
 
 __all__ = [
     "accumulation",
     "adamw",
     "allowed",
+    "check_host",
+    "even_stages",
     "header",
     "model_word",
     "nodes_of",
@@ -26,20 +30,21 @@ __all__ = [
     "refuses_train",
     "script",
     "torchrun",
+    "unexpressed",
     "warmup_steps",
 ]
 
-_P = TypeVar("_P", Plan, ServePlan)
+_P = TypeVar("_P", TrainPlan, ServePlan)
 
 
-def allowed(plan: Plan | ServePlan, kind: type[_P], name: str, reasons: Iterable[str]) -> _P:
+def allowed(plan: TrainPlan | ServePlan, kind: type[_P], name: str, reasons: Iterable[str]) -> _P:
     """The plan, if it is of the kind that the engine runs and nothing of it is refused.
 
     Raises:
         PlanError: it is not; the message lists every reason.
     """
     if not isinstance(plan, kind):
-        given, does = ("serving", "trains") if kind is Plan else ("training", "serves")
+        given, does = ("serving", "trains") if kind is TrainPlan else ("training", "serves")
         raise PlanError(
             f"--emit {name}: this is a {given} plan, and {name} {does}; shoal plan train emits "
             "torchtitan, megatron, deepspeed and accelerate, shoal plan serve vllm, sglang and "
@@ -53,13 +58,47 @@ def allowed(plan: Plan | ServePlan, kind: type[_P], name: str, reasons: Iterable
     return plan
 
 
-def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> list[str]:
-    """What no foreign trainer can express, and what this one does not name.
+def check_host(name: str, host: str) -> None:
+    """Refuse what is no address to listen on.
+
+    Raises:
+        ConfigError: it is empty, or has characters that no address has.
+    """
+    require(
+        re.fullmatch(r"[A-Za-z0-9.:_-]+", host) is not None,
+        f"emit.{name}.host",
+        host,
+        expected="an address: 127.0.0.1 for this host alone, 0.0.0.0 for all that reach it",
+    )
+
+
+def unexpressed(
+    job: Job, expresses: Mapping[str, Sequence[str]], reasons: Mapping[str, str] | None = None
+) -> list[str]:
+    """What an engine has no word for.
+
+    Args:
+        job: what was planned.
+        expresses: path of a choice of the job -> parts that the engine has a word for.
+        reasons: path -> why it has these alone.
+    """
+    found = []
+    for path, names in expresses.items():
+        chosen: Choice = functools.reduce(getattr, path.split("."), job)  # type: ignore[assignment]
+        if chosen.name not in names:
+            because = f"{reasons[path]}; " if reasons and path in reasons else ""
+            others = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+            found.append(f"{path} = {chosen.name}: {because}use {others}")
+    return found
+
+
+def refuses_train(plan: TrainPlan, expresses: Mapping[str, Sequence[str]]) -> list[str]:
+    """What no foreign trainer can express, and what this one has no word for.
 
     Args:
         plan: the plan.
-        name: the engine.
-        contexts: parts of kind ``context`` that it has.
+        expresses: see :func:`unexpressed`; a schedule matters to pipelines alone, a context to
+            shared sequences.
     """
     job, split = plan.job, plan.job.parallel
     found = []
@@ -68,21 +107,20 @@ def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> lis
         found.append(f"architecture: {kind}: use a plain model of its family")
     if job.layers:
         found.append("layers: groups of blocks with their own layout; plan without them")
-    if job.sync.name != "every_step":
-        found.append(f"sync = {job.sync.name}: use every_step")
-    if job.shard.name == "topo3":
-        found.append("shard = topo3: plan with --set shard=zero1, zero3 or replicated")
+    asked = {"sync": ("every_step",), "optimizer": ("adamw",), **expresses}
+    if split.pp == 1:
+        asked.pop("parallel.schedule", None)
+    if split.cp == 1:
+        asked.pop("parallel.context", None)
+    elif "parallel.context" not in asked:
+        found.append(f"parallel.cp = {split.cp}: use 1")
     if job.batching is not None:
         found.append(f"batching = {job.batching.name}: leave it out")
     if split.vocab_split == "pp":
         found.append("parallel.vocab = pp: use tp or none")
     if job.recompute == "stage":
         found.append("recompute = stage: use full or none")
-    if split.cp > 1 and split.context.name not in contexts:
-        others = ", ".join(contexts) or "parallel.cp = 1"
-        found.append(f"parallel.context = {split.context.name}: use {others}")
-    if job.optimizer.name != "adamw":
-        found.append(f"optimizer = {job.optimizer.name}: use adamw")
+    found += unexpressed(job, asked)
     if max(split.chunks) > 1:
         found.append(f"parallel.expert_chunks = {split.chunks}: use 1")
     if split.expert_dispatch != "flat":
@@ -91,6 +129,27 @@ def refuses_train(plan: Plan, name: str, *, contexts: Sequence[str] = ()) -> lis
         found.append("parallel.gradient_slices: leave them out")
     if split.tp > 1 and split.vocab_split != "tp":
         found.append("parallel.vocab = none with tp > 1: use tp")
+    found += _refuses_chunks(plan)
+    return found
+
+
+def _refuses_chunks(plan: TrainPlan) -> list[str]:
+    """What is wrong with the stages of each rank: a plan by hand may have what no schedule has."""
+    split = plan.job.parallel
+    if split.pp == 1:
+        return [] if split.vpp == 1 else [f"parallel.vpp = {split.vpp} with pp = 1: use 1"]
+    # A part that is registered elsewhere may not say how many stages of a rank it orders.
+    chunks = getattr(table("schedule").build(split.schedule), "chunks", None)
+    found = []
+    if chunks is not None and split.vpp != chunks:
+        found.append(
+            f"parallel.vpp = {split.vpp} with schedule = {split.schedule.name}: use {chunks}"
+            + (", or schedule = interleaved" if chunks == 1 else "")
+        )
+    if split.stages and len(split.stages) != split.pp * split.vpp:
+        found.append(
+            f"parallel.stages = {len(split.stages)} numbers: give pp vpp = {split.pp * split.vpp}"
+        )
     return found
 
 
@@ -117,7 +176,14 @@ def accumulation(job: TrainJob) -> int:
     return job.global_batch // job.parallel.dp // microbatch_of(job)
 
 
-def nodes_of(plan: Plan) -> tuple[int, int]:
+def even_stages(layers: int, chunks: int) -> tuple[int, ...]:
+    """Blocks of each stage, those with one more last but for the very last."""
+    base, more = divmod(layers, chunks)
+    # The last stage has the output layer beside its blocks.
+    return tuple(base + (1 if chunks - 1 - more <= i < chunks - 1 else 0) for i in range(chunks))
+
+
+def nodes_of(plan: TrainPlan) -> tuple[int, int]:
     """(nodes, ranks of each) on which the ranks run."""
     world = plan.job.parallel.world
     if plan.machine.device.kind == "cpu":
@@ -127,10 +193,10 @@ def nodes_of(plan: Plan) -> tuple[int, int]:
     return math.ceil(world / each), each
 
 
-def header(plan: Plan | ServePlan, mark: str = "# ") -> str:
+def header(plan: TrainPlan | ServePlan, mark: str = "# ") -> str:
     """Comment lines: what this is and what was predicted."""
     lines = [f"{plan.job.model} on {plan.machine.name}, written by shoal plan."]
-    if isinstance(plan, Plan):
+    if isinstance(plan, TrainPlan):
         split = plan.job.parallel
         lines.append(
             f"Split: dp={split.dp} tp={split.tp} pp={split.pp} cp={split.cp} ep={split.ep} "
@@ -162,19 +228,20 @@ def script(comment: str, words: Sequence[str], *, before: str = "") -> str:
     return f"#!/bin/sh\n{comment}set -eu\n{before}exec " + " \\\n  ".join(words) + "\n"
 
 
-def torchrun(plan: Plan) -> list[str]:
+def torchrun(plan: TrainPlan) -> list[str]:
     """The words that start one process for each rank of a node.
 
-    The script takes the node's number and the first node's address.
+    The script takes the node's number and the first node's address. Lost ranks are started again
+    by torchrun, as often as ``RESTARTS`` says, and the trainer goes on from its last checkpoint.
     """
     nodes, ranks = nodes_of(plan)
     return [
-        f"torchrun --nnodes {nodes} --nproc-per-node {ranks}",
+        f'torchrun --nnodes {nodes} --nproc-per-node {ranks} --max-restarts "${{RESTARTS:-3}}"',
         '--node-rank "${1:-0}" --master-addr "${2:-127.0.0.1}" --master-port "${3:-29500}"',
     ]
 
 
-def model_word(plan: Plan | ServePlan) -> str:
+def model_word(plan: TrainPlan | ServePlan) -> str:
     """A shell word for the model: its directory, or a variable that the user sets."""
     model = plan.job.model
     if Path(model).expanduser().is_dir():

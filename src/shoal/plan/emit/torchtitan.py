@@ -12,12 +12,15 @@ import json
 from typing import ClassVar, Literal
 
 from shoal.core.parts import part
+from shoal.core.traits import traits
 from shoal.cost.training import microbatch_of
 from shoal.cost.training_totals import steps_of
-from shoal.ir import Plan, ServePlan
+from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import (
+    accumulation,
     adamw,
     allowed,
+    even_stages,
     header,
     rate_course,
     refuses_train,
@@ -58,6 +61,12 @@ SCHEDULES = {
     "interleaved": "Interleaved1F1B",
     "zbv": "ZBVZeroBubble",
 }
+# What it has words for.
+EXPRESSES = {
+    "shard": ("replicated", "zero2", "zero3", "hybrid"),
+    "parallel.schedule": tuple(SCHEDULES),
+    "parallel.context": ("zigzag",),
+}
 MODULE = "shoal_plan"
 
 
@@ -67,37 +76,36 @@ class Torchtitan:
 
     job: ClassVar[Literal["train", "serve"]] = "train"
 
-    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
-        found = refuses_train(plan, "torchtitan", contexts=("zigzag",))
+        found = refuses_train(plan, EXPRESSES)
+        divided = traits("shard", job.shard)
         if plan.shape.name not in MODELS:
             found.append(f"model = {plan.shape.name}: it has {', '.join(MODELS)}")
         if plan.machine.device.kind == "cpu":
             found.append(f"machine = {plan.machine.name}: it trains on accelerators")
-        if split.pp > 1 and split.schedule.name not in SCHEDULES:
-            found.append(f"parallel.schedule = {split.schedule.name}: use {', '.join(SCHEDULES)}")
-        if job.shard.name == "zero1":
-            found.append("shard = zero1: use zero2, zero3, hybrid or replicated")
         if split.etp not in (1, split.tp):
             found.append(f"parallel.etp = {split.etp}: use 1")
-        if split.ep > 1 and job.shard.name == "replicated":
+        if split.ep > 1 and not divided:
             found.append("parallel.ep with shard = replicated: use zero2 or zero3")
         if split.order != "pp-dp-cp-tp":
             found.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
         if split.overlap != "none":
             found.append(f"parallel.overlap = {split.overlap}: use none")
-        if split.stages and split.schedule.name == "zbv":
+        if split.stages and "splits_backward" in traits("schedule", split.schedule):
             found.append("parallel.stages with zbv: leave the stages out")
+        if split.pp > 1:
+            found += _refuses_pipeline(plan)
         if job.dropout:
             found.append(f"dropout = {job.dropout:g}: use 0")
         return tuple(found)
 
-    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        whole = allowed(plan, Plan, "torchtitan", self.refuses(plan))
+        whole = allowed(plan, TrainPlan, "torchtitan", self.refuses(plan))
         words = [*torchrun(whole), f"-m torchtitan.train --module {MODULE} --config plan"]
         before = 'PYTHONPATH="$(dirname "$0")${PYTHONPATH:+:$PYTHONPATH}"\nexport PYTHONPATH\n'
         usage = (
@@ -111,7 +119,30 @@ class Torchtitan:
         }
 
 
-def _module(plan: Plan) -> str:
+def _refuses_pipeline(plan: TrainPlan) -> list[str]:
+    """What its pipelines, and the schedules of torch that they use, refuse."""
+    split, micros = plan.job.parallel, accumulation(plan.job)
+    name = split.schedule.name
+    found = []
+    if name == "interleaved" and split.vpp == 1:
+        found.append("parallel.vpp = 1 with schedule = interleaved: use 1f1b, which is the same")
+    if name == "1f1b" and micros < split.pp:
+        found.append(f"{micros} micro-batches with schedule = 1f1b: use at least pp = {split.pp}")
+    rounds = max(1, micros // split.pp)
+    if name == "interleaved" and micros % rounds:
+        found.append(
+            f"{micros} micro-batches with schedule = interleaved: use a multiple of their "
+            f"{rounds} rounds"
+        )
+    return found
+
+
+def _divides(layers: int, chunks: int) -> bool:
+    """Whether it would cut as many stages, from the blocks that the largest of them has."""
+    return -(-layers // -(-layers // chunks)) == chunks
+
+
+def _module(plan: TrainPlan) -> str:
     job, split, shape = plan.job, plan.job.parallel, plan.shape
     module, flavor = MODELS[shape.name]
     replicate, shard = _data_parallel(plan)
@@ -119,10 +150,12 @@ def _module(plan: Plan) -> str:
     # Without a pipeline a local batch is one forward pass and the rest is accumulated; with
     # one it is cut in micro-batches.
     local = job.global_batch // split.dp if split.pp > 1 else micro
+    divided = traits("shard", job.shard)
+    gathered = "shards_gradients" in divided and "shards_weights" not in divided
     parallel: dict[str, object] = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": "never" if job.shard.name == "zero2" else "always",
+        "fsdp_reshard_after_forward": "never" if gathered else "always",
         "tensor_parallel_degree": split.tp,
         "enable_sequence_parallel": split.sp,
         "pipeline_parallel_degree": split.pp,
@@ -134,10 +167,11 @@ def _module(plan: Plan) -> str:
     if split.pp > 1:
         parallel["pipeline_parallel_schedule"] = SCHEDULES[split.schedule.name]
         parallel["pipeline_parallel_microbatch_size"] = micro
-        if split.stages:
-            parallel["module_fqns_per_model_part"] = _stages(split.stages)
+        chunks = split.pp * split.vpp
+        if split.stages or not _divides(shape.num_layers, chunks):
+            stages = split.stages or even_stages(shape.num_layers, chunks)
+            parallel["module_fqns_per_model_part"] = _stages(stages)
         else:
-            chunks = split.pp * (2 if split.schedule.name == "zbv" else split.vpp)
             parallel["pipeline_parallel_first_stage_less_layers"] = 0
             parallel["pipeline_parallel_last_stage_less_layers"] = 0
             parallel["pipeline_parallel_layers_per_stage"] = -(-shape.num_layers // chunks)
@@ -226,12 +260,12 @@ def _literal(value: object) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _data_parallel(plan: Plan) -> tuple[int, int]:
+def _data_parallel(plan: TrainPlan) -> tuple[int, int]:
     """(copies of the weights, ranks that share one)."""
     job, split = plan.job, plan.job.parallel
-    if job.shard.name == "replicated":
+    if not traits("shard", job.shard):
         return split.dp, 1
-    if job.shard.name == "hybrid":
+    if "copies_weights" in traits("shard", job.shard):
         within = job.shard.options.get("within") or min(split.dp, plan.machine.devices_per_node)
         return split.dp // int(within), int(within)
     return 1, split.dp

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from shoal.core.errors import require
 from shoal.core.files import to_yaml
 from shoal.core.parts import part, table
-from shoal.ir import Plan, ServePlan
+from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.phases import first_port, phase_files, phases_of
-from shoal.plan.emit.shared import allowed, header, model_word, script
+from shoal.plan.emit.shared import allowed, check_host, header, model_word, script, unexpressed
 from shoal.plan.serving import precision_of
 
 __all__ = ["VLLM"]
@@ -23,6 +23,9 @@ _SIDE_CHANNEL = 5600
 _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
+# Why it has words for one part of a kind alone.
+WHY = {"scheduler": "it joins requests any time", "kv": "its cache is paged"}
+
 
 @part
 class VLLM:
@@ -30,18 +33,21 @@ class VLLM:
 
     Args:
         port: where the server listens.
+        host: address that it listens on; that of this host alone unless another is given.
         memory: share of the GPU's memory that it may fill.
     """
 
     port: int = 8000
+    host: str = "127.0.0.1"
     memory: float = 0.92
     job: ClassVar[Literal["train", "serve"]] = "serve"
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "emit.vllm.port", self.port, expected="1 to 65535")
+        check_host("vllm", self.host)
         require(0 < self.memory <= 1, "emit.vllm.memory", self.memory, expected="a share in (0, 1]")
 
-    def refuses(self, plan: Plan | ServePlan) -> tuple[str, ...]:
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         if not isinstance(plan, ServePlan):
             return ("a training plan",)
@@ -49,11 +55,11 @@ class VLLM:
         found = []
         if plan.machine.device.kind == "cpu":
             found.append(f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp")
-        if job.disagg is None and job.scheduler.name != "fcfs":
-            found.append(f"scheduler = {job.scheduler.name}: it joins requests any time; use fcfs")
-        if job.kv.name != "paged":
-            found.append(f"kv = {job.kv.name}: its cache is paged; use paged")
-        elif (block := table("kv").build(job.kv).block_size) not in BLOCKS:
+        expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
+        expresses["kv"] = ("paged",)
+        found += unexpressed(job, expresses, WHY)
+        block = getattr(table("kv").build(job.kv), "block_size", BLOCKS[0])
+        if job.kv.name in expresses["kv"] and block not in BLOCKS:
             words = ", ".join(map(str, BLOCKS))
             found.append(f"kv.paged.block_size = {block}: use {words}")
         most = job.max_position or plan.shape.max_position
@@ -64,7 +70,7 @@ class VLLM:
             )
         return tuple(found)
 
-    def emit(self, plan: Plan | ServePlan) -> dict[str, str]:
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
         whole = allowed(plan, ServePlan, "vllm", self.refuses(plan))
         if phases_of(whole):
@@ -103,7 +109,7 @@ class VLLM:
             count = phases_of(plan)[name].count
             proxy.append(f"--{flag}-hosts {' '.join(['127.0.0.1'] * count)}")
             proxy.append(f"--{flag}-ports {' '.join(str(first + n) for n in range(count))}")
-        proxy.append(f"--port {self.port}")
+        proxy.append(f"--host {self.host} --port {self.port}")
         return {
             **phase_files(plan, configs, commands),
             "router.sh": script(header(plan), proxy),
@@ -113,6 +119,7 @@ class VLLM:
         job = plan.job
         kv = table("kv").build(job.kv)
         found: dict[str, Any] = {
+            "host": self.host,
             "port": self.port,
             "tensor-parallel-size": job.parallel.tp,
             "pipeline-parallel-size": job.parallel.pp,

@@ -12,6 +12,7 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
+from shoal.plan.mapping.greedy import Greedy
 from shoal.plan.mapping.layout import COPY, Mapping
 from shoal.plan.mapping.native import FAST, mapping_of, replayer
 from shoal.plan.mapping.program import Compiled, Program, TierSpec
@@ -43,10 +44,18 @@ class Anneal:
         )
 
     def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
-        """Begin with everything in slow memory; the best that was seen is the answer."""
+        """Begin with everything in slow memory; the best that was seen is the answer.
+
+        Where so few rounds do not reach what the greedy mapper does, begin with that.
+        """
         compiled = Compiled(program, tiers)
         wanted = np.zeros(compiled.decisions, np.int8)
-        return mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
+        found = mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
+        greedy = Greedy().map(program, tiers)
+        if found.ticks > greedy.ticks:
+            wanted = np.array(greedy.actions, np.int8)
+            found = mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
+        return found
 
     def improved(self, compiled: Compiled, wanted: np.ndarray, seed: int) -> np.ndarray:
         """The best actions [D] that were seen; never worse than what was given.

@@ -24,8 +24,9 @@ from shoal.plan.mapping.program import Compiled, Program, TierSpec
 __all__ = ["Milp"]
 
 _Terms = Sequence[tuple[float, int]]
-# Copies take this share more in the programme, so that whole ticks fit where its reals do.
-_SLACK = 1e-6
+# Copies take this share more in the programme, and memory is this much smaller from the second on,
+# so that whole ticks and units fit where its reals do; the next one where they do not.
+_SLACKS = (1e-6, 1e-5, 1e-4)
 
 
 @part
@@ -56,14 +57,24 @@ class Milp:
                 f"mapper.milp: {compiled.decisions} decisions of {program.name}; it takes at most "
                 f"{self.most}; use hybrid or anneal, or set mapper.milp.most"
             )
-        return _Programme(compiled).solve(self.seconds)
+        for slack in _SLACKS:
+            mapping = _Programme(compiled, slack).solve(self.seconds)
+            try:
+                return replace(mapping, ticks=verify(mapping))
+            except PlanError as cause:
+                failed = cause
+        raise PlanError(
+            f"mapper.milp: the optimum of {program.name} cannot be rounded to whole ticks "
+            f"({failed}); use hybrid or anneal"
+        )
 
 
 class _Programme:
     """Variables and rows."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, slack: float) -> None:
         c = self.c = compiled
+        self.slack = slack
         self.unit = max(1.0, c.all_slow / c.slots)
         self.low: list[float] = []
         self.high: list[float] = []
@@ -193,7 +204,7 @@ class _Programme:
             computes = self._bit()
             self._row([(1.0, lasts), (longest, computes)], -np.inf, compute + longest)
             self._row([(1.0, lasts), *saved, (-longest, computes)], -np.inf, slowest)
-            busy = [(1.0 + _SLACK, index) for (_, at), index in self.link.items() if at == t]
+            busy = [(1.0 + self.slack, index) for (_, at), index in self.link.items() if at == t]
             if busy:
                 read = [(-c.slow[k] / self.unit, self.fast[k]) for k in here]
                 self._row([*busy, *read, (-1.0, lasts)], -np.inf, -slowest)
@@ -201,6 +212,8 @@ class _Programme:
     def _space(self) -> None:
         """Stays at the same time lie above or below each other."""
         c, room = self.c, float(self.c.room)
+        if self.slack > _SLACKS[0]:
+            room *= 1.0 - self.slack
         size = {k: float(c.size[c.buffer[k]]) for k in self.begins}
         for t in range(c.slots):
             terms = [(size[k], index) for (k, at), index in self.there.items() if at == t]
@@ -265,22 +278,37 @@ class _Programme:
             slots = [t for t in self._window(k) if x[self.there[k, t]] > 0.5]
             if x[begins] > 0.5:
                 stays[k] = slots[0], slots[-1]
-        out = {
-            k
-            for k in stays
-            if c.write[k] and sum(x[i] for (at, _), i in self.link.items() if at == k) > 1e-7
-        }
+        fast = [x[index] > 0.5 for index in self.fast]
+        due = self._due(fast, stays)
         actions = []
         for k in range(c.decisions):
-            moved = k in out if c.write[k] else k in stays
-            actions.append(DROP if x[self.fast[k]] < 0.5 else COPY if moved else NO_COPY)
+            moved = k in due if c.write[k] else k in stays
+            actions.append(DROP if not fast[k] else COPY if moved else NO_COPY)
         rectangles = tuple(
             Rectangle(int(c.buffer[k]), start, end, self._lies(x, stays, k), k)
             for k, (start, end) in stays.items()
         )
         mapping = Mapping(c, tuple(actions), rectangles, (), 0, "milp")
-        mapping = replace(mapping, moved=self._booked(mapping, x, stays, out))
-        return replace(mapping, ticks=verify(mapping))
+        return replace(mapping, moved=self._booked(mapping, stays, due))
+
+    def _due(self, fast: Sequence[bool], stays: dict[int, tuple[int, int]]) -> dict[int, int]:
+        """Results that slow memory must have from fast memory -> slot by which it must.
+
+        The programme may use an idle link for copies that nobody needs; to book those would take
+        it from those that somebody does.
+        """
+        c = self.c
+        due: dict[int, int] = {}
+        for k in range(c.decisions):
+            home = self.writer.get(int(c.buffer[k]))
+            if home not in stays:
+                continue
+            if c.write[k] and c.output[c.buffer[k]]:
+                due[home] = min(due.get(home, c.slots + 1), c.slots + 1)
+            elif not c.write[k] and (k in stays or not fast[k]):
+                needed = stays[k][0] if k in stays else int(c.slot[k])
+                due[home] = min(due.get(home, needed), needed)
+        return due
 
     def _lies(self, x: np.ndarray, stays: dict[int, tuple[int, int]], k: int) -> int:
         """The lowest address above everything that lies below at the same time."""
@@ -288,18 +316,17 @@ class _Programme:
         low = 0
         for other, (start, end) in stays.items():
             here = start <= stays[k][1] and end >= stays[k][0]
-            if other != k and here and x[self.address[other]] < mine - 0.5:
+            if other != k and here and (x[self.address[other]], other) < (mine, k):
                 low = max(low, self._lies(x, stays, other) + int(c.size[c.buffer[other]]))
         return low
 
     def _booked(
-        self,
-        mapping: Mapping,
-        x: np.ndarray,
-        stays: dict[int, tuple[int, int]],
-        out: set[int],
+        self, mapping: Mapping, stays: dict[int, tuple[int, int]], due: dict[int, int]
     ) -> tuple[Moved, ...]:
-        """Whole ticks of every copy: of those that may run, the one that must end first."""
+        """Whole ticks of every copy: of those that may run, the one that must end first.
+
+        What is left of an output that stays to the end is copied out after the last instruction.
+        """
         c = self.c
         free = mapping.durations()
         for k, action in enumerate(mapping.actions):
@@ -310,9 +337,9 @@ class _Programme:
             need = int(c.copy[c.buffer[k]])
             if not c.write[k]:
                 jobs.append([int(c.slot[k]) - 1, k, start, need])
-            elif k in out:
-                used = [t for (at, t), i in self.link.items() if at == k and x[i] > 1e-7]
-                jobs.append([min(max(used), end), k, int(c.slot[k]) + 1, need])
+            elif k in due:
+                last = c.slots if end == c.slots - 1 else end
+                jobs.append([min(due[k] - 1, last), k, int(c.slot[k]) + 1, need])
         moved: list[Moved] = []
         for t in range(c.slots):
             for job in sorted(jobs):

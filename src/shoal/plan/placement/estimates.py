@@ -1,6 +1,6 @@
 """What copies and moves of experts take of a training step: bytes on links, seconds, room.
 
-Routing is not known before a run, so nothing is foretold of what copies save, and every slot is
+Routing is not known before a run, so nothing is predicted of what copies save, and every slot is
 taken to be used. Copies travel while attention computes, their gradients and those that are
 gathered again while it goes backward; what takes longer is waited for. Ranks on CPUs send with the
 cores that compute, so there nothing is hidden.

@@ -24,6 +24,7 @@ class Owners:
     Source: Lepikhin et al., GShard, 2020.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"experts_stay"})
     every: ClassVar[int] = 0
     slots: ClassVar[int] = 0
     rematerialize: ClassVar[Again] = "off"

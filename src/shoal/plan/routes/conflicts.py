@@ -8,8 +8,9 @@ cannot hold (T1), two passes on a node at one time (T2). The best node of the tr
 first, so the first one without conflict is the best plan there is.
 
 Since a tree can grow without end, the search stops after so many nodes, and a feasible
-plan is there before it begins: micro-batches one after the other around what is planned
-already, and again and again some of them anew, as long as that helps.
+plan is there before it begins: the best of the plain plans in which stages take turns, and
+of micro-batches one after the other around what is planned already; from each of them, again
+and again some micro-batches are planned anew, as long as that helps.
 
 Source: Sharon et al., Conflict-Based Search for Optimal Multi-Agent Pathfinding, 2015;
 Andreychuk et al., Multi-Agent Pathfinding with Continuous Time, 2019 (intervals of starts);
@@ -30,6 +31,7 @@ import numpy as np
 from shoal.core.errors import PlanError, require
 from shoal.core.random import generator
 from shoal.plan.routes.path import Limits, Pass, Problem, Windows, best_route
+from shoal.plan.routes.turns import PRIORITIES, in_turn, scheduled
 
 __all__ = ["Routes", "plan_routes", "random_routes", "search", "violation"]
 
@@ -78,8 +80,43 @@ def plan_routes(problem: Problem, *, effort: int = 100, seed: int = 0) -> Routes
         PlanError: no plan exists; names the constraint that cannot be met.
     """
     _check(problem)
-    best = _improved(problem, _one_by_one(problem), effort, seed)
+    plain = _plain(problem)
+    found = [_improved(problem, routes, effort, seed) for routes in plain]
+    ordered = [
+        routes
+        for one in found
+        for routes in _scheduled(problem, [one.nodes(mb) for mb in range(problem.microbatches)])
+    ]
+    best = min((*plain, *found, *ordered), key=lambda routes: routes.key)
     return search(problem, most=effort, known=best)
+
+
+def _plain(problem: Problem) -> list[Routes]:
+    """Where the search begins: the best plan whose stages take turns, and one by one.
+
+    Raises:
+        PlanError: there is neither.
+    """
+    turns = [routes for nodes in in_turn(problem) for routes in _scheduled(problem, nodes)]
+    best = [min(turns, key=lambda routes: routes.key)] if turns else []
+    passes = _placed(problem, range(problem.microbatches), {})
+    if passes is not None:
+        best.append(Routes(tuple(passes[mb] for mb in range(problem.microbatches))))
+    if not best:
+        raise PlanError(
+            f"routes of {problem.microbatches} micro-batches through {problem.keep} of "
+            f"{len(problem.stages)} stages: none found whose stages are visited evenly (C2) by "
+            "way of the links and memories (T1) there are; give more links, or more memory"
+        )
+    return best
+
+
+def _scheduled(problem: Problem, routes: Sequence[Sequence[int]]) -> Iterator[Routes]:
+    """Plans of the same routes by every priority of passes."""
+    for priority in PRIORITIES.values():
+        passes = scheduled(problem, routes, priority)
+        if passes is not None:
+            yield Routes(passes)
 
 
 def random_routes(problem: Problem, *, seed: int = 0) -> Routes:
@@ -222,30 +259,12 @@ def _after(
     """The best route around those of others; where none is found soon, behind all of them."""
     busy, full = _reserved(problem, passes)
     start = problem.start(mb)
-    empty = frozenset(
-        s
-        for s, nodes in enumerate(problem.stages)
-        if s and not any(problem.in_flight[n] for n in nodes)
-    )
-    never = {n: [(0, 2**61)] for nodes in problem.stages for n in nodes if not problem.in_flight[n]}
-    limits = Limits(busy, {**full, **never}, empty)
-    found = best_route(problem, start, limits, allowed=allowed, route=route)
+    found = best_route(problem, start, Limits(busy, full), allowed=allowed, route=route)
     if found is None:
         end = max((one[-1].end for one in passes.values()), default=0)
-        alone = Limits({("F", start): [(0, end)]}, never, empty)
+        alone = Limits({("F", start): [(0, end)]})
         found = best_route(problem, start, alone, allowed=allowed, route=route)
     return found
-
-
-def _one_by_one(problem: Problem) -> Routes:
-    passes = _placed(problem, range(problem.microbatches), {})
-    if passes is None:
-        raise PlanError(
-            f"routes of {problem.microbatches} micro-batches through {problem.keep} of "
-            f"{len(problem.stages)} stages: none found whose stages are visited evenly (C2) by "
-            "way of the links and memories (T1) there are; give more links, or more memory"
-        )
-    return Routes(tuple(passes[mb] for mb in range(problem.microbatches)))
 
 
 def _placed(
@@ -298,8 +317,7 @@ def search(problem: Problem, *, most: int, known: Routes | None = None) -> Route
         PlanError: none was found, and none is known.
     """
     mbs = range(problem.microbatches)
-    never = {n: [(0, 2**61)] for nodes in problem.stages for n in nodes if not problem.in_flight[n]}
-    limits = Limits(full=never)
+    limits = Limits()
     first: list[tuple[Pass, ...]] = []
     for mb in mbs:
         found = best_route(problem, problem.start(mb), limits)
@@ -419,6 +437,9 @@ def violation(problem: Problem, routes: Routes) -> str:
         stages = [problem.stage_of[n] for n in nodes]
         if nodes[0] != problem.start(mb) or len(set(stages)) != problem.keep:
             return f"micro-batch {mb} visits stages {stages}"
+        for node in nodes:
+            if not problem.in_flight[node]:
+                return f"micro-batch {mb} visits node {node}, which has no memory"
         for stage in stages:
             counts[stage] += 1
         order = stages[1:]

@@ -243,7 +243,7 @@ def best_route(
         """Push the label that goes on to ``node``, once for each gap in what it may hold."""
         before = label.nodes[-1] if label.nodes else node
         link, hop = problem.links[before][node], problem.hop(before, node)
-        if link is None or hop == math.inf:
+        if link is None or hop == math.inf or not problem.in_flight[node]:
             return
         hops = problem.keep - len(label.nodes) - 1
         back = label.back + (hop - link) + problem.backward[node]

@@ -8,8 +8,9 @@ Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU C
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
@@ -26,7 +27,15 @@ __all__ = ["Interleaved"]
 class Interleaved:
     """Micro-batches go in groups of ``pp`` through one chunk after the other."""
 
+    traits: ClassVar[frozenset[str]] = frozenset({"groups_of_microbatches", "several_stages"})
     chunks: ClassVar[int | None] = None
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
+        """With two and four stages a rank: more have more messages and smaller products."""
+        for chunks in (2, 4):
+            if work.shape.num_layers % (work.job.parallel.pp * chunks) == 0:
+                yield cls(), chunks
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
         """Forward k is of chunk ``k % (g vpp) // g``, micro-batch ``k // (g vpp) g + k % g``.

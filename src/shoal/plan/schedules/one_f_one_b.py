@@ -5,7 +5,8 @@ Source: Narayanan et al., PipeDream, 2019; the flushing form of Narayanan et al.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.ir.estimate import Estimate
@@ -22,6 +23,11 @@ class OneFOneB:
     """A rank's warm-up is as long as the stages behind it; then forward and backward alternate."""
 
     chunks: ClassVar[int | None] = 1
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
+        """Of every pipeline."""
+        yield cls(), 1
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
         """Rank r runs ``pp - 1 - r`` forwards ahead."""

@@ -50,7 +50,7 @@ class SkipPipe:
         of: stages of the model; None for one on each rank. With fewer stages than ranks some
             ranks hold the same stage, and average its gradients.
         swap: a micro-batch may visit two neighbouring stages in reverse order.
-        network: file of a network (see ``shoal plan routes``), node i being rank i; without one
+        network: file of a network (see ``shoal explain routes``), node i being rank i; without one
             links are free and ranks alike.
         forward_s: on a network, a stage's forward pass on a node of speed 1.
         backward_s: on a network, its backward pass.
@@ -63,6 +63,7 @@ class SkipPipe:
         seed: of the solver.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"skips_stages"})
     keep: int | None = None
     of: int | None = None
     swap: bool = False

@@ -29,6 +29,7 @@ PERIOD = 6
 class VHalf:
     """Building blocks in the order of their time; idle places close up when it runs."""
 
+    traits: ClassVar[frozenset[str]] = frozenset({"several_stages", "splits_backward"})
     chunks: ClassVar[int | None] = 2
 
     def build(self, pp: int, microbatches: int, vpp: int = 2) -> Schedule:

@@ -9,7 +9,8 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.ir.estimate import Estimate
@@ -25,7 +26,14 @@ __all__ = ["ZeroBubbleH1"]
 class ZeroBubbleH1:
     """1F1B whose weight gradients wait for the end of the pipeline's slope."""
 
+    traits: ClassVar[frozenset[str]] = frozenset({"splits_backward"})
     chunks: ClassVar[int | None] = 1
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
+        """Where no ranks share sequences."""
+        if work.job.parallel.cp == 1:
+            yield cls(), 1
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
         """Rank r runs ``pp - 1 - r`` forwards ahead and ``r`` weight gradients behind."""

@@ -25,6 +25,7 @@ __all__ = ["ZeroBubbleV"]
 class ZeroBubbleV:
     """Forwards down, forwards up, and both backwards as early as they can be."""
 
+    traits: ClassVar[frozenset[str]] = frozenset({"several_stages", "splits_backward"})
     chunks: ClassVar[int | None] = 2
 
     def build(self, pp: int, microbatches: int, vpp: int = 2) -> Schedule:

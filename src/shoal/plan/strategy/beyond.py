@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice, options_of, table
+from shoal.core.traits import traits
 from shoal.cost.training import Pricer
 from shoal.cost.training_memory import RUNTIME_BYTES
-from shoal.ir import Machine, ModelShape, TrainJob, Work
+from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
 from shoal.plan.offload import places_of
 from shoal.plan.strategy.judge import (
     Judged,
@@ -60,14 +61,14 @@ class Way:
             return self.name
         job = self.best[0]
         told = [] if job.offload is None else [f"offload: {job.offload}"]
-        if job.activation.name != "keep":
+        if "moves_activations" in traits("activation", job.activation):
             told.append(f"activation: {job.activation}")
         return ", ".join([*told, f"recompute: {job.recompute}"])
 
 
 def every_way() -> tuple[str, ...]:
     """All names: none, the parts of kind ``offload``, and of kind ``activation`` all but keep."""
-    return (NONE, *table("offload"), *(name for name in table("activation") if name != "keep"))
+    return (NONE, *table("offload"), *_movers())
 
 
 def names_of(asked: Sequence[str] | str) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ def ways(
     Raises:
         PlanError: the job states one of its own; or no split is legal whatever the way.
     """
-    stated = job.offload is not None or job.activation.name != "keep"
+    stated = _states(job)
     others = [name for name in names if name != NONE]
     if stated and others:
         said = f"offload: {job.offload}" if job.offload else f"activation: {job.activation}"
@@ -141,9 +142,22 @@ def _tried(candidate: TrainJob, job: TrainJob, machine: Machine) -> bool:
         return True
     most = most_ranks(machine)
     split = candidate.parallel
-    if split.world not in (most, most // machine.nodes, 1) or split.schedule.name != "1f1b":
+    default = split.schedule == Parallel().schedule
+    if split.world not in (most, most // machine.nodes, 1) or not default:
         return False
     return split.pp == 1 or machine.device.kind == "gpu"
+
+
+def _movers() -> Iterator[str]:
+    """Parts by which saved activations leave the device."""
+    return (
+        name for name in table("activation") if "moves_activations" in traits("activation", name)
+    )
+
+
+def _states(job: TrainJob) -> bool:
+    """Whether the job says itself what leaves the device."""
+    return job.offload is not None or "moves_activations" in traits("activation", job.activation)
 
 
 def _variants(job: TrainJob, shape: ModelShape, name: str) -> Iterator[TrainJob]:
@@ -166,7 +180,10 @@ def _refused(candidate: TrainJob, variant: TrainJob) -> str:
         if candidate.compile:
             return f"activation: {candidate.activation.name} does not go with compile"
         return ""
-    if candidate.parallel.schedule.name == "zb_h1" or candidate.parallel.vocab == "pp":
+    if (
+        "splits_backward" in traits("schedule", candidate.parallel.schedule)
+        or candidate.parallel.vocab == "pp"
+    ):
         return f"offload: {variant.offload.name} does not go with a schedule that splits backward"
     try:
         table("offload").build(variant.offload).check(candidate)
@@ -225,7 +242,7 @@ def refusal(job: TrainJob, machine: Machine, found: Sequence[Way]) -> PlanError:
 
 def all_ways(job: TrainJob, shape: ModelShape, machine: Machine) -> list[Way]:
     """Every way, those that fit before the others, fastest first; none if the job states one."""
-    if job.offload is not None or job.activation.name != "keep":
+    if _states(job):
         return []
     found = ways(job, shape, machine, every_way(), Pricer(machine))
 

@@ -23,14 +23,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
-from shoal.core.parts import Choice, part
+from shoal.core.parts import Choice, part, table
+from shoal.core.traits import traits
 from shoal.cost.layer_fit import LayerProfile
 from shoal.cost.layer_plan import LayerPlan, estimate_layers
 from shoal.cost.layers import Layer, Strategy, layers_of
 from shoal.cost.layerwise import LayerPricer
 from shoal.cost.rates import Rates
 from shoal.cost.shapes import shape_of
-from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, Plan, TrainJob, Work
+from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
 from shoal.plan.moe_auto import Chooser
 from shoal.plan.strategy.judge import FILL, describe, to_plan
 from shoal.plan.strategy.layer_search import Found, StageSearch
@@ -39,8 +40,6 @@ from shoal.plan.strategy.space import candidates, divisors, most_ranks, needs_wh
 
 __all__ = ["Galvatron", "Option", "group_words", "to_job"]
 
-_SHARDS = ("replicated", "zero1", "zero2", "zero3")
-_WHOLE = ("replicated", "zero1")
 # Micro-batches whose least possible time is so much above the best are not searched.
 _HOPELESS = 1.3
 # So many of the best numbers of stages and micro-batches are searched for better stages.
@@ -109,7 +108,7 @@ class Galvatron:
         *,
         profile: LayerProfile | None = None,
         layers: Sequence[Layer] = (),
-    ) -> list[Plan]:
+    ) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`.
 
         Args:
@@ -261,11 +260,11 @@ class Galvatron:
 
     def _of_layout(self, job: TrainJob, layout: tuple[int, int, int]) -> Iterator[Strategy]:
         dp, tp, cp = layout
-        shards: tuple[str, ...] = _WHOLE if needs_whole_matrices(job) else _SHARDS
+        shards = _shards(whole=needs_whole_matrices(job))
         if "shard" in job.model_fields_set:
             shards = (job.shard.name,)
         elif dp * cp == 1:
-            shards = ("replicated",)
+            shards = (TrainJob.model_fields["shard"].default.name,)
         again: tuple[bool, ...] = (False, True)
         if "recompute" in job.model_fields_set:
             again = (job.recompute != "none",)
@@ -352,7 +351,7 @@ class Galvatron:
         shape: ModelShape,
         layers: Sequence[Layer],
         profile: LayerProfile | None,
-    ) -> list[Plan]:
+    ) -> list[TrainPlan]:
         priced = []
         chooser = Chooser(shape, machine)
         for option in options[: 2 * self.keep]:
@@ -457,7 +456,9 @@ class Galvatron:
         options = [o for o in wide._improved(tried) if o.found.plan is not None]
         return min(options, key=lambda option: option.found.seconds, default=None)
 
-    def _nothing_fits(self, job: TrainJob, machine: Machine, failed: list[Option]) -> list[Plan]:
+    def _nothing_fits(
+        self, job: TrainJob, machine: Machine, failed: list[Option]
+    ) -> list[TrainPlan]:
         """The nearest plans of the plain search, and by how much the best layer-wise one misses."""
         nearest = failed[0]
         note = (
@@ -472,11 +473,21 @@ class Galvatron:
 def _beyond(job: TrainJob) -> str:
     """What the job states that layers cannot have each for itself; empty if nothing."""
     split = job.parallel
-    if split.schedule.name not in ("1f1b", "gpipe") or split.vpp > 1:
+    if traits("schedule", split.schedule) or split.vpp > 1:
         return f"the schedule {split.schedule.name}"
     if split.vocab_split == "pp":
         return "a vocabulary shared by the stages"
-    return "" if job.shard.name in _SHARDS else f"the sharding {job.shard.name}"
+    return "" if job.shard.name in _shards() else f"the sharding {job.shard.name}"
+
+
+def _shards(*, whole: bool = False) -> tuple[str, ...]:
+    """Shardings that a layer can have for itself; ``whole``: of which matrices stay whole."""
+    return tuple(
+        name
+        for name in table("shard")
+        if not traits("shard", name) & {"levels", "copies_weights"}
+        and not (whole and "shards_gradients" in traits("shard", name))
+    )
 
 
 def _slower(option: Option, best: Option) -> str:

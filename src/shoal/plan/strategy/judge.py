@@ -7,11 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import table
+from shoal.core.traits import traits
 from shoal.cost.rates import Rates, ranks_per_host
 from shoal.cost.training import Pricer, estimate, microbatch_of
 from shoal.cost.training_memory import tier_bytes
 from shoal.cost.training_totals import steps_of
-from shoal.ir import Estimate, Machine, ModelShape, Plan, TrainJob, Work
+from shoal.ir import Estimate, Machine, ModelShape, TrainJob, TrainPlan, Work
 from shoal.plan.length import with_steps
 from shoal.plan.strategy.objective import check_objective, worth
 
@@ -130,12 +131,11 @@ def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Ju
 
 def _complexity(job: TrainJob) -> tuple[int, ...]:
     """Among plans of equal time the plainer one is better."""
-    shards = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3}
     return (
-        int(job.offload is not None) + int(job.activation.name != "keep"),
+        int(job.offload is not None) + len(traits("activation", job.activation)),
         job.parallel.pp,
         job.parallel.tp,
-        shards.get(job.shard.name, 4),
+        len(traits("shard", job.shard)),
         int(job.recompute == "full"),
         -microbatch_of(job),
     )
@@ -182,7 +182,7 @@ def to_plan(
     planner: str,
     why: str,
     notes: Sequence[str] = (),
-) -> Plan:
+) -> TrainPlan:
     """The plan of a judged job, its length in steps and its every field checked."""
     job, cost = item
     fitting = fits(job, machine, cost)
@@ -193,7 +193,7 @@ def to_plan(
         cost = estimate(Work(shape=shape, job=concrete), machine)
     activation = table("activation").build(concrete.activation)
     saved = activation.notes(Work(shape=shape, job=concrete), cost.step_s.value)
-    return Plan(
+    return TrainPlan(
         job=concrete,
         machine=machine,
         shape=shape,

@@ -22,7 +22,7 @@ from shoal.cost.arithmetic import parameters
 from shoal.cost.megatron import bubble, training_days
 from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
-from shoal.ir import Machine, ModelShape, Parallel, Plan, TrainJob, Work
+from shoal.ir import Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 from shoal.plan.strategy.space import candidates, divisors, legal_parallel, most_ranks
@@ -53,7 +53,7 @@ class Megatron:
         )
         require(1 <= self.keep <= 10_000, f"{where}.keep", self.keep, expected="1 to 10000")
 
-    def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
+    def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
         pricer = Pricer(machine)

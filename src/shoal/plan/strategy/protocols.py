@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shoal.ir import Machine, Plan, TrainJob
+from shoal.ir import Machine, TrainJob, TrainPlan
 
 __all__ = ["Planner"]
 
@@ -12,7 +12,7 @@ __all__ = ["Planner"]
 class Planner(Protocol):
     """A part of kind ``planner``."""
 
-    def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
+    def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """Plans of ``job`` on ``machine``, best first; those that fit before those that do not.
 
         What the job states is kept (see :mod:`shoal.plan.strategy.space`); the rest is

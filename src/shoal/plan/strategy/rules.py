@@ -17,9 +17,10 @@ from collections.abc import Iterator
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
+from shoal.core.traits import traits
 from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
-from shoal.ir import Machine, ModelShape, Parallel, Plan, TrainJob, Work
+from shoal.ir import Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 from shoal.plan.strategy.space import candidates, legal_parallel, most_ranks
@@ -50,7 +51,7 @@ class Rules:
             0 < self.bubble <= 1, "planner.rules.bubble", self.bubble, expected="a share in (0, 1]"
         )
 
-    def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
+    def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
         pricer = Pricer(machine)
@@ -111,15 +112,14 @@ class Rules:
             for candidate in candidates(fixed, machine, shape=shape)
             if self._acceptable(candidate) or job.microbatch is not None
         ]
-        shards = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3}
         options.sort(
             key=lambda x: (
                 x.precision != job.precision,
                 # Gathered weights and small products cost more than a second forward pass.
-                x.shard.name in ("zero3", "topo3"),
+                "shards_weights" in traits("shard", x.shard),
                 (x.microbatch or 1) < min(4, x.global_batch // x.parallel.dp),
                 x.recompute == "full",
-                shards.get(x.shard.name, 4),
+                len(traits("shard", x.shard)),
                 -(x.microbatch or 1),
             )
         )

@@ -6,7 +6,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.cost.shapes import shape_of
 from shoal.cost.training import Pricer
-from shoal.ir import Machine, ModelShape, Plan, TrainJob, Work
+from shoal.ir import Machine, ModelShape, TrainJob, TrainPlan, Work
 from shoal.plan.strategy.beyond import NONE, names_of, refusal, ways
 from shoal.plan.strategy.judge import Judged, describe, fits, may_fit, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
@@ -35,7 +35,7 @@ class Search:
         require(1 <= self.keep <= 10_000, "planner.search.keep", self.keep, expected="1 to 10000")
         names_of(self.offload or (NONE,))
 
-    def plan(self, job: TrainJob, machine: Machine) -> list[Plan]:
+    def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
         found = self._found(job, shape, machine)

@@ -8,13 +8,14 @@ are open otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
+from shoal.core.traits import traits
 from shoal.cost.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
-from shoal.ir import Machine, ModelShape, Parallel, TrainJob
+from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
 from shoal.plan.moe_auto import Chooser
 
 __all__ = [
@@ -27,14 +28,8 @@ __all__ = [
     "splits",
 ]
 
-# In the order in which one would rather have them.
-SHARDS = ("replicated", "zero1", "zero2", "zero3")
-# Of these two, the matrices stay whole on every rank.
-WHOLE_SHARDS = frozenset({"replicated", "zero1"})
 # Sequences of so many tokens and more are worth being shared by ranks.
 _LONG = 8192
-# Chunks of a rank in an interleaved pipeline: more have more messages and smaller products.
-_CHUNKS = (2, 4)
 
 
 def divisors(number: int) -> list[int]:
@@ -73,7 +68,7 @@ def splits(job: TrainJob, shape: ModelShape, machine: Machine, world: int) -> It
     """Those of :func:`legal_parallel`, with shared sequences, and under every schedule."""
     for cp in (1, *_context_degrees(job, world)):
         for plain in legal_parallel(job, shape, machine, world // cp):
-            for way in _ways(plain.model_copy(update={"cp": cp}), job, shape):
+            for way in _ways(plain.model_copy(update={"cp": cp}), job, shape, machine):
                 yield way
                 yield from _folds(way, shape)
 
@@ -96,7 +91,9 @@ def _context_degrees(job: TrainJob, ranks: int) -> list[int]:
     return [cp for cp in divisors(ranks) if cp > 1 and job.seq_len % (2 * cp) == 0 and cp <= 16]
 
 
-def _ways(plain: Parallel, job: TrainJob, shape: ModelShape) -> Iterator[Parallel]:
+def _ways(
+    plain: Parallel, job: TrainJob, shape: ModelShape, machine: Machine
+) -> Iterator[Parallel]:
     """The split, with and without the residual stream shared, under the schedules that go."""
     ways = [plain]
     if plain.tp > 1 and job.seq_len % (plain.tp * plain.cp) == 0:
@@ -105,12 +102,23 @@ def _ways(plain: Parallel, job: TrainJob, shape: ModelShape) -> Iterator[Paralle
         yield way
         if plain.pp == 1:
             continue
-        for chunks in _CHUNKS:
-            if shape.num_layers % (plain.pp * chunks) == 0:
-                update = {"vpp": chunks, "schedule": Choice(name="interleaved")}
-                yield way.model_copy(update=update)
-        if plain.cp == 1:
-            yield way.model_copy(update={"schedule": Choice(name="zb_h1")})
+        for choice, chunks in _offered("schedule", job, way, shape, machine):
+            if choice != way.schedule:
+                yield way.model_copy(update={"vpp": chunks, "schedule": choice})
+
+
+def _offered(
+    kind: str, job: TrainJob, split: Parallel, shape: ModelShape, machine: Machine
+) -> Iterator[tuple[Choice, Any]]:
+    """What the parts of a kind offer for a split, in the order of their table."""
+    parts = table(kind)
+    # Both are values already; to check them again for every split takes longer than to price it.
+    work = Work.model_construct(shape=shape, job=job.model_copy(update={"parallel": split}))
+    for name in parts:
+        offer = getattr(parts.load(name), "candidates", None)
+        for one in () if offer is None else offer(work, machine):
+            part, more = one if isinstance(one, tuple) else (one, None)
+            yield parts.spell(part), more
 
 
 def needs_whole_matrices(job: TrainJob) -> bool:
@@ -119,40 +127,29 @@ def needs_whole_matrices(job: TrainJob) -> bool:
     return bool(getattr(optimizer, "whole_matrices", False))
 
 
-def sharding_choices(job: TrainJob, parallel: Parallel, machine: Machine) -> tuple[Choice, ...]:
+def sharding_choices(
+    job: TrainJob, parallel: Parallel, machine: Machine, shape: ModelShape | None = None
+) -> tuple[Choice, ...]:
     """Shard parts to try for a split."""
     if "shard" in job.model_fields_set:
         levels = job.shard.options.get("levels")
         shared = not levels or parallel.dp * parallel.cp % levels[-1] == 0
         # Of a stated split the part itself says what is wrong.
         return (job.shard,) if shared or "parallel" in job.model_fields_set else ()
-    if parallel.dp == 1 or job.offload is not None or job.sync.name != "every_step":
-        return (Choice(name="replicated"),)
-    known = table("shard")
+    if parallel.dp == 1 or job.offload is not None or "local_updates" in traits("sync", job.sync):
+        default: Choice = TrainJob.model_fields["shard"].default
+        return (default,)
     # Copies of experts and slices of gradients are of whole ones; batching has ranks pass alone.
-    cut = parallel.folded and (parallel.placer.name != "owners" or bool(parallel.gradient_slices))
-    whole = needs_whole_matrices(job) or cut or job.batching is not None
-    plain = tuple(
-        Choice(name=name)
-        for name in SHARDS
-        if name in known and not (whole and name not in WHOLE_SHARDS)
+    cut = parallel.folded and (
+        "experts_stay" not in traits("placer", parallel.placer) or bool(parallel.gradient_slices)
     )
-    one = not (whole or job.compile or parallel.folded)
-    return (*plain, *_levelled(parallel, machine)) if one else plain
-
-
-def _levelled(parallel: Parallel, machine: Machine) -> Iterator[Choice]:
-    """Three-level ZeRO where some nodes share the gradients: weights over a package, or a node."""
-    if machine.device.kind == "cpu":
-        return
-    ranks = parallel.dp * parallel.cp
-    island = max(1, machine.devices_per_node // parallel.tp)
-    if island == 1 or ranks % island or ranks == island:
-        return
-    package = max(1, machine.devices_per_package // parallel.tp)
-    for size in sorted({island, package} - {1}):
-        if island % size == 0:
-            yield Choice(name="topo3", options={"levels": [size, island]})
+    whole = needs_whole_matrices(job) or cut or job.batching is not None
+    offered = _offered("shard", job, parallel, shape or shape_of(job), machine)
+    return tuple(
+        choice
+        for choice, _ in offered
+        if not (whole and "shards_gradients" in traits("shard", choice))
+    )
 
 
 def worlds(job: TrainJob, machine: Machine) -> list[int]:
@@ -187,11 +184,12 @@ def candidates(
     precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
     recomputes = (job.recompute,) if "recompute" in fixed else ("none", "full")
     chooser = Chooser(shape, machine)
+    apart = "local_updates" in traits("sync", job.sync)
     for parallel in every:
         share = job.global_batch // parallel.dp
         if job.microbatch is not None and share % job.microbatch:
             continue
-        if job.sync.name != "every_step" and parallel.folded and "parallel" not in fixed:
+        if apart and parallel.folded and "parallel" not in fixed:
             continue
         if job.batching is not None and parallel.world != parallel.dp and "parallel" not in fixed:
             continue
@@ -200,9 +198,9 @@ def candidates(
             # Passes are as long as an assigner makes them; these are the rows that come next to it.
             tokens = table("assigner").build(job.batching, where="batching").capacity_tokens
             sizes = [max((n for n in sizes if n * job.seq_len <= tokens), default=1)]
-        for shard in sharding_choices(job, parallel, machine):
+        for shard in sharding_choices(job, parallel, machine, shape):
             for size in sizes:
-                if not _goes(parallel, shard.name, share // size):
+                if not _goes(parallel, shard, share // size):
                     continue
                 for recompute in recomputes:
                     for precision in precisions:
@@ -218,12 +216,13 @@ def candidates(
                         yield chooser.planned(one)
 
 
-def _goes(parallel: Parallel, shard: str, passes: int) -> bool:
+def _goes(parallel: Parallel, shard: Choice, passes: int) -> bool:
     """The schedule takes this many micro-batches, and goes with this sharding."""
-    name = parallel.schedule.name
-    if name == "interleaved":
+    schedule = traits("schedule", parallel.schedule)
+    if "groups_of_microbatches" in schedule:
         return passes % parallel.pp == 0
-    return (name != "zb_h1" and parallel.vocab != "pp") or shard in WHOLE_SHARDS
+    whole = "splits_backward" in schedule or parallel.vocab == "pp"
+    return not (whole and "shards_gradients" in traits("shard", shard))
 
 
 def _precisions(machine: Machine) -> tuple[Literal["bf16", "fp32"], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from typing import ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -26,6 +27,7 @@ class Auto:
     Source: Cai et al., Medusa, 2024, section 2.3.3 (sparse tree).
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"follows_guesses"})
     nodes: int = MAX_NODES
 
     def __post_init__(self) -> None:

@@ -210,11 +210,11 @@ class Paying:
         if not nodes:
             return self.cost.seconds(requests)
         rows = round(requests * (1 + self.share * nodes))
-        foretold = self.cost.seconds(rows) + self.cost.drafting_s(requests, nodes)
-        return foretold * math.exp(self._dearer(requests))
+        predicted = self.cost.seconds(rows) + self.cost.drafting_s(requests, nodes)
+        return predicted * math.exp(self._dearer(requests))
 
     def _dearer(self, requests: int) -> float:
-        """Logarithm of what guesses take more than foretold, beside plain steps, as was seen."""
+        """Logarithm of what guesses take more than predicted, beside plain steps, as was seen."""
         guessing, plain = (self._paced(requests, guessed) for guessed in (True, False))
         if min(guessing.count, plain.count) < _FEW:
             return 0.0
@@ -275,10 +275,10 @@ class Paying:
 
     def took(self, requests: int, asked: int, nodes: int, seconds: float) -> None:
         """See :class:`~shoal.ir.decoding.Drafting`."""
-        foretold = self.cost.seconds(requests + nodes)
+        predicted = self.cost.seconds(requests + nodes)
         if asked:  # even if nothing was found to guess, it was looked for
-            foretold += self.cost.drafting_s(asked, max(1, nodes // asked))
-        self._paced(requests, asked > 0).see(seconds / foretold)
+            predicted += self.cost.drafting_s(asked, max(1, nodes // asked))
+        self._paced(requests, asked > 0).see(seconds / predicted)
 
     def table(self, requests: int = 1) -> Mapping[int, tuple[float, float, float]]:
         """By number of nodes: expected tokens, seconds of a step, and tokens per s over plain's."""
@@ -294,7 +294,7 @@ class Paying:
 
 
 class _Pace:
-    """How many times as long as foretold steps take: about the median, in logarithms.
+    """How many times as long as predicted steps take: about the median, in logarithms.
 
     Some steps take much longer, such as the first of their kind, or those in which the machine does
     something else. So each moves what is known by as much, whatever it took.
@@ -305,7 +305,7 @@ class _Pace:
         self.log = 0.0
 
     def see(self, times: float) -> None:
-        """A step took so many times as long as foretold."""
+        """A step took so many times as long as predicted."""
         if times > 0:
             step = max(0.015, 1.0 / (4 + self.count))
             self.log += max(-step, min(step, math.log(times) - self.log))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import part
@@ -16,6 +16,8 @@ __all__ = ["Autoregressive"]
 @part
 class Autoregressive:
     """The next token from all before it; for every model but those of masked diffusion."""
+
+    traits: ClassVar[frozenset[str]] = frozenset({"token_by_token"})
 
     def factory(self) -> str | None:
         """See :class:`~shoal.serve.decode.protocols.DecodePart`."""

@@ -184,14 +184,14 @@ class DovetailDrafter:
 
     def __init__(self, told: dict[str, Any], nodes: int, nbytes: int) -> None:
         import json
-        import os
         import socket
         import subprocess
-        import sys
         import weakref
 
+        from shoal.core import children
         from shoal.memory.mover import EmulatedLink
         from shoal.serve.decode.dovetail_wire import HEAD_BYTES, SPIN_S, Channel, Kind
+        from shoal.serve.launched import PRIVATE
         from shoal.serve.spinning import spin_briefly
 
         self._nodes, self._bytes = nodes, nbytes
@@ -202,17 +202,15 @@ class DovetailDrafter:
         self.drafts: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self.expected_bytes = HEAD_BYTES
         own, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name != "SHOAL_API_KEY"}
+        environment = children.environment(without=PRIVATE)
         spin_briefly(environment)
-        command = [sys.executable, "-m", "shoal.serve.decode.dovetail_worker"]
-        command += ["--fd", str(theirs.fileno()), "--told", json.dumps(told)]
         with theirs:
-            self.process = subprocess.Popen(
-                command,
+            self.process = children.start(
+                "shoal.serve.decode.dovetail_worker",
+                *("--fd", str(theirs.fileno()), "--told", json.dumps(told)),
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
         self._end = own
         self._closing = weakref.finalize(self, _close, own, self.process)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
+from shoal.core.traits import traits
 from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ class DraftModel:
             require(self.breadth == 1, "speculative.draft_model.breadth", self.breadth,
                     expected="1 with prompts, which guess a chain",
                     hint="leave breadth out, or prompts")  # fmt: skip
-            require(self.accept.name != "rejection", "speculative.draft_model.accept",
-                    self.accept.name,
+            require("draws_guesses" not in traits("accept", self.accept),
+                    "speculative.draft_model.accept", self.accept.name,
                     expected="another rule with prompts, which draw nothing",
                     hint="use accept: sample_match, or leave prompts out")  # fmt: skip
 
@@ -155,7 +156,7 @@ class DraftModel:
             breadth=self.breadth,
             nodes=self.nodes,
             limit=limit,
-            draws=self.accept.name == "rejection",
+            draws="draws_guesses" in traits("accept", self.accept),
         )
 
 

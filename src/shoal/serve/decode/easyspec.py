@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from shoal.core.config import Kind
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice, part
+from shoal.core.traits import traits
 from shoal.ir import Expectation, ServeJob
 from shoal.serve.decode.draft_model import DraftModelDrafter, check_tree, expectation
 
@@ -138,7 +139,7 @@ class EasySpec:
             breadth=self.breadth,
             nodes=self.nodes,
             limit=limit,
-            draws=self.accept.name == "rejection",
+            draws="draws_guesses" in traits("accept", self.accept),
             quick=quick,
             repairs=self.calibrate,
         )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
+from shoal.core.traits import traits
 from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ class Falcon:
         )
         tree: TreePart = table("tree").build(self.tree, where="speculative.falcon.tree")
         # Only a shape that follows the guesses can be had for fewer passes than there are.
-        fewest = 1 if self.tree.name == "auto" and not self.forwards else self.forwards or there
+        follows = "follows_guesses" in traits("tree", self.tree) and not self.forwards
+        fewest = 1 if follows else self.forwards or there
         return [
             tree.build(Calibration(config.calibration[: k * passes]))
             for passes in range(fewest, (self.forwards or there) + 1)

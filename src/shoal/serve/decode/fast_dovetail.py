@@ -36,7 +36,7 @@ _NO_TOKENS = 64
 
 def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these layers can be computed so here."""
-    plain = config.architecture.residual.name == "standard" and not config.num_experts
+    plain = config.architecture.residual.standard and not config.num_experts
     return plain and config.architecture.streams.num == 1 and guess.native(dtype, device)
 
 

@@ -14,10 +14,9 @@ import enum
 import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Sequence
@@ -29,14 +28,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.core import children
 from shoal.core.config import parse
 from shoal.core.errors import RankError, ServeError, ShoalError
+from shoal.core.janitor import leave
 from shoal.core.meter import Meter
+from shoal.core.scratch import scratch
 from shoal.ir import ServeJob
 from shoal.parallel.comm import TorchComm
 from shoal.serve.decode.captured import Branch
 from shoal.serve.decode.draft_net import DraftNet
 from shoal.serve.decode.ranked import part_of, ranked
+from shoal.serve.launched import PRIVATE
 
 __all__ = ["RankedNet", "Team", "main"]
 
@@ -103,8 +106,8 @@ class Team:
                 "close the engine that it has, or serve with realise: fused"
             )
         self.world = world
-        self._folder = tempfile.TemporaryDirectory(prefix="shoal-draft-")
-        self._rendezvous = f"file://{self._folder.name}/rendezvous"
+        self._folder = scratch("draft")
+        self._rendezvous = f"file://{self._folder}/rendezvous"
         self.processes: list[Any] = []
         self._ends: list[socket.socket] = []
         self._closing = weakref.finalize(self, _close, self._ends, self.processes, self._folder)
@@ -116,18 +119,14 @@ class Team:
     def _start(self, told: dict[str, Any]) -> None:
         own, theirs = socket.socketpair()
         self._ends.append(own)
-        command = [sys.executable, "-m", "shoal.serve.decode.ranked_worker"]
-        command += ["--fd", str(theirs.fileno()), "--told", json.dumps(told)]
-        environment = {name: value for name, value in os.environ.items() if name != "SHOAL_API_KEY"}
-        environment["OMP_NUM_THREADS"] = "1"
         with theirs:
             self.processes.append(
-                subprocess.Popen(
-                    command,
+                children.start(
+                    "shoal.serve.decode.ranked_worker",
+                    *("--fd", str(theirs.fileno()), "--told", json.dumps(told)),
                     stdin=subprocess.DEVNULL,
-                    env=environment,
+                    env=children.environment({"OMP_NUM_THREADS": "1"}, without=PRIVATE),
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,
                 )
             )
 
@@ -199,7 +198,7 @@ def _join(rank: int, world: int, rendezvous: str) -> TorchComm:
     return TorchComm(Meter([]), rank=rank, world=world, timeout_s=_PASS_S, rendezvous=rendezvous)
 
 
-def _close(ends: list[socket.socket], processes: list[Any], folder: Any) -> None:
+def _close(ends: list[socket.socket], processes: list[Any], folder: Path) -> None:
     """Hang up; the ranks leave by themselves, or are ended."""
     for end in ends:
         end.close()
@@ -211,7 +210,7 @@ def _close(ends: list[socket.socket], processes: list[Any], folder: Any) -> None
             process.wait()
     if processes and dist.is_initialized():
         dist.destroy_process_group()
-    folder.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class RankedNet(DraftNet):
@@ -328,8 +327,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Threads of a broken process group must not keep a rank alive.
-    os._exit(status)
+    leave(main())

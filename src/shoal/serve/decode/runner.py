@@ -5,7 +5,8 @@ Shapes: N rows of a step, V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, Request, Step, StepResult, TokenInfo
 from shoal.model.transformer import Transformer
 from shoal.serve.cache import PagedCache
+from shoal.serve.choosing import NOT_FINITE, choose_rows
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.protocols import Acceptance, Drafter, Guess, Path, Seen, TokenTree
 from shoal.serve.runner import FlatModel, LocalRunner, Rows, slots
-from shoal.serve.sampler import choose, log_probabilities
+from shoal.serve.sampler import log_probabilities
 
 __all__ = ["SpeculativeRunner"]
 
@@ -176,13 +178,14 @@ class SpeculativeRunner(LocalRunner):
         guessed = [one for one in chunks if one.request.id in trees]
         tokens: dict[str, tuple[int, ...]] = {}
         infos: dict[str, tuple[TokenInfo, ...]] = {}
-        failed: dict[str, str] = {}
+        failed: Mapping[str, str] = {}
+        errors: dict[str, str] = {}
         if plain:
             requests = [one.request for one in plain]
             logits = self._of(logits_RV, [first[one.id] for one in requests])
-            scores, failed = self._adjust(logits, requests)
-            chosen, infos = choose(logits, requests, scores)
-            tokens = {one.id: (new,) for one, new in zip(requests, chosen, strict=True)}
+            chosen = choose_rows(self._adjust, logits, requests)
+            tokens, infos = dict(chosen.tokens), dict(chosen.infos)
+            failed, errors = chosen.failed, dict(chosen.errors)
         paths: dict[str, Path] = {}
         if guessed:
             requests = [one.request for one in guessed]
@@ -194,15 +197,18 @@ class SpeculativeRunner(LocalRunner):
             ]
             walked = self.accept.walk(spread, requests, self._of(logits_RV, rows))
             paths = {one.id: path for one, path in zip(requests, walked, strict=True)}
+            errors |= dict.fromkeys(self._unsound(logits_RV, paths, first), NOT_FINITE)
             tokens |= {name: path.tokens for name, path in paths.items()}
             infos |= self._infos(logits_RV, requests, paths, first)
             self._keep(guessed, paths)
         asked = self._asked(trees, paths, logits_RV, first)
-        self._tell(chunks, trees, paths, tokens, hidden_ND, first, asked)
+        ended = failed.keys() | errors.keys()
+        self._tell(chunks, trees, paths, tokens, hidden_ND, first, asked, ended)
         return StepResult(
             tokens=tokens,
             infos=infos,
             failed=failed,
+            errors=errors,
             guessed={
                 one.request.id: trees[one.request.id].nodes if one.request.id in trees else 0
                 for one in chunks
@@ -213,6 +219,16 @@ class SpeculativeRunner(LocalRunner):
     @staticmethod
     def _of(logits_RV: Tensor, rows: list[int]) -> Tensor:
         return logits_RV if rows == list(range(len(logits_RV))) else logits_RV[rows]
+
+    @staticmethod
+    def _unsound(logits_RV: Tensor, paths: dict[str, Path], first: dict[str, int]) -> list[str]:
+        """Requests with a token on their path that was chosen of scores that are not finite."""
+        names = [name for name, path in paths.items() for _ in path.tokens]
+        rows = [first[one] + row for one, path in paths.items() for row in (0, *path.rows)]
+        tokens = [token for path in paths.values() for token in path.tokens]
+        place = torch.tensor([rows, tokens], device=logits_RV.device)
+        scores = logits_RV[place[0], place[1]].tolist()
+        return [name for name, one in zip(names, scores, strict=True) if not math.isfinite(one)]
 
     def _infos(
         self,
@@ -272,8 +288,9 @@ class SpeculativeRunner(LocalRunner):
         hidden_ND: Tensor,
         first: dict[str, int],
         asked: dict[str, Tensor],
+        ended: Collection[str],
     ) -> None:
-        """What is certain now, for the drafter."""
+        """What is certain now, for the drafter; nothing of requests that have ended."""
         needs = self.drafter.needs
         seen: list[Seen] = []
         row = 0
@@ -297,6 +314,8 @@ class SpeculativeRunner(LocalRunner):
                 elif new is not None:
                     hidden = hidden_ND[at : at + 1]
             row += len(trees[request.id].shape) if request.id in trees else chunk.length
+            if request.id in ended:
+                continue
             root = new[-1] if new else None
             seen.append(Seen(request, chunk.start, certain, hidden, root, asked.get(request.id)))
         self.drafter.observe(seen)

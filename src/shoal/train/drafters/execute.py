@@ -8,6 +8,7 @@ with the table of how often they are right.
 
 from __future__ import annotations
 
+import math
 import resource
 import shutil
 import statistics
@@ -18,13 +19,13 @@ from typing import Any
 
 import torch
 
-from shoal.core.errors import ConfigError, ModelError
+from shoal.core.errors import ConfigError, ModelError, NonFiniteError
 from shoal.core.files import write_json
 from shoal.core.meter import SINKS, Meter
 from shoal.core.parts import table
 from shoal.core.random import Permutation
-from shoal.cost.score import Score, predictions
-from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterReport
+from shoal.cost.score import Score
+from shoal.ir import DrafterJob, DrafterPlan, DrafterReport, errors_of
 from shoal.model import huggingface
 from shoal.model.drafters.files import (
     DrafterConfig,
@@ -32,6 +33,7 @@ from shoal.model.drafters.files import (
     tokenizer_hash,
     write,
 )
+from shoal.plan.saved import check_device
 from shoal.train.drafters.calibrate import calibrate
 from shoal.train.drafters.features import Features, prepare_features
 from shoal.train.drafters.protocols import DrafterPart, Learner
@@ -53,6 +55,7 @@ def execute(
     *,
     resume: bool = False,
     watch: Watch | None = None,
+    anyway: bool = False,
 ) -> DrafterReport:
     """Run a plan on this host.
 
@@ -61,11 +64,13 @@ def execute(
         run_dir: directory of the run; the drafter is written to ``drafter`` in it.
         resume: go on from the state that lies there.
         watch: called with every event.
+        anyway: run on the CPU what was planned for GPUs; nothing of it is scored.
 
     Raises:
         ShoalError: the run cannot start, or a file cannot be read or written.
     """
     job, directory = plan.job, RunDir(run_dir)
+    check_device(plan.machine, "cpu", f"the plan of {job.name}", anyway=anyway)
     part: DrafterPart = table("drafter").build(job.drafter, where="drafter")
     part.check(job, plan.shape)
     if directory.plan.exists() and not resume:
@@ -179,6 +184,9 @@ def train_steps(
 
     Returns:
         What was measured.
+
+    Raises:
+        NonFiniteError: the loss or a gradient is not; nothing is updated.
     """
     dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
     groups = [{"params": list(given), "lr": lr} for given, lr in learner.groups()]
@@ -203,9 +211,14 @@ def train_steps(
                 value = learner.loss(rows, step=step, total=job.steps)
             value.backward()  # type: ignore[no-untyped-call]
             norm = torch.nn.utils.clip_grad_norm_(trained, job.grad_clip or float("inf"))
+            loss = float(value.detach())
+            if not (math.isfinite(loss) and math.isfinite(float(norm))):
+                raise NonFiniteError(
+                    f"step {step}: the loss is {loss} and the norm of the gradients {float(norm)}; "
+                    "lower the drafter's lr or use precision: fp32, and begin again"
+                )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            loss = float(value.detach())
             seconds.append(time.perf_counter() - begun)
             tell(
                 "step",
@@ -257,17 +270,14 @@ def _conclude(
 ) -> DrafterReport:
     from shoal.machine.fingerprint import versions
 
-    told = predictions(plan)
     report = DrafterReport(
         plan=plan,
         measured=measured,
-        calibration=calibration,
-        errors={
-            key: measured[key] / value - 1
-            for key, (value, _, _) in told.items()
-            if value and key in measured
-        },
+        # A drafter is trained on the CPU, whatever the machine has.
+        errors=errors_of(plan, measured) if plan.machine.device.kind == "cpu" else {},
+        details={"calibration": [list(level) for level in calibration]},
         versions=versions(),
+        device="cpu",
     )
     write_json(directory.report, report.model_dump(mode="json"))
     Score().append(report, directory.root)

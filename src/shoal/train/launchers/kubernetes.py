@@ -9,7 +9,7 @@ import yaml
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.train.launchers.torchrun import ranks_per_node
 
 __all__ = ["Kubernetes"]
@@ -27,13 +27,18 @@ class Kubernetes:
         image: container image that has ``shoal-ml[run]`` installed.
         claim: persistent volume claim with the plan; mounted as the working directory.
         port: port of the rendezvous on pod 0.
+        restarts: how often lost ranks are started again, before the pod is.
     """
 
     image: str = "shoal:latest"
     claim: str = "shoal-runs"
     port: int = 29500
+    restarts: int = 3
 
     def __post_init__(self) -> None:
+        require(
+            self.restarts >= 0, "launch.kubernetes.restarts", self.restarts, expected="0 or more"
+        )
         require(bool(self.image), "launch.kubernetes.image", self.image, expected="an image name")
         require(bool(self.claim), "launch.kubernetes.claim", self.claim, expected="a claim's name")
         require(
@@ -43,7 +48,7 @@ class Kubernetes:
             expected="1024 to 65535",
         )
 
-    def files(self, plan: Plan) -> dict[str, str]:
+    def files(self, plan: TrainPlan) -> dict[str, str]:
         """``launch.yaml`` with both objects."""
         nodes, ranks = ranks_per_node(plan)
         name = re.sub(r"[^a-z0-9-]+", "-", plan.job.name.lower()).strip("-") or "run"
@@ -51,6 +56,7 @@ class Kubernetes:
             "torchrun",
             f"--nnodes={nodes}",
             f"--nproc-per-node={ranks}",
+            f"--max-restarts={self.restarts}",
             "--node-rank=$(JOB_COMPLETION_INDEX)",
             f"--master-addr={name}-0.{name}",
             f"--master-port={self.port}",

@@ -6,7 +6,7 @@ import re
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 from shoal.train.launchers.torchrun import ranks_per_node
 
 __all__ = ["Slurm"]
@@ -23,23 +23,26 @@ class Slurm:
         account: account to charge; empty for the user's default.
         hours: time limit.
         port: port of the rendezvous on the first node.
+        restarts: how often lost ranks are started again, before the job is requeued.
     """
 
     partition: str = ""
     account: str = ""
     hours: float = 24.0
     port: int = 29500
+    restarts: int = 3
 
     def __post_init__(self) -> None:
         for key in ("partition", "account"):
             word = getattr(self, key)
             require(bool(_WORD.match(word)), f"launch.slurm.{key}", word, expected="a plain word")
+        require(self.restarts >= 0, "launch.slurm.restarts", self.restarts, expected="0 or more")
         require(self.hours > 0, "launch.slurm.hours", self.hours, expected="hours above 0")
         require(
             1024 <= self.port <= 65535, "launch.slurm.port", self.port, expected="1024 to 65535"
         )
 
-    def files(self, plan: Plan) -> dict[str, str]:
+    def files(self, plan: TrainPlan) -> dict[str, str]:
         """``launch.sbatch``."""
         nodes, ranks = ranks_per_node(plan)
         minutes = max(1, round(self.hours * 60))
@@ -63,6 +66,7 @@ class Slurm:
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"srun torchrun --nnodes {nodes} --nproc-per-node {ranks} \\",
             '  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" \\',
+            f"  --max-restarts {self.restarts} \\",
             f'  --rdzv-endpoint "$head:{self.port}" \\',
             f"  -m shoal train --plan plan.yaml --dir runs/{plan.job.name} --resume",
         ]

@@ -6,12 +6,12 @@ import shlex
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Plan
+from shoal.ir import TrainPlan
 
 __all__ = ["Torchrun", "ranks_per_node"]
 
 
-def ranks_per_node(plan: Plan) -> tuple[int, int]:
+def ranks_per_node(plan: TrainPlan) -> tuple[int, int]:
     """(nodes, ranks of a node) that the plan's world needs on its machine."""
     world = plan.job.parallel.world
     per_node = min(world, max(1, plan.machine.devices_per_node))
@@ -22,20 +22,23 @@ def ranks_per_node(plan: Plan) -> tuple[int, int]:
 
 @part
 class Torchrun:
-    """One command a node; the nodes share a file system.
+    """One command a node; checkpoints need a place that all nodes see, and nothing else does.
 
     Args:
         port: port of the rendezvous on the first node.
+        restarts: how often lost ranks are started again, from the last checkpoint.
     """
 
     port: int = 29500
+    restarts: int = 3
 
     def __post_init__(self) -> None:
         require(
             1024 <= self.port <= 65535, "launch.torchrun.port", self.port, expected="1024 to 65535"
         )
+        require(self.restarts >= 0, "launch.torchrun.restarts", self.restarts, expected="0 or more")
 
-    def files(self, plan: Plan) -> dict[str, str]:
+    def files(self, plan: TrainPlan) -> dict[str, str]:
         """``launch.sh``, which takes the node's number and the first node's address."""
         nodes, ranks = ranks_per_node(plan)
         name = shlex.quote(plan.job.name)
@@ -43,7 +46,7 @@ class Torchrun:
 # Start {plan.job.name}: {nodes} node(s) with {ranks} rank(s) each.
 # Usage on node N (from 0): sh launch.sh N ADDRESS_OF_NODE_0
 set -eu
-exec torchrun --nnodes {nodes} --nproc-per-node {ranks} \\
+exec torchrun --nnodes {nodes} --nproc-per-node {ranks} --max-restarts {self.restarts} \\
   --node-rank "${{1:-0}}" --master-addr "${{2:-127.0.0.1}}" --master-port {self.port} \\
   -m shoal train --plan plan.yaml --dir runs/{name} --resume
 """

@@ -51,11 +51,21 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Form:
-    """How one of our methods looks in the library's configuration."""
+    """How one of our methods looks in the library's files.
+
+    Args:
+        kind: its ``peft_type``.
+        write: our options -> keys of the configuration.
+        read: keys of the configuration -> our options.
+        state: what is written of what was learned.
+        more: keys that depend on what is written.
+    """
 
     kind: str
     write: Callable[[Mapping[str, Any]], dict[str, Any]]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    state: Callable[[PeftHandle], dict[str, Tensor]] = lambda handle: handle.state()
+    more: Callable[[PeftHandle, Names], dict[str, Any]] = lambda handle, state: {}
 
 
 def _lora_keys(o: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -122,6 +132,47 @@ def _prompt_keys(o: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_virtual_tokens": o["tokens"], "num_transformer_submodules": 1}
 
 
+def _ia3_more(handle: PeftHandle, state: Names) -> dict[str, Any]:
+    return {
+        "feedforward_modules": [
+            name for name in _targets(state) if state[f"{name}.ia3_l"].shape[0] == 1
+        ]
+    }
+
+
+def _prompt_more(handle: PeftHandle, state: Names) -> dict[str, Any]:
+    from shoal.train.peft.run.prompts import sizes
+
+    layers, heads, _, _ = sizes(handle.model)
+    return {
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "token_dim": state["prompt_embeddings"].shape[1],
+    }
+
+
+def _prefix_state(handle: PeftHandle) -> dict[str, Tensor]:
+    """Without the perceptron that made them."""
+    from shoal.train.peft.run.prompts import PrefixTokens
+
+    prefix = handle.modules[""]
+    assert isinstance(prefix, PrefixTokens)
+    return {"prompt_embeddings": prefix.embeddings().detach()}
+
+
+def _prefix_more(handle: PeftHandle, state: Names) -> dict[str, Any]:
+    from shoal.train.peft.run.prompts import sizes
+
+    layers, heads, width, _ = sizes(handle.model)
+    return {
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "token_dim": heads * width,
+        "encoder_hidden_size": heads * width,
+        "prefix_projection": False,
+    }
+
+
 FORMS: dict[str, _Form] = {
     "lora": _Form("LORA", lambda o: _lora_keys(o), _lora_options),
     "rslora": _Form("LORA", lambda o: _lora_keys(o, use_rslora=True), _lora_options),
@@ -131,9 +182,9 @@ FORMS: dict[str, _Form] = {
     "qlora": _Form("LORA", lambda o: _lora_keys(o), _lora_options),
     "adalora": _Form("ADALORA", _adalora_keys, _adalora_options),
     "vera": _Form("VERA", _vera_keys, _vera_options),
-    "ia3": _Form("IA3", lambda o: {"fan_in_fan_out": False}, lambda c: {}),
-    "prefix": _Form("PREFIX_TUNING", _prompt_keys, _prompt_options),
-    "prompt": _Form("PROMPT_TUNING", _prompt_keys, _prompt_options),
+    "ia3": _Form("IA3", lambda o: {"fan_in_fan_out": False}, lambda c: {}, more=_ia3_more),
+    "prefix": _Form("PREFIX_TUNING", _prompt_keys, _prompt_options, _prefix_state, _prefix_more),
+    "prompt": _Form("PROMPT_TUNING", _prompt_keys, _prompt_options, more=_prompt_more),
 }
 
 # Values of the library's keys that mean something which is not built.
@@ -175,14 +226,8 @@ def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
     """
     from safetensors.torch import save
 
-    from shoal.train.peft.run.prompts import PrefixTokens
-
-    state = handle.state()
-    prefix = handle.modules.get("") if handle.name == "prefix" else None
-    if prefix is not None:  # without the perceptron that made it
-        assert isinstance(prefix, PrefixTokens)
-        state = {"prompt_embeddings": prefix.embeddings().detach()}
     form = FORMS.get(handle.name)
+    state = handle.state() if form is None else form.state(handle)
     if form is None:
         config: dict[str, Any] = {
             "peft_type": _OWN,
@@ -193,12 +238,7 @@ def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
         targets = _targets(state)
         if targets:
             config["target_modules"] = targets
-        if handle.name == "ia3":
-            config["feedforward_modules"] = [
-                name for name in targets if state[f"{name}.ia3_l"].shape[0] == 1
-            ]
-        if "prompt_embeddings" in state:
-            config |= _sizes(handle, state["prompt_embeddings"])
+        config |= form.more(handle, state)
     config |= {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -208,29 +248,6 @@ def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
     with write_dir_atomic(directory) as folder:
         write_json(folder / CONFIG, config)
         write_atomic(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-
-
-def _sizes(handle: PeftHandle, embeddings: Tensor) -> dict[str, Any]:
-    """What the library wants to know of the model that trained tokens are for."""
-    from shoal.train.peft.run.prompts import sizes
-
-    layers, heads, width, hidden = sizes(handle.model)
-    token = heads * width if handle.name == "prefix" else hidden
-    return (
-        {
-            "num_layers": layers,
-            "num_attention_heads": heads,
-            "token_dim": token,
-            "encoder_hidden_size": token,
-            "prefix_projection": False,
-        }
-        if handle.name == "prefix"
-        else {
-            "num_layers": layers,
-            "num_attention_heads": heads,
-            "token_dim": embeddings.shape[1],
-        }
-    )
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,10 +298,13 @@ def read(directory: Path) -> Stored:
     """An adapter directory.
 
     Raises:
-        ModelError: it is none, it is damaged, or its method is not built here.
+        ModelError: it is none, it is damaged, a tensor is NaN or infinite, or its method is not
+            built here.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as unpack
+
+    from shoal.model.finite import check_finite
 
     path = directory / CONFIG
     try:
@@ -300,6 +320,8 @@ def read(directory: Path) -> Stored:
         raise ModelError(f"{directory}: cannot be read ({cause}); fetch it again") from cause
     if not isinstance(config, dict):
         raise ModelError(f"{path}: not a JSON object; fetch it again")
+    for name, tensor in tensors.items():
+        check_finite(tensor, f"{directory}: {name}")
     state = {_unkey(name): tensor for name, tensor in tensors.items()}
     base = str(config.get("base_model_name_or_path") or "")
     own = config.get("shoal")

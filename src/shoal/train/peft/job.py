@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.errors import PlanError
 from shoal.core.parts import table
+from shoal.core.traits import traits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -83,7 +84,7 @@ def check_finetune(job: TrainJob) -> None:
         raise PlanError(
             f"recompute with finetune = {name}: its blocks are not the base's; leave it out"
         )
-    if name in _NO_DOCUMENTS and job.packing.name != "stream":
+    if name in _NO_DOCUMENTS and "separates_documents" in traits("packing", job.packing):
         raise PlanError(
             f"packing = {job.packing.name} with finetune = {name}: its passes see no borders of "
             "documents; give packing = stream"

@@ -38,6 +38,7 @@ class MeZO:
     keep_base: bool = False
     targets: str = "*"
     name: ClassVar[str] = "mezo"
+    advice: ClassVar[str] = "no gradients at all, and thousands of steps"
     kept: ClassVar[float] = 0.0
     mergeable: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True

@@ -40,6 +40,7 @@ class Offsite:
     last: int = 1
     keep: float = 0.5
     name: ClassVar[str] = "offsite"
+    advice: ClassVar[str] = "needs no more than some blocks of the base while it trains"
     mergeable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

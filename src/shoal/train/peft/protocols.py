@@ -113,7 +113,8 @@ class PeftMethod(Protocol):
     of the blocks where the base is not kept in fp32; ``kept``, the share of the activations that
     is, where it is not all of them;
     ``drawn(shape)``, numbers that it keeps and does not train; ``shape(shape)``, that of the model
-    it makes, where it is another; and ``forward_only``, where there are no gradients.
+    it makes, where it is another; and ``forward_only``, where there are no gradients. Who compares
+    methods looks for ``advice``: in few words, what speaks for it.
     """
 
     mergeable: ClassVar[bool]

@@ -11,7 +11,6 @@ section 5 (one backbone for many jobs).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ModelError, StoreError
-from shoal.core.files import shoal_home, write_dir_atomic
+from shoal.core.files import locked, shoal_home, write_dir_atomic
 from shoal.core.safetensors_header import encode_header, read_header
 from shoal.model import huggingface
 from shoal.model.initialise import empty
@@ -38,6 +37,8 @@ __all__ = ["SharedWeights", "image_of"]
 
 # Goes up when an image is written in another way.
 _VERSION = 1
+# s that writing an image, by another process, may take.
+_LOCK_S = 3600.0
 _FILE = "model.safetensors"
 
 
@@ -101,10 +102,8 @@ def image_of(directory: Path) -> Path:
     path = place / f"{directory.name}-{whose}-{state}"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        lock = os.open(place / f"{directory.name}-{whose}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            # The lock belongs to the open file: it ends with the process, however that ends.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = place / f"{directory.name}-{whose}.lock"
+        with locked(lock, lambda: None, error=StoreError, limit_s=_LOCK_S):
             if not path.is_dir():
                 with write_dir_atomic(path, error=StoreError) as begun:
                     _write(begun / _FILE, directory)
@@ -112,8 +111,6 @@ def image_of(directory: Path) -> Path:
                 for older in place.glob(f"{directory.name}-{whose}-*"):
                     if older != path:
                         shutil.rmtree(older)
-        finally:
-            os.close(lock)
     except (OSError, StoreError) as cause:
         raise StoreError(
             f"the image of the base: {cause}; give base = own, or set SHOAL_HOME to a directory "
@@ -140,4 +137,4 @@ def _write(path: Path, directory: Path) -> None:
     odd = room.keys() ^ dict(made.named_parameters()).keys()
     if odd:
         raise ModelError(f"{directory}: {min(odd)} is no weight that can be shared")
-    path.chmod(0o444)
+    path.chmod(path.stat().st_mode & 0o444)  # read only, for whom the umask lets read

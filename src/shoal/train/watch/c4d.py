@@ -18,14 +18,20 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.train.watch.evidence import Entry, Evidence, half_middle, half_z, robust_z
+from shoal.train.watch.evidence import Entry, Evidence, half_middle, robust_z
 from shoal.train.watch.hangs import find_hangs, hang_limit_s
+from shoal.train.watch.outliers import Normal, fit, line_tail_apart
+from shoal.train.watch.phases import excess
 from shoal.train.watch.protocols import Fault, Verdict
 
 __all__ = ["C4D", "delay_matrix"]
 
 # Cells of one rank's row or column from which its end can be told from its links.
 _ENOUGH_CELLS = 3
+# Fewer than these, and one slow end is too large a part of them to be judged among them.
+_FEW_CELLS = 30
+# Of the false alarms that are allowed, those of single cells; the others are of rows and columns.
+_OF_CELLS = 0.5
 # Less than so many times the usual is not slow, and more is not usual.
 _CLEARLY = 1.5
 # A receiver that comes within this share of a message's time has waited for it.
@@ -41,7 +47,9 @@ class C4D:
 
     Args:
         window: newest steps that are looked at.
-        z: robust z above which a delay, or a late arrival, is no chance.
+        z: robust z above which a delay, on the log scale, or a late arrival is no chance.
+        false_alarms: delay matrices of a healthy run, as a share, in which some delay may be taken
+            for a fault; the z that this needs grows with the number of delays.
         factor: how many times the usual delay it must be as well.
         share: share of a row's or a column's cells that makes it the end's fault; and of the
             steps in which a rank must be late.
@@ -52,6 +60,7 @@ class C4D:
 
     window: int = 20
     z: float = 4.0
+    false_alarms: float = 5e-4
     factor: float = 2.0
     share: float = 0.7
     late: float = 0.1
@@ -60,6 +69,12 @@ class C4D:
     def __post_init__(self) -> None:
         require(self.window >= 1, "locator.c4d.window", self.window, expected="at least 1 step")
         require(self.z > 0, "locator.c4d.z", self.z, expected="a number above 0")
+        require(
+            0 < self.false_alarms < 1,
+            "locator.c4d.false_alarms",
+            self.false_alarms,
+            expected="in (0, 1)",
+        )
         require(self.factor > 1, "locator.c4d.factor", self.factor, expected="a number above 1")
         require(0 < self.share <= 1, "locator.c4d.share", self.share, expected="in (0, 1]")
         require(0 < self.late < 1, "locator.c4d.late", self.late, expected="in (0, 1)")
@@ -99,20 +114,28 @@ class C4D:
                 f"messages from rank {slow[0]} to rank {slow[1]} take {apart:.1f} times as long as "
                 "the other way; with two ranks link, sender and receiver cannot be told apart"
             ]
-        z, middle = half_z(matrix)
+        normal = fit(matrix)
+        z, seen = normal.z(matrix), np.isfinite(matrix)
         with np.errstate(invalid="ignore"):
-            odd = (z > self.z) & (matrix >= self.factor * middle)
-        seen = np.isfinite(matrix)
+            large = matrix >= self.factor * np.exp(normal.middle)
+            rare = normal.tail(z) * known <= _OF_CELLS * self.false_alarms
+        odd = large & (z > self.z) & rare
         left = odd.copy()
         faults: list[Fault] = []
         notes: list[str] = []
         ends: dict[int, list[str]] = defaultdict(list)
+        usual: dict[int, float] = {}
         for axis, end in ((1, "sender"), (0, "receiver")):
-            total, many = seen.sum(axis=axis), odd.sum(axis=axis)
-            slow = (total >= _ENOUGH_CELLS) & (many >= self.share * total)
-            for place in np.flatnonzero(slow | self._whole(matrix, axis, middle)):
-                ends[int(place)].append(end)
+            for place, delay in self._slow_lines(matrix, axis, normal):
+                ends[place].append(end)
+                usual[place] = delay
         for rank, which in ends.items():
+            middle = usual[rank]
+            if len(which) == 2 and known < _FEW_CELLS:
+                # Answers to what is slow are slow as well, but less so.
+                out, back = np.nanmedian(matrix[rank]), np.nanmedian(matrix[:, rank])
+                if max(out, back) > _CLEARLY * min(out, back):
+                    which.remove("receiver" if out > back else "sender")
             cells = [matrix[rank]] if "sender" in which else []
             if "receiver" in which:
                 cells.append(matrix[:, rank])
@@ -125,7 +148,7 @@ class C4D:
                     place="rank" if both else "sender" if which == ["sender"] else "receiver",
                     ranks=(rank,),
                     op="message",
-                    score=float((np.median(delays) - middle) / max(_scale(matrix, middle), 1e-12)),
+                    score=float(normal.z(np.median(delays))),
                     ratio=float(np.median(delays) / middle),
                     text=f"rank {rank} {'sends and receives' if both else _VERBS[which[0]]} "
                     f"{np.median(delays) / middle:.1f} times slower than usual, with "
@@ -152,7 +175,7 @@ class C4D:
                     f"link {source} -> {target} is slow, and with so few peers it cannot be told "
                     f"from {' or '.join(few)}"
                 )
-            ratio = float(matrix[source, target] / middle)
+            ratio = float(matrix[source, target] / np.exp(normal.middle))
             faults.append(
                 Fault(
                     kind="communication_slow",
@@ -167,23 +190,37 @@ class C4D:
             )
         return faults, notes
 
-    def _whole(self, matrix: NDArray[np.float64], axis: int, middle: float) -> NDArray[np.bool_]:
-        """Rows, or columns, that deviate from the others as a whole.
+    def _slow_lines(
+        self, matrix: NDArray[np.float64], axis: int, normal: Normal
+    ) -> list[tuple[int, float]]:
+        """Rows (axis 1), or columns (0), of which so large a share is slow as no chance makes.
 
-        In a small matrix one slow end is so large a part of the cells that none of them stands
-        out; its row still does.
+        Returns:
+            Their numbers, and the delay that each was held against.
         """
-        seen = np.isfinite(matrix).sum(axis=axis)
-        enough = seen >= _ENOUGH_CELLS
-        if enough.sum() < _ENOUGH_CELLS:
-            return np.zeros(len(matrix), dtype=bool)
-        lines = np.full(len(matrix), np.nan)
-        lines[enough] = np.nanmedian((matrix if axis else matrix.T)[enough], axis=1)
-        z, usual = robust_z(lines)
-        with np.errstate(invalid="ignore"):
-            slow = (matrix >= self.factor * middle).sum(axis=axis) >= self.share * seen
-            whole: NDArray[np.bool_] = enough & slow & (z > self.z) & (lines >= self.factor * usual)
-        return whole
+        limit = (1 - _OF_CELLS) * self.false_alarms / (2 * len(matrix))
+        found = []
+        for place in range(len(matrix)):
+            line = matrix[place] if axis else matrix[:, place]
+            rest, middle = matrix, normal.middle
+            if few := normal.num_values < _FEW_CELLS:
+                # What a slow end is answered may be slow as well, and does not say what is usual:
+                # where messages between the others are not known, the two are most of all values.
+                rest = np.delete(np.delete(matrix, place, axis=0), place, axis=1)
+                if np.isfinite(rest).sum() < _ENOUGH_CELLS:
+                    continue
+                middle = float(np.nanmean(np.log(rest)))
+            seen, usual = np.isfinite(line).sum(), float(np.exp(middle))
+            if seen < _ENOUGH_CELLS or (line >= self.factor * usual).sum() < self.share * seen:
+                continue
+            tail = (
+                line_tail_apart(line, rest, self.share)
+                if few
+                else normal.line_tail(normal.z(line), self.share)
+            )
+            if tail <= limit:
+                found.append((place, usual))
+        return found
 
     def _late(self, evidence: Evidence, steps: list[int]) -> list[Fault]:
         """Ranks that arrive late, step after step, by their own doing, and make others wait."""
@@ -206,6 +243,7 @@ class C4D:
                 odd = (score > self.z) & (more >= self.late * period) & (caused >= 0.5 * more)
                 if odd.sum() >= self.share * len(common):
                     late = float(np.median(more))
+                    mostly = excess(evidence, rank, ranks, common)
                     found.append(
                         Fault(
                             kind="non_communication_slow",
@@ -214,8 +252,10 @@ class C4D:
                             score=float(np.median(score)),
                             ratio=period / max(period - late, 1e-12),
                             seconds=float(more.sum()),
+                            phase="" if mostly is None else mostly.phase,
                             text=f"rank {rank} comes {1e3 * late:.1f} ms late in a step of "
-                            f"{1e3 * period:.1f} ms, and the others wait for it",
+                            f"{1e3 * period:.1f} ms, and the others wait for it"
+                            + ("" if mostly is None else f"; {mostly}"),
                         )
                     )
         return found
@@ -305,11 +345,6 @@ class _Times:
         self.exact: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self.most: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self.least: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-
-
-def _scale(matrix: NDArray[np.float64], middle: float) -> float:
-    spread = 1.4826 * float(np.nanmedian(np.abs(matrix - middle)))
-    return max(spread, 0.02 * abs(middle))
 
 
 def _missing(evidence: Evidence) -> list[str]:

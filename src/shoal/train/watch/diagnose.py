@@ -105,7 +105,13 @@ def _sums(evidence: Evidence) -> tuple[list[str], dict[int, dict[str, float]]]:
         for step, seconds in evidence.busy[rank].items():
             if step in steps:
                 by[rank]["busy"][step] = seconds
-    names = sorted({name for ops in by.values() for name in ops}, key=lambda n: (n != "busy", n))
+        for step, phases in evidence.phases[rank].items():
+            if step in steps:
+                for name, seconds in phases.items():
+                    by[rank][f"busy in {name}"][step] = seconds
+    names = sorted(
+        {name for ops in by.values() for name in ops}, key=lambda n: (not n.startswith("busy"), n)
+    )
     return names, {
         rank: {name: statistics.median(times.values()) for name, times in ops.items()}
         for rank, ops in by.items()

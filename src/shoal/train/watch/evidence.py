@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shoal.core.errors import RankError, require
 from shoal.train.watch.recorder import COMPUTE, Flight, read
 
-__all__ = ["Collective", "Entry", "Evidence", "Message", "half_middle", "half_z", "robust_z"]
+__all__ = ["Collective", "Entry", "Evidence", "Message", "half_middle", "robust_z"]
 
 # All members leave these together; the others let some ranks go early.
 _SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all"})
@@ -277,6 +277,34 @@ class Evidence:
             }
         return found
 
+    @cached_property
+    def phases(self) -> dict[int, dict[int, dict[str, float]]]:
+        """Rank -> step -> phase -> seconds in which it was not kept waiting by others."""
+        found: dict[int, dict[int, dict[str, float]]] = {}
+        for rank, flight in self.flights.items():
+            steps = found[rank] = {}
+            if COMPUTE not in flight.names:
+                continue
+            rows = flight.rows
+            rows = rows[(rows["op"] == flight.names.index(COMPUTE)) & (rows["left"] > 0)]
+            # Time waited before a moment grows along each wait and is level between them.
+            edges = np.array(_union(self.entries[rank]), dtype=np.float64).reshape(-1)
+            waited = np.cumsum(edges[1::2] - edges[::2]) if len(edges) else np.zeros(0)
+            level = np.repeat(np.concatenate([[0.0], waited]), 2)[1:-1] if len(edges) else edges
+            begin, end = (
+                rows[f].astype(np.float64) - self.offsets[rank] for f in ("enter", "left")
+            )
+            spent = end - begin
+            if len(edges):
+                spent -= np.interp(end, edges, level) - np.interp(begin, edges, level)
+            for step, tag, ns in zip(
+                rows["step"].tolist(), rows["tag"].tolist(), spent.tolist(), strict=True
+            ):
+                names = steps.setdefault(step, {})
+                name = flight.names[tag]
+                names[name] = names.get(name, 0.0) + max(0.0, ns) / 1e9
+        return found
+
     def _first_span(self, rank: int) -> dict[int, int]:
         flight = self.flights[rank]
         number = flight.names.index(COMPUTE) if COMPUTE in flight.names else -1
@@ -406,16 +434,6 @@ def half_middle(values: NDArray[np.float64]) -> float:
     widths = ordered[half - 1 :] - ordered[: len(ordered) - half + 1]
     start = int(np.argmin(widths))
     return float(np.median(ordered[start : start + half]))
-
-
-def half_z(
-    values: NDArray[np.float64], *, floor: float = 0.02
-) -> tuple[NDArray[np.float64], float]:
-    """As :func:`robust_z`, around :func:`half_middle`."""
-    middle = half_middle(values)
-    spread = 1.4826 * float(np.nanmedian(np.abs(values - middle)))
-    scale = max(spread, floor * abs(middle), 1e-12)
-    return (values - middle) / scale, middle
 
 
 def robust_z(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 
 from shoal.train.watch.evidence import Entry, Evidence
+from shoal.train.watch.phases import open_phases
 from shoal.train.watch.protocols import Fault, Verdict
 
 __all__ = ["find_hangs", "hang_limit_s"]
@@ -83,6 +84,8 @@ def find_hangs(evidence: Evidence, limit_s: float) -> Verdict:
     for rank, victims in suspects.items():
         name, entry = max(victims, key=lambda pair: now - pair[1].since)
         seconds = max((now - e.since) / 1e9 for _, e in victims)
+        inside = open_phases(evidence.flights[rank])
+        where = f"; it is in {inside[-1].name}" if inside else ""
         faults.append(
             Fault(
                 kind="non_communication_hang",
@@ -92,8 +95,9 @@ def find_hangs(evidence: Evidence, limit_s: float) -> Verdict:
                 op=entry.op,
                 seq=entry.seq,
                 seconds=seconds,
+                phase=inside[-1].name if inside else "",
                 text=f"rank {rank} has not entered {_operation(entry)}; "
-                f"{len(victims)} ranks wait for it since {seconds:.1f} s",
+                f"{len(victims)} ranks wait for it since {seconds:.1f} s{where}",
             )
         )
     notes = []

@@ -17,6 +17,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.train.watch.evidence import Evidence, robust_z
 from shoal.train.watch.hangs import find_hangs, hang_limit_s
+from shoal.train.watch.phases import excess
 from shoal.train.watch.protocols import Fault, Verdict
 
 __all__ = ["MegaScale", "growing_spread"]
@@ -102,6 +103,7 @@ class MegaScale:
         ):
             ratio = own / max(usual, 1e-9)
             if score > self.z and ratio >= self.ratio and often >= _MOST:
+                mostly = excess(evidence, rank, ranks, common)
                 found.append(
                     Fault(
                         kind="non_communication_slow",
@@ -111,8 +113,10 @@ class MegaScale:
                         score=score,
                         ratio=ratio,
                         seconds=float((each - np.median(times, axis=0)).sum()),
+                        phase="" if mostly is None else mostly.phase,
                         text=f"rank {rank} is busy {ratio:.2f} times as long as ranks with the "
-                        f"same work, over {len(common)} steps",
+                        f"same work, over {len(common)} steps"
+                        + ("" if mostly is None else f"; {mostly}"),
                     )
                 )
         return found

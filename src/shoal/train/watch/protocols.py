@@ -32,6 +32,8 @@ class Fault(Value):
         score: robust z of the deviation; 0 for a hang.
         ratio: how many times slower than usual; 0 for a hang.
         seconds: waiting that it has caused, or how long the hang lasts.
+        phase: what the rank computes where it hangs or is slow: forward, backward, load, update,
+            checkpoint or evaluate; empty where that is unknown.
         text: a sentence for people.
     """
 
@@ -44,6 +46,7 @@ class Fault(Value):
     score: float = 0.0
     ratio: float = 0.0
     seconds: float = 0.0
+    phase: str = ""
     text: str = ""
 
 

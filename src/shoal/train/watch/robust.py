@@ -13,34 +13,39 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.core.config import Value
 from shoal.core.errors import (
     CheckpointError,
-    ConfigError,
     MachineError,
+    NonFiniteError,
     RankError,
     ShoalError,
     require,
 )
 from shoal.core.files import write_atomic, write_json
-from shoal.core.meter import SINKS, Meter
+from shoal.core.meter import SINKS, EventTail, Meter
 from shoal.core.parts import table
-from shoal.ir import Plan, Report, TrainJob
+from shoal.ir import TrainJob, TrainPlan, TrainReport
+from shoal.parallel.heartbeat import RunningClock
+from shoal.train.alone import alone
 from shoal.train.layout import RunDir
 from shoal.train.memory import MemoryLevel
-from shoal.train.run import EventTail, Watch, conclude, prepare_run, threads_of
+from shoal.train.run import Watch, conclude, conclude_stopped, prepare_run, threads_of
 from shoal.train.supervise import Supervisor
 from shoal.train.watch.evidence import Evidence
+from shoal.train.watch.phases import open_phases
 from shoal.train.watch.protocols import Fault, FaultLocator
-from shoal.train.watch.recorder import COMPUTE, Flight, read
+from shoal.train.watch.recorder import Flight, read
 
 __all__ = ["Found", "Robust", "execute_robust"]
 
 _LOOK_S = 0.25
+_PAUSES = 200
+"""Pauses between looks are at least so many times as long as a look."""
 _MISSED = 3
 # Lines of a rank's output that say that the hardware or its driver has failed.
 _ERRORS = re.compile(
@@ -65,6 +70,7 @@ class Found(Value):
         seconds: from the last progress, or the rank's last sign of life, to this finding.
         message: a sentence for people.
         fault: what the locator says, if it was asked.
+        more: other ranks that failed with it, in the same step.
     """
 
     rule: str
@@ -74,6 +80,13 @@ class Found(Value):
     seconds: float
     message: str
     fault: Fault | None = None
+    more: tuple[Found, ...] = ()
+
+    @property
+    def faulty(self) -> tuple[int, ...]:
+        """Places of all ranks that are to blame."""
+        places = (one.place for one in (self, *self.more))
+        return tuple(dict.fromkeys(place for place in places if place is not None))
 
 
 class _FoundError(RankError):
@@ -105,18 +118,20 @@ class Robust(Value):
     exclude_slow: bool = True
 
 
+@alone
 def execute_robust(
-    plan: Plan,
+    plan: TrainPlan,
     run_dir: Path,
     robust: Robust,
     *,
     resume: bool = False,
     watch: Watch | None = None,
-    replan: Callable[[TrainJob], Plan] | None = None,
+    replan: Callable[[TrainJob], TrainPlan] | None = None,
     inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
     environment: Callable[[int], Mapping[str, str]] | None = None,
     module: str = "shoal.train.worker",
-) -> Report:
+    anyway: bool = False,
+) -> TrainReport:
     """Run a plan on this host and repair what fails.
 
     Args:
@@ -130,6 +145,7 @@ def execute_robust(
         inject: called with the supervisor and every event, to break something on purpose.
         environment: variables of a place.
         module: what a rank runs.
+        anyway: run on this host's CPU what was planned for GPUs; nothing of it is scored.
 
     Raises:
         RankError: nothing is left to go on with; the newest checkpoint is kept.
@@ -144,7 +160,7 @@ def execute_robust(
         expected="true with --robust: faults are found in the records",
     )
     directory = RunDir(run_dir)
-    prepare_run(plan, directory, resume=resume, watch=watch)
+    prepare_run(plan, directory, resume=resume, watch=watch, anyway=anyway)
     driver = _Driver(plan, directory, robust, watch, replan, inject, environment, module)
     return driver.run(resume=resume)
 
@@ -152,11 +168,11 @@ def execute_robust(
 class _Driver:
     def __init__(
         self,
-        plan: Plan,
+        plan: TrainPlan,
         directory: RunDir,
         robust: Robust,
         watch: Watch | None,
-        replan: Callable[[TrainJob], Plan] | None,
+        replan: Callable[[TrainJob], TrainPlan] | None,
         inject: Callable[[Supervisor, dict[str, Any]], None] | None,
         environment: Callable[[int], Mapping[str, str]] | None,
         module: str,
@@ -175,9 +191,14 @@ class _Driver:
         self.excluded: list[int] = []
         self.step = -1
 
-    def run(self, *, resume: bool) -> Report:
+    def run(self, *, resume: bool) -> TrainReport:
         with MemoryLevel(self.plan.job, self.directory, self.watch) as self.level:
-            self._until_done(resume=resume)
+            try:
+                self._until_done(resume=resume)
+            except KeyboardInterrupt:
+                if self.supervisor.saved:
+                    conclude_stopped(self.plan, self.directory)
+                raise
         return conclude(self.plan, self.directory)
 
     def _until_done(self, *, resume: bool) -> None:
@@ -191,10 +212,10 @@ class _Driver:
                 found = error.found
             except (RankError, MachineError) as error:
                 found = self._from_error(error)
-            except ConfigError as error:
+            except NonFiniteError as error:
                 # A loss that is no number may be a unit that computes wrongly: the self-checks
                 # of the next start tell. The same again is the job's own fault.
-                if "the loss is" not in str(error) or (without_culprit and self.step == last_step):
+                if without_culprit and self.step == last_step:
                     raise
                 found = Found(
                     rule="error",
@@ -212,6 +233,9 @@ class _Driver:
             self._tell("fault", seconds_of_start=time.monotonic() - began, **found.model_dump())
             resume = True
             self.level.recover()
+            if self.supervisor.stopping:
+                self.level.to_disk()
+                raise RankError(f"{found.message}\nthe run was asked to stop; {self._saved()}")
             self._repair(found, without_culprit)
 
     def _once(self, *, resume: bool) -> None:
@@ -221,6 +245,7 @@ class _Driver:
             ranks=job.parallel.world,
             threads=threads_of(job),
             timeout_s=max(job.timeout_s, 2 * self.robust.hang_s),
+            hang_s=self.robust.hang_s,
             resume=resume,
             environment=self._environment,
             module=self.module,
@@ -256,18 +281,13 @@ class _Driver:
         return {"SHOAL_PLACE": str(place), "SHOAL_SELF_CHECK": "1", **extra}
 
     def _from_error(self, error: ShoalError) -> Found:
-        rank = self.supervisor.lost
-        message = str(error)
-        checked = isinstance(error, MachineError)
-        rule = "self_check" if checked else "hang" if " hangs in step " in message else "lost"
-        return Found(
-            rule=rule,
-            rank=rank,
-            place=None if rank is None else self.places[rank],
-            step=self.step,
-            seconds=0.0,
-            message=message,
-        )
+        failures = self.supervisor.failures
+        if not failures:
+            return self.found("lost", None, 0.0, str(error))
+        first, *rest = failures
+        rule = "self_check" if isinstance(error, MachineError) else first.rule
+        more = tuple(self.found(one.rule, one.rank, 0.0, one.text) for one in rest)
+        return self.found(rule, first.rank, 0.0, str(error), more=more)
 
     def _repair(self, found: Found, without_culprit: int) -> None:
         """Choose the places of the next start.
@@ -284,15 +304,16 @@ class _Driver:
                 )
             self._tell("restart", message=found.message, places=self.places, ranks=len(self.places))
             return
-        rank = self.places.index(found.place)
-        self.excluded.append(found.place)
-        if self.spares:
-            self.places[rank] = self.spares.pop(0)
-        else:
-            self._shrink(rank, found)
+        lost = found.faulty
+        self.excluded += lost
+        for place in lost[: len(self.spares)]:
+            self.places[self.places.index(place)] = self.spares.pop(0)
+        left = [place for place in lost if place in self.places]
+        if left:
+            self._shrink(left, found)
         self._tell("restart", message=found.message, places=self.places, ranks=len(self.places))
 
-    def _shrink(self, rank: int, found: Found) -> None:
+    def _shrink(self, lost: Sequence[int], found: Found) -> None:
         """Go on with fewer data-parallel replicas."""
         job = self.plan.job
         parallel = job.parallel
@@ -301,14 +322,15 @@ class _Driver:
         fitting = [
             dp
             for dp in range(1, parallel.dp)
-            if job.global_batch % dp == 0 and dp * rest <= parallel.world - 1
+            if job.global_batch % dp == 0 and dp * rest <= parallel.world - len(lost)
         ]
         # Other ranks keep other parts: they, or whoever resumes, take over from the disk.
         self.level.to_disk()
         if not floor or not fitting or fitting[-1] < floor:
             raise RankError(
-                f"{found.message}\nno spare is left for place {found.place}, and the run cannot go "
-                f"on with fewer than {parallel.dp if not floor else max(floor, 1)} replicas; "
+                f"{found.message}\nno spare is left for place {' and '.join(map(str, lost))}, and "
+                f"the run cannot go on with fewer than "
+                f"{parallel.dp if not floor else max(floor, 1)} replicas; "
                 f"{self._saved()}"
             )
         degrees = parallel.model_copy(update={"dp": fitting[-1]})
@@ -317,12 +339,12 @@ class _Driver:
             self.plan = self.replan(changed)
         else:
             self.plan = self.plan.model_copy(update={"job": changed, "estimate": None})
-        left = [place for place in self.places if place != found.place]
+        left = [place for place in self.places if place not in lost]
         world = self.plan.job.parallel.world
         self.places, self.spares = left[:world], left[world:]
         job = self.level.change(self.plan.job)
         self.plan = self.plan.model_copy(update={"job": job})
-        prepare_run(self.plan, self.directory, resume=True, watch=self.watch)
+        prepare_run(self.plan, self.directory, resume=True, watch=self.watch, anyway=True)
 
     def _saved(self) -> str:
         from shoal.checkpoint.levels import newest
@@ -344,24 +366,35 @@ class _Driver:
         if self.watch is not None:
             self.watch({"kind": kind, **what})
 
-    def fail(
-        self, rule: str, rank: int | None, seconds: float, message: str, fault: Fault | None = None
-    ) -> None:
-        """End this start.
-
-        Raises:
-            RankError: always; it carries the finding.
-        """
-        place = None if rank is None else self.places[rank]
-        found = Found(
+    def found(
+        self,
+        rule: str,
+        rank: int | None,
+        seconds: float,
+        message: str,
+        fault: Fault | None = None,
+        more: tuple[Found, ...] = (),
+    ) -> Found:
+        """A failure of now."""
+        return Found(
             rule=rule,
             rank=rank,
-            place=place,
+            place=None if rank is None else self.places[rank],
             step=self.step,
             seconds=seconds,
             message=message,
             fault=fault,
+            more=more,
         )
+
+    def fail(self, first: Found, *rest: Found) -> None:
+        """End this start.
+
+        Raises:
+            RankError: always; it carries the findings.
+        """
+        message = "; ".join(one.message for one in (first, *rest))
+        found = first.model_copy(update={"message": message, "more": rest})
         write_json(self.directory.ranks / "fault.json", found.model_dump(mode="json"))
         raise _FoundError(found)
 
@@ -375,10 +408,12 @@ class _Rules:
         self.locator: FaultLocator = table("locator").build(
             {"name": driver.robust.locator, "hang_s": 0.5 * driver.robust.hang_s}
         )
+        self._clock = RunningClock()
         self._next = 0.0
-        self._next_slow = time.monotonic() + driver.robust.slow_s
+        self._next_slow = driver.robust.slow_s
         self._counts: dict[int, int] = {}
-        self._moved = time.monotonic()
+        self._moved = 0.0
+        self._beaten: dict[int, tuple[int, float]] = {}
         self._slow: dict[int, int] = {}
         self._looked = driver.step
         self._read: dict[int, int] = {}
@@ -388,15 +423,20 @@ class _Rules:
 
     def look(self) -> None:
         """Apply every rule; raises what it finds."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self._next:
             return
-        self._next = now + _LOOK_S
+        began = time.monotonic()
+        self._look(now)
+        # Every rank has a record, so a look takes longer with more of them and pauses with it.
+        self._next = now + max(_LOOK_S, _PAUSES * (time.monotonic() - began))
+
+    def _look(self, now: float) -> None:
         self._keywords()
         flights = self._flights()
         if len(flights) < self.supervisor.ranks:
             return  # they still start
-        self._beats(flights)
+        self._beats(flights, now)
         self._progress(flights, now)
         new = self.driver.step - self._looked >= _NEW_STEPS
         if self.driver.robust.slow_s and now >= self._next_slow and new:
@@ -413,6 +453,7 @@ class _Rules:
         return found
 
     def _keywords(self) -> None:
+        found: list[Found] = []
         for rank in range(self.supervisor.ranks):
             log = self.driver.directory.log(rank)
             if not log.exists() or log.stat().st_size <= self._read[rank]:
@@ -424,24 +465,38 @@ class _Rules:
             self._read[rank] += whole
             for line in data[:whole].decode(errors="replace").splitlines():
                 if _ERRORS.search(line):
-                    self.driver.fail("keyword", rank, 0.0, f"rank {rank} printed: {line.strip()}")
+                    said = f"rank {rank} printed: {line.strip()}"
+                    found.append(self.driver.found("keyword", rank, 0.0, said))
+                    break
+        if found:
+            self.driver.fail(*found)
 
-    def _beats(self, flights: dict[int, Flight]) -> None:
+    def _beats(self, flights: dict[int, Flight], now: float) -> None:
         """A rank whose process has stopped, while the others' go on."""
-        now = time.monotonic_ns()
         beat_s = self.driver.plan.job.watch.beat_s
-        ages = {rank: (now - flight.beat) / 1e9 for rank, flight in flights.items()}
+        for rank, flight in flights.items():
+            if self._beaten.get(rank, (0, 0.0))[0] != flight.beat:
+                self._beaten[rank] = (flight.beat, now)
+        ages = {rank: now - self._beaten[rank][1] for rank in flights}
         silent = [rank for rank, age in ages.items() if age > _MISSED * beat_s + 0.5 * beat_s]
         # Where most are silent it is this host that is busy, or asleep.
         if len(silent) == 1 or (silent and 2 * len(silent) < len(ages)):
-            rank = max(silent, key=lambda rank: ages[rank])
-            if len(ages) > 1 or ages[rank] > 2 * _MISSED * beat_s:
+            longest = max(silent, key=lambda rank: ages[rank])
+            if len(ages) > 1 or ages[longest] > 2 * _MISSED * beat_s:
+                # Ranks that were stopped together beat at different moments.
+                stopped = [rank for rank in ages if self.supervisor.stopped(rank)]
+                order = sorted({*silent, *stopped}, key=lambda rank: -ages[rank])
                 self.driver.fail(
-                    "beat",
-                    rank,
-                    ages[rank],
-                    f"rank {rank} has missed {int(ages[rank] / beat_s)} beats of {beat_s:g} s: its "
-                    "process does not run",
+                    *(
+                        self.driver.found(
+                            "beat",
+                            rank,
+                            ages[rank],
+                            f"rank {rank} has missed {int(ages[rank] / beat_s)} beats of "
+                            f"{beat_s:g} s: its process does not run",
+                        )
+                        for rank in order
+                    )
                 )
 
     def _progress(self, flights: dict[int, Flight], now: float) -> None:
@@ -457,21 +512,23 @@ class _Rules:
             busy = [f for f in flights.values() if len(f.rows) and int(f.rows["step"][-1]) < 0]
             if busy:
                 return  # before the first step compiling takes its time
-        if any(_open_phases(flight) & _LONG_PHASES for flight in flights.values()) and (
-            silent <= self.driver.plan.job.timeout_s
-        ):
+        phases = {phase.name for flight in flights.values() for phase in open_phases(flight)}
+        if phases & _LONG_PHASES and (silent <= self.driver.plan.job.timeout_s):
             return
         verdict = self.locator.locate(Evidence(flights, now=time.monotonic_ns()))
-        for fault in verdict.faults:
-            if fault.kind.endswith("hang") and fault.place == "rank":
-                self.driver.fail("hang", fault.ranks[0], silent, fault.text, fault)
+        hanging = {
+            fault.ranks[0]: self.driver.found("hang", fault.ranks[0], silent, fault.text, fault)
+            for fault in verdict.faults
+            if fault.kind.endswith("hang") and fault.place == "rank"
+        }
+        if hanging:
+            self.driver.fail(*hanging.values())
         text = "; ".join(fault.text for fault in verdict.faults) or "no rank makes progress"
         behind = self._behind()
         if behind is not None:
             text += f"; below the records, rank {behind} alone has not come to it"
-        self.driver.fail(
-            "hang", behind, silent, text, verdict.faults[0] if verdict.faults else None
-        )
+        fault = verdict.faults[0] if verdict.faults else None
+        self.driver.fail(self.driver.found("hang", behind, silent, text, fault))
 
     def _behind(self) -> int | None:
         """The one rank that the heartbeats, written further down, show behind all others."""
@@ -489,19 +546,10 @@ class _Rules:
             if fault.kind == "non_communication_slow" and fault.place == "rank"
         }
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        for rank, fault in slow.items():
-            if self._slow[rank] >= 2 and self.driver.robust.exclude_slow:
-                self.driver.fail("slow", rank, fault.seconds, fault.text, fault)
-
-
-def _open_phases(flight: Flight) -> set[str]:
-    """Phases that the rank is in now."""
-    if COMPUTE not in flight.names:
-        return set()
-    number = flight.names.index(COMPUTE)
-    rows = flight.rows[-64:]
-    return {
-        flight.names[tag]
-        for op, tag, left in zip(rows["op"], rows["tag"], rows["left"], strict=True)
-        if op == number and not left
-    }
+        named = [
+            self.driver.found("slow", rank, fault.seconds, fault.text, fault)
+            for rank, fault in slow.items()
+            if self._slow[rank] >= 2 and self.driver.robust.exclude_slow
+        ]
+        if named:
+            self.driver.fail(*named)

@@ -26,6 +26,7 @@ __all__ = ["check_arithmetic", "check_neighbours", "check_rank", "loopback_rate"
 _ROWS, _INNER, _COLUMNS = 64, 256, 64
 _MOST = 7
 _LOOPBACK_BYTES = 8 << 20
+_LOOPBACK_S = 10.0
 
 
 @functools.cache
@@ -66,10 +67,11 @@ def loopback_rate() -> float:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
+        listener.settimeout(_LOOPBACK_S)
         data = bytes(1 << 20)
 
         def send() -> None:
-            with socket.create_connection(listener.getsockname()) as out:
+            with socket.create_connection(listener.getsockname(), _LOOPBACK_S) as out:
                 for _ in range(_LOOPBACK_BYTES // len(data)):
                     out.sendall(data)
 
@@ -78,11 +80,12 @@ def loopback_rate() -> float:
         sender.start()
         connection, _ = listener.accept()
         with connection:
+            connection.settimeout(_LOOPBACK_S)
             got = 0
-            while got < _LOOPBACK_BYTES:
-                got += len(connection.recv(1 << 20))
+            while got < _LOOPBACK_BYTES and (data := connection.recv(1 << 20)):
+                got += len(data)
         seconds = time.perf_counter() - begin
-        sender.join()
+        sender.join(_LOOPBACK_S)
     return _LOOPBACK_BYTES / seconds
 
 

@@ -1,4 +1,4 @@
-"""Where what the zoo trained lies: one directory by recipe, made by whoever asks first."""
+"""Where what the zoo trained lies: one directory by recipe, made by the process that asks first."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from shoal.core.config import Value
 from shoal.core.errors import ShoalError
 from shoal.core.parts import Choice
+from shoal.core.traits import traits
 from shoal.corpora import CORPORA
 from shoal.corpora.heldout import heldout_chunks
 from shoal.corpora.tokens import TokenSet, TokenSplit
@@ -76,7 +77,7 @@ def learned(
         max_tokens: about how many tokens are scored.
     """
     names = [document.name for document in CORPORA.build(data).documents("heldout")]
-    mixed = data.name == "mixed"
+    mixed = "several_sources" in traits("corpus", data)
     sources = [name.partition("/")[0] if mixed else data.name for name in names]
     model = huggingface.read(directory, torch.bfloat16).eval()
     pairs = _Bigram(tokens.train, tokens.vocab_size)

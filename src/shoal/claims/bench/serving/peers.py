@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.claims.bench.serving.values import Form, Peer
+from shoal.core import children
 from shoal.core.errors import ServeError
 
 __all__ = ["Engine", "known", "resting"]
@@ -78,13 +79,15 @@ class Engine:
         if peer.python != sys.executable:
             # A peer's environment has no part of this one.
             environment.pop("PYTHONPATH", None)
-        self._process = subprocess.Popen(
-            [peer.python, str(_DRIVERS / f"{peer.driver}.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-            start_new_session=True,
+        self._process = children.from_lasting_thread(
+            lambda: subprocess.Popen(
+                [peer.python, str(_DRIVERS / f"{peer.driver}.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=environment,
+                start_new_session=True,
+            )
         )
         try:
             self.version = str(self._ask(options, _LOAD_S)["ready"]["version"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from shoal.claims.bench.serving.peers import Engine, known, resting
 from shoal.claims.bench.serving.values import CASES, GOALS, Case, Entry, Form, Table
 from shoal.core.errors import ConfigError, ServeError, require
 from shoal.core.random import generator
+from shoal.core.scratch import scratch_directory
 from shoal.model.config import ModelConfig
 
 __all__ = ["COLUMNS", "SHAPE", "bench", "lengths", "random_directory", "rows"]
@@ -116,7 +116,7 @@ def bench(
     versions: dict[str, str] = {}
     work = [(case, form) for case in cases for form in case.forms]
     done = 0
-    with tempfile.TemporaryDirectory(prefix="shoal-peers-") as scratch:
+    with scratch_directory("peers") as scratch:
         for form in dict.fromkeys(form for _, form in work):
             engines: list[Engine] = []
             with resting(engines):
@@ -130,7 +130,7 @@ def bench(
                         "kv_tokens": _KV_TOKENS,
                         "max_running": _MAX_RUNNING,
                         "max_position": min(_MAX_POSITION, config.max_position),
-                        "scratch": scratch,
+                        "scratch": str(scratch),
                     }
                     if progress is not None:
                         progress(f"loading {peer.name}, {form}", done, len(work))

@@ -33,6 +33,7 @@ class Rejection:
     section 3.2 (siblings without replacement).
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"draws_guesses"})
     lossless: ClassVar[bool] = True
 
     def check(self, params: SamplingParams) -> None:
@@ -42,6 +43,8 @@ class Rejection:
         self, trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
     ) -> list[Path]:
         """See :class:`~shoal.serve.decode.protocols.Acceptance`."""
+        import numpy as np
+
         from shoal.core.random import generator
         from shoal.serve.decode.accept.common import greedy_paths, rows_of
         from shoal.serve.sampler import probabilities
@@ -55,6 +58,10 @@ class Rejection:
         params = [requests[at].params for at in drawn for _ in trees[at].tokens]
         every = len(which) == len(logits_NV)
         p_NV = probabilities(logits_NV if every else logits_NV[which], params).cpu().numpy()
+        # A row that is not finite has no distribution: its best token, whose score shows it.
+        for row in np.isnan(p_NV[:, 0]).nonzero()[0].tolist():
+            p_NV[row] = 0
+            p_NV[row, int(logits_NV[which[row]].argmax())] = 1
         first = 0
         for at in drawn:
             stop = first + len(trees[at].tokens)
@@ -89,7 +96,9 @@ def _walk(tree: TokenTree, p_NV: np.ndarray, source: np.random.Generator) -> Pat
             else:
                 q_V[token] = 0
                 q_V /= q_V.sum() or 1
-            p_V /= p_V.sum()
+            if not p_V.any():  # by rounding: what is left of p is what it was
+                p_V = p_NV[row]
+            p_V = p_V / p_V.sum()
         else:
             tokens.append(_draw(p_V, source.random()))
             return Path(tuple(rows), tuple(tokens))

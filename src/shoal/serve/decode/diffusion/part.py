@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part, table
+from shoal.core.traits import traits
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -28,6 +29,7 @@ class Diffusion:
             own in ``/metrics``. With ``unmask`` fixed it follows from that.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"whole_blocks"})
     unmask: Choice = Choice(name="threshold")
     refresh: Choice = Choice(name="dual")
     iteration: Choice = Choice(name="hard")
@@ -53,7 +55,7 @@ class Diffusion:
 
     def passes(self, size: int) -> int:
         """Iterations that a block of so many places is taken to need."""
-        if self.unmask.name == "fixed":
+        if "fixed_iterations" in traits("unmask", self.unmask):
             steps = self.unmask.options.get("steps")
             return size if steps is None else min(steps, size)
         return math.ceil(size / self.expected)

@@ -18,13 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.core.errors import ServeError
 from shoal.core.random import generator
 from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.model.transformer import Transformer
 from shoal.plan.batching.masked import block_of, full_length
 from shoal.serve.cache import PagedCache
+from shoal.serve.choosing import NOT_FINITE
 from shoal.serve.decode.diffusion.protocols import Iteration, Refresh, State, Unmask, Window
 from shoal.serve.decode.diffusion.windows import Row, Windows
+from shoal.serve.failure import errors_of_step
 
 __all__ = ["DiffusionRunner"]
 
@@ -55,6 +58,7 @@ class _Batch:
         shape = (len(work), max(sizes), vocab)
         self.last_BWV = torch.zeros(shape, dtype=dtype, device=device)
         self.memory_BWV: Tensor | None = None
+        self.sound_B = torch.ones(len(work), dtype=torch.bool, device=device)
 
     def take_over(self, other: _Batch) -> None:
         """Go on where these requests were, if they work on the same block as there."""
@@ -135,11 +139,18 @@ class DiffusionRunner:
         if not step.chunks:
             return StepResult({}, seconds=self._clock() - start)
         with torch.inference_mode():
+            self.cache.clear(step.scrub)
             batch = self._arrange(step.chunks)
-            for _ in range(self._unroll):
-                self._iterate(batch)
-            tokens = self._finished(batch)
-        return StepResult(tokens, seconds=self._clock() - start)
+            try:
+                for _ in range(self._unroll):
+                    self._iterate(batch)
+                tokens, errors = self._finished(batch)
+            except ServeError:
+                raise
+            except Exception as cause:
+                self._batch, tokens = None, {}
+                errors = errors_of_step(step.chunks, cause, self.cache.device)
+        return StepResult(tokens, errors=errors, seconds=self._clock() - start)
 
     # ------------------------------------------------------------------ who works on what
 
@@ -182,16 +193,19 @@ class DiffusionRunner:
         self._work[request.id] = work
         return work
 
-    def _finished(self, batch: _Batch) -> dict[str, tuple[int, ...]]:
-        """Tokens of the blocks without a mask."""
-        left_B = batch.masked_BW.any(1).tolist()
+    def _finished(self, batch: _Batch) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Tokens of the blocks without a mask, and whose scores are not finite."""
+        left_B, sound_B = torch.stack([batch.masked_BW.any(1), batch.sound_B]).tolist()
         tokens: dict[str, tuple[int, ...]] = {}
-        for work, left in zip(batch.work, left_B, strict=True):
-            if not left:
+        errors: dict[str, str] = {}
+        for work, left, sound in zip(batch.work, left_B, sound_B, strict=True):
+            if not sound:
+                errors[work.request.id] = NOT_FINITE
+            elif not left:
                 found = self._ids[work.slot, work.block[0] : work.block[1]].tolist()
                 tokens[work.request.id] = tuple(found)
                 self.counts["tokens"] += len(found)
-        return tokens
+        return tokens, errors
 
     # ------------------------------------------------------------------ one iteration
 
@@ -208,6 +222,8 @@ class DiffusionRunner:
         )
         token_BW, chosen_BW = self.unmask.select(logits_BWV, batch.masked_BW, state)
         batch.memory_BWV, batch.last_BWV = state.memory, logits_BWV
+        score_BW = logits_BWV.gather(-1, token_BW[..., None])[..., 0]
+        batch.sound_B &= (score_BW.isfinite() | ~batch.masked_BW).all(1)
         at = windows.token_N[windows.block_rows][chosen_BW.view(-1)]
         self._ids.view(-1)[at] = token_BW[chosen_BW]
         batch.masked_BW = batch.masked_BW & ~chosen_BW

@@ -6,6 +6,7 @@ first; they are one session. Sessions come first, first served, while workers an
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from shoal.ir import Output, Request, ServeJob
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
 from shoal.serve.adjust import Adjuster
+from shoal.serve.choosing import choose_rows
 from shoal.serve.decode.hogwild.blocks import BlockStore
 from shoal.serve.decode.hogwild.forward import Forward
 from shoal.serve.decode.hogwild.inspect import inspected
@@ -28,9 +30,11 @@ from shoal.serve.decode.hogwild.protocols import HogwildLayout
 from shoal.serve.decode.hogwild.session import Asked, Session, Worker
 from shoal.serve.decode.hogwild.words import Words
 from shoal.serve.engine import check_params
-from shoal.serve.sampler import choose
+from shoal.serve.failure import failure
 
 __all__ = ["HogwildEngine", "build_engine"]
+
+log = logging.getLogger("shoal.serve")
 
 
 class HogwildEngine:
@@ -192,7 +196,7 @@ class HogwildEngine:
         started = self._clock()
         self._admit()
         asked = [one for session in self.sessions for one in session.feeds(self._max_step_tokens)]
-        chosen = self._compute(asked) if asked else {}
+        chosen = self._contained(asked) if asked else {}
         outputs = []
         for session in self.sessions:
             for worker in session.workers:
@@ -218,18 +222,34 @@ class HogwildEngine:
             logits = logits[rows]
         requests = [worker.request for worker in workers]
         with torch.inference_mode():
-            scores, unable = self._adjust(logits, requests)
-            tokens, infos = choose(logits, requests, scores)
-        for request_id, reason in unable.items():
-            self.abort(request_id)
-            self._told.append({"kind": "refused", "id": request_id, "message": reason})
+            chosen = choose_rows(self._adjust, logits, requests)
+        self._fail("refused", chosen.failed)
+        self._fail("error", chosen.errors)
         return {
-            worker: (token, infos.get(worker.request.id, ()))
-            for worker, token in zip(workers, tokens, strict=True)
+            worker: (chosen.tokens[worker.request.id][0], chosen.infos.get(worker.request.id, ()))
+            for worker in workers
         }
 
+    def _fail(self, kind: str, reasons: Mapping[str, str]) -> None:
+        for request_id, reason in reasons.items():
+            self.abort(request_id)
+            self._told.append({"kind": kind, "id": request_id, "message": reason})
+
+    def _contained(self, asked: list[Asked]) -> dict[Worker, tuple[int, Any]]:
+        """The same; what nobody foresaw ends the workers of the step, whose blocks are closed."""
+        try:
+            return self._compute(asked)
+        except ServeError:
+            raise
+        except Exception as cause:
+            log.exception("a step of %d workers failed", len(asked))
+            # What was read of a session and not computed is lost with it.
+            workers = [worker for session in self.sessions for worker in session.running]
+            self._fail("error", {worker.request.id: failure(cause) for worker in workers})
+            return {}
+
     def told(self) -> list[dict[str, Any]]:
-        """Messages ``refused`` and ``began`` of the last steps."""
+        """Messages ``refused``, ``error`` and ``began`` of the last steps."""
         told, self._told = self._told, []
         return told
 

@@ -6,7 +6,7 @@ remasking).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -29,6 +29,7 @@ class Fixed:
             many as the block has places, if not given: one token each.
     """
 
+    traits: ClassVar[frozenset[str]] = frozenset({"fixed_iterations"})
     steps: int | None = None
 
     def __post_init__(self) -> None:

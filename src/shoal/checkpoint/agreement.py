@@ -1,0 +1,230 @@
+"""What ranks tell each other before they load together: what they want, and who reads it when.
+
+No rank gathers what all want, box by box. Each tensor has a rank that is told who wants which boxes
+of it and makes runs of them (:mod:`~shoal.checkpoint.runs`); the runs are small, and all hear them.
+A plan is kept: ranks that load another checkpoint of the same layout tell each other two digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shoal.checkpoint.reads import Read, ReadPlan, Wants, Wish, plan_reads
+from shoal.checkpoint.runs import Owned, Runs
+from shoal.core.boxes import Box
+from shoal.core.errors import CheckpointError, CorruptError
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.peers import Peers
+    from shoal.checkpoint.saved import Saved
+
+__all__ = ["Plans", "Turns", "agreed"]
+
+_KEPT = 4
+"""Plans that are kept: those of a run's checkpoints and of what it was started from."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """One rank's plan and when its reads come.
+
+    Args:
+        plan: the rank's own.
+        count: rounds until the last rank has read all.
+        exchanged: rounds in which any rank passes something on.
+        inbox: round -> the ranks that pass something on to this one, and the reads.
+        fresh: planned now, and not kept from an earlier load.
+    """
+
+    plan: ReadPlan
+    count: int
+    exchanged: frozenset[int]
+    inbox: dict[int, list[tuple[int, Read]]]
+    fresh: bool = True
+
+
+@dataclass
+class Plans:
+    """Plans of ranks that load in this process.
+
+    Attributes:
+        kept: what tells layouts and wishes apart -> digest of what all ranks asked for, plan.
+    """
+
+    kept: OrderedDict[tuple[Any, ...], tuple[str, Turns]] = field(default_factory=OrderedDict)
+
+    def keep(self, key: tuple[Any, ...], joint: str, turns: Turns) -> None:
+        """Keep a plan, for the newest few."""
+        self.kept[key] = joint, turns
+        self.kept.move_to_end(key)
+        while len(self.kept) > _KEPT * max(1, len({rank for rank, *_ in self.kept})):
+            self.kept.popitem(last=False)
+
+
+class _Told(NamedTuple):
+    """What a rank says first.
+
+    Args:
+        flaw: why its wishes cannot be fulfilled.
+        wishes: digest of them.
+        kept: digest of what all asked for when it last planned these wishes of this layout.
+    """
+
+    flaw: str
+    wishes: str
+    kept: str
+
+
+def agreed(
+    saved: Saved,
+    wishes: Sequence[Wish],
+    peers: Peers,
+    plans: Plans,
+    *,
+    flaw: str = "",
+    whole: bool,
+    read_bytes: int,
+) -> Turns:
+    """The plan of this rank, and when its reads come; called by all ranks.
+
+    Args:
+        saved: the checkpoint.
+        wishes: what this rank wants.
+        peers: the ranks that load.
+        plans: those that are kept.
+        flaw: why the wishes cannot be fulfilled.
+        whole: see :func:`~shoal.checkpoint.reads.plan_reads`.
+        read_bytes: most bytes of a read.
+
+    Raises:
+        CheckpointError: some rank's wishes cannot be fulfilled, or a file cannot be read; on every
+            rank.
+        CorruptError: a file, or its shard of the index, is not what was written; on every rank.
+    """
+    own = _digest(list(wishes))
+    key = (peers.rank, peers.world, saved.index.layout, own, whole, read_bytes)
+    known = plans.kept.get(key) if saved.index.layout else None
+    told = _Told(flaw, own, "" if known is None else known[0])
+    heard = [_Told(*json.loads(one)) for one in peers.gather(json.dumps(told).encode())]
+    if flaw:
+        raise CheckpointError(flaw)
+    for rank, other in enumerate(heard):
+        if other.flaw:
+            raise CheckpointError(f"rank {rank}: {other.flaw}")
+    joint = _digest([one.wishes for one in heard])
+    turns: Turns | None = None
+    failure: CheckpointError | None = None
+    if known is not None and all(one.kept == joint for one in heard):
+        turns = known[1]
+        try:
+            for file in turns.plan.files:
+                saved.index.check_file(file)
+        except CheckpointError as cause:
+            failure = cause
+        _settled(saved, peers, failure, [])
+        return Turns(turns.plan, turns.count, turns.exchanged, turns.inbox, fresh=False)
+    wants = shared(wishes, peers)
+    plan: ReadPlan | None = None
+    try:
+        plan = plan_reads(
+            saved.index, wants, wishes, peers.rank, whole=whole, read_bytes=read_bytes
+        )
+    except CheckpointError as cause:
+        failure = cause
+    passes = [] if plan is None else [set(r.ranks) - {peers.rank} != set() for r in plan.reads]
+    rounds = _settled(saved, peers, failure, passes)
+    assert plan is not None
+    turns = Turns(
+        plan,
+        max(map(len, rounds)),
+        frozenset(at for one in rounds for at, passed in enumerate(one) if passed),
+        _inbox(plan, peers),
+    )
+    if saved.index.layout:
+        plans.keep(key, joint, turns)
+    return turns
+
+
+def shared(wishes: Sequence[Wish], peers: Peers) -> Wants:
+    """What all ranks want."""
+    return told_all(peers.gather(together(peers.exchange(addressed(wishes, peers.world)))))
+
+
+def addressed(wishes: Sequence[Wish], world: int) -> list[bytes]:
+    """What one rank tells each of the others: its wishes for the tensors of that one."""
+    homes: dict[int, dict[str, list[list[int]]]] = {}
+    for wish in wishes:
+        home = homes.setdefault(zlib.crc32(wish.name.encode()) % world, {})
+        home.setdefault(wish.name, []).append([*wish.offset, *wish.shape])
+    found = [b""] * world
+    for number, boxes in homes.items():
+        found[number] = json.dumps(boxes).encode()
+    return found
+
+
+def together(told: Sequence[bytes]) -> bytes:
+    """What a rank makes of the wishes for its tensors, which all ranks have told it."""
+    owned: dict[str, list[Owned]] = {}
+    for rank, one in enumerate(told):
+        for name, boxes in json.loads(one or b"{}").items():
+            for box in boxes:
+                dims = len(box) // 2
+                part = Box(tuple(box[:dims]), tuple(box[dims:]))
+                owned.setdefault(name, []).append(Owned(rank, part))
+    found = {
+        name: Runs.of_boxes(boxes, len(boxes[0].box.shape)).plain() for name, boxes in owned.items()
+    }
+    return json.dumps(found).encode()
+
+
+def told_all(told: Sequence[bytes]) -> Wants:
+    """What all ranks want, out of what all have made of it."""
+    return {
+        name: Runs.from_plain(rows, len(rows[0]) // 3 - 1)
+        for one in told
+        for name, rows in json.loads(one).items()
+    }
+
+
+def _settled(
+    saved: Saved, peers: Peers, failure: CheckpointError | None, passes: Sequence[bool]
+) -> list[list[bool]]:
+    """Of each rank, which of its reads it passes on.
+
+    Raises:
+        CheckpointError: planning failed on some rank; on all alike.
+    """
+    kind = "" if failure is None else "corrupt" if isinstance(failure, CorruptError) else "refused"
+    words = json.dumps([kind, str(failure or ""), "".join("01"[one] for one in passes)])
+    heard = [json.loads(one) for one in peers.gather(words.encode())]
+    for _, text, _ in [one for one in heard if one[0] == "refused"]:
+        raise failure or CheckpointError(text)
+    for _, text, _ in [one for one in heard if one[0]]:
+        raise saved.damaged(text) from failure
+    return [[mark == "1" for mark in one[2]] for one in heard]
+
+
+def _inbox(plan: ReadPlan, peers: Peers) -> dict[int, list[tuple[int, Read]]]:
+    """Round -> what others pass on to this rank; each tells those that take some of its reads."""
+    told: list[list[tuple[int, str, int]]] = [[] for _ in range(peers.world)]
+    for number, read in enumerate(plan.reads):
+        for rank in read.ranks:
+            if rank != peers.rank:
+                told[rank].append((number, read.file, read.start))
+    heard = peers.exchange([json.dumps(one).encode() if one else b"" for one in told])
+    known = {(reader, read.file, read.start): read for reader, read in plan.takes}
+    found: dict[int, list[tuple[int, Read]]] = {}
+    for reader, one in enumerate(heard):
+        for number, file, start in json.loads(one or b"[]"):
+            found.setdefault(number, []).append((reader, known[reader, file, start]))
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

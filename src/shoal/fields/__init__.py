@@ -1,0 +1,14 @@
+"""fields: the table of the kinds of job, and a room for each field beside training and serving."""
+
+from shoal.core.parts import PartTable
+
+__all__ = ["JOBS"]
+
+JOBS = PartTable(
+    "job",
+    {
+        "train": "shoal.train.kind:Train",
+        "serve": "shoal.serve.kind:Serve",
+        "drafter": "shoal.train.drafters.kind:Drafter",
+    },
+)

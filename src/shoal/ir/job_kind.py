@@ -1,0 +1,286 @@
+"""Kinds of job: what the command line, the score and the dashboard know of each.
+
+A kind is a part of the table ``job``: its module imports without torch. Adding one is a class
+that follows :class:`JobKind` and a line of that table; a package of somebody else adds its own by
+the entry point ``job.NAME`` of the group ``shoal.parts``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from shoal.core.config import Value
+from shoal.core.errors import ConfigError, ShoalError
+from shoal.core.parts import table
+from shoal.core.tables import Table
+
+if TYPE_CHECKING:
+    from shoal.ir.estimate import Interval
+    from shoal.ir.machine import Machine
+    from shoal.ir.plan import Plan, Report
+
+__all__ = [
+    "Flag",
+    "Job",
+    "JobKind",
+    "Quantity",
+    "Watch",
+    "broken_kinds",
+    "compared",
+    "errors_of",
+    "kind_named",
+    "kind_of",
+    "kinds",
+    "predictions",
+    "quantities",
+]
+
+Watch = Callable[[dict[str, Any]], None]
+"""Called with every event of a run as it happens."""
+
+
+class Job(Value):
+    """What to do, with its data and its choice of parts.
+
+    Args:
+        job: the kind of job, a name of the table ``job``.
+        name: name of the run and of its directory.
+        model: the model that it is about; empty where there is none.
+    """
+
+    job: str
+    name: str
+    model: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """Something that a kind of job predicts or measures.
+
+    Args:
+        name: key of ``Report.measured``, with its unit: ``step_s``, ``memory_bytes``.
+        label: what people read; indented by two spaces where it is a share of the one above.
+        unit: that people read, such as ms; empty for counts.
+        factor: of the value, to be in that unit.
+        better: which direction is better; empty where neither is.
+        headline: of all quantities the one that says how good a plan is.
+    """
+
+    name: str
+    label: str
+    unit: str = ""
+    factor: float = 1.0
+    better: Literal["", "lower", "higher"] = ""
+    headline: bool = False
+
+    @classmethod
+    def of_bytes(cls, name: str, label: str) -> Quantity:
+        """Memory or traffic, shown in MiB."""
+        return cls(name=name, label=label, unit="MiB", factor=2.0**-20, better="lower")
+
+    @classmethod
+    def of_time(cls, name: str, label: str, unit: Literal["ms", "s"] = "s") -> Quantity:
+        """A duration."""
+        factor = 1e3 if unit == "ms" else 1.0
+        return cls(name=name, label=label, unit=unit, factor=factor, better="lower")
+
+    @classmethod
+    def of_share(cls, name: str, label: str, better: Literal["lower", "higher"]) -> Quantity:
+        """A share, shown in percent."""
+        return cls(name=name, label=label, unit="%", factor=100.0, better=better)
+
+    def text(self, value: float) -> str:
+        """The value in the unit that people read."""
+        shown = value * self.factor
+        number = f"{shown:,.0f}" if abs(shown) >= 1000 else f"{shown:.4g}"
+        return f"{number} {self.unit}".strip()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """A flag of the command line that sets one value of the job.
+
+    Args:
+        name: without dashes, such as ``tokens``.
+        path: of the value, such as ``data``.
+        help: one line.
+        read: makes the value of the text that was given; YAML if None.
+    """
+
+    name: str
+    path: str
+    help: str
+    read: Callable[[str], object] | None = None
+
+
+@runtime_checkable
+class JobKind(Protocol):
+    """One kind of job.
+
+    Attributes:
+        summary: what such a job does, one line.
+        job_type: its value, a :class:`Job`.
+        plan_type: :class:`~shoal.ir.Plan` of it.
+        report_type: :class:`~shoal.ir.Report` of such a plan.
+        quantities: what it predicts and measures, in the order in which people read them.
+        flags: what the command line sets without ``--set``; the first argument sets ``subject``.
+        subject: path of the value that a user names first, such as ``model``.
+    """
+
+    summary: ClassVar[str]
+    job_type: ClassVar[type[Job]]
+    plan_type: ClassVar[type[Plan[Any]]]
+    report_type: ClassVar[type[Report[Any]]]
+    quantities: ClassVar[tuple[Quantity, ...]]
+    flags: ClassVar[tuple[Flag, ...]]
+    subject: ClassVar[str]
+
+    def plan(self, job: Any, machine: Machine) -> Sequence[Plan[Any]]:
+        """The ways to do it on a machine, best first, each with what it is predicted to take.
+
+        Raises:
+            PlanError: there is none.
+        """
+        ...
+
+    def run(
+        self,
+        plan: Any,
+        directory: Path,
+        *,
+        resume: bool = False,
+        watch: Watch | None = None,
+        anyway: bool = False,
+    ) -> Report[Any]:
+        """Do it on this host, and say what it took.
+
+        Writes ``plan.yaml``, ``events.jsonl`` and ``report.json`` into the directory, and adds the
+        report to the score. Events of kind ``prepare`` have a ``state`` of (done, total, text).
+
+        Raises:
+            ConfigError: a run lies there and is not resumed.
+            ShoalError: it cannot run.
+        """
+        ...
+
+    def report(self, plan: Any, directory: Path) -> Report[Any]:
+        """The report of what a run has done so far, from the events in its directory.
+
+        Raises:
+            StoreError: nothing can be said yet.
+        """
+        ...
+
+    def predictions(self, plan: Any) -> Mapping[str, Interval]:
+        """Quantity -> what the plan predicts of it; without a spread where it predicts none."""
+        ...
+
+    def describe(self, plan: Any) -> str:
+        """The choices of a plan in a few words: what tells it from the others."""
+        ...
+
+    def results(self, report: Any, directory: Path) -> Sequence[Table | str]:
+        """What people read below the comparison: other tables, and what lies where."""
+        ...
+
+
+_METHODS = ("plan", "run", "report", "predictions", "describe", "results")
+_FACTS = ("summary", "job_type", "plan_type", "report_type", "quantities", "flags", "subject")
+
+
+@functools.cache
+def kind_named(name: str) -> JobKind:
+    """The kind of job of that name.
+
+    Raises:
+        UnknownPartError: there is none; with the nearest spelling.
+        ConfigError: it does not follow :class:`JobKind`; says what is missing.
+    """
+    try:
+        kind: JobKind = table("job").build(name, where="job")
+    except (ImportError, AttributeError) as cause:  # a package of somebody else
+        raise ConfigError(
+            f"job {name}: {table('job')[name]} cannot be imported: {cause}"
+        ) from cause
+    missing = [fact for fact in _FACTS if not hasattr(kind, fact)]
+    missing += [f"{method}()" for method in _METHODS if not callable(getattr(kind, method, None))]
+    if missing:
+        raise ConfigError(
+            f"job {name}: {table('job')[name]} is no kind of job: it has no {', '.join(missing)}; "
+            "see shoal.ir.JobKind"
+        )
+    if not issubclass(kind.job_type, Job):
+        raise ConfigError(
+            f"job {name}: {table('job')[name]}: job_type = {kind.job_type!r}: expected a sub-class "
+            "of shoal.ir.Job"
+        )
+    return kind
+
+
+def kinds() -> dict[str, JobKind]:
+    """Name -> kind, of all that follow the protocol."""
+    return {name: kind_named(name) for name in table("job") if name not in broken_kinds()}
+
+
+@functools.cache
+def broken_kinds() -> dict[str, str]:
+    """Name -> what is wrong with a kind that somebody else registered."""
+    found = {}
+    for name in table("job"):
+        try:
+            kind_named(name)
+        except ShoalError as cause:
+            found[name] = str(cause)
+    return found
+
+
+def kind_of(plan: Plan[Any]) -> JobKind:
+    """The kind of a plan's job."""
+    return kind_named(plan.job.job)
+
+
+def predictions(plan: Plan[Any]) -> Mapping[str, Interval]:
+    """Quantity -> what a plan of any kind predicts of it."""
+    return kind_of(plan).predictions(plan)
+
+
+def errors_of(plan: Plan[Any], measured: Mapping[str, float]) -> dict[str, float]:
+    """Quantity -> measured / predicted - 1, of what was both."""
+    return {
+        name: measured[name] / predicted.value - 1
+        for name, predicted in predictions(plan).items()
+        if name in measured and predicted.value
+    }
+
+
+def quantities() -> dict[str, Quantity]:
+    """Every quantity of every kind by its name; where kinds share one, as the first words it."""
+    found: dict[str, Quantity] = {}
+    for kind in kinds().values():
+        for quantity in kind.quantities:
+            found.setdefault(quantity.name, quantity)
+    return found
+
+
+def compared(report: Report[Any]) -> list[tuple[str, str, str, str]]:
+    """(quantity, predicted, measured, error) as people read them, of what a report measured."""
+    kind = kind_of(report.plan)
+    predicted = kind.predictions(report.plan)
+    rows = []
+    for quantity in kind.quantities:
+        if quantity.name not in report.measured:
+            continue
+        before, error = predicted.get(quantity.name), report.errors.get(quantity.name)
+        rows.append(
+            (
+                quantity.label,
+                "" if before is None else quantity.text(before.value),
+                quantity.text(report.measured[quantity.name]),
+                "" if error is None else f"{100 * error:+.1f} %",
+            )
+        )
+    return rows

@@ -1,0 +1,45 @@
+"""``shoal explain pack``: what a strided type becomes, and what packs it here."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import NonNegativeInt
+
+from shoal.core.parts import part
+from shoal.ir import Explanation, Machine, Progress
+from shoal.kernel.strided.explain import explain
+
+__all__ = ["PackStudy"]
+
+
+@part
+class PackStudy:
+    """Explain a strided type: rule by rule to its canonical form, and what packs it here.
+
+    Constructors are named, contiguous, vector, hvector, subarray, resized, indexed, hindexed
+    and struct, as in MPI.
+
+    **Examples**
+
+        shoal explain pack "vector(13, 100, 128, float32)"
+
+        shoal explain pack "hvector(47, 1, 131072, vector(13, 100, 128, byte))" --count 2
+
+        shoal explain pack "float32[256, 256, 256][:, 0, ::2]"
+
+    Args:
+        datatype: a type such as vector(13, 100, 128, float32), or a slice.
+        count: such types, one behind the other.
+    """
+
+    subject: ClassVar = "datatype"
+    machine: ClassVar = None
+
+    datatype: str
+    count: NonNegativeInt = 1
+
+    def explain(self, machine: Machine | None, progress: Progress) -> Explanation:
+        """The type's canonical form, and how it is packed."""
+        text = explain(self.datatype, count=self.count)
+        return Explanation(blocks=(text,), data=text)

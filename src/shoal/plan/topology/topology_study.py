@@ -1,0 +1,158 @@
+"""``shoal explain topology``: which device is which rank, where clusters' networks differ?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import PositiveInt
+
+from shoal.core.files import to_yaml
+from shoal.core.parts import part
+from shoal.core.tables import Table
+from shoal.ir import Explanation, Machine, Progress, TrainJob
+from shoal.machine.described import load
+from shoal.plan.topology.clusters import Clusters
+from shoal.plan.topology.groups import Group
+from shoal.plan.topology.order import Order, plan_order
+from shoal.plan.topology.picture import picture
+
+__all__ = ["TopologyStudy"]
+
+_AXES = ("tp", "dp", "pp")
+
+
+@part
+class TopologyStudy:
+    """Keep the sums of gradients inside clusters, and let pipelines alone cross between them.
+
+    Orders of clusters and degrees are simulated, and layers cut by the speed of each stage's
+    devices. What a training job has to say of it is saved as job.yaml.
+
+    **Examples**
+
+        shoal explain topology clusters.yaml --model GPT-3-6.7B
+
+        shoal explain topology clusters.yaml --model GPT-3-6.7B --pp 4 --tp 8 --picture ranks.svg
+
+        shoal explain topology clusters.yaml --model shoal-16m --out split -o json
+
+    Args:
+        clusters: clusters and their networks, in YAML; or a machine with sites.
+        model: a model's name, directory or file.
+        pp: pipeline stages; searched, if not given.
+        tp: ranks of a layer; searched, if not given.
+        seq_len: tokens of a sequence.
+        global_batch: sequences of a step.
+        microbatch: sequences of a forward pass.
+        alpha: how many more layers faster stages get than their share.
+        overlap: sum gradients behind the passes around the update.
+    """
+
+    subject: ClassVar = "clusters"
+    machine: ClassVar = None
+
+    clusters: str
+    model: str
+    pp: PositiveInt | None = None
+    tp: PositiveInt | None = None
+    seq_len: PositiveInt = 2048
+    global_batch: PositiveInt = 256
+    microbatch: PositiveInt = 1
+    alpha: float = 1.05
+    overlap: bool = False
+
+    def explain(self, machine: Machine | None, progress: Progress) -> Explanation:
+        """The best order of devices, its groups, and what a training job says of it."""
+        file = Path(self.clusters)
+        clusters = Clusters.load(file) if file.is_file() else Clusters.of(load(self.clusters))
+        job = TrainJob(
+            model=self.model,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            microbatch=self.microbatch,
+        )
+        found = plan_order(
+            job, clusters, pp=self.pp, tp=self.tp, overlap=self.overlap, alpha=self.alpha
+        )
+        split = found.parallel().model_dump(mode="json", exclude_defaults=True)
+        # Said even where it is the default: the hosts are listed for this order.
+        split["order"] = found.parallel().order
+        hosts = [found.host(node) for node in found.hosts]
+        listed = ", ".join(hosts)
+        grid = found.grid
+        groups = Table(
+            title=f"{self.model} on {clusters.name}: pp={grid.pp} dp={grid.dp} tp={grid.tp}, "
+            f"{found.step.seconds:.3g} s a step",
+            columns=("groups", "members", "network", "GB/s", "clusters"),
+            rows=tuple(_row(found, axis, one) for axis in _AXES for one in _first(found, axis)),
+            right="   rr",
+        )
+        blocks = [
+            "one group of each kind and stage; GB/s of a member while all groups talk",
+            f"hosts in this order: {listed}",
+            f"layers of the stages: {_numbers(found.step.stages)} (by speed "
+            f"{_numbers(found.rule)}, exact {_numbers(found.cut)})",
+        ]
+        if found.reason:
+            blocks.append(f"{found.crossing} dp groups cross: {found.reason}")
+        if not found.fits:
+            blocks.append(f"does not fit: about {found.memory_bytes / 1e9:.3g} GB a rank")
+        written = {"microbatch": self.microbatch, "parallel": split}
+        return Explanation(
+            blocks=(groups, *blocks),
+            data=_record(found, split, hosts),
+            picture=lambda: picture(found),
+            files={"job.yaml": to_yaml(written, header=f"Hosts in this order: {listed}")},
+        )
+
+
+def _row(order: Order, axis: str, group: Group) -> tuple[str, ...]:
+    members = ", ".join(order.where(rank) for rank in group.ranks[:4])
+    return (
+        f"{axis} of stage {group.ranks[0] // order.grid.per_stage}" if axis != "pp" else axis,
+        members + (f" and {len(group.ranks) - 4} more" if len(group.ranks) > 4 else ""),
+        group.nic,
+        f"{group.bandwidth / 1e9:.3g}" if len(group.ranks) > 1 else "-",
+        str(group.clusters),
+    )
+
+
+def _first(order: Order, axis: str) -> list[Group]:
+    """One group of each stage; pipelines are alike."""
+    groups = order.groups(axis)
+    return groups[:1] if axis == "pp" else groups[:: len(groups) // order.grid.pp]
+
+
+def _numbers(stages: tuple[int, ...]) -> str:
+    return " ".join(map(str, stages))
+
+
+def _record(order: Order, split: dict[str, Any], hosts: list[str]) -> dict[str, Any]:
+    return {
+        "parallel": split,
+        "hosts": hosts,
+        "devices": [order.where(rank) for rank in range(order.grid.world)],
+        "step_s": order.step.seconds,
+        "pipeline_s": order.step.pipeline_s,
+        "sync_s": list(order.step.sync_s),
+        "busy_s": list(order.step.busy_s),
+        "stages": {"chosen": order.step.stages, "by_speed": order.rule, "exact": order.cut},
+        "memory_bytes": order.memory_bytes,
+        "fits": order.fits,
+        "crossing": order.crossing,
+        "reason": order.reason,
+        "groups": {
+            axis: [
+                {
+                    "ranks": group.ranks,
+                    "members": [order.where(rank) for rank in group.ranks],
+                    "nic": group.nic,
+                    "bandwidth": group.bandwidth if len(group.ranks) > 1 else None,
+                    "clusters": group.clusters,
+                }
+                for group in order.groups(axis)
+            ]
+            for axis in _AXES
+        },
+    }

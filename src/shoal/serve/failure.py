@@ -1,0 +1,50 @@
+"""What becomes of exceptions that nobody foresaw: one request ends, with these words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal.core.errors import ServeError
+from shoal.ir import Chunk
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RequestFailedError", "errors_of_step", "failure"]
+
+log = logging.getLogger("shoal.serve")
+
+
+class RequestFailedError(ServeError):
+    """A request that is in order and that the engine failed on."""
+
+
+def failure(cause: BaseException) -> str:
+    """What a client is told about such an exception; the log of the server has the rest."""
+    return f"the engine failed on this request ({type(cause).__name__}: {cause})"
+
+
+def errors_of_step(
+    chunks: Sequence[Chunk], cause: Exception, device: torch.device
+) -> dict[str, str]:
+    """The end of all requests of a step that raised; the engine goes on where its device works.
+
+    Args:
+        chunks: of the step.
+        cause: what it raised.
+        device: that it was computed on.
+
+    Returns:
+        Identity of the request -> what its client is told.
+
+    Raises:
+        RuntimeError: the device is lost.
+    """
+    log.exception("a step of %d requests failed", len(chunks), exc_info=cause)
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+    return dict.fromkeys((chunk.request.id for chunk in chunks), failure(cause))

@@ -1,0 +1,104 @@
+"""The job ``serve``: answer a workload of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from shoal.core.errors import StoreError
+from shoal.core.parts import part
+from shoal.ir import Flag, Interval, Machine, Quantity, ServeJob, ServePlan, ServeReport, Watch
+
+__all__ = ["Serve"]
+
+_LATENCIES = (
+    ("ttft", "time to first token"),
+    ("tpot", "time per further token"),
+    ("itl", "time between two outputs"),
+    ("e2e", "time of a request"),
+)
+_AMONG = (("mean", ""), ("p50", "median"), ("p95", "95 % within"), ("p99", "99 % within"))
+
+
+@part
+class Serve:
+    """Answer the requests of a workload with a decoder-only language model."""
+
+    summary: ClassVar = "answer a workload of requests"
+    job_type: ClassVar = ServeJob
+    plan_type: ClassVar = ServePlan
+    report_type: ClassVar = ServeReport
+    subject: ClassVar = "model"
+    flags: ClassVar = (
+        Flag(name="workload", path="workload", help="chat, code, summary, multiturn ..."),
+        Flag(name="rate", path="workload.rate", help="Requests per second."),
+        Flag(name="requests", path="workload.requests", help="Requests of the workload."),
+        Flag(name="scheduler", path="scheduler", help="Which requests are in the next step."),
+        Flag(name="precision", path="precision", help="auto, fp32 or bf16."),
+    )
+    quantities: ClassVar = (
+        Quantity(
+            name="tokens_per_s", label="output tokens per second", better="higher", headline=True
+        ),
+        Quantity(name="prompt_tokens_per_s", label="prompt tokens per second", better="higher"),
+        Quantity(name="requests_per_s", label="requests per second", better="higher"),
+        Quantity(name="goodput_per_s", label="  of which met the targets", better="higher"),
+        Quantity.of_share("slo_share", "requests that met the targets", "higher"),
+        Quantity.of_time("total_s", "time for all requests"),
+        *(
+            Quantity.of_time(
+                f"{name}_{which}_s", f"{label}, mean" if which == "mean" else f"  {words}", "ms"
+            )
+            for name, label in _LATENCIES
+            for which, words in _AMONG
+        ),
+        Quantity.of_time("lag_p99_s", "requests sent late, 99 % within", "ms"),
+        Quantity.of_bytes("memory_bytes", "memory of the process"),
+        Quantity.of_time("step_s", "time of a step", "ms"),
+        Quantity.of_share("prefix_hit_share", "prompt tokens found in the cache", "higher"),
+        Quantity(name="preemptions", label="requests preempted", better="lower"),
+    )
+
+    def plan(self, job: ServeJob, machine: Machine) -> Sequence[ServePlan]:
+        """The job as it is, then with the other schedulers and caches that could serve it."""
+        from shoal.plan.serving import plan_serve
+        from shoal.plan.serving_choices import alternatives
+        from shoal.plan.serving_table import rank
+
+        asked = plan_serve(job, machine)
+        others = alternatives(job, asked.job.max_position) if asked.fits else []
+        return [asked, *rank([plan_serve(other, machine) for other in others])]
+
+    def run(
+        self,
+        plan: ServePlan,
+        directory: Path,
+        *,
+        resume: bool = False,
+        watch: Watch | None = None,
+        anyway: bool = False,
+    ) -> ServeReport:
+        """Serve the workload in real time on this host, and write the report."""
+        from shoal.serve.bench import run_plan
+
+        return run_plan(plan, directory, resume=resume, watch=watch, anyway=anyway)
+
+    def report(self, plan: ServePlan, directory: Path) -> ServeReport:
+        """None before the end: latencies are of all requests."""
+        raise StoreError(f"{directory}: a served workload reports when it ends")
+
+    def predictions(self, plan: ServePlan) -> Mapping[str, Interval]:
+        """What the simulator predicts, and the memory."""
+        cost = plan.estimate
+        if cost is None or not cost.memory_bytes:
+            return plan.predicted
+        return {**plan.predicted, "memory_bytes": Interval.exact(cost.memory_total)}
+
+    def describe(self, plan: ServePlan) -> str:
+        """Scheduler, cache and precision."""
+        return f"{plan.job.scheduler.name} {plan.job.kv.name} {plan.job.precision}"
+
+    def results(self, report: ServeReport, directory: Path) -> Sequence[str]:
+        """Where the report lies."""
+        return [f"report: {directory / 'report.json'}"]

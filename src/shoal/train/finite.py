@@ -1,0 +1,119 @@
+"""Saved and loaded state holds no NaN and no infinity, and a step that has some says where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from shoal.checkpoint.finite import Finite, of_tensors
+from shoal.checkpoint.peers import CommPeers
+from shoal.train.protocols import UpdatesEarly
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.checkpoint.pieces import Piece
+    from shoal.ir.comm import Comm
+    from shoal.parallel.engine import Engine
+    from shoal.train.protocols import Updater
+
+__all__ = ["bad_gradients", "bad_loss", "non_finite"]
+
+# Tensors, and groups of ranks, named in a message.
+_NAMED = 3
+
+
+def non_finite(pieces: Mapping[str, Sequence[Piece]]) -> str:
+    """What is NaN or infinite in the state of a rank; empty if nothing is.
+
+    Args:
+        pieces: name -> pieces.
+
+    Returns:
+        How many tensors of how many, and the first of them by name.
+    """
+    found = of_tensors([(name, part.tensor) for name, parts in pieces.items() for part in parts])
+    if not found.bad:
+        return ""
+    return (
+        f"{len(found.bad)} of {found.total} tensors have values that are NaN or infinite: "
+        f"{_first(found.bad)}"
+    )
+
+
+def bad_gradients(engine: Engine, comm: Comm) -> str:
+    """Which ranks hold gradients that are not finite, and of which parameters; all ranks call it.
+
+    A gradient that ranks have summed is not finite on every rank that holds the sum.
+
+    Args:
+        engine: between its ``finish`` and the update.
+        comm: the ranks that make the update together.
+
+    Returns:
+        Ranks, how many gradients of how many, and the first of them by name; empty for none.
+    """
+    found = of_tensors(_gradients(engine))
+    return _of_ranks(comm, _described(found, "gradients"))
+
+
+def bad_loss(engine: Engine, updater: Updater, comm: Comm, own: Tensor | None = None) -> str:
+    """Why a loss is not finite: weights that are not, or else whose rows; all ranks call it.
+
+    Args:
+        engine: after its backward pass.
+        updater: of the engine's weights.
+        comm: the ranks that sum the loss.
+        own: what this rank has added to the sum; None if nobody knows.
+
+    Returns:
+        Ranks, how many weights of how many, and the first of them by name; or ranks alone; empty
+            where nothing is known.
+    """
+    told = ""
+    if not isinstance(updater, UpdatesEarly):  # what this loss has made of weights is no reason
+        held = [(name, box.tensor) for name, boxes in engine.held().items() for box in boxes]
+        told = _described(of_tensors(held), "weights")
+    if found := _of_ranks(comm, told):
+        return found
+    rows = "the loss of its rows" if own is not None and not math.isfinite(float(own)) else ""
+    return _of_ranks(comm, rows)
+
+
+def _gradients(engine: Engine) -> list[tuple[str, Tensor]]:
+    """By the names of whole parameters; where they are gone already, sums of their squares."""
+    offloaded = engine.offloaded
+    if offloaded is not None:
+        return [(engine.saved_as(name), offloaded.squares(name)) for name in offloaded.owned()]
+    own = engine.sharded.owned() if engine.gathers else dict(engine.local.named_parameters())
+    return [
+        (name, getattr(p.grad, "to_local", lambda grad=p.grad: grad)())
+        for name, p in own.items()
+        if p.grad is not None
+    ]
+
+
+def _described(found: Finite, what: str) -> str:
+    if not found.bad:
+        return ""
+    return f"{len(found.bad)} of {found.total} {what} ({_first(found.bad)})"
+
+
+def _of_ranks(comm: Comm, told: str) -> str:
+    """What each rank has told, ranks that told the same together; empty if none told anything."""
+    groups: dict[str, list[int]] = {}
+    for rank, one in zip(comm.ranks, CommPeers(comm).gather(told.encode()), strict=True):
+        if one:
+            groups.setdefault(one.decode(), []).append(rank)
+    lines = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {one}"
+        for one, ranks in groups.items()
+    ]
+    more = len(lines) - _NAMED
+    return "; ".join(lines[:_NAMED]) + (f"; and {more} more groups of ranks" if more > 0 else "")
+
+
+def _first(names: Sequence[str]) -> str:
+    more = "" if len(names) <= _NAMED else f" and {len(names) - _NAMED} more"
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -1,0 +1,1 @@
+"""A kind of job in a package of its own: sort numbers."""
