@@ -26,7 +26,7 @@ from common import Row, record, require_quiet
 
 from shoal.core.measure import bootstrap
 from shoal.core.meter import Meter
-from shoal.parallel.comm import TorchComm
+from shoal.parallel.comm.collectives import TorchComm
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 MESSAGES = {"4 KiB": 2**12, "128 KiB": 2**17, "1 MiB": 2**20}

@@ -26,13 +26,13 @@ from common import RESULTS, Row, record, require_quiet
 
 from shoal.core.files import write_json
 from shoal.core.parts import table
-from shoal.cost.serve_sim import Served, quantities, simulate
+from shoal.cost.serving.simulator import Served, quantities, simulate
 from shoal.cost.step_cost.fitted import Sample
 from shoal.ir import Arrival, ServeJob
-from shoal.plan.serving import build_scheduler
-from shoal.serve.bench import replay
-from shoal.serve.build import engine_of, prepare
-from shoal.serve.rehearse import OTHERS, STEADY, Pulse, learned, spread_of
+from shoal.plan.serving.plans import build_scheduler
+from shoal.serve.bench.rehearse import OTHERS, STEADY, Pulse, learned, spread_of
+from shoal.serve.bench.replay import replay
+from shoal.serve.engine.build import engine_of, prepare
 from shoal.train import zoo
 
 TABLE = RESULTS.parent / "serving" / "predictions.json"

@@ -22,7 +22,7 @@ from shoal.ir import Request, SamplingParams, ServeJob
 from shoal.kernel.calls import Linear, PagedAttention
 from shoal.kernel.dispatch import kernels_of
 from shoal.kernel.native import function
-from shoal.serve.build import engine_of, prepare
+from shoal.serve.engine.build import engine_of, prepare
 from shoal.train import zoo
 from shoal.train.quantize import quantize_directory
 

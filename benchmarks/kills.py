@@ -57,8 +57,8 @@ class Way:
 
 
 WAYS = {
-    "ranks": Way(("--tp", "2"), "shoal.parallel.processes", 2, "a tensor-parallel rank"),
-    "replicas": Way(("--replicas", "2"), "shoal.serve.replica", 2, "a replica"),
+    "ranks": Way(("--tp", "2"), "shoal.parallel.comm.processes", 2, "a tensor-parallel rank"),
+    "replicas": Way(("--replicas", "2"), "shoal.serve.cluster.replica", 2, "a replica"),
 }
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal.core.measure import bootstrap, interleave
 from shoal.ir import Request, SamplingParams, ServeJob
 from shoal.model.config import ModelConfig
-from shoal.serve import runner as runners
-from shoal.serve.build import engine_of, prepare
+from shoal.serve.engine.build import engine_of, prepare
+from shoal.serve.engine import runner as runners
 from shoal.train import zoo
 
 # The shape of the comparison with other engines.
@@ -43,11 +43,11 @@ class Instant:
         self._logits_RV = torch.randn(RUNNING, model.config.vocab_size)
 
     def flat(self, tokens: Tensor, positions: Tensor, mixer: Any, rows: Tensor | None) -> Tensor:
-        """See :class:`~shoal.serve.runner.FlatModel`."""
+        """See :class:`~shoal.serve.engine.runner.FlatModel`."""
         return self._hidden_RD[: len(tokens)]
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """See :class:`~shoal.serve.runner.FlatModel`."""
+        """See :class:`~shoal.serve.engine.runner.FlatModel`."""
         return self._logits_RV[: len(hidden_RD)]
 
 

@@ -270,7 +270,7 @@ def hosts(size: int) -> Iterator[Any]:
 def plan(place: Path, steps: int, memory: Mapping[str, Any] | None) -> Any:
     """A run of four replicas on the standard library's text."""
     from shoal.cost.shapes import find
-    from shoal.cost.training import estimate
+    from shoal.cost.training.step import estimate
     from shoal.ir import TrainJob, TrainPlan, Work
     from shoal.machine.described import load
     from shoal.train.run import with_kernels

@@ -43,8 +43,8 @@ from shoal.core.meter.jsonl import Jsonl
 from shoal.corpora.order import batch
 from shoal.ir import Layout
 from shoal.machine.fingerprint import fingerprint, versions
-from shoal.parallel.agree import agree
-from shoal.parallel.heartbeat import Heartbeat, blame
+from shoal.parallel.comm.agree import agree
+from shoal.parallel.comm.heartbeat import Heartbeat, blame
 from shoal.train import supervise
 from shoal.train.layout import RunDir
 from shoal.train.saving import Saves
@@ -145,7 +145,7 @@ def watching(worlds: tuple[int, ...]) -> Iterator[Measured]:
     )
     note = "a pause of 100 times as long after each look"
     yield Measured("read heartbeats", part, "step", share, beats, note)
-    part = "parallel/heartbeat.py"
+    part = "parallel/comm/heartbeat.py"
     yield Measured("who is to blame for a hang", part, "hang", None, judged, "once, at the end")
 
 
@@ -236,7 +236,7 @@ def starting(worlds: tuple[int, ...]) -> Iterator[Measured]:
             lambda s=split, rows=rows: batch(s, "stream", seed=1, step=0, **rows)
         )
     yield Measured(
-        "agree on the job", "parallel/agree.py", "start", None, found[0], "32 bytes a rank"
+        "agree on the job", "parallel/comm/agree.py", "start", None, found[0], "32 bytes a rank"
     )
     yield Measured("groups of ranks", "ir/layout.py", "start", None, found[1], "pp 4, tp 8, dp")
     part = "checkpoint/inmemory/layout.py"

@@ -25,7 +25,7 @@ print(json.dumps([seconds, "torch" in sys.modules]))
 
 SIMULATE = """
 import json, resource, sys, time
-from shoal.cost.pipeline import simulate
+from shoal.cost.pipeline.simulator import simulate
 from shoal.ir.schedule import OpCosts
 from shoal.plan.schedules import SCHEDULES
 part = SCHEDULES.build("interleaved")

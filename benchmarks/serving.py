@@ -392,7 +392,7 @@ def refusals(folder: Path) -> list[Row]:
 def simulator(folder: Path) -> list[Row]:
     """The throughput that the simulator says beforehand, on two recorded traces."""
     from shoal.ir import ServeJob
-    from shoal.serve.bench import bench_serve
+    from shoal.serve.bench.replay import bench_serve
 
     random_model(
         folder / "simulated",

@@ -97,9 +97,13 @@ class Serving:
         """Do it; whether the server ends by it."""
         if fault == NODE:
             assert self.cluster is not None
-            self.cluster.kill_one("shoal.serve.replica")
+            self.cluster.kill_one("shoal.serve.cluster.replica")
             return False
-        module = "shoal.serve.replica" if fault == "replica killed" else "shoal.serve.process"
+        module = (
+            "shoal.serve.cluster.replica"
+            if fault == "replica killed"
+            else "shoal.serve.engine.process"
+        )
         if fault in ("engine killed", "engine stopped", "replica killed"):
             one = self.draw.choice(command.children(module))
             one.suspend() if fault == "engine stopped" else one.kill()

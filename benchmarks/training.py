@@ -32,7 +32,7 @@ from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import init_weights
 from shoal.model.transformer import Transformer
-from shoal.parallel.comm import TorchComm
+from shoal.parallel.comm.collectives import TorchComm
 from shoal.train.allocator import keep_freed_memory
 from shoal.train.build import weights_of
 from shoal.train.loop import Trainer

@@ -20,8 +20,8 @@ from shoal.app.dash.upstream import Health
 from shoal.core.parts import Choice
 from shoal.cost.workloads import WORKLOADS
 from shoal.ir import Phase, ServeJob
-from shoal.plan.disagg import GoodputReport, Setting, Tried
-from shoal.plan.goodput import Slo
+from shoal.plan.serving.disagg import GoodputReport, Setting, Tried
+from shoal.plan.serving.goodput import Slo
 
 pytestmark = pytest.mark.usefixtures("environment")
 

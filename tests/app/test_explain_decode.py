@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shoal.app.cli import app
 from shoal.machine.fingerprint import fingerprint
-from shoal.plan.decode_measured import MeasuredRow, MeasuredTable, keep
+from shoal.plan.serving.decode_measured import MeasuredRow, MeasuredTable, keep
 from shoal.plan.trees.drafting import RowCosts
 
 RIGHT = [[0.6, 0.12, 0.06], [0.4, 0.1, 0.06], [0.3, 0.08, 0.05]]

@@ -11,7 +11,7 @@ import torch
 
 from shoal.checkpoint.store import Store
 from shoal.model.config import ModelConfig
-from shoal.parallel.slices import whole_shapes
+from shoal.parallel.tensor.slices import whole_shapes
 from shoal_command import shoal
 
 CONFIG = ModelConfig(

@@ -16,7 +16,7 @@ from shoal.checkpoint.universal.protocols import Coord, Fragment, Layout, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.core.random import generator
 from shoal.model.config import ModelConfig
-from shoal.parallel.slices import whole_shapes
+from shoal.parallel.tensor.slices import whole_shapes
 
 Local = tuple[str, str, Coord, torch.Tensor]
 

@@ -124,7 +124,7 @@ def save(comm, place):
 @pytest.mark.slow
 @pytest.mark.multi
 def test_what_two_ranks_of_torch_have_sharded(tmp_path):
-    from shoal.parallel.processes import run_processes
+    from shoal.parallel.comm.processes import run_processes
 
     (tmp_path / "ranks.py").write_text(SHARDED)
     run_processes(f"{tmp_path / 'ranks.py'}:save", 2, {"place": str(tmp_path / "dcp")})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.parallel.processes import run_processes
+from shoal.parallel.comm.processes import run_processes
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import Piece, Store
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 WHOLE = {
     "model.w": torch.randn(37, 24, generator=torch.Generator().manual_seed(0)),

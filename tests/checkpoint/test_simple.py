@@ -18,7 +18,7 @@ from shoal.checkpoint import SAVE_MODES
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.states import FlatBuffer, FlatPart, OptimizerState, StateSource
 from shoal.core.errors import CheckpointError
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 
 class Net(nn.Module):

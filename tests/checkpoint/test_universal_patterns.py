@@ -20,7 +20,7 @@ from shoal.checkpoint.universal.spec import UniversalSpec, default_spec
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, ConfigError, UnknownKeyError, UnknownPartError
 from shoal.ir.job import Parallel
-from shoal.parallel.slices import slices, take, whole_shapes
+from shoal.parallel.tensor.slices import slices, take, whole_shapes
 
 
 def whole(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

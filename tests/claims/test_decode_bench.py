@@ -101,7 +101,7 @@ def test_rows_are_kept_and_drawn(tmp_path, monkeypatch):
     from shoal.app.commands.bench_decode import _draw, _keep
     from shoal.machine.fingerprint import fingerprint
     from shoal.model.drafters.files import fingerprint as target_of
-    from shoal.plan.decode_measured import find
+    from shoal.plan.serving.decode_measured import find
 
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     place = tmp_path / "target"

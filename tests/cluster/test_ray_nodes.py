@@ -63,8 +63,8 @@ import json, signal, sys, time, urllib.request
 from shoal.core.errors import RankError
 from shoal.core.pool import POOLS, Needs
 from shoal.ir import ServeJob
-from shoal.serve.client import ClientOptions
-from shoal.serve.server import ServerOptions, running
+from shoal.serve.engine.client import ClientOptions
+from shoal.serve.http.server import ServerOptions, running
 
 def options():
     client = ClientOptions(ping_s=0.1, backoff_s=0.1)

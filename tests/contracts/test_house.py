@@ -32,8 +32,8 @@ WRITES = {
     "core/native.py",  # the compiler's input, in a temporary directory
     "corpora/tokens.py",  # a lock file without contents
     "model/huggingface.py",  # inside a directory that is renamed when it is whole
-    "parallel/processes.py",  # where a crash leaves a rank's stacks
-    "parallel/heartbeat.py",  # a mapped page of a few numbers
+    "parallel/comm/processes.py",  # where a crash leaves a rank's stacks
+    "parallel/comm/heartbeat.py",  # a mapped page of a few numbers
     "train/alone.py",  # a lock file that names its process
     "train/launchers/ray.py",  # what a rank prints
     "train/supervise.py",  # what a rank prints

@@ -121,7 +121,7 @@ def plan_of(kind: str, name: str) -> TrainPlan | ServePlan | DrafterPlan:
 
 
 def serve_plan(job: ServeJob) -> ServePlan:
-    from shoal.plan.serving import plan_serve
+    from shoal.plan.serving.plans import plan_serve
 
     return plan_serve(job, small_machine(), requests=24)
 

@@ -146,7 +146,7 @@ def test_no_file_of_the_package_makes_temporary_names_by_itself() -> None:
         "core/scratch.py",
         "core/pool/session.py",  # Ray's sockets leave no room for a long name; a guard removes it
         "app/commands/dash.py",  # a file, named by scratch_name
-        "memory/disk.py",  # unlinked before it is used
+        "memory/tiers/disk.py",  # unlinked before it is used
         "machine/emulate.py",  # TemporaryFile: nameless
         "claims/bench/serving/peers.py",  # TemporaryFile: nameless
     }

@@ -13,7 +13,7 @@ from shoal import checkpoint
 from shoal.checkpoint.loader import LoaderState, merge, split
 from shoal.core.errors import CheckpointError, ConfigError
 from shoal.corpora.mixture import MixtureLoader
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 
 @pytest.mark.parametrize("readers", [1, 2])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import PlanError
-from shoal.cost.boxing import boxing, disjoint_elements, is_view, step_elements
+from shoal.cost.price.boxing import boxing, disjoint_elements, is_view, step_elements
 from shoal.ir.placement import (
     Broadcast,
     Partial,

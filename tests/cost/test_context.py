@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from shoal.core.errors import PlanError
-from shoal.cost.context import (
+from shoal.cost.context.traffic import ring_traffic, tokenring_traffic, ulysses_traffic
+from shoal.cost.context.ways import (
     Split,
     advise_context,
     attention_memory,
@@ -17,9 +18,8 @@ from shoal.cost.context import (
     link_bytes,
     mlp_memory,
 )
-from shoal.cost.context_traffic import ring_traffic, tokenring_traffic, ulysses_traffic
 from shoal.ir import Link
-from shoal.parallel.link_comm import Links
+from shoal.parallel.comm.links import Links
 
 SPLITS: tuple[Split, Split] = ("tensor", "sequence")
 FAST = Link(scope="device", bandwidth=100e9, latency_s=1e-6)

@@ -9,7 +9,7 @@ import pytest
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.cost.serve_fleet import Instance, simulate_fleet
+from shoal.cost.serving.fleet import Instance, simulate_fleet
 from shoal.cost.step_cost.cooling import Cooling, Warmth, fit_cooling
 from shoal.cost.step_cost.fitted import Fitted, Sample
 from shoal.ir import Arrival, Limits

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core.errors import ConfigError
 from shoal.core.random import generator, seed64
-from shoal.cost.forest import Forest, fit_forest
+from shoal.cost.gemm.forest import Forest, fit_forest
 
 
 def data(rows: int = 120) -> tuple[np.ndarray, np.ndarray]:

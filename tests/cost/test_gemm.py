@@ -11,9 +11,16 @@ import pytest
 
 from shoal.core.errors import ConfigError, MachineError, StoreError
 from shoal.core.random import generator
-from shoal.cost.gemm import GemmPredictor, by_rates, fit, grouped_folds, predictor_path, stored
-from shoal.cost.gemm_features import FEATURES, Roofs, features, roofs
-from shoal.cost.gemm_validate import held_out, importance, tile_choices
+from shoal.cost.gemm.features import FEATURES, Roofs, features, roofs
+from shoal.cost.gemm.predictor import (
+    GemmPredictor,
+    by_rates,
+    fit,
+    grouped_folds,
+    predictor_path,
+    stored,
+)
+from shoal.cost.gemm.validate import held_out, importance, tile_choices
 from shoal.ir import Measurement
 from shoal.machine.described import load
 from shoal.machine.probes.gemm import drawn

@@ -10,7 +10,7 @@ from shoal.cost.gpu.network import HOP, all_to_all_s, ring_s, send_s
 from shoal.cost.gpu.spec import Engine, Run, latent_of
 from shoal.cost.gpu.step import block_weights, price
 from shoal.cost.shapes import find
-from shoal.cost.training import estimate
+from shoal.cost.training.step import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, Work
 from shoal.machine.described import load
 

@@ -13,9 +13,9 @@ from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import table
 from shoal.cost import shapes
 from shoal.cost.arithmetic import parameters
-from shoal.cost.longctx import ATTENTION, LongContext, LongModel, Peaks, lengths
-from shoal.cost.longctx_picture import picture
-from shoal.cost.longctx_reductions import (
+from shoal.cost.longctx.peak import ATTENTION, LongContext, LongModel, Peaks, lengths
+from shoal.cost.longctx.picture import picture
+from shoal.cost.longctx.reductions import (
     AXES,
     REDUCTIONS,
     choose,
@@ -23,7 +23,7 @@ from shoal.cost.longctx_reductions import (
     reaching,
     reduced,
 )
-from shoal.cost.longctx_sessions import (
+from shoal.cost.longctx.sessions import (
     PeakCost,
     Sessions,
     host_link_of,
@@ -79,7 +79,7 @@ def test_a_prompts_flops_are_those_of_the_real_model() -> None:
 def test_cache_bytes_are_those_of_the_real_cache() -> None:
     torch = pytest.importorskip("torch")
     from shoal.model.config import ModelConfig
-    from shoal.serve.cache import PagedCache
+    from shoal.serve.cache.paged import PagedCache
 
     config = ModelConfig(
         vocab_size=64,

@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import PlanError
 from shoal.cost import arithmetic
-from shoal.cost.megatron import (
+from shoal.cost.shapes import find
+from shoal.cost.training.megatron import (
     batch_seconds,
     best_microbatch,
     block_activation_bytes,
@@ -16,7 +17,6 @@ from shoal.cost.megatron import (
     tensor_parallel_bytes,
     training_days,
 )
-from shoal.cost.shapes import find
 
 # Table 1 of the paper: billions of parameters, blocks, hidden, batch, devices, TFLOP/s of a
 # device and PFLOP/s of all; vocabulary 51,200 and 2,048 tokens.

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from shoal.core.errors import PlanError
-from shoal.cost.overlap_ladder import ladder
 from shoal.cost.shapes import find
+from shoal.cost.training.overlap_ladder import ladder
 from shoal.ir import Machine, TrainJob, Work
 from shoal.machine.described import load
 

@@ -9,7 +9,13 @@ from typer.testing import CliRunner
 
 from shoal.app.commands.explain import app
 from shoal.core.errors import ConfigError
-from shoal.cost.parscale import PUBLISHED, ParallelLaw, StreamPoint, equal_loss, fit_parscale
+from shoal.cost.scaling.parscale import (
+    PUBLISHED,
+    ParallelLaw,
+    StreamPoint,
+    equal_loss,
+    fit_parscale,
+)
 from shoal.cost.shapes import find
 from shoal.machine.described import load
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import PlanError
-from shoal.cost.pipeline import MachineLinks, Timeline, UniformLinks, simulate
+from shoal.cost.pipeline.simulator import MachineLinks, Timeline, UniformLinks, simulate
 from shoal.ir import Device, Layout, Link, Machine, MemoryTier
 from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule
 from shoal.plan.schedules import SCHEDULES

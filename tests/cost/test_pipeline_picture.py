@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.core.errors import PlanError
-from shoal.cost.pipeline import Timeline, simulate
-from shoal.cost.pipeline_picture import Picture, page, svg
-from shoal.cost.pipeline_text import lines
-from shoal.cost.pipeline_trace import trace
+from shoal.cost.pipeline.picture import Picture, page, svg
+from shoal.cost.pipeline.simulator import Timeline, simulate
+from shoal.cost.pipeline.text import lines
+from shoal.cost.pipeline.trace import trace
 from shoal.ir.schedule import Event, Op, OpCosts
 from shoal.plan.schedules import SCHEDULES
 from shoal.plan.schedules.vocab import with_vocabulary

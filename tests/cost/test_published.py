@@ -27,7 +27,7 @@ from shoal.cost.published.serving_calibration import (
     serving_calibration_for,
 )
 from shoal.cost.published.serving_scoreboard import score_serving
-from shoal.cost.training import GPU_SPREAD
+from shoal.cost.training.step import GPU_SPREAD
 
 
 def row(name):

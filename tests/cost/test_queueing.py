@@ -11,8 +11,8 @@ import pytest
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.cost.queueing import md1_ttft, md1_ttft_inter, md1_ttft_intra
-from shoal.cost.serve_fleet import Instance, simulate_fleet
+from shoal.cost.serving.fleet import Instance, simulate_fleet
+from shoal.cost.serving.queueing import md1_ttft, md1_ttft_inter, md1_ttft_intra
 from shoal.ir import Arrival, Limits
 from shoal.plan.batching.dispatch import LeastLoaded
 

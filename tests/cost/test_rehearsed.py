@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import ConfigError
-from shoal.cost.rehearsed import Parts, Rehearsed, events
+from shoal.cost.price.rehearsed import Parts, Rehearsed, events
 from shoal.cost.shapes import find
-from shoal.cost.training import Pricer, estimate
+from shoal.cost.training.step import Pricer, estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, Work
 from shoal.ir.machine import Measurement
 from shoal.machine import PROBES

@@ -8,8 +8,8 @@ import pytest
 
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
-from shoal.cost.serve_fleet import Instance, Wire, attainment, simulate_fleet
-from shoal.cost.serve_sim import Served, simulate
+from shoal.cost.serving.fleet import Instance, Wire, attainment, simulate_fleet
+from shoal.cost.serving.simulator import Served, simulate
 from shoal.cost.step_cost.fitted import Fitted, Sample
 from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine, fit_phased
 from shoal.ir import Arrival, Limits

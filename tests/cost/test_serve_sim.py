@@ -12,7 +12,7 @@ import pytest
 from shoal.core.errors import ConfigError, ServeError
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.cost.serve_sim import (
+from shoal.cost.serving.simulator import (
     Predicted,
     Served,
     Simulation,

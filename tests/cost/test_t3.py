@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from shoal.app.commands.explain import app
 from shoal.core.errors import ConfigError
-from shoal.cost.t3 import (
+from shoal.cost.t3.sublayers import (
     MODELS,
     Device,
     Product,

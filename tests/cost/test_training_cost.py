@@ -3,11 +3,11 @@ import math
 import pytest
 
 from shoal.core.errors import MachineError, PlanError
-from shoal.cost.collectives import all_reduce_s, gather_s
-from shoal.cost.rates import Curve, Rates
+from shoal.cost.price.collectives import all_reduce_s, gather_s
+from shoal.cost.price.rates import Curve, Rates
 from shoal.cost.shapes import find
-from shoal.cost.training import Pricer, estimate
-from shoal.cost.training_totals import steps_of
+from shoal.cost.training.step import Pricer, estimate
+from shoal.cost.training.totals import steps_of
 from shoal.ir import Device, Link, Machine, Measurement, MemoryTier, Parallel, TrainJob, Work
 
 

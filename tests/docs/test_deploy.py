@@ -51,8 +51,8 @@ def test_the_dashboard_is_generated():
 
 def test_every_metric_of_the_dashboard_exists():
     pytest.importorskip("prometheus_client")
-    from shoal.serve.metrics import METRICS
-    from shoal.serve.router_metrics import ROUTER_METRICS
+    from shoal.serve.cluster.router_metrics import ROUTER_METRICS
+    from shoal.serve.http.metrics import METRICS
 
     queries = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
     queries += [one["query"] for one in dashboard()["templating"]["list"]]

@@ -11,13 +11,13 @@ from docs_pages import DOCS, ROOT
 
 pytest.importorskip("fastapi")
 
-from shoal.serve import openai
-from shoal.serve.api import ROUTES, create_app
-from shoal.serve.errors import TYPES
-from shoal.serve.limits import HttpLimits
-from shoal.serve.metrics import METRICS
-from shoal.serve.openapi import document
-from shoal.serve.router_metrics import ROUTER_METRICS
+from shoal.serve.cluster.router_metrics import ROUTER_METRICS
+from shoal.serve.http import openai
+from shoal.serve.http.api import ROUTES, create_app
+from shoal.serve.http.errors import TYPES
+from shoal.serve.http.limits import HttpLimits
+from shoal.serve.http.metrics import METRICS
+from shoal.serve.http.openapi import document
 
 TEXT = (DOCS / "reference" / "http.md").read_text()
 SERVE = ROOT / "src" / "shoal" / "serve"
@@ -32,7 +32,7 @@ def section(title: str) -> str:
 def arguments(method: str) -> set[str]:
     """First arguments of all calls of ``x.method("...")`` in the reader of requests."""
     found = set()
-    trees = [ast.parse(path.read_text()) for path in sorted(SERVE.glob("*.py"))]
+    trees = [ast.parse(path.read_text()) for path in sorted(SERVE.rglob("*.py"))]
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             first = node.args[0] if node.args else None
@@ -47,7 +47,7 @@ FIELDS = set().union(*(arguments(name) for name in ("get", "integer", "number", 
 
 def codes() -> set[str]:
     found = set()
-    for path in sorted(SERVE.glob("*.py")):
+    for path in sorted(SERVE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "code":
                 words = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
@@ -112,8 +112,8 @@ def test_every_metric(name: str) -> None:
 
 def test_the_list_of_metrics_is_whole() -> None:
     from shoal.ir import ServeJob
-    from shoal.serve.client import EngineClient
-    from shoal.serve.metrics import Metrics
+    from shoal.serve.engine.client import EngineClient
+    from shoal.serve.http.metrics import Metrics
 
     text = Metrics(EngineClient(ServeJob(model=".")), "tiny").text().decode()
     shown = set(re.findall(r"^# TYPE (\S+) ", text, re.M))

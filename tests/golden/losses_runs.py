@@ -29,8 +29,8 @@ from shoal.ir.drafting import DrafterJob
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
 from shoal.parallel.check import Fresh
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
-from shoal.parallel.thread_comm import run_ranks
 from shoal.train import loop, qat
 from shoal.train.drafters import protocols as drafting
 from shoal.train.drafters.execute import train_steps

@@ -19,8 +19,8 @@ from shoal.core.errors import ServeError
 from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, ServeJob
 from shoal.model.config import ModelConfig
-from shoal.serve.build import engine_of
-from shoal.serve.grammar import grammar_of
+from shoal.serve.engine.build import engine_of
+from shoal.serve.text.grammar import grammar_of
 
 VOCAB, END = 257, 0
 BASE = {

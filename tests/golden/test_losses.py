@@ -16,7 +16,7 @@ from losses_runs import draft, rounded, routers, simple, together, train  # noqa
 from recorded import HERE, settle  # noqa: E402
 
 from shoal.core.parts import table  # noqa: E402
-from shoal.parallel.processes import run_processes  # noqa: E402
+from shoal.parallel.comm.processes import run_processes  # noqa: E402
 
 pytestmark = [pytest.mark.slow]
 

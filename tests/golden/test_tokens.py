@@ -43,7 +43,7 @@ from shoal.kernel import dispatch  # noqa: E402
 from shoal.kernel.calls import Linear  # noqa: E402
 from shoal.kernel.dispatch import kernels_of  # noqa: E402
 from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
-from shoal.serve.build import prepare  # noqa: E402
+from shoal.serve.engine.build import prepare  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4  # of log probabilities in fp32, on another kind of CPU
@@ -67,8 +67,8 @@ def steady(monkeypatch):
     torch.set_num_threads(1)
     costs = RowCosts(rows=(1, 64), seconds_of=(1.0, 2.0))
     monkeypatch.setattr("shoal.serve.decode.build.measure_costs", lambda *_: costs)
-    monkeypatch.setattr("shoal.serve.decode.prompted._paying", lambda *_: 16)
-    monkeypatch.setattr("shoal.serve.host.ThreadPoolExecutor", InPlace)
+    monkeypatch.setattr("shoal.serve.decode.heads.prompted._paying", lambda *_: 16)
+    monkeypatch.setattr("shoal.serve.cache.host.ThreadPoolExecutor", InPlace)
     monkeypatch.setattr(dispatch, "_remembered", cpp_first())
     yield
     torch.set_num_threads(before)
@@ -143,9 +143,9 @@ class Lending:
     """Instances in this process that lend each other memory, as one engine."""
 
     def __init__(self, directory, sockets):
-        from shoal.plan.batching.ledger import Ledger
-        from shoal.serve.distkv import EvenCost
-        from shoal.serve.distkv_instance import Instance
+        from shoal.plan.batching.cache.ledger import Ledger
+        from shoal.serve.cluster.distkv import EvenCost
+        from shoal.serve.cluster.distkv_instance import Instance
 
         job = {
             "model": str(directory), "kv": {"name": "distributed", "instances": 3, "block_size": 8},
@@ -499,7 +499,7 @@ def test_ranks(row, home):
 
 @pytest.mark.multi
 def test_ranks_that_are_processes(home):
-    from shoal.serve.workers import ranked_engine
+    from shoal.serve.ranks.workers import ranked_engine
 
     job = {
         "model": str(home / "target"), "kv_tokens": 4096, "threads": 1, "max_running": 16,
@@ -530,7 +530,7 @@ class Apart:
 
 @pytest.mark.multi
 def test_phases(home):
-    from shoal.serve.disagg import DisaggEngine
+    from shoal.serve.cluster.disagg import DisaggEngine
 
     job = {
         "model": str(home / "target"), "kv_tokens": 512, "threads": 1, "max_running": 8,

@@ -14,7 +14,7 @@ from shoal.kernel.dispatch import candidates, dispatch
 from shoal.kernel.rnn.autograd import rnn
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import FUNCTIONS
-from shoal.plan.tiles import Facts
+from shoal.plan.constrint.tiles import Facts
 
 FAST = ("fused", "alternating")
 each_function = pytest.mark.parametrize("name", list(FUNCTIONS))

@@ -12,10 +12,10 @@ from shoal.core.parts import table
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, assemble, tokens
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.rows import Rows
 from shoal.train.protocols import UpdatesEarly
 
 BUDGETS = {"device_budget": "8MiB", "host_budget": "64MiB"}

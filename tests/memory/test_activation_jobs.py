@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.parallel.check import Fresh, assemble, tokens  # noqa: E402
+from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.parallel.engine import Engine  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
-from shoal.parallel.rows import Rows  # noqa: E402
-from shoal.parallel.thread_comm import run_ranks  # noqa: E402
+from shoal.parallel.tensor.rows import Rows  # noqa: E402
 
 MODEL = ModelConfig(
     family="llama",

@@ -12,12 +12,12 @@ import pytest
 import torch
 from offload_runs import config, job
 
-from shoal.memory.mover import Mover, Ticket
+from shoal.memory.tiers.mover import Mover, Ticket
 from shoal.parallel.check import Fresh, tokens
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.rows import Rows
 
 MODEL = config(hidden=128, num_layers=4, head_dim=32, ffn_hidden=512)
 

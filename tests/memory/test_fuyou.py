@@ -24,13 +24,13 @@ from shoal.core.errors import (  # noqa: E402
 )
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Device, Machine, MemoryTier, Work  # noqa: E402
-from shoal.memory.disk import DiskTier  # noqa: E402
-from shoal.memory.fuyou_needs import SLOTS  # noqa: E402
-from shoal.memory.optimizer_process import Order, Place, Setup, Updating  # noqa: E402
-from shoal.memory.replay import Replay, units_of  # noqa: E402
-from shoal.memory.shared import SharedLink, SharedMemory  # noqa: E402
-from shoal.memory.swapping import Swapping  # noqa: E402
-from shoal.memory.tiers import Ring, Tiers  # noqa: E402
+from shoal.memory.activations.replay import Replay, units_of  # noqa: E402
+from shoal.memory.activations.swapping import Swapping  # noqa: E402
+from shoal.memory.fuyou.needs import SLOTS  # noqa: E402
+from shoal.memory.fuyou.optimizer_process import Order, Place, Setup, Updating  # noqa: E402
+from shoal.memory.tiers.disk import DiskTier  # noqa: E402
+from shoal.memory.tiers.places import Ring, Tiers  # noqa: E402
+from shoal.memory.tiers.shared import SharedLink, SharedMemory  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 

@@ -8,10 +8,10 @@ from shoal.core.errors import ConfigError, TierFullError
 
 torch = pytest.importorskip("torch")
 
-from shoal.memory.interleaved import Interleaved, Workers  # noqa: E402
-from shoal.memory.mover import EmulatedLink  # noqa: E402
-from shoal.memory.tier import MemoryTier  # noqa: E402
-from shoal.plan.stride import HOST_ONLY, Pattern  # noqa: E402
+from shoal.memory.offload.interleaved import Interleaved, Workers  # noqa: E402
+from shoal.memory.tiers.mover import EmulatedLink  # noqa: E402
+from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
+from shoal.plan.memory.stride import HOST_ONLY, Pattern  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 
 MIB = 2**20

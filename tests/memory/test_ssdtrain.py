@@ -23,11 +23,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from shoal.memory.device import DeviceScope  # noqa: E402
-from shoal.memory.records import Handle, ScopeTimes, choose_cut  # noqa: E402
-from shoal.memory.ssdtrain import SSDTrain, lifetime_years  # noqa: E402
-from shoal.memory.superpipeline import wrap  # noqa: E402
-from shoal.memory.tier import MemoryTier  # noqa: E402
+from shoal.memory.activations.records import Handle, ScopeTimes, choose_cut  # noqa: E402
+from shoal.memory.activations.ssdtrain import SSDTrain, lifetime_years  # noqa: E402
+from shoal.memory.streaming.superpipeline import wrap  # noqa: E402
+from shoal.memory.tiers.device import DeviceScope  # noqa: E402
+from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
 
 WIDTH = 32
 

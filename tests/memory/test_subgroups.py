@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError  # noqa: E402
-from shoal.memory.build import Wanted, offloaded  # noqa: E402
-from shoal.memory.mover import EmulatedLink  # noqa: E402
-from shoal.memory.tiers import Tiers  # noqa: E402
+from shoal.memory.streaming.build import Wanted, offloaded  # noqa: E402
+from shoal.memory.tiers.mover import EmulatedLink  # noqa: E402
+from shoal.memory.tiers.places import Tiers  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 
 ALONE = SimpleNamespace(world=1, rank=0)

@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from shoal.memory.chain import find_chain  # noqa: E402
-from shoal.memory.device import DeviceScope  # noqa: E402
-from shoal.memory.slide import Slide, choose, rehearse, sweep  # noqa: E402
-from shoal.memory.superpipeline import wrap  # noqa: E402
-from shoal.memory.tier import ALIGNMENT, MemoryTier  # noqa: E402
+from shoal.memory.streaming.chain import find_chain  # noqa: E402
+from shoal.memory.streaming.slide import Slide, choose, rehearse, sweep  # noqa: E402
+from shoal.memory.streaming.superpipeline import wrap  # noqa: E402
+from shoal.memory.tiers.device import DeviceScope  # noqa: E402
+from shoal.memory.tiers.tier import ALIGNMENT, MemoryTier  # noqa: E402
 
 MIB = 2**20
 WIDTH = 16

@@ -15,10 +15,10 @@ from shoal.core.errors import ConfigError, DeviceMemoryError, MachineError, Tier
 torch = pytest.importorskip("torch")
 
 from shoal.core.sizes import bytes_of, human_bytes  # noqa: E402
-from shoal.memory.device import DeviceScope  # noqa: E402
-from shoal.memory.disk import SECTOR, DiskTier, staging  # noqa: E402
-from shoal.memory.mover import EmulatedLink, Mover  # noqa: E402
-from shoal.memory.tier import ALIGNMENT, Ledger, MemoryTier  # noqa: E402
+from shoal.memory.tiers.device import DeviceScope  # noqa: E402
+from shoal.memory.tiers.disk import SECTOR, DiskTier, staging  # noqa: E402
+from shoal.memory.tiers.mover import EmulatedLink, Mover  # noqa: E402
+from shoal.memory.tiers.tier import ALIGNMENT, Ledger, MemoryTier  # noqa: E402
 
 MIB = 2**20
 

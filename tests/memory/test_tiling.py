@@ -9,13 +9,13 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from shoal.core.errors import ConfigError, TierFullError  # noqa: E402
-from shoal.memory.device import DeviceScope  # noqa: E402
-from shoal.memory.home import Cut  # noqa: E402
-from shoal.memory.initial import init_sharded, part_of  # noqa: E402
-from shoal.memory.tier import MemoryTier  # noqa: E402
-from shoal.memory.tiling import TiledLinear, tile  # noqa: E402
-from shoal.memory.zero_infinity import ZeroInfinity  # noqa: E402
-from shoal.parallel.thread_comm import run_ranks  # noqa: E402
+from shoal.memory.offload.zero_infinity import ZeroInfinity  # noqa: E402
+from shoal.memory.streaming.initial import init_sharded, part_of  # noqa: E402
+from shoal.memory.streaming.tiling import TiledLinear, tile  # noqa: E402
+from shoal.memory.tiers.device import DeviceScope  # noqa: E402
+from shoal.memory.tiers.home import Cut  # noqa: E402
+from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
+from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 
 MIB = 2**20

@@ -11,10 +11,10 @@ from offload_runs import config, job
 
 from shoal.core.parts import table
 from shoal.parallel.check import Fresh, tokens
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.rows import Rows
 from shoal.train.protocols import UpdatesEarly
 
 MODEL = config(num_layers=2)

@@ -16,8 +16,8 @@ from shoal.core.errors import (  # noqa: E402
 )
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Device, Machine, MemoryTier, Work  # noqa: E402
-from shoal.memory.stream import Stream  # noqa: E402
-from shoal.memory.trace import Trace  # noqa: E402
+from shoal.memory.streaming.stream import Stream  # noqa: E402
+from shoal.memory.streaming.trace import Trace  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 
 

@@ -18,8 +18,8 @@ from shoal.model.attention import KVCache, attend  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.rope import tables  # noqa: E402
 from shoal.model.transformer import Transformer  # noqa: E402
-from shoal.parallel.block import local_config  # noqa: E402
-from shoal.parallel.slices import slices, take  # noqa: E402
+from shoal.parallel.tensor.block import local_config  # noqa: E402
+from shoal.parallel.tensor.slices import slices, take  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
 

@@ -28,7 +28,7 @@ from shoal.model.duo import (  # noqa: E402
     router_loss,
 )
 from shoal.model.transformer import Transformer  # noqa: E402
-from shoal.parallel.slices import whole_shapes  # noqa: E402
+from shoal.parallel.tensor.slices import whole_shapes  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
 LAYERS = 3

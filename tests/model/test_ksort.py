@@ -136,8 +136,8 @@ def test_report(config, make):
 
 def test_served_from_pages_of_block_floats(config, make):
     """Sorted keys through a paged cache and its attention: the logits of the plain model."""
-    from shoal.serve.attention import Context, PagedAttention
-    from shoal.serve.cache import PagedCache
+    from shoal.serve.cache.attention import Context, PagedAttention
+    from shoal.serve.cache.paged import PagedCache
 
     model, ids = make(config), tokens(config)
     form = kv_format("bfp16-b16")

@@ -22,7 +22,7 @@ from shoal.model.parscale import Aggregate, causal, use  # noqa: E402
 from shoal.model.rope import tables  # noqa: E402
 from shoal.model.transformer import Transformer  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
-from shoal.parallel.slices import whole_shapes  # noqa: E402
+from shoal.parallel.tensor.slices import whole_shapes  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
 

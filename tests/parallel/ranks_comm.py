@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from shoal.core.errors import ConfigError, RankError
 from shoal.core.meter import Meter
 from shoal.ir import Parallel
-from shoal.parallel.agree import agree
-from shoal.parallel.comm import TorchComm
-from shoal.parallel.ranks import ranks_of
+from shoal.parallel.comm.agree import agree
+from shoal.parallel.comm.collectives import TorchComm
+from shoal.parallel.comm.ranks import ranks_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 

@@ -9,11 +9,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.ir.placement import Partial, every_placement, show_placement
-from shoal.parallel.dtensor import from_dtensor, from_torch, to_dtensor, to_torch
-from shoal.parallel.placement import RankMesh, to_global
+from shoal.parallel.placed.dtensor import from_dtensor, from_torch, to_dtensor, to_torch
+from shoal.parallel.placed.placement import RankMesh, to_global
 
 if TYPE_CHECKING:
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
 
 
 def redistribute(comm: TorchComm, sizes: list[int], shape: list[int]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.parallel.gpipe import Save, Use, gpipe
+from shoal.parallel.pipeline.gpipe import Save, Use, gpipe
 from shoal.parallel.protocols import Comm
 
 

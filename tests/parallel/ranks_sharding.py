@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.core.meter import Meter
 from shoal.core.parts import table
-from shoal.parallel.comm import TorchComm
+from shoal.parallel.comm.collectives import TorchComm
 from shoal.parallel.protocols import Comm
 
 

@@ -9,10 +9,9 @@ import torch
 
 from shoal.core.errors import RankError
 from shoal.core.meter import Meter
-from shoal.parallel import mailboxes, shared_memory
-from shoal.parallel.comm import TorchComm
-from shoal.parallel.mailboxes import Mailboxes
-from shoal.parallel.shared_memory import SharedMemory
+from shoal.parallel.comm.collectives import TorchComm, mailboxes, shared_memory
+from shoal.parallel.comm.mailboxes import Mailboxes
+from shoal.parallel.comm.shared_memory import SharedMemory
 
 # Small slots, so that a tensor takes several turns of both sets; and small rings, so that
 # messages meet their ends, fill them, and are too large for them.

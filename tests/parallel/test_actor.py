@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import PlanError, RankError
-from shoal.parallel.actor import ActorGraph, prefetch
-from shoal.parallel.actor_link import Inlet, Outlet
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
+from shoal.parallel.pipeline.actor import ActorGraph, prefetch
+from shoal.parallel.pipeline.actor_link import Inlet, Outlet
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -15,7 +15,7 @@ from shoal.parallel.autotp.auto import discover, full_state, split_model
 from shoal.parallel.autotp.families import FAMILIES, example, from_config, read_config
 from shoal.parallel.autotp.shapes import AutoSplit
 from shoal.parallel.autotp.split import part_of, whole_of
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.comm.threads import run_ranks
 
 
 @pytest.fixture(autouse=True)

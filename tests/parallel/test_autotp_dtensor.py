@@ -12,7 +12,7 @@ from shoal.core.errors import PlanError
 from shoal.parallel.autotp.auto import discover
 from shoal.parallel.autotp.dtensor import torch_styles
 from shoal.parallel.autotp.families import FAMILIES, example, from_config
-from shoal.parallel.processes import run_processes
+from shoal.parallel.comm.processes import run_processes
 
 
 def llama() -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.core.errors import ConfigError, RankError
 from shoal.ir import Parallel
-from shoal.parallel.bootstrap import Counted, Group, bootstrap, groups_of
+from shoal.parallel.comm.bootstrap import Counted, Group, bootstrap, groups_of
 
 
 def counted(world: int, *, everyone: bool) -> Counted:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
-from shoal.parallel.comm import TorchComm
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.comm.collectives import TorchComm
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 Tensors = dict[str, torch.Tensor]
 

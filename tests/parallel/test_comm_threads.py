@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError, PlanError, RankError
 from shoal.core.meter import Meter
 from shoal.ir import Parallel
-from shoal.parallel.agree import agree
-from shoal.parallel.ranks import ranks_of
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.comm.agree import agree
+from shoal.parallel.comm.ranks import ranks_of
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
-from shoal.parallel.compress import gather_packed, pack, reduce_scatter_packed, unpack
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
-from shoal.parallel.wire import BLOCK, packed_bytes
+from shoal.parallel.comm.compress import gather_packed, pack, reduce_scatter_packed, unpack
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
+from shoal.parallel.comm.wire import BLOCK, packed_bytes
 
 
 def scales(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 PARTS: dict[str, Any] = {
     "zigzag": "zigzag",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
+from shoal.parallel.comm.links import LinkComm, Links, run_linked
 from shoal.parallel.context.run.block import Total, backward_block
-from shoal.parallel.link_comm import LinkComm, Links, run_linked
 
 WORLD, LENGTH, HEADS, DIM = 4, 32, 2, 8
 CHUNK = 4 * LENGTH // WORLD * HEADS * DIM  # bytes of the queries of a rank in fp32

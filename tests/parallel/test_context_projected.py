@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
-from shoal.cost.context_traffic import projected_traffic
+from shoal.cost.context.traffic import projected_traffic
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.context.projected import linformer, projected_attention
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
 
 
 def _inputs(length: int, rows: int) -> list[Tensor]:

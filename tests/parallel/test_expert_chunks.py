@@ -12,11 +12,11 @@ from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
 from shoal.ir import Parallel
 from shoal.parallel.check import same_as_one
+from shoal.parallel.comm.ranks import ranks_of
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.expert.chunked import parts, places
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.legal import check_split
-from shoal.parallel.ranks import ranks_of
-from shoal.parallel.thread_comm import run_ranks
 
 MOE: dict[str, Any] = {"family": "mixtral", "num_experts": 4, "top_k": 2, "num_layers": 2}
 

@@ -11,15 +11,15 @@ from parallel_splits import config, job
 
 from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
-from shoal.cost.expert_hops import by_node, exchange, hops, routed
+from shoal.cost.price.expert_hops import by_node, exchange, hops, routed
 from shoal.ir import Parallel
 from shoal.parallel.check import same_as_one
+from shoal.parallel.comm.ranks import ranks_of
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import TAG
 from shoal.parallel.expert.hierarchy import Hops
 from shoal.parallel.legal import check_split
-from shoal.parallel.ranks import ranks_of
-from shoal.parallel.thread_comm import run_ranks
 
 MOE: dict[str, Any] = {"family": "mixtral", "num_experts": 4, "top_k": 2, "num_layers": 2}
 

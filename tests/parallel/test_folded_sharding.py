@@ -15,17 +15,17 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
 from shoal.cost.arithmetic import embedding_parameters
-from shoal.cost.experts import held_parameters
-from shoal.cost.training import Pricer
+from shoal.cost.price.experts import held_parameters
+from shoal.cost.training.step import Pricer
 from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one, tokens
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
 from shoal.parallel.shard.cost import sharding_estimate
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.rows import Rows
 from shoal.plan.strategy.space import sharding_choices
 
 LAYERS = 2

@@ -13,10 +13,10 @@ from parallel_splits import config, job
 from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
 from shoal.parallel.check import same_as_one
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.expert.copies import copies_of, sent_copies
 from shoal.parallel.expert.lent import TAG, gathered
 from shoal.parallel.legal import check_split
-from shoal.parallel.thread_comm import run_ranks
 from shoal.plan.placement import PLACERS
 from shoal.plan.placement.owners import in_order, only_owners
 from shoal.plan.placement.protocols import Devices

@@ -12,9 +12,9 @@ from torch import nn
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.random import seed64
-from shoal.parallel.gpipe import Pipeline, Save, Use, gpipe, held_bytes
-from shoal.parallel.processes import run_processes
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.comm.processes import run_processes
+from shoal.parallel.comm.threads import run_ranks
+from shoal.parallel.pipeline.gpipe import Pipeline, Save, Use, gpipe, held_bytes
 
 WIDTH, CLASSES, BATCH = 6, 5, 11
 

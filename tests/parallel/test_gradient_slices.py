@@ -12,16 +12,16 @@ import torch
 from parallel_splits import config, job
 
 from shoal.core.errors import PlanError, RankError
-from shoal.cost.gradient_slices import hidden_bytes
-from shoal.cost.training import Pricer
+from shoal.cost.training.gradient_slices import hidden_bytes
+from shoal.cost.training.step import Pricer
 from shoal.ir import Work
 from shoal.machine.described import load
 from shoal.parallel.check import Fresh, same_as_one
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
 from shoal.parallel.shard.replicated import ReplicatedModel
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.tensor.rows import Rows
 
 MOE: dict[str, Any] = {"family": "mixtral", "num_experts": 4, "top_k": 2, "num_layers": 3}
 SPLIT: dict[str, Any] = {"dp": 2, "ep": 2, "expert_chunks": [3, 2]}

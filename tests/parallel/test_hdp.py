@@ -16,11 +16,11 @@ from parallel_splits import config, job
 from shoal.core.errors import PlanError
 from shoal.ir import TrainJob
 from shoal.parallel.check import same_as_one, tokens
+from shoal.parallel.comm.threads import ThreadComm
 from shoal.parallel.hdp.runtime import HybridRuntime, sequences_of
 from shoal.parallel.hdp.slices import Segment, segments, shares
 from shoal.parallel.legal import check_split
-from shoal.parallel.thread_comm import ThreadComm
-from shoal.plan.balance.sequences import Assignment, MicroStep
+from shoal.plan.balance.sequences.assignment import Assignment, MicroStep
 
 
 @pytest.fixture(autouse=True)

@@ -10,21 +10,21 @@ import torch
 from parallel_splits import config, job
 
 from shoal.core.errors import ConfigError, PlanError
-from shoal.cost.sequences import SequenceCost
+from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import TrainJob
-from shoal.memory import away
+from shoal.memory.activations import away
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one, tokens
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.hdp.offload import HostShare
 from shoal.parallel.hdp.runtime import HybridRuntime, sequences_of
 from shoal.parallel.hdp.slices import shares
 from shoal.parallel.legal import check_split
 from shoal.parallel.shard.units import units
-from shoal.parallel.thread_comm import run_ranks
-from shoal.plan.balance.bytescale import ByteScale
-from shoal.plan.balance.predicted import predict
-from shoal.plan.balance.sequences import Assignment, MicroStep
+from shoal.plan.balance.sequences.assignment import Assignment, MicroStep
+from shoal.plan.balance.sequences.bytescale import ByteScale
+from shoal.plan.balance.sequences.predicted import predict
 
 LENGTH = 64
 

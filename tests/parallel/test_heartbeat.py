@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from shoal.parallel.heartbeat import Beat, Heartbeat, blame
+from shoal.parallel.comm.heartbeat import Beat, Heartbeat, blame
 
 
 def test_a_reader_sees_what_the_rank_wrote(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from shoal.ir import Parallel
 from shoal.model.attention import attend
 from shoal.model.ladder import settled
 from shoal.model.rope import tables
-from shoal.parallel.block import SplitBlock
 from shoal.parallel.check import Fresh, same_as_one
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.legal import check_split
-from shoal.parallel.slices import slices, take
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.block import SplitBlock
+from shoal.parallel.tensor.slices import slices, take
 
 
 @pytest.mark.parametrize(

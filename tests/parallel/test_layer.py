@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ModelError  # noqa: E402
 from shoal.model.attention import attend  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.parallel.layer import LayerRanks, cut, meet  # noqa: E402
-from shoal.parallel.thread_comm import run_ranks  # noqa: E402
-from shoal.serve.decode.fuzzy import FuzzyModel  # noqa: E402
+from shoal.parallel.comm.threads import run_ranks  # noqa: E402
+from shoal.parallel.tensor.layer import LayerRanks, cut, meet  # noqa: E402
+from shoal.serve.decode.draft.fuzzy import FuzzyModel  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
 DEEP = {

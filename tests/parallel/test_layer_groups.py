@@ -8,10 +8,10 @@ from parallel_splits import config, job
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.parallel.check import same_as_one
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.measure_passes import Cheap
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.pipeline.measure_passes import Cheap
 
 SOME = [{"blocks": 3, "recompute": "full"}, {"blocks": 5, "recompute": "none"}]
 
@@ -56,7 +56,7 @@ def kept_bytes(recompute, layers=()):
             kept += x.nbytes
             return x
 
-        from shoal.parallel.rows import Rows
+        from shoal.parallel.tensor.rows import Rows
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             mb = engine.microbatches(Rows(tokens, tokens, None, 0, 0), 8)[0]

@@ -20,14 +20,14 @@ from shoal.ir import TrainJob, Work
 from shoal.machine import load
 from shoal.model.attention import Attention
 from shoal.parallel.check import Fresh, same_as_one, tokens
+from shoal.parallel.comm.links import Links, run_linked
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.copies import copies_of, sent_copies
 from shoal.parallel.expert.fssdp import CopiedExperts, lending
 from shoal.parallel.expert.lent import TAG, Ledger, Lent, begun, handed, landed
 from shoal.parallel.legal import check_split
-from shoal.parallel.link_comm import Links, run_linked
-from shoal.parallel.rows import Rows
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.rows import Rows
 from shoal.plan.placement import PLACERS
 from shoal.plan.placement.estimates import budget, hidden_again
 from shoal.plan.placement.owners import in_order, only_owners

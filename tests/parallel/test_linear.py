@@ -7,14 +7,14 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from shoal.parallel.linear import (  # noqa: E402
+from shoal.parallel.comm.threads import run_ranks  # noqa: E402
+from shoal.parallel.tensor.linear import (  # noqa: E402
     ColumnLinear,
     Linear,
     RowLinear,
     WeightGradients,
     grouped,
 )
-from shoal.parallel.thread_comm import run_ranks  # noqa: E402
 
 
 def layer(inputs, outputs, seed=0, bias=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.core.errors import ConfigError, RankError
-from shoal.parallel.link_comm import LinkComm, Links, run_linked
+from shoal.parallel.comm.links import LinkComm, Links, run_linked
 
 LATENCY, BANDWIDTH = 1e-3, 1e6
 MESH = Links(latency_s=LATENCY, bandwidth=BANDWIDTH)

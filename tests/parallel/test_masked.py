@@ -13,11 +13,11 @@ from shoal.core.errors import PlanError
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, compare, on_rank, one_process, same_as_one, tokens
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.masked import layer_routes, masked_backward, same_as_masked, visiting
-from shoal.parallel.rows import Rows
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.pipeline.masked import layer_routes, masked_backward, same_as_masked, visiting
+from shoal.parallel.tensor.rows import Rows
 
 
 @pytest.fixture(autouse=True)

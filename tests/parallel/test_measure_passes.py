@@ -10,11 +10,11 @@ from parallel_splits import config, job
 
 from shoal.core.errors import RankError, ShoalError
 from shoal.ir.schedule import Event, Op
-from shoal.parallel import measure_passes as measured
 from shoal.parallel.check import Fresh
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.measure_passes import (
+from shoal.parallel.pipeline.measure_passes import (
     Alone,
     Cheap,
     batch,
@@ -23,7 +23,7 @@ from shoal.parallel.measure_passes import (
     pass_costs,
     send_times,
 )
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.pipeline import measure_passes as measured
 
 
 @pytest.mark.parametrize(

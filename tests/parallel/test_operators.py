@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.parallel.operators import (  # noqa: E402
+from shoal.parallel.comm.threads import run_ranks  # noqa: E402
+from shoal.parallel.tensor.operators import (  # noqa: E402
     copy_to,
     enter,
     gather_tokens,
@@ -17,7 +18,6 @@ from shoal.parallel.operators import (  # noqa: E402
     reduce_scatter_tokens,
     scatter_tokens,
 )
-from shoal.parallel.thread_comm import run_ranks  # noqa: E402
 
 
 def tensor(seed, rows):

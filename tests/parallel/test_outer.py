@@ -14,14 +14,14 @@ from shoal.core.meter import Meter
 from shoal.core.parts import Choice, table
 from shoal.ir import Parallel
 from shoal.parallel.check import Fresh, _share, tokens
+from shoal.parallel.comm.ranks import ranks_of
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.outer.co2 import CO2
 from shoal.parallel.outer.diloco import DiLoCo
 from shoal.parallel.outer.local_sgd import LocalSGD
 from shoal.parallel.outer.reference import simulate
-from shoal.parallel.ranks import ranks_of
-from shoal.parallel.thread_comm import run_ranks
 
 F64 = torch.float64
 
@@ -462,7 +462,7 @@ def test_auto_must_have_been_planned():
 
 def priced(sync, bandwidth, **changes):
     from shoal.cost.shapes import find
-    from shoal.cost.training import estimate
+    from shoal.cost.training.step import estimate
     from shoal.ir import Device, Link, Machine, MemoryTier, Work
 
     machine = Machine(

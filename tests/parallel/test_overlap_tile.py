@@ -9,10 +9,10 @@ from parallel_splits import config, job
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
 from shoal.parallel.check import same_as_one
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.legal import check_split
-from shoal.parallel.linear import ColumnLinear, RowLinear
 from shoal.parallel.overlap.tile import cut, gathered_product, reduced_product, scattered_product
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.linear import ColumnLinear, RowLinear
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,12 @@ from placed import shares
 from shoal.core.boxes import Box
 from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
-from shoal.cost.boxing import boxing, disjoint_elements
+from shoal.cost.price.boxing import boxing, disjoint_elements
 from shoal.ir.placement import Mesh, every_placement, show_placement
 from shoal.ir.signatures import LINEAR, MONOTONE, NONLINEAR, OPERATIONS, legal, result_shape
-from shoal.parallel.kernels import KERNELS, run
-from shoal.parallel.placement import (
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
+from shoal.parallel.placed.kernels import KERNELS, run
+from shoal.parallel.placed.placement import (
     GlobalTensor,
     RankMesh,
     apply,
@@ -24,9 +25,8 @@ from shoal.parallel.placement import (
     from_local,
     to_global,
 )
-from shoal.parallel.placement_transfer import transfer
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
-from shoal.plan.sbp import Leaf, Node, OpGraph, place
+from shoal.parallel.placed.transfer import transfer
+from shoal.plan.sbp.search import Leaf, Node, OpGraph, place
 
 Case = tuple[str, list[tuple[int, ...]], dict[str, Any]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import ConfigError, DataError, RankError
-from shoal.parallel.processes import run_processes
+from shoal.parallel.comm.processes import run_processes
 
 RANKS = str(Path(__file__).with_name("ranks_processes.py"))
 

@@ -14,12 +14,12 @@ from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.parallel.check import Fresh, assemble, same_as_one, tokens
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert import resharding
 from shoal.parallel.expert.resharding import TAG, Layer, move
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.rows import Rows
 from shoal.plan.placement import PLACERS
 from shoal.plan.placement.owners import in_order, only_owners
 from shoal.train.reshard import switch_engine

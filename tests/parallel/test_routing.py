@@ -13,11 +13,11 @@ from parallel_splits import config, job
 from shoal.core.errors import PlanError
 from shoal.model.routing import StepRouting
 from shoal.parallel.check import Fresh, same_as_one, tokens
+from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.tensor.rows import Rows
 
 MOE: dict[str, Any] = {"family": "mixtral", "num_experts": 4, "top_k": 2, "num_layers": 2}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from parallel_splits import AXES, FOUR, pairs
 
-from shoal.parallel.processes import run_processes
+from shoal.parallel.comm.processes import run_processes
 
 
 @pytest.mark.slow

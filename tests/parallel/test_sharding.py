@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
-from shoal.parallel.comm import TorchComm
+from shoal.parallel.comm.collectives import TorchComm
 from shoal.parallel.shard.zero1 import assign
 
 CHOICES = [

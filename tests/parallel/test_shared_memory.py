@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.parallel import shared_memory
+from shoal.parallel.comm import shared_memory
 
 
 @pytest.mark.multi

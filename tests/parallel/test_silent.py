@@ -10,9 +10,9 @@ import pytest
 
 from shoal.core.errors import MachineError, RankError
 from shoal.machine.emulate import emulate, unavailable
-from shoal.parallel import silent
-from shoal.parallel.processes import run_processes
-from shoal.parallel.silent import SilentLink, said, silent_links
+from shoal.parallel.comm import silent
+from shoal.parallel.comm.processes import run_processes
+from shoal.parallel.comm.silent import SilentLink, said, silent_links
 
 HEAD = (
     "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt uid timeout inode"

@@ -14,7 +14,7 @@ from shoal.core.boxes import Box, uncovered  # noqa: E402
 from shoal.ir.job import Parallel  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.initialise import empty  # noqa: E402
-from shoal.parallel.slices import slices, take, whole_shapes  # noqa: E402
+from shoal.parallel.tensor.slices import slices, take, whole_shapes  # noqa: E402
 
 BASE = {
     "vocab_size": 10,

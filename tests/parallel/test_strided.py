@@ -11,12 +11,12 @@ import torch
 from shoal.core.errors import ConfigError, KernelError, RankError
 from shoal.core.meter import Meter
 from shoal.kernel.strided.method import Grid, MethodModel, Parts
-from shoal.parallel.halo import halo_exchange
-from shoal.parallel.processes import run_processes
+from shoal.parallel.comm.processes import run_processes
+from shoal.parallel.comm.strided import locality, receive, send
+from shoal.parallel.comm.strided_tables import agreed, measure_parts
+from shoal.parallel.comm.threads import run_ranks
+from shoal.parallel.placed.halo import halo_exchange
 from shoal.parallel.protocols import Comm
-from shoal.parallel.strided import locality, receive, send
-from shoal.parallel.strided_tables import agreed, measure_parts
-from shoal.parallel.thread_comm import run_ranks
 
 
 def between(x: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:

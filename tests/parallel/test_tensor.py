@@ -12,11 +12,11 @@ from shoal.ir.job import Parallel  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.dropout import Dropout  # noqa: E402
 from shoal.model.transformer import Transformer  # noqa: E402
-from shoal.parallel.linear import RowLinear, WeightGradients  # noqa: E402
+from shoal.parallel.comm.threads import run_ranks  # noqa: E402
+from shoal.parallel.pipeline.stage import LocalModel, Stage  # noqa: E402
 from shoal.parallel.protocols import MicroBatch, Ranks  # noqa: E402
-from shoal.parallel.slices import slices, take, whole_shapes  # noqa: E402
-from shoal.parallel.stage import LocalModel, Stage  # noqa: E402
-from shoal.parallel.thread_comm import run_ranks  # noqa: E402
+from shoal.parallel.tensor.linear import RowLinear, WeightGradients  # noqa: E402
+from shoal.parallel.tensor.slices import slices, take, whole_shapes  # noqa: E402
 
 BASE = {
     "vocab_size": 37,

@@ -12,19 +12,19 @@ from torch import Tensor
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import Choice, table
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import Pricer
+from shoal.cost.training.step import Pricer
 from shoal.ir import Link, Parallel, Work
 from shoal.machine.described import load
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one, tokens
-from shoal.parallel.compress import pack, unpack
+from shoal.parallel.comm.compress import pack, unpack
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
+from shoal.parallel.comm.wire import packed_bytes
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
 from shoal.parallel.shard.levelled import LevelledModel
 from shoal.parallel.shard.topo3_cost import hops, span
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
-from shoal.parallel.wire import packed_bytes
+from shoal.parallel.tensor.rows import Rows
 from shoal.plan.strategy.space import sharding_choices
 
 LAYERS = 2

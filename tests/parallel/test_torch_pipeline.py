@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from parallel_splits import config, job
 
-from shoal.parallel.processes import run_processes
+from shoal.parallel.comm.processes import run_processes
 
 RANKS = Path(__file__).with_name("ranks_torch_pipeline.py")
 

@@ -16,8 +16,8 @@ from shoal.core.errors import DataError, PlanError
 from shoal.core.meter import Meter
 from shoal.ir.schedule import Op, Schedule
 from shoal.model.config import ModelConfig
-from shoal.parallel.thread_comm import run_ranks
-from shoal.parallel.vocab_passes import VocabShard, padded_vocab, shard_rows
+from shoal.parallel.comm.threads import run_ranks
+from shoal.parallel.vocab.passes import VocabShard, padded_vocab, shard_rows
 from shoal.plan.schedules import SCHEDULES
 from shoal.plan.schedules.vocab import with_vocabulary
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.ir import Limits, Request, SamplingParams, StepResult
-from shoal.plan.batching.ahead import Ahead
+from shoal.plan.batching.schedulers.ahead import Ahead
 
 SCHEDULERS = ("fcfs", "prefill_first", "static", "fair")
 

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, DataError, PlanError
-from shoal.cost.sequences import SequenceCost
+from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import ModelShape
 from shoal.plan.balance import ASSIGNERS
-from shoal.plan.balance.buckets import bucketed
-from shoal.plan.balance.bytescale import ByteScale
-from shoal.plan.balance.fill import best_fit
-from shoal.plan.balance.flexsp import FlexSP, best_homogeneous
-from shoal.plan.balance.groups import Pool, homogeneous, searched, solved
-from shoal.plan.balance.lengths import read_lengths
-from shoal.plan.balance.packed import Packed
-from shoal.plan.balance.picture import draw
-from shoal.plan.balance.predicted import predict
-from shoal.plan.balance.sequences import Assignment, MicroStep
+from shoal.plan.balance.sequences.assignment import Assignment, MicroStep
+from shoal.plan.balance.sequences.buckets import bucketed
+from shoal.plan.balance.sequences.bytescale import ByteScale
+from shoal.plan.balance.sequences.fill import best_fit
+from shoal.plan.balance.sequences.flexsp import FlexSP, best_homogeneous
+from shoal.plan.balance.sequences.groups import Pool, homogeneous, searched, solved
+from shoal.plan.balance.sequences.lengths import read_lengths
+from shoal.plan.balance.sequences.packed import Packed
+from shoal.plan.balance.sequences.picture import draw
+from shoal.plan.balance.sequences.predicted import predict
 
 SHAPE = ModelShape(
     name="small",

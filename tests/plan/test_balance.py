@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
-from shoal.plan.balance.prefix_aware import PrefixAware
-from shoal.plan.balance.prefixes import Prefixes, chain
+from shoal.plan.balance.replicas.prefix_aware import PrefixAware
+from shoal.plan.balance.replicas.prefixes import Prefixes, chain
 
 PROMPTS = st.one_of(st.text("ab", max_size=60), st.lists(st.integers(0, 1), max_size=60))
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError, ServeError
 from shoal.ir import Chunk, KVManager, Limits, Output, Request, SamplingParams, Step, StepResult
 from shoal.plan.batching import KV_MANAGERS, SCHEDULERS
-from shoal.plan.batching.contiguous import Contiguous, ContiguousRuns
-from shoal.plan.batching.fcfs import Fcfs, FcfsScheduler
-from shoal.plan.batching.paged import Paged, PagedBlocks
+from shoal.plan.batching.cache.contiguous import Contiguous, ContiguousRuns
+from shoal.plan.batching.cache.paged import Paged, PagedBlocks
+from shoal.plan.batching.schedulers.fcfs import Fcfs, FcfsScheduler
 
 LIMITS = Limits(max_running=4, max_step_tokens=16, max_position=64)
 BOTH_KV = pytest.mark.parametrize("kv", ["paged", "contiguous"])

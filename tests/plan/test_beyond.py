@@ -9,7 +9,7 @@ from shoal.app.commands.plan import app
 from shoal.core.errors import ConfigError, PlanError, ShoalError
 from shoal.core.parts import Choice, table
 from shoal.cost.shapes import find
-from shoal.cost.training import estimate
+from shoal.cost.training.step import estimate
 from shoal.ir import Device, Machine, MemoryTier, TrainJob, TrainPlan, Work
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS

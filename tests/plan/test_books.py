@@ -186,6 +186,6 @@ def test_ten_thousand_random_operations(names: tuple[str, str, str]) -> None:
 
 def test_the_oracle_sees_a_shared_block_that_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were nobody to copy, a token would be overwritten or a block have two writers."""
-    monkeypatch.setattr("shoal.plan.batching.paged.PagedBlocks.copies", lambda self: ())
+    monkeypatch.setattr("shoal.plan.batching.cache.paged.PagedBlocks.copies", lambda self: ())
     with pytest.raises(AssertionError):
         operations(("fcfs", "paged", "recompute"), 4000)

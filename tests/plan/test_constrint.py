@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, PlanError
-from shoal.plan.constrint import UnsatisfiableError, brute_force, parse, solve
-from shoal.plan.tiles import Facts, LinearShape, RecurrenceShape, tiling
+from shoal.plan.constrint.solve import UnsatisfiableError, brute_force, parse, solve
+from shoal.plan.constrint.tiles import Facts, LinearShape, RecurrenceShape, tiling
 
 NAMES = ("a", "b", "c")
 

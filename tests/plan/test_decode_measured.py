@@ -9,7 +9,7 @@ from shoal.core.files import shoal_home
 from shoal.core.parts import Choice
 from shoal.ir import ServeJob
 from shoal.machine.described import load
-from shoal.plan.decode_measured import (
+from shoal.plan.serving.decode_measured import (
     MeasuredRow,
     MeasuredTable,
     decoding_notes,

@@ -11,8 +11,8 @@ import yaml
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import table
-from shoal.cost.serve_fleet import Instance, simulate_fleet
-from shoal.cost.serve_sim import Served
+from shoal.cost.serving.fleet import Instance, simulate_fleet
+from shoal.cost.serving.simulator import Served
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine
 from shoal.ir import (
@@ -28,9 +28,9 @@ from shoal.ir import (
 )
 from shoal.machine.described import load
 from shoal.plan.batching.dispatch import LeastLoaded
-from shoal.plan.disagg import GoodputReport, drifted, plan_goodput
 from shoal.plan.emit import EMITTERS
-from shoal.plan.goodput import Goodput, Slo, poisson, replicas
+from shoal.plan.serving.disagg import GoodputReport, drifted, plan_goodput
+from shoal.plan.serving.goodput import Goodput, Slo, poisson, replicas
 
 LIMITS = Limits(max_running=4, max_step_tokens=16, max_position=64)
 COST = Phased(

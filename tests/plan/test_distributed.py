@@ -11,7 +11,7 @@ from shoal.core.errors import ConfigError, ServeError
 from shoal.core.parts import table
 from shoal.cost.step_cost.lent import Lent
 from shoal.ir import Arrival, Limits, Request, SamplingParams
-from shoal.plan.batching.distributed import (
+from shoal.plan.batching.cache.distributed import (
     UNBACKED,
     Distributed,
     DistributedBlocks,
@@ -19,9 +19,9 @@ from shoal.plan.batching.distributed import (
     place_of,
     reference,
 )
-from shoal.plan.batching.fcfs import Fcfs
-from shoal.plan.batching.ledger import Beat, Debt, Ledger, throughput
-from shoal.plan.lending import simulate_lending
+from shoal.plan.batching.cache.ledger import Beat, Debt, Ledger, throughput
+from shoal.plan.batching.schedulers.fcfs import Fcfs
+from shoal.plan.serving.lending import simulate_lending
 
 SIZE = 4
 

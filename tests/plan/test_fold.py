@@ -8,14 +8,14 @@ import pytest
 
 from shoal.core.errors import PlanError
 from shoal.cost.arithmetic import expert_parameters, parameters
-from shoal.cost.expert_hops import exchange, routed
-from shoal.cost.experts import held_parameters
+from shoal.cost.price.expert_hops import exchange, routed
+from shoal.cost.price.experts import held_parameters
 from shoal.cost.shapes import find
-from shoal.cost.training import estimate
+from shoal.cost.training.step import estimate
 from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
-from shoal.plan.fold import folds
-from shoal.plan.fold_picture import grids
+from shoal.plan.experts.fold import folds
+from shoal.plan.experts.fold_picture import grids
 
 MODEL = "Mixtral-8x7B-v0.1"
 

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.core.errors import ConfigError, ServeError
 from shoal.core.parts import table
-from shoal.cost.serve_sim import simulate
+from shoal.cost.serving.simulator import simulate
 from shoal.cost.step_cost.fitted import Fitted
 from shoal.ir import (
     Arrival,
@@ -23,8 +23,8 @@ from shoal.ir import (
     Step,
     StepResult,
 )
-from shoal.plan.batching.slots import SlotBooks, Slots
-from shoal.plan.batching.temporal_fusion import FusedScheduler, TemporalFusion
+from shoal.plan.batching.cache.slots import SlotBooks, Slots
+from shoal.plan.batching.schedulers.temporal_fusion import FusedScheduler, TemporalFusion
 
 SIZE, LENGTH = 2, 24
 LIMITS = Limits(max_running=6, max_step_tokens=12, max_position=64)

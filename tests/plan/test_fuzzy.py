@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import ConfigError
-from shoal.plan.fuzzy import draft_step_s, even_groups, search, spans
+from shoal.plan.trees.fuzzy import draft_step_s, even_groups, search, spans
 
 
 def test_even_groups_leave_the_ends_alone():

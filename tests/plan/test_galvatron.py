@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from shoal.core.errors import ConfigError, PlanError
-from shoal.cost.layer_plan import estimate_layers, seconds_of
-from shoal.cost.layers import Layer, layers_of
-from shoal.cost.layerwise import LayerPricer
 from shoal.cost.shapes import find
-from shoal.cost.training import estimate
+from shoal.cost.training.layer_plan import estimate_layers, seconds_of
+from shoal.cost.training.layers import Layer, layers_of
+from shoal.cost.training.layerwise import LayerPricer
+from shoal.cost.training.step import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Work
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS

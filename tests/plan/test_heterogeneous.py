@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from shoal.core.errors import ConfigError, PlanError
-from shoal.plan.heterogeneous import DraftOption, Heterogeneous
+from shoal.plan.serving.heterogeneous import DraftOption, Heterogeneous
 from shoal.plan.trees.drafting import RowCosts
 
 SHALLOW = DraftOption(layers=1, nbytes=100, level_s=0.1, right=((0.6, 0.2), (0.4, 0.1)))

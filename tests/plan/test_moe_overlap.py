@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 
 from shoal.app.cli import app
 from shoal.core.errors import PlanError
-from shoal.cost.expert_hops import hops
-from shoal.cost.moe_makespan import gained_s, makespan
-from shoal.cost.moe_tasks import Layer, Line, Pass, Task, fitted, layer_of, passes
+from shoal.cost.price.expert_hops import hops
 from shoal.cost.shapes import find
-from shoal.cost.training import Pricer
+from shoal.cost.training.moe_makespan import gained_s, makespan
+from shoal.cost.training.moe_tasks import Layer, Line, Pass, Task, fitted, layer_of, passes
+from shoal.cost.training.step import Pricer
 from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
 from shoal.parallel.legal import check_split
-from shoal.plan.moe_gradients import partition
-from shoal.plan.moe_overlap import (
+from shoal.plan.experts.moe_gradients import partition
+from shoal.plan.experts.moe_overlap import (
     STREAMS,
     cases,
     choose,
@@ -30,8 +30,8 @@ from shoal.plan.moe_overlap import (
     schedule,
     timeline,
 )
-from shoal.plan.moe_overlap_picture import streams
-from shoal.plan.moe_step import planned
+from shoal.plan.experts.moe_overlap_picture import streams
+from shoal.plan.experts.moe_step import planned
 from shoal.plan.strategy.space import candidates
 
 MODEL = "Mixtral-8x7B-v0.1"

@@ -8,7 +8,7 @@ from shoal.core.errors import ConfigError
 from shoal.cost.shapes import resolve
 from shoal.ir import TrainJob
 from shoal.machine.described import load
-from shoal.plan.offload import budgets_of, ways
+from shoal.plan.memory.offload import budgets_of, ways
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import PlanError
-from shoal.plan.oracle import BIG, best, difficulty, patterns, search
+from shoal.plan.experts.oracle import BIG, best, difficulty, patterns, search
 
 
 def table(num_layers: int, num_tokens: int, seed: int, *, apart: bool = False) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 from shoal.core.errors import PlanError
 from shoal.core.parts import Choice
 from shoal.cost.shapes import resolve
-from shoal.cost.training import estimate
+from shoal.cost.training.step import estimate
 from shoal.ir import Machine, TrainJob, Work
 from shoal.machine.described import load
 from shoal.plan.peft import advise

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import PlanError
-from shoal.cost.pipeline import simulate
+from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.shapes import resolve
 from shoal.ir import Device, Link, Machine, MemoryTier, Parallel, TrainJob, Work
 from shoal.ir.schedule import Op, OpCosts, Schedule, SchedulePart

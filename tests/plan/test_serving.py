@@ -15,19 +15,25 @@ from shoal.core.errors import ConfigError, ModelError, PlanError, ServeError
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.cost.arithmetic import parameters
-from shoal.cost.serve_fleet import Instance, simulate_fleet
-from shoal.cost.serve_sim import simulate, simulate_ahead
+from shoal.cost.serving.fleet import Instance, simulate_fleet
+from shoal.cost.serving.simulator import simulate, simulate_ahead
 from shoal.cost.shapes import find
 from shoal.cost.step_cost.fitted import Fitted
 from shoal.cost.step_cost.roofline import Roofline, cache_bytes_per_token
 from shoal.ir import Arrival, ServeJob, ServePlan
 from shoal.machine.described import load
-from shoal.plan.batching.ahead import Ahead
 from shoal.plan.batching.balanced import Balanced
-from shoal.plan.serving import arrivals_of, build_scheduler, foretell, plan_serve, precision_of
-from shoal.plan.serving_choices import alternatives, splits
-from shoal.plan.serving_memory import token_bytes
-from shoal.plan.serving_table import COLUMNS, explain, rank
+from shoal.plan.batching.schedulers.ahead import Ahead
+from shoal.plan.serving.choices import alternatives, splits
+from shoal.plan.serving.memory import token_bytes
+from shoal.plan.serving.plans import (
+    arrivals_of,
+    build_scheduler,
+    foretell,
+    plan_serve,
+    precision_of,
+)
+from shoal.plan.serving.table import COLUMNS, explain, rank
 
 LAPTOP = load("laptop")
 LINE = Fitted(step=2e-3, token=1e-4, prompt_pair=1e-8, decode_key=1e-7, chunk=1e-5, error_p90=0.2)

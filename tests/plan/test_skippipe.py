@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import ConfigError, PlanError
-from shoal.cost.pipeline import simulate
+from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.shapes import resolve
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, Work
 from shoal.ir.schedule import OpCosts, Schedule

@@ -9,7 +9,7 @@ import pytest
 from shoal.core.errors import ConfigError
 from shoal.cost.shapes import resolve
 from shoal.machine.described import load
-from shoal.plan.small_device import SmallDevice, layers_share
+from shoal.plan.serving.small_device import SmallDevice, layers_share
 
 RIGHT = ((0.6, 0.2, 0.1), (0.4, 0.1, 0.1), (0.3, 0.1, 0.1))
 DEVICE = SmallDevice(

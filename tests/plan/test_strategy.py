@@ -77,7 +77,7 @@ def test_search_is_at_least_as_fast_as_the_rules():
 
 
 def test_search_equals_brute_force_over_its_own_space():
-    from shoal.cost.training import estimate
+    from shoal.cost.training.step import estimate
     from shoal.ir import Work
     from shoal.plan.strategy.judge import fits
 

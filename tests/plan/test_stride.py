@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, PlanError
-from shoal.plan.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
+from shoal.plan.memory.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
 
 # Seconds by hand: a sub-group of 12 takes 1 s and 1 s and 1 s on the host, 3 s + 2 s + 3 s else.
 RATES = Rates(host=12, device=6, convert=12, link=12)

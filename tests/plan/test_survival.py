@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
-from shoal.plan.survival import Saving, Survival, daly, lost_share, sampled, young
+from shoal.plan.memory.survival import Saving, Survival, daly, lost_share, sampled, young
 
 
 @given(st.integers(1, 6), st.integers(0, 5), st.floats(1.0, 1e4), st.floats(0.5, 3.0))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import PlanError
-from shoal.plan.swap import Iteration, Swappable, Tensor, choose, curve
+from shoal.plan.memory.swap import Iteration, Swappable, Tensor, choose, curve
 
 seconds = st.floats(0.0, 3.0)
 amount = st.floats(0.0, 500.0)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from toy_memory import Memory, next_token
 
 from shoal.core.errors import ConfigError, ServeError
-from shoal.cost.serve_sim import Predicted, simulate
+from shoal.cost.serving.simulator import Predicted, simulate
 from shoal.cost.step_cost.fitted import Fitted
 from shoal.ir import (
     Arrival,
@@ -34,9 +34,9 @@ from shoal.ir import (
     Transfer,
 )
 from shoal.plan.batching import KV_MANAGERS, PREEMPTIONS, SCHEDULERS
-from shoal.plan.batching.blockgroups import GroupedBlocks
-from shoal.plan.batching.host import HostBooks
-from shoal.plan.batching.runs import Runs, joined
+from shoal.plan.batching.cache.blockgroups import GroupedBlocks
+from shoal.plan.batching.cache.host import HostBooks
+from shoal.plan.batching.cache.runs import Runs, joined
 
 LIMITS = Limits(max_running=5, max_step_tokens=12, max_position=40)
 LINK = HostLink(copy_s=1e-3, bytes_per_s=1e6, block_bytes=100.0)

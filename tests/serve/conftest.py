@@ -65,7 +65,7 @@ def random_model():
 def engine_for():
     """Model and fields of a job -> an engine."""
     from shoal.ir import ServeJob
-    from shoal.serve.build import engine_of
+    from shoal.serve.engine.build import engine_of
 
     def make(model, **fields):
         fields = {"model": "tiny", "kv_tokens": 4096, "threads": 1, **fields}

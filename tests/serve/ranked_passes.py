@@ -20,7 +20,7 @@ def _passes(comm, path, groups, full):
 
     from shoal.ir import ServeJob
     from shoal.serve.decode.captured import Branch
-    from shoal.serve.decode.ranked import part_of, ranked
+    from shoal.serve.decode.draft.ranked import part_of, ranked
 
     told = {"model": path, "kv_tokens": 256, "threads": 1, "max_running": 2}
     told["speculative"] = {"name": "draft_model", "path": path}

@@ -12,9 +12,9 @@ from scipy.stats import chisquare  # noqa: E402
 from shoal.core.errors import ConfigError  # noqa: E402
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.serve.decode import ACCEPTANCES  # noqa: E402
-from shoal.serve.decode.growing import Growing  # noqa: E402
+from shoal.serve.decode.draft.growing import Growing  # noqa: E402
 from shoal.serve.decode.protocols import TokenTree, branches  # noqa: E402
-from shoal.serve.sampler import probabilities, sample_rows  # noqa: E402
+from shoal.serve.engine.sampler import probabilities, sample_rows  # noqa: E402
 
 V, TOKENS, DRAWS = 12, 3, 50_000
 

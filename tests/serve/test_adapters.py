@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
-from shoal.serve.adapters import SERVED, AdapterBank  # noqa: E402
+from shoal.serve.adapters.loaded import SERVED, AdapterBank  # noqa: E402
 from shoal.train.peft import files  # noqa: E402
 
 EVERY = "*.q_proj|*.v_proj|*.o_proj|*.gate_proj|*.down_proj"
@@ -127,7 +127,7 @@ def test_loading_and_unloading(tuned, engine_for, tmp_path):
 
 
 def test_low_bit_weights_and_bf16_go_with_adapters(tuned, engine_for):
-    from shoal.serve.build import prepare
+    from shoal.serve.engine.build import prepare
 
     base, found = tuned
     job = ServeJob(
@@ -158,7 +158,7 @@ def products(bank, adapter=None):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_merged_adapter_is_itself_and_leaves_no_trace(tuned, engine_for, precision):
-    from shoal.serve.build import prepare
+    from shoal.serve.engine.build import prepare
 
     base, found = tuned
     prompt, other = prompts(2, 21)
@@ -224,7 +224,7 @@ def test_who_is_merged_when(tuned, engine_for):
 
 
 def test_weights_in_few_bits_take_no_adapter_in(tuned, engine_for):
-    from shoal.serve.build import prepare
+    from shoal.serve.engine.build import prepare
 
     base, found = tuned
     job = ServeJob(

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.model.generate import adjust, sample  # noqa: E402
-from shoal.serve import adjust as module  # noqa: E402
-from shoal.serve.adjust import Adjuster  # noqa: E402
-from shoal.serve.sampler import choose  # noqa: E402
+from shoal.serve.engine.adjust import Adjuster  # noqa: E402
+from shoal.serve.engine import adjust as module  # noqa: E402
+from shoal.serve.engine.sampler import choose  # noqa: E402
 
 VOCAB = 40
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)

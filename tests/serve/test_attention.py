@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from shoal.kernel.calls import PagedAttention as Call  # noqa: E402
 from shoal.kernel.dispatch import dispatch  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.serve.attention import Context, PagedAttention, _groups  # noqa: E402
-from shoal.serve.cache import PagedCache  # noqa: E402
+from shoal.serve.cache.attention import Context, PagedAttention, _groups  # noqa: E402
+from shoal.serve.cache.paged import PagedCache  # noqa: E402
 
 
 def brute(q_Hd, k_SKd, v_SKd):

@@ -12,15 +12,15 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ConfigError, PlanError, ServeError  # noqa: E402
 from shoal.core.parts import Choice  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
-from shoal.cost.serve_sim import Predicted, simulate  # noqa: E402
+from shoal.cost.serving.simulator import Predicted, simulate  # noqa: E402
 from shoal.cost.step_cost.fitted import Fitted  # noqa: E402
 from shoal.cost.workloads.chat import Chat  # noqa: E402
 from shoal.ir import Limits, ServeJob, ServeReport  # noqa: E402
 from shoal.machine.described import load  # noqa: E402
-from shoal.plan.batching.fcfs import Fcfs  # noqa: E402
-from shoal.plan.batching.paged import Paged  # noqa: E402
-from shoal.serve.bench import bench_serve, replay, weights_of, with_workload  # noqa: E402
-from shoal.serve.engine import Engine  # noqa: E402
+from shoal.plan.batching.cache.paged import Paged  # noqa: E402
+from shoal.plan.batching.schedulers.fcfs import Fcfs  # noqa: E402
+from shoal.serve.bench.replay import bench_serve, replay, weights_of, with_workload  # noqa: E402
+from shoal.serve.engine.loop import Engine  # noqa: E402
 
 COST = Fitted(step=0.01, token=0.001, prompt_pair=1e-6, decode_key=1e-5, chunk=0.002)
 

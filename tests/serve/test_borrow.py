@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from shoal.plan.batching.distributed import Lend
-from shoal.serve.borrow import _Copies
-from shoal.serve.lender import LenderLostError
+from shoal.plan.batching.cache.distributed import Lend
+from shoal.serve.cluster.borrow import _Copies
+from shoal.serve.cluster.lender import LenderLostError
 
 
 class _Lender:

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.serve.cache import PagedCache, token_bytes  # noqa: E402
+from shoal.serve.cache.paged import PagedCache, token_bytes  # noqa: E402
 
 CONFIG = ModelConfig(
     vocab_size=8, hidden=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=8

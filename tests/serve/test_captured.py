@@ -14,8 +14,8 @@ from shoal.ir import Limits, SamplingParams  # noqa: E402
 from shoal.kernel.kv import kv_format  # noqa: E402
 from shoal.model.accelerate import accelerate  # noqa: E402
 from shoal.model.lowbit import LowBitLinear  # noqa: E402
-from shoal.serve.cache import PagedCache  # noqa: E402
-from shoal.serve.profile import profile, spread  # noqa: E402
+from shoal.serve.bench.profile import profile, spread  # noqa: E402
+from shoal.serve.cache.paged import PagedCache  # noqa: E402
 
 pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="kernels want AVX-512")
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
-from shoal.serve.build import engine_of, prepare  # noqa: E402
+from shoal.serve.engine.build import engine_of, prepare  # noqa: E402
 
 MIXED = [
     {},

@@ -14,7 +14,7 @@ from shoal.core.errors import ServeError  # noqa: E402
 from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Arrival, Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
-from shoal.serve.disagg import DisaggEngine, replay  # noqa: E402
+from shoal.serve.cluster.disagg import DisaggEngine, replay  # noqa: E402
 
 
 @pytest.fixture(scope="module")

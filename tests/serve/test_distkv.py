@@ -14,11 +14,11 @@ from shoal.core.errors import ServeError  # noqa: E402
 from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
-from shoal.plan.batching.ledger import Ledger  # noqa: E402
-from shoal.serve.cache import PagedCache  # noqa: E402
-from shoal.serve.distkv import DistKVEngine, EvenCost  # noqa: E402
-from shoal.serve.distkv_instance import Instance  # noqa: E402
-from shoal.serve.lender import Creditor, LenderLostError  # noqa: E402
+from shoal.plan.batching.cache.ledger import Ledger  # noqa: E402
+from shoal.serve.cache.paged import PagedCache  # noqa: E402
+from shoal.serve.cluster.distkv import DistKVEngine, EvenCost  # noqa: E402
+from shoal.serve.cluster.distkv_instance import Instance  # noqa: E402
+from shoal.serve.cluster.lender import Creditor, LenderLostError  # noqa: E402
 
 BLOCKS = 12  # of an instance, 8 tokens each; one of them is not lent
 

@@ -23,12 +23,12 @@ from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
-from shoal.plan.small_device import tree_room  # noqa: E402
+from shoal.plan.serving.small_device import tree_room  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
-from shoal.serve.build import engine_of  # noqa: E402
-from shoal.serve.decode.dovetail_trees import FeatureTrees  # noqa: E402
-from shoal.serve.decode.dovetail_worker import Due  # noqa: E402
-from shoal.serve.decode.fusion_net import PlainFusion  # noqa: E402
+from shoal.serve.decode.dovetail.net import PlainFusion  # noqa: E402
+from shoal.serve.decode.dovetail.trees import FeatureTrees  # noqa: E402
+from shoal.serve.decode.dovetail.worker import Due  # noqa: E402
+from shoal.serve.engine.build import engine_of  # noqa: E402
 
 
 @pytest.fixture(scope="module")

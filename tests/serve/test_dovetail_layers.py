@@ -28,16 +28,16 @@ from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.ir import Copy, Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model.parameters import Parameters  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
-from shoal.serve.attention import Context, PagedAttention  # noqa: E402
-from shoal.serve.build import engine_of, prepare  # noqa: E402
-from shoal.serve.cache import PagedCache  # noqa: E402
-from shoal.serve.decode.dovetail import Dovetail  # noqa: E402
-from shoal.serve.decode.dovetail_front import Front  # noqa: E402
-from shoal.serve.decode.dovetail_layers import FirstLayers, LaterCache, LaterLayers  # noqa: E402
-from shoal.serve.decode.dovetail_room import placed  # noqa: E402
-from shoal.serve.decode.dovetail_steps import Inside, Moved, Several, packed, unpacked  # noqa: E402
-from shoal.serve.decode.dovetail_wire import HEAD_BYTES, Kind, layers_bytes  # noqa: E402
+from shoal.serve.cache.attention import Context, PagedAttention  # noqa: E402
+from shoal.serve.cache.paged import PagedCache  # noqa: E402
+from shoal.serve.decode.dovetail.front import Front  # noqa: E402
+from shoal.serve.decode.dovetail.layers import FirstLayers, LaterCache, LaterLayers  # noqa: E402
+from shoal.serve.decode.dovetail.part import Dovetail  # noqa: E402
+from shoal.serve.decode.dovetail.room import placed  # noqa: E402
+from shoal.serve.decode.dovetail.steps import Inside, Moved, Several, packed, unpacked  # noqa: E402
+from shoal.serve.decode.dovetail.wire import HEAD_BYTES, Kind, layers_bytes  # noqa: E402
 from shoal.serve.decode.trained import stored  # noqa: E402
+from shoal.serve.engine.build import engine_of, prepare  # noqa: E402
 
 
 class Near:

@@ -10,12 +10,12 @@ torch = pytest.importorskip("torch")
 from shoal.ir import ServeJob  # noqa: E402
 from shoal.kernel.fused.guess import native  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
-from shoal.plan.small_device import tree_room  # noqa: E402
-from shoal.serve.decode.dovetail_trees import FeatureTrees  # noqa: E402
-from shoal.serve.decode.fast_dovetail import PagedFusion  # noqa: E402
-from shoal.serve.decode.fusion_net import PlainFusion, Rows  # noqa: E402
-from shoal.serve.decode.growing import Growing  # noqa: E402
-from shoal.serve.decode.taped_dovetail import fast_net  # noqa: E402
+from shoal.plan.serving.small_device import tree_room  # noqa: E402
+from shoal.serve.decode.dovetail.fast import PagedFusion  # noqa: E402
+from shoal.serve.decode.dovetail.net import PlainFusion, Rows  # noqa: E402
+from shoal.serve.decode.dovetail.taped import fast_net  # noqa: E402
+from shoal.serve.decode.dovetail.trees import FeatureTrees  # noqa: E402
+from shoal.serve.decode.draft.growing import Growing  # noqa: E402
 
 DEPTH, BREADTH, LIMIT = 4, 3, 120
 LONGEST = LIMIT + tree_room(DEPTH, BREADTH)
@@ -133,7 +133,7 @@ class Whole(Growing):
 def test_what_cannot_be_verified_is_not_computed_and_the_tree_is_the_same(model, monkeypatch):
     passes, rows = [], []
     for kind in (Growing, Whole):
-        monkeypatch.setattr("shoal.serve.decode.dovetail_trees.Growing", kind)
+        monkeypatch.setattr("shoal.serve.decode.dovetail.trees.Growing", kind)
         trees = trees_of(plain_of(model, torch.float64))
         tell(trees, model, TOKENS, 42)
         found = []

@@ -12,9 +12,9 @@ from shoal.machine.described import load  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
-from shoal.plan.small_device import SmallDevice  # noqa: E402
-from shoal.serve.decode.dovetail import Dovetail  # noqa: E402
-from shoal.serve.decode.dovetail_room import placed  # noqa: E402
+from shoal.plan.serving.small_device import SmallDevice  # noqa: E402
+from shoal.serve.decode.dovetail.part import Dovetail  # noqa: E402
+from shoal.serve.decode.dovetail.room import placed  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
 

@@ -19,7 +19,7 @@ from shoal.core.errors import ConfigError, ModelError  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
-from shoal.serve.build import engine_of  # noqa: E402
+from shoal.serve.engine.build import engine_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

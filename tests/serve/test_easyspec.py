@@ -90,8 +90,8 @@ def test_fused_and_sequential_guess_the_same(stale, deep, serve_all):
 
 def test_a_group_that_is_stale_throughout_is_one_wide_layer(deep):
     from shoal.model.attention import attend
-    from shoal.serve.decode.fuzzy import FuzzyModel
-    from shoal.serve.decode.stacked import stack
+    from shoal.serve.decode.draft.fuzzy import FuzzyModel
+    from shoal.serve.decode.draft.stacked import stack
 
     model = deep[0]
     tokens, at = torch.tensor([5, 9, 2]), torch.arange(3)
@@ -211,7 +211,7 @@ def test_ranks_guess_what_one_process_does(deep, serve_all, by_ranks):
 
 @pytest.mark.slow
 def test_recorded_passes_by_ranks(deep, recordable):
-    from shoal.parallel.processes import run_processes
+    from shoal.parallel.comm.processes import run_processes
 
     target = f"{Path(__file__).parent / 'ranked_passes.py'}:passes"
     told = {"path": str(deep[1]), "groups": [1, 3, 3, 1]}
@@ -226,7 +226,7 @@ def test_recorded_passes_by_ranks(deep, recordable):
 
 def test_what_ranks_are_told_comes_back():
     from shoal.serve.decode.captured import Branch
-    from shoal.serve.decode.ranked_worker import _pack, _unpack
+    from shoal.serve.decode.draft.ranked_worker import _pack, _unpack
 
     several = [
         Branch([3, 4], [7, 9], 20, 20, np.array([0, 1]), np.array([1, 3])),

@@ -13,9 +13,9 @@ from shoal.ir import Chunk, Request, SamplingParams, ServeJob, Step  # noqa: E40
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig, RopeScaling  # noqa: E402
 from shoal.model.generate import generate  # noqa: E402
-from shoal.serve.build import build_engine, concrete, positions  # noqa: E402
-from shoal.serve.cache import PagedCache  # noqa: E402
-from shoal.serve.runner import LocalRunner  # noqa: E402
+from shoal.serve.cache.paged import PagedCache  # noqa: E402
+from shoal.serve.engine.build import build_engine, concrete, positions  # noqa: E402
+from shoal.serve.engine.runner import LocalRunner  # noqa: E402
 
 SMALL = ModelConfig(
     vocab_size=160,
@@ -152,7 +152,7 @@ def test_stop_abort_and_counters(random_model, engine_for):
 
 
 def test_arrival_is_on_the_clock_of_the_engine(random_model):
-    from shoal.serve.build import engine_of
+    from shoal.serve.engine.build import engine_of
 
     engine, _, _ = engine_of(ServeJob(model="m", kv_tokens=512, threads=1), random_model(SMALL))
     engine.clock = lambda: 12.5

@@ -11,7 +11,7 @@ from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.initialise import init_weights  # noqa: E402
 from shoal.model.transformer import Transformer  # noqa: E402
-from shoal.serve.build import engine_of, prepare  # noqa: E402
+from shoal.serve.engine.build import engine_of, prepare  # noqa: E402
 
 
 def model(dtype: torch.dtype = torch.float32) -> Transformer:

@@ -13,9 +13,9 @@ from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.falcon import SemiAutoregressive  # noqa: E402
 from shoal.plan.trees.auto import Auto  # noqa: E402
 from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
-from shoal.serve.build import engine_of, load_model  # noqa: E402
 from shoal.serve.decode.costs import measure_costs  # noqa: E402
 from shoal.serve.decode.passes import Passes  # noqa: E402
+from shoal.serve.engine.build import engine_of, load_model  # noqa: E402
 
 LEVEL = ((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.2, 0.1), (0.3, 0.2, 0.1),
          (0.3, 0.2, 0.1))  # fmt: skip

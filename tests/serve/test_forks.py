@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from thread_ranks import thread_engine  # noqa: E402
 
-from shoal.cost.serve_sim import Predicted  # noqa: E402
+from shoal.cost.serving.simulator import Predicted  # noqa: E402
 from shoal.cost.step_cost.fitted import Fitted  # noqa: E402
 from shoal.ir import Limits, Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.plan.batching import KV_MANAGERS, SCHEDULERS  # noqa: E402
-from shoal.plan.batching.fcfs import Fcfs  # noqa: E402
-from shoal.plan.batching.paged import Paged  # noqa: E402
+from shoal.plan.batching.cache.paged import Paged  # noqa: E402
+from shoal.plan.batching.schedulers.fcfs import Fcfs  # noqa: E402
 
 PROMPT = [(7 * place + place // 3) % 150 for place in range(45)]  # 2 blocks of 16, and 13 tokens
 

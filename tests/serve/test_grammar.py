@@ -18,10 +18,10 @@ jsonschema = pytest.importorskip("jsonschema")
 from shoal.core.errors import ServeError, ShoalError  # noqa: E402
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.serve.adjust import Adjuster  # noqa: E402
-from shoal.serve.engine import check_params  # noqa: E402
-from shoal.serve.grammar import GrammarError, Grammars, Vocabulary, grammar_of, trial  # noqa: E402
-from shoal.serve.sampler import choose  # noqa: E402
+from shoal.serve.engine.adjust import Adjuster  # noqa: E402
+from shoal.serve.engine.loop import check_params  # noqa: E402
+from shoal.serve.engine.sampler import choose  # noqa: E402
+from shoal.serve.text.grammar import GrammarError, Grammars, Vocabulary, grammar_of, trial  # noqa: E402
 
 # A byte each, some pieces of JSON, two ids that stand for nothing, and two special tokens.
 PIECES = [bytes([byte]) for byte in range(256)] + [b'{"', b'": ', b'"}', b"tr", b"ue", b"", b""]

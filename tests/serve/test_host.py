@@ -9,14 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ServeError  # noqa: E402
-from shoal.cost.serve_sim import Predicted  # noqa: E402
+from shoal.cost.serving.simulator import Predicted  # noqa: E402
 from shoal.cost.step_cost.fitted import Fitted  # noqa: E402
 from shoal.ir import Copy, HostLink, Request, SamplingParams, ServeJob, Step, Transfer  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.plan.serving import build_scheduler  # noqa: E402
-from shoal.serve.build import concrete, engine_of  # noqa: E402
-from shoal.serve.cache import PagedCache  # noqa: E402
-from shoal.serve.host import HostStore, Mover, measure_link  # noqa: E402
+from shoal.plan.serving.plans import build_scheduler  # noqa: E402
+from shoal.serve.cache.host import HostStore, Mover, measure_link  # noqa: E402
+from shoal.serve.cache.paged import PagedCache  # noqa: E402
+from shoal.serve.engine.build import concrete, engine_of  # noqa: E402
 
 SMALL = ModelConfig(
     vocab_size=160,

@@ -24,9 +24,9 @@ from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.generate import adjust, sample  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
-from shoal.serve.adjust import Adjuster  # noqa: E402
-from shoal.serve.engine import check_params  # noqa: E402
-from shoal.serve.sampler import choose, probabilities, sample_rows  # noqa: E402
+from shoal.serve.engine.adjust import Adjuster  # noqa: E402
+from shoal.serve.engine.loop import check_params  # noqa: E402
+from shoal.serve.engine.sampler import choose, probabilities, sample_rows  # noqa: E402
 from shoal.train.peft import files  # noqa: E402
 
 LARGEST = torch.finfo(torch.float32).max

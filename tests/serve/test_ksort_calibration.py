@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.ir import ServeJob  # noqa: E402
 from shoal.model.ksort import SortedAttention  # noqa: E402
-from shoal.serve import build  # noqa: E402
+from shoal.serve.engine import build  # noqa: E402
 from shoal.train import zoo  # noqa: E402
 
 FORMAT = {"name": "bfp", "ksort": "pairs", "by": "calibration"}

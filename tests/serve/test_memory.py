@@ -11,8 +11,8 @@ from hypothesis import strategies as st  # noqa: E402
 
 from shoal.core.errors import ConfigError  # noqa: E402
 from shoal.ir import ServeJob  # noqa: E402
-from shoal.serve.build import engine_of, prepare  # noqa: E402
-from shoal.serve.memory import Peer, PeerPool, elsewhere, least_resident  # noqa: E402
+from shoal.serve.cache.weights import Peer, PeerPool, elsewhere, least_resident  # noqa: E402
+from shoal.serve.engine.build import engine_of, prepare  # noqa: E402
 
 PROMPTS = [[5, 6, 7], list(range(40)), [9] * 20]
 

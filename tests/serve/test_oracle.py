@@ -23,7 +23,7 @@ from thread_ranks import thread_engine  # noqa: E402
 
 from shoal.ir import ServeJob  # noqa: E402
 from shoal.model.parameters import Parameters  # noqa: E402
-from shoal.serve.build import build_engine  # noqa: E402
+from shoal.serve.engine.build import build_engine  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -15,7 +15,7 @@ from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.ppd import PromptTokens, prompt_mask, prompt_positions  # noqa: E402
 from shoal.model.rope import tables_at  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
-from shoal.serve.build import engine_of, load_model  # noqa: E402
+from shoal.serve.engine.build import engine_of, load_model  # noqa: E402
 
 CALIBRATION = ((0.5, 0.2, 0.1), (0.3, 0.1, 0.05), (0.2, 0.1, 0.0))
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.cost.step_cost.fitted import fit  # noqa: E402
 from shoal.ir import Limits  # noqa: E402
-from shoal.serve.profile import profile, spread  # noqa: E402
+from shoal.serve.bench.profile import profile, spread  # noqa: E402
 
 
 @pytest.mark.parametrize("running", [1, 3, 64])

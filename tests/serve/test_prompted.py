@@ -14,10 +14,10 @@ from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.ppd import PromptTokens  # noqa: E402
 from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
-from shoal.serve.build import engine_of  # noqa: E402
-from shoal.serve.decode import prompted  # noqa: E402
-from shoal.serve.decode.draft_model import DraftModel, DraftModelDrafter  # noqa: E402
+from shoal.serve.decode.draft.part import DraftModel, DraftModelDrafter  # noqa: E402
+from shoal.serve.decode.heads import prompted  # noqa: E402
 from shoal.serve.decode.protocols import Guess  # noqa: E402
+from shoal.serve.engine.build import engine_of  # noqa: E402
 
 CALIBRATION = ((0.8, 0.1, 0.05), (0.7, 0.1, 0.05), (0.6, 0.1, 0.0))
 ROWS = 16
@@ -29,7 +29,7 @@ def known_costs(monkeypatch):
     """Nothing here asks whether guesses pay; measuring it takes seconds."""
     costs = RowCosts(rows=(1, 64), seconds_of=(1.0, 2.0))
     monkeypatch.setattr("shoal.serve.decode.build.measure_costs", lambda *_: costs)
-    monkeypatch.setattr("shoal.serve.decode.prompted._paying", lambda *_: ROWS)
+    monkeypatch.setattr("shoal.serve.decode.heads.prompted._paying", lambda *_: ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_rows_that_pay_follow_from_what_passes_take(row_s, told_s, few, many, ho
 
 
 def test_prompts_that_do_not_pay_are_left_out(home, monkeypatch):
-    monkeypatch.setattr("shoal.serve.decode.prompted._paying", lambda *_: 1)
+    monkeypatch.setattr("shoal.serve.decode.heads.prompted._paying", lambda *_: 1)
     assert type(engine_with(home).runner.drafter) is DraftModelDrafter
 
 

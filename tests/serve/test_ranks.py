@@ -21,9 +21,9 @@ from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob, Step, StepResult  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.parameters import Parameters  # noqa: E402
-from shoal.parallel.thread_comm import run_ranks  # noqa: E402
-from shoal.serve.boundary import Boundary  # noqa: E402
-from shoal.serve.commands import Inbox, Reader, Writer, pack_result, unpack_result  # noqa: E402
+from shoal.parallel.comm.threads import run_ranks  # noqa: E402
+from shoal.serve.ranks.boundary import Boundary  # noqa: E402
+from shoal.serve.ranks.commands import Inbox, Reader, Writer, pack_result, unpack_result  # noqa: E402
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 SPLITS = ((2, 1), (1, 2), (2, 2))
@@ -134,7 +134,7 @@ def test_more_ranks_than_key_heads_and_biases_of_every_layer(random_model, engin
 
 def test_what_cannot_be_shared(random_model):
     config = random_model().config
-    from shoal.serve.part import check_parts
+    from shoal.serve.ranks.part import check_parts
 
     for changes, message in (
         ({"tp": 3}, "parallel.tp = 3: expected a divisor of num_heads = 4"),
@@ -238,7 +238,7 @@ def test_parameters_of_packed_weights_are_refused(tmp_path, random_model):
 def test_real_ranks_give_the_same_tokens_and_one_that_is_killed_is_told(
     random_model, engine_for, serve_all, tmp_path
 ):
-    from shoal.serve.workers import ranked_engine
+    from shoal.serve.ranks.workers import ranked_engine
 
     model = random_model("qwen3")
     huggingface.write(tmp_path / "m", model)
@@ -269,7 +269,7 @@ def test_real_ranks_give_the_same_tokens_and_one_that_is_killed_is_told(
 @pytest.mark.slow
 @pytest.mark.multi
 def test_a_rank_that_cannot_load_is_told(tmp_path, random_model):
-    from shoal.serve.workers import ranked_engine
+    from shoal.serve.ranks.workers import ranked_engine
 
     with pytest.raises(ModelError, match=r"rank \d of 2.*no such directory"):
         ranked_engine(job(2, model=str(tmp_path / "none")), random_model().config)

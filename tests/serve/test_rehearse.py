@@ -7,14 +7,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.random import generator  # noqa: E402
-from shoal.cost.serve_sim import Served, simulate  # noqa: E402
+from shoal.cost.serving.simulator import Served, simulate  # noqa: E402
 from shoal.cost.step_cost.fitted import Fitted, Sample  # noqa: E402
 from shoal.ir import Arrival, Limits, ServeJob  # noqa: E402
-from shoal.plan.batching.fcfs import Fcfs  # noqa: E402
-from shoal.plan.batching.paged import Paged  # noqa: E402
-from shoal.serve.bench import replay, weights_of  # noqa: E402
-from shoal.serve.build import concrete, engine_of  # noqa: E402
-from shoal.serve.rehearse import Pulse, learned, opening, others, spread_of  # noqa: E402
+from shoal.plan.batching.cache.paged import Paged  # noqa: E402
+from shoal.plan.batching.schedulers.fcfs import Fcfs  # noqa: E402
+from shoal.serve.bench.rehearse import Pulse, learned, opening, others, spread_of  # noqa: E402
+from shoal.serve.bench.replay import replay, weights_of  # noqa: E402
+from shoal.serve.engine.build import concrete, engine_of  # noqa: E402
 
 LINE = Fitted(step=2e-3, token=1e-4, prompt_pair=1e-7, decode_key=1e-6, chunk=1e-5)
 

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.model.generate import sample  # noqa: E402
-from shoal.serve.engine import check_params  # noqa: E402
-from shoal.serve.sampler import choose, sample_rows  # noqa: E402
+from shoal.serve.engine.loop import check_params  # noqa: E402
+from shoal.serve.engine.sampler import choose, sample_rows  # noqa: E402
 
 
 @pytest.mark.parametrize("vocab_size", [1, 40, 1000])

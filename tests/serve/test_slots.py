@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.ir import Copy, Request, SamplingParams  # noqa: E402
 from shoal.model.generate import generate  # noqa: E402
-from shoal.serve.cache import PagedCache  # noqa: E402
-from shoal.serve.runner import LocalRunner  # noqa: E402
+from shoal.serve.cache.paged import PagedCache  # noqa: E402
+from shoal.serve.engine.runner import LocalRunner  # noqa: E402
 
 FUSED = {
     "scheduler": {"name": "temporal_fusion", "lane_tokens": 6},

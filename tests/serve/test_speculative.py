@@ -186,7 +186,7 @@ def test_tree_rows_have_the_logits_of_their_own_path(random_model, engine_for):
 
 
 def test_recorded_steps_give_the_same_bits_as_others(random_model, serve_all, recordable):
-    from shoal.serve.build import engine_of
+    from shoal.serve.engine.build import engine_of
 
     model = random_model(dtype=torch.float32)
     from shoal.model.accelerate import accelerate

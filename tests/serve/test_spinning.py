@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from shoal.serve.spinning import spin_briefly
+from shoal.serve.ranks.spinning import spin_briefly
 
 
 def test_only_where_nobody_chose():
@@ -22,7 +22,7 @@ def test_before_torch_and_not_after():
     program = (
         "import os, sys\n"
         "os.environ.pop('GOMP_SPINCOUNT', None); os.environ.pop('OMP_WAIT_POLICY', None)\n"
-        "from shoal.serve.spinning import spin_briefly\n"
+        "from shoal.serve.ranks.spinning import spin_briefly\n"
         "assert 'torch' not in sys.modules\n"
         "print(spin_briefly(), os.environ['GOMP_SPINCOUNT'])\n"
         "del os.environ['GOMP_SPINCOUNT']; sys.modules['torch'] = sys\n"

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ConfigError, PlanError, ServeError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import ServeJob  # noqa: E402
-from shoal.serve.build import engine_of, prepare  # noqa: E402
+from shoal.serve.engine.build import engine_of, prepare  # noqa: E402
 
 PROMPTS = [[5, 6, 7], list(range(40)), [9] * 20]
 

@@ -26,7 +26,7 @@ from shoal.plan.tune.serving import (  # noqa: E402
     serving_space,
     tune_serving,
 )
-from shoal.serve.tune import MeasureProcess, ShoalRunner, failure  # noqa: E402
+from shoal.serve.bench.tune import MeasureProcess, ShoalRunner, failure  # noqa: E402
 
 WORKLOAD = Chat(rate=50.0, scale=8.0).arrivals(count=6, vocab_size=160, max_position=64, seed=0)
 

@@ -8,11 +8,11 @@ import threading
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import Limits, Step
-from shoal.parallel.thread_comm import run_ranks
-from shoal.serve.ahead import AheadEngine
-from shoal.serve.commands import Inbox, Writer
-from shoal.serve.part import check_parts
-from shoal.serve.worker import Rank
+from shoal.parallel.comm.threads import run_ranks
+from shoal.serve.engine.ahead import AheadEngine
+from shoal.serve.ranks.commands import Inbox, Writer
+from shoal.serve.ranks.part import check_parts
+from shoal.serve.ranks.worker import Rank
 
 
 class Weights:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.cost.shapes import find
-from shoal.cost.training import estimate
+from shoal.cost.training.step import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Work
 from shoal.train.run import with_kernels
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ModelError  # noqa: E402
 from shoal.core.meter import read_events  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
-from shoal.cost.training_memory import ARENAS  # noqa: E402
+from shoal.cost.training.memory import ARENAS  # noqa: E402
 from shoal.ir import TrainPlan, compared, predictions  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.train.peft.arenas import Arenas  # noqa: E402

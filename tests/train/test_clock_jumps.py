@@ -15,7 +15,7 @@ from shoal.checkpoint.interval import failures_seen
 from shoal.core.errors import RankError
 from shoal.core.meter import SINKS, Meter, read_events
 from shoal.ir import TrainPlan
-from shoal.parallel.heartbeat import BeatReader, Heartbeat, RunningClock
+from shoal.parallel.comm.heartbeat import BeatReader, Heartbeat, RunningClock
 from shoal.train.run import execute
 
 Make = Callable[..., TrainPlan]
@@ -55,7 +55,7 @@ def test_a_heartbeat_of_an_earlier_boot_has_the_age_of_the_wall_clock(
 ) -> None:
     path = tmp_path / "rank-0.beat"
     Heartbeat(path, 0).step(3)
-    monkeypatch.setattr("shoal.parallel.heartbeat._boot", lambda: b"another!")
+    monkeypatch.setattr("shoal.parallel.comm.heartbeat._boot", lambda: b"another!")
     jump(HOUR_S)
     beat = Heartbeat.read(path, 0)
     assert beat is not None and 3599 < beat.age_s < 3660

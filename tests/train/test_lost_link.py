@@ -14,7 +14,7 @@ from shoal.core.errors import RankError
 from shoal.core.meter import read_events
 from shoal.ir import TrainPlan
 from shoal.machine.emulate import Network, emulate, unavailable
-from shoal.parallel.heartbeat import Heartbeat
+from shoal.parallel.comm.heartbeat import Heartbeat
 from shoal.train.memory import Hosts
 from shoal.train.run import execute
 

@@ -19,10 +19,10 @@ from shoal.core.parts import table  # noqa: E402
 from shoal.ir import TrainJob, TrainPlan  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.parallel.check import Fresh, tokens  # noqa: E402
+from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.parallel.engine import Engine  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
-from shoal.parallel.rows import Rows  # noqa: E402
-from shoal.parallel.thread_comm import run_ranks  # noqa: E402
+from shoal.parallel.tensor.rows import Rows  # noqa: E402
 from shoal.train.finite import bad_gradients, bad_loss  # noqa: E402
 from shoal.train.layout import RunDir  # noqa: E402
 from shoal.train.protocols import UpdatesEarly  # noqa: E402

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 from shoal.core.parts import table  # noqa: E402
-from shoal.memory.device import DeviceScope  # noqa: E402
-from shoal.memory.tier import MemoryTier  # noqa: E402
+from shoal.memory.tiers.device import DeviceScope  # noqa: E402
+from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
 from shoal.train.peft.run import nf4  # noqa: E402
 from shoal.train.peft.run.nf4 import NF4Linear  # noqa: E402
 from shoal.train.peft.run.sites import Adapted, dense  # noqa: E402

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cost.layer_fit import LinkFit
 from shoal.cost.shapes import find
+from shoal.cost.training.layer_fit import LinkFit
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob
 from shoal.train import replan
 from shoal.train.replan import Change, Replanner

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.core.errors import CheckpointError, ConfigError
-from shoal.parallel.processes import run_processes
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.comm.processes import run_processes
+from shoal.parallel.comm.threads import run_ranks
 from shoal.train.simple import Trainer
 
 EXAMPLES = [

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multi]
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from shoal.parallel.heartbeat import Heartbeat
+from shoal.parallel.comm.heartbeat import Heartbeat
 heart = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]))
 for _ in range(12):
     heart.enter(); heart.leave()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.parallel.heartbeat import Beat
+from shoal.parallel.comm.heartbeat import Beat
 from shoal.train import supervise
 from shoal.train.layout import RunDir
 from shoal.train.supervise import Supervisor, child_ended

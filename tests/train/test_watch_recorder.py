@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.core.errors import ConfigError, RankError
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.recorder import COMPUTE, Recorder, read
 from shoal.train.watch.selfcheck import check_arithmetic, check_neighbours, loopback_rate

@@ -136,7 +136,7 @@ def _talk(model: Path, say: Callable[[str], None]) -> None:
     """Serve the model, and ask it by the client that everybody uses."""
     from openai import OpenAI
 
-    from shoal.serve.server import running
+    from shoal.serve.http.server import running
 
     began = time.monotonic()
     with running(ServeJob(model=str(model))) as server:

@@ -11,7 +11,7 @@ from shoal.core.errors import ServeError, UnknownKeyError, nearest, require
 if TYPE_CHECKING:
     from shoal.ir import Arrival, ServeJob
     from shoal.plan.tune.protocols import Setting, Space, Study
-    from shoal.serve.tune import MeasureProcess
+    from shoal.serve.bench.tune import MeasureProcess
 
 __all__ = ["ENGINES", "UNITS", "engine_of", "knob_of", "show", "summary"]
 
@@ -57,7 +57,7 @@ def engine_of(
     Raises:
         ConfigError: an engine or a knob that there is not.
     """
-    from shoal.plan.serving import arrivals_of
+    from shoal.plan.serving.plans import arrivals_of
     from shoal.plan.tune.serving import serving_space
 
     require(engine in ENGINES, "--engine", engine, expected=f"one of {', '.join(ENGINES)}")
@@ -68,8 +68,8 @@ def engine_of(
     if engine == "shoal":
 
         def of_shoal(requests: int | None) -> tuple[MeasureProcess, Sequence[Arrival]]:
-            from shoal.serve.bench import weights_of
-            from shoal.serve.tune import MeasureProcess, ShoalRunner
+            from shoal.serve.bench.replay import weights_of
+            from shoal.serve.bench.tune import MeasureProcess, ShoalRunner
 
             model, _ = weights_of(job)
             workload = arrivals_of(job, model.config.shape(), count=count(requests))
@@ -92,7 +92,7 @@ def engine_of(
 
     def of_transformers(requests: int | None) -> tuple[MeasureProcess, Sequence[Arrival]]:
         from shoal.model import huggingface
-        from shoal.serve.tune import MeasureProcess
+        from shoal.serve.bench.tune import MeasureProcess
 
         if not Path(job.model, "config.json").is_file():
             raise ServeError(f"model = {job.model!r}: transformers needs a Hugging Face directory")

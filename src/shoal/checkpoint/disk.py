@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.memory.disk import SECTOR
+from shoal.memory.tiers.disk import SECTOR
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shoal.checkpoint.checksum import crc32c
 from shoal.checkpoint.source import CHUNK_BYTES, host_memory
-from shoal.memory.disk import SECTOR
+from shoal.memory.tiers.disk import SECTOR
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.checkpoint.source import host_memory
 from shoal.checkpoint.storage import LocalFolder
-from shoal.memory.disk import SECTOR
+from shoal.memory.tiers.disk import SECTOR
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -346,7 +346,7 @@ def _ranks() -> Comm | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     from shoal.core.meter import Meter
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
 
     return TorchComm(
         Meter(),

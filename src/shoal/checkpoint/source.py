@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shoal.checkpoint.checksum import copy_crc32c, crc32c
 from shoal.checkpoint.watched import Watch, Watched
 from shoal.core.errors import CheckpointError
-from shoal.memory.disk import SECTOR
+from shoal.memory.tiers.disk import SECTOR
 
 if TYPE_CHECKING:
     from torch import Tensor

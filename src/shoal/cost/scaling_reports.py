@@ -15,7 +15,7 @@ from typing import Literal
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.cost.shapes import resolve
-from shoal.cost.training import Pricer
+from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 
 __all__ = ["ScalingPoint", "scaling_report"]

@@ -2,8 +2,8 @@
 
 One small model under one split after another: what a step takes beyond its operators alone
 (ranks that wait for each other, copies of gathered weights, caches that ranks of one core take
-from each other) is measured here once, and :mod:`shoal.cost.rehearsed` carries it over to other
-models, batches and splits.
+from each other) is measured here once, and :mod:`shoal.cost.price.rehearsed` carries it over to
+other models, batches and splits.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _gemm(**options: Any) -> Any:
 
 def _all_reduce(**options: Any) -> Any:
     # Collectives live above this room and are loaded by name, as parts are.
-    return importlib.import_module("shoal.parallel.measure").all_reduce(**options)
+    return importlib.import_module("shoal.parallel.comm.measure").all_reduce(**options)
 
 
 def _rehearse(**options: Any) -> Any:

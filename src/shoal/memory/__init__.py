@@ -21,17 +21,17 @@ __all__ = ["ACTIVATIONS", "OFFLOADS"]
 ACTIVATIONS = PartTable(
     "activation",
     {
-        "keep": "shoal.memory.activation:Keep",
-        "ssdtrain": "shoal.memory.ssdtrain:SSDTrain",
+        "keep": "shoal.memory.activations.protocol:Keep",
+        "ssdtrain": "shoal.memory.activations.ssdtrain:SSDTrain",
     },
 )
 
 OFFLOADS = PartTable(
     "offload",
     {
-        "zero_infinity": "shoal.memory.zero_infinity:ZeroInfinity",
-        "superpipeline": "shoal.memory.windowed:Superpipeline",
-        "fuyou": "shoal.memory.fuyou:Fuyou",
-        "deep_optimizer_states": "shoal.memory.deep_optimizer_states:DeepOptimizerStates",
+        "zero_infinity": "shoal.memory.offload.zero_infinity:ZeroInfinity",
+        "superpipeline": "shoal.memory.offload.windowed:Superpipeline",
+        "fuyou": "shoal.memory.fuyou.part:Fuyou",
+        "deep_optimizer_states": "shoal.memory.offload.deep_optimizer_states:DeepOptimizerStates",
     },
 )

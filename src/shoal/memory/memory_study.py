@@ -12,10 +12,10 @@ from shoal.core.sizes import human_bytes
 from shoal.core.tables import Table
 from shoal.cost.shapes import shape_of
 from shoal.ir import Explanation, Machine, Progress, TrainJob, Work
-from shoal.memory.fuyou import Fuyou
-from shoal.memory.fuyou_needs import predicted
-from shoal.plan.offload import TIERS, Way, budgets_of, ways
-from shoal.plan.swap_study import curve_explained
+from shoal.memory.fuyou.needs import predicted
+from shoal.memory.fuyou.part import Fuyou
+from shoal.plan.memory.offload import TIERS, Way, budgets_of, ways
+from shoal.plan.memory.swap_study import curve_explained
 
 __all__ = ["MemoryStudy"]
 

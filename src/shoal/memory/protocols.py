@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shoal.memory.tiers import Tiers
-    from shoal.memory.tiling import Tile
+    from shoal.memory.streaming.tiling import Tile
+    from shoal.memory.tiers.places import Tiers
 
 __all__ = ["Offload", "Offloaded"]
 

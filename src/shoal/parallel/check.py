@@ -20,7 +20,7 @@ from shoal.core.random import generator
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
+from shoal.parallel.tensor.rows import Rows
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
@@ -332,7 +332,7 @@ def same_as_one(
     Raises:
         PlanError: the split cannot run.
     """
-    from shoal.parallel.thread_comm import run_ranks
+    from shoal.parallel.comm.threads import run_ranks
 
     weights = Fresh(config, job.seed, dtype)
     one = one_process(job, weights, steps=steps, documents=documents)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shoal.core.boxes import Box
 from shoal.core.parts import table
-from shoal.cost.sequences import SequenceCost
+from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import Work
 from shoal.ir.schedule import Schedule
 from shoal.kernel.tensors import name_of
@@ -31,30 +31,30 @@ from shoal.model.dropout import Dropout
 from shoal.model.initialise import empty
 from shoal.model.routing import StepRouting
 from shoal.model.trained import train_with
+from shoal.parallel.comm.ranks import ranks_of
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.expert.fssdp import lending
 from shoal.parallel.expert.gradients import slice_gradients
 from shoal.parallel.expert.resharding import Resharding
 from shoal.parallel.hdp.offload import host_share
 from shoal.parallel.hdp.runtime import HybridRuntime
-from shoal.parallel.pipeline import Boundary, Runtime, span_of
+from shoal.parallel.pipeline.runtime import Boundary, Runtime, span_of
+from shoal.parallel.pipeline.stages import HintedStage, WholeStage
 from shoal.parallel.protocols import Held, MicroBatch
-from shoal.parallel.ranks import ranks_of
-from shoal.parallel.rows import Rows, Weights
 from shoal.parallel.shard.folded import FoldedModel, folded
-from shoal.parallel.slices import Slices, is_expert
-from shoal.parallel.stages import HintedStage, WholeStage
+from shoal.parallel.tensor.rows import Rows, Weights
+from shoal.parallel.tensor.slices import Slices, is_expert
 
 if TYPE_CHECKING:
     from shoal.ir import Machine, TrainJob
-    from shoal.memory.activation import ActivationPolicy
+    from shoal.memory.activations.protocol import ActivationPolicy
     from shoal.memory.protocols import Offloaded
     from shoal.model.transformer import Transformer
     from shoal.parallel.expert.lent import Ledger
     from shoal.parallel.expert.resharding import Reshuffled
+    from shoal.parallel.pipeline.stage import LocalModel
     from shoal.parallel.protocols import Comm, Ranks, Rounds, Sharded
-    from shoal.parallel.stage import LocalModel
-    from shoal.parallel.vocab_passes import VocabShard
+    from shoal.parallel.vocab.passes import VocabShard
 
 __all__ = ["Engine"]
 
@@ -245,8 +245,8 @@ class Engine:
 
     def _build(self, weights: Weights, dropout: Dropout | None) -> Mapping[int, Any]:
         """This rank's stages, their values, and what is shared with other ranks."""
-        from shoal.parallel.slices import take
-        from shoal.parallel.stage import LocalModel
+        from shoal.parallel.pipeline.stage import LocalModel
+        from shoal.parallel.tensor.slices import take
         from shoal.plan.partition import cells_for
 
         parallel, place = self.job.parallel, self.schedule.place
@@ -301,7 +301,7 @@ class Engine:
 
     def _values(self, weights: Weights) -> Callable[[str], Tensor]:
         """What this rank's model starts from, parameter by parameter."""
-        from shoal.parallel.slices import take
+        from shoal.parallel.tensor.slices import take
 
         def value(name: str) -> Tensor:
             whole = weights.whole(name)
@@ -338,7 +338,7 @@ class Engine:
 
     def _vocabulary(self, local: LocalModel) -> VocabShard:
         """This rank's shard of embedding and output layer, as part of the local model."""
-        from shoal.parallel.vocab_passes import VocabShard
+        from shoal.parallel.vocab.passes import VocabShard
 
         compute = torch.bfloat16 if self.job.precision == "bf16" else self.dtype
         shard = VocabShard(

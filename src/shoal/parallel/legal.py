@@ -9,8 +9,8 @@ from __future__ import annotations
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.core.traits import traits
-from shoal.cost.sequences import SequenceCost
-from shoal.cost.training import microbatch_of
+from shoal.cost.training.sequences import SequenceCost
+from shoal.cost.training.step import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
 from shoal.ir.architecture import Architecture
 from shoal.ir.routing import Routing

@@ -2,8 +2,9 @@
 
 A block is timed between two others, the embedding before one block and the output layer after
 one, for several numbers of sequences and degrees of tensor parallelism; of the latter a rank
-computes its part, and nobody else is there (:class:`~shoal.parallel.measure_passes.Alone`). Links
-are timed between the ranks themselves. The fits are :mod:`shoal.cost.layer_fit`'s.
+computes its part, and nobody else is there
+(:class:`~shoal.parallel.pipeline.measure_passes.Alone`). Links are timed between the ranks
+themselves. The fits are :mod:`shoal.cost.training.layer_fit`'s.
 
 Source: Miao et al., Galvatron, 2023, section 3.4.
 """
@@ -20,12 +21,19 @@ import torch
 from torch import Tensor
 
 from shoal.core.parts import table
-from shoal.cost.layer_fit import LayerProfile, LinkFit, Overlap, PassFit, fit_link, fit_pass
+from shoal.cost.training.layer_fit import (
+    LayerProfile,
+    LinkFit,
+    Overlap,
+    PassFit,
+    fit_link,
+    fit_pass,
+)
 from shoal.ir import Parallel
-from shoal.parallel.measure_passes import Alone, Cheap
+from shoal.parallel.comm.ranks import ranks_of
+from shoal.parallel.pipeline.measure_passes import Alone, Cheap
+from shoal.parallel.pipeline.stage import Stage
 from shoal.parallel.protocols import MicroBatch
-from shoal.parallel.ranks import ranks_of
-from shoal.parallel.stage import Stage
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig

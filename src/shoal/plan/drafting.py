@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.parts import table
 from shoal.cost.arithmetic import flops_per_token, parameters
-from shoal.cost.rates import Rates
+from shoal.cost.price.rates import Rates
 from shoal.cost.shapes import resolve
 from shoal.ir import Interval, Machine, ModelShape, Parallel
 from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterWork

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from shoal.core.errors import require
-from shoal.cost.training_totals import steps_of
+from shoal.cost.training.totals import steps_of
 from shoal.ir import Estimate, TrainJob
 
 __all__ = ["DEFAULT_STEPS", "num_steps", "with_steps"]

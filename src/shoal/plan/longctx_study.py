@@ -14,10 +14,10 @@ from shoal.core.parts import part, table
 from shoal.core.sizes import human_bytes
 from shoal.core.tables import Table
 from shoal.cost import shapes
-from shoal.cost.longctx import Convention, LongContext, LongModel, Peaks, lengths
-from shoal.cost.longctx_picture import picture
-from shoal.cost.longctx_reductions import Chosen, choose, reaching, reduced
-from shoal.cost.longctx_sessions import (
+from shoal.cost.longctx.peak import Convention, LongContext, LongModel, Peaks, lengths
+from shoal.cost.longctx.picture import picture
+from shoal.cost.longctx.reductions import Chosen, choose, reaching, reduced
+from shoal.cost.longctx.sessions import (
     Sessions,
     host_link_of,
     session_throughput,

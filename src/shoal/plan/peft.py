@@ -19,7 +19,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.cost.arithmetic import parameters
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import Pricer
+from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, TrainJob, Work
 
 __all__ = ["Advice", "advise"]

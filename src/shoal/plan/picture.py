@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from shoal.core.bars import Bars
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
-from shoal.cost.pipeline import MachineLinks, Timeline, simulate
-from shoal.cost.pipeline_picture import MOST_BOXES, Picture
-from shoal.cost.training import Pricer, microbatch_of
+from shoal.cost.pipeline.picture import MOST_BOXES, Picture
+from shoal.cost.pipeline.simulator import MachineLinks, Timeline, simulate
+from shoal.cost.training.step import Pricer, microbatch_of
 from shoal.ir import TrainPlan, Work
 from shoal.plan.schedules.vocab import with_vocabulary
 from shoal.plan.strategy.judge import usable_bytes

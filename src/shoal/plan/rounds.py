@@ -16,7 +16,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.svg import COLOURS
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import Pricer
+from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, TrainJob, Work
 
 __all__ = ["Way", "Ways", "rounds_picture", "ways"]

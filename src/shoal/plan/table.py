@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.core.errors import require
 from shoal.core.traits import traits
-from shoal.cost.training_memory import tier_bytes
+from shoal.cost.training.memory import tier_bytes
 from shoal.ir import Interval, Parallel, TrainPlan
 
 __all__ = ["COLUMNS", "explain"]

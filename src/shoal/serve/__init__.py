@@ -12,8 +12,8 @@ __all__ = ["MEMORIES"]
 MEMORIES = PartTable(
     "memory",
     {
-        "resident": "shoal.serve.memory:Resident",
-        "peer": "shoal.serve.memory:Peer",
-        "superpipeline": "shoal.serve.superpipeline:Superpipeline",
+        "resident": "shoal.serve.cache.weights:Resident",
+        "peer": "shoal.serve.cache.weights:Peer",
+        "superpipeline": "shoal.serve.cache.superpipeline:Superpipeline",
     },
 )

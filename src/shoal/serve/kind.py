@@ -62,9 +62,9 @@ class Serve:
 
     def plan(self, job: ServeJob, machine: Machine) -> Sequence[ServePlan]:
         """The job as it is, then with the other schedulers and caches that could serve it."""
-        from shoal.plan.serving import plan_serve
-        from shoal.plan.serving_choices import alternatives
-        from shoal.plan.serving_table import rank
+        from shoal.plan.serving.choices import alternatives
+        from shoal.plan.serving.plans import plan_serve
+        from shoal.plan.serving.table import rank
 
         asked = plan_serve(job, machine)
         others = alternatives(job, asked.job.max_position) if asked.fits else []
@@ -80,7 +80,7 @@ class Serve:
         anyway: bool = False,
     ) -> ServeReport:
         """Serve the workload in real time on this host, and write the report."""
-        from shoal.serve.bench import run_plan
+        from shoal.serve.bench.replay import run_plan
 
         return run_plan(plan, directory, resume=resume, watch=watch, anyway=anyway)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from shoal.core.counts import count
 from shoal.core.parts import part
 from shoal.corpora.files import corpus_at
-from shoal.cost.training_memory import ARENAS, TIERS, tier_bytes
+from shoal.cost.training.memory import ARENAS, TIERS, tier_bytes
 from shoal.ir import Flag, Interval, Machine, Quantity, TrainJob, TrainPlan, TrainReport, Watch
 from shoal.plan.table import spell
 

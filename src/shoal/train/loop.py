@@ -23,12 +23,12 @@ from shoal.checkpoint.loading import LoadReport
 from shoal.checkpoint.pieces import Piece
 from shoal.core.errors import NonFiniteError
 from shoal.core.parts import table
-from shoal.cost.sequences import SequenceCost
+from shoal.cost.training.sequences import SequenceCost
 from shoal.machine import host
-from shoal.parallel.actor import prefetch
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
+from shoal.parallel.pipeline.actor import prefetch
+from shoal.parallel.tensor.rows import Rows
 from shoal.train import masking
 from shoal.train.finite import bad_gradients, bad_loss
 from shoal.train.optimizers.torch_state import TorchUpdater
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import Machine, TrainJob
     from shoal.ir.comm import Comm
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.expert.balance import Balance
     from shoal.parallel.expert.lent import Told
     from shoal.parallel.expert.resharding import Reshuffled
-    from shoal.parallel.rows import Weights
+    from shoal.parallel.tensor.rows import Weights
     from shoal.train.protocols import LrSchedule, Updater
     from shoal.train.watch.recorder import Recorder
 

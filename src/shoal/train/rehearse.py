@@ -31,10 +31,10 @@ def rehearse(
     from shoal.ir import ModelShape, TrainJob
     from shoal.kernel.fused.choice import choose
     from shoal.model.config import ModelConfig
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
-    from shoal.parallel.rows import Rows
+    from shoal.parallel.tensor.rows import Rows
     from shoal.train.allocator import keep_freed_memory
     from shoal.train.build import FreshWeights
 

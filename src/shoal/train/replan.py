@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.cost.layer_fit import LayerProfile, LinkFit, fit_link
-from shoal.cost.layer_plan import LayerPlan, plan_of, seconds_of, stage_costs
-from shoal.cost.layers import layers_of
-from shoal.cost.layerwise import LayerPricer
+from shoal.cost.training.layer_fit import LayerProfile, LinkFit, fit_link
+from shoal.cost.training.layer_plan import LayerPlan, plan_of, seconds_of, stage_costs
+from shoal.cost.training.layers import layers_of
+from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import Machine, ModelShape, TrainJob
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy.galvatron import Galvatron, to_job

@@ -10,8 +10,8 @@ from typing import Any
 from shoal.core.errors import StoreError
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
-from shoal.cost.pipeline_picture import svg
-from shoal.cost.training_memory import ARENAS, TIERS
+from shoal.cost.pipeline.picture import svg
+from shoal.cost.training.memory import ARENAS, TIERS
 from shoal.ir import TrainPlan, TrainReport, compared, errors_of
 from shoal.plan.table import spell
 from shoal.train.device import computes_on

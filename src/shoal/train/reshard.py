@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.engine import Engine
     from shoal.parallel.protocols import Comm
     from shoal.train.loop import Trainer

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.core.errors import ShoalError
     from shoal.core.meter import Meter
     from shoal.ir import TrainJob
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.train.layout import RunDir
     from shoal.train.loop import Trainer
 

@@ -84,7 +84,7 @@ class Trainer:
         require(batch >= 1, "batch", batch, expected="at least 1")
         require(lr > 0, "lr", lr, expected="above 0")
         if comm is None:
-            from shoal.parallel.comm import TorchComm
+            from shoal.parallel.comm.collectives import TorchComm
 
             comm = TorchComm.from_environment(Meter([]))
         self.comm = comm

@@ -25,8 +25,8 @@ from shoal.checkpoint.store import Store
 from shoal.core import children, errors
 from shoal.core.errors import CheckpointError, RankError, ShoalError
 from shoal.ir import TrainPlan
-from shoal.parallel.heartbeat import Beat, BeatReader, Heartbeat, blame
-from shoal.parallel.silent import said, silent_links
+from shoal.parallel.comm.heartbeat import Beat, BeatReader, Heartbeat, blame
+from shoal.parallel.comm.silent import said, silent_links
 from shoal.train.layout import RunDir
 from shoal.train.watch.phases import open_phases
 from shoal.train.watch.recorder import read as read_flight

@@ -16,7 +16,7 @@ from shoal.ir import Event, Op, TrainPlan, Work
 from shoal.train.layout import RunDir
 
 if TYPE_CHECKING:
-    from shoal.cost.pipeline import Timeline
+    from shoal.cost.pipeline.simulator import Timeline
     from shoal.parallel.engine import Engine
 
 __all__ = ["gather", "read", "timelines"]
@@ -64,8 +64,8 @@ def read(directory: RunDir) -> list[Event]:
 
 def timelines(plan: TrainPlan, directory: RunDir) -> dict[str, Timeline]:
     """Predicted and measured, for one picture; empty where the run has no pipeline."""
-    from shoal.cost.pipeline import MachineLinks, Timeline, simulate
-    from shoal.cost.training import Pricer
+    from shoal.cost.pipeline.simulator import MachineLinks, Timeline, simulate
+    from shoal.cost.training.step import Pricer
     from shoal.parallel.legal import schedule_of
 
     events = read(directory)

@@ -19,7 +19,7 @@ from typing import Any
 from shoal.core.errors import ShoalError, require
 from shoal.core.janitor import leave
 from shoal.ir import TrainPlan, TrainReport
-from shoal.parallel.comm import agent_store
+from shoal.parallel.comm.collectives import agent_store
 from shoal.train.layout import RunDir
 from shoal.train.nodes import PREPARE_LIMIT, Node, give, refuse, take
 from shoal.train.run import Watch, conclude, prepare_run

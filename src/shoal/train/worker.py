@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shoal.core.meter import Meter, Sink
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import TrainJob, TrainPlan
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.hdp.offload import HostShare
     from shoal.train.loop import StepResult, Trainer
     from shoal.train.replan import Replanner
@@ -114,8 +114,8 @@ def _joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[_Rank]
     from shoal.core.meter import SINKS, Meter
     from shoal.corpora.tokens import open_tokens
     from shoal.ir import TrainPlan
-    from shoal.parallel.agree import agree
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.agree import agree
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.plan.length import num_steps
     from shoal.train.allocator import keep_freed_memory
     from shoal.train.build import weights_of
@@ -389,7 +389,7 @@ def _dealt(trainer: Trainer) -> dict[str, float]:
     hybrid = trainer.engine.hybrid
     if hybrid is None or hybrid.plan is None:
         return {}
-    from shoal.plan.balance.predicted import predict
+    from shoal.plan.balance.sequences.predicted import predict
 
     plan = hybrid.plan
     return {

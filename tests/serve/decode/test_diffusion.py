@@ -257,7 +257,7 @@ def test_bad_requests(engine_by, decode):
 
 
 def test_models_of_the_other_kind(engine_by, mdlm, random_model):
-    from shoal.serve.build import engine_of
+    from shoal.serve.engine.build import engine_of
 
     with pytest.raises(ServeError, match=r"decode = 'diffusion': expected autoregressive"):
         engine_by(random_model("llama"))

@@ -78,8 +78,8 @@ def model_directory(write_model):
 def serve_fake(byte_model):
     """Options of a server -> a context with the running server."""
     from shoal.ir import ServeJob
-    from shoal.serve.client import ClientOptions
-    from shoal.serve.server import ServerOptions, running
+    from shoal.serve.engine.client import ClientOptions
+    from shoal.serve.http.server import ServerOptions, running
 
     def make(factory="fake_engine:build", client=None, replicas=1, launcher="local", **options):
         client = ClientOptions(**{"ping_s": 0.1, "backoff_s": 0.1, **(client or {})})

@@ -88,7 +88,7 @@ def main(kind, model, descriptors):
         shoal()
         return
     from shoal.ir import ServeJob
-    from shoal.serve.server import ServerOptions, serve
+    from shoal.serve.http.server import ServerOptions, serve
 
     log_to_stderr()
     job = ServeJob(model=model, replicas=2 if kind == "router" else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import ServeError
-from shoal.serve.guard import Access, is_loopback
+from shoal.serve.http.guard import Access, is_loopback
 
 KEY = "correct-horse-7"
 BODY = {"model": "bytes", "prompt": "ab", "max_tokens": 2}
@@ -23,7 +23,7 @@ def guarded(serve_fake):
 
 
 def routes():
-    from shoal.serve.api import ROUTES
+    from shoal.serve.http.api import ROUTES
 
     return [*ROUTES, ("GET", "/nothing"), ("DELETE", "/v1/models"), ("POST", "/docs")]
 
@@ -163,7 +163,7 @@ def test_a_port_in_use(serve_fake):
         taken.listen()
         port = taken.getsockname()[1]
         from shoal.ir import ServeJob
-        from shoal.serve.server import ServerOptions, running
+        from shoal.serve.http.server import ServerOptions, running
 
         with (
             pytest.raises(ServeError, match=f"port = {port}: in use"),
@@ -174,7 +174,7 @@ def test_a_port_in_use(serve_fake):
 
 def test_no_such_model():
     from shoal.ir import ServeJob
-    from shoal.serve.server import ServerOptions, running
+    from shoal.serve.http.server import ServerOptions, running
 
     with (
         pytest.raises(ServeError, match="no such directory"),

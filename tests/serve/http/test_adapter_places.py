@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 from shoal.core.errors import ServeError
-from shoal.serve.adapter_routes import AdapterPlaces
-from shoal.serve.errors import ApiError
-from shoal.serve.server import ServerOptions
+from shoal.serve.adapters.routes import AdapterPlaces
+from shoal.serve.http.errors import ApiError
+from shoal.serve.http.server import ServerOptions
 
 
 def refusal(places, path):
@@ -82,7 +82,7 @@ def test_a_root_that_is_not_there_is_refused(tmp_path):
 
 def test_routes_beside_replicas_are_refused(byte_model):
     from shoal.ir import ServeJob
-    from shoal.serve.server import ServerOptions, serve
+    from shoal.serve.http.server import ServerOptions, serve
 
     options = ServerOptions(port=0, key="a-key-of-mine", adapter_routes=True)
     with pytest.raises(ServeError, match="adapter_routes = True: expected false with replicas"):

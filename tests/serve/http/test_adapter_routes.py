@@ -62,8 +62,8 @@ def said(url, model):
 
 def test_an_adapters_life(model_directory, adapter):
     from shoal.ir import ServeJob
-    from shoal.serve.client import ClientOptions
-    from shoal.serve.server import ServerOptions, running
+    from shoal.serve.engine.client import ClientOptions
+    from shoal.serve.http.server import ServerOptions, running
 
     job = ServeJob(model=str(model_directory), precision="fp32", threads=1, max_adapters=2)
     options = ServerOptions(
@@ -103,7 +103,7 @@ def test_an_adapters_life(model_directory, adapter):
 
 def test_merged_and_taken_out_again_while_it_answers(model_directory, adapter):
     from shoal.ir import ServeJob
-    from shoal.serve.server import ServerOptions, running
+    from shoal.serve.http.server import ServerOptions, running
 
     job = ServeJob(
         model=str(model_directory), precision="fp32", threads=1, adapters={"sql": str(adapter)}
@@ -144,7 +144,7 @@ def text(url, path):
 
 def test_routes_that_change_models_want_a_key():
     from shoal.core.errors import ServeError
-    from shoal.serve.server import ServerOptions
+    from shoal.serve.http.server import ServerOptions
 
     with pytest.raises(ServeError, match="a key that callers must send"):
         ServerOptions(adapter_routes=True)
@@ -152,8 +152,8 @@ def test_routes_that_change_models_want_a_key():
 
 def test_the_routes_are_there_only_if_asked_for(model_directory, adapter):
     from shoal.ir import ServeJob
-    from shoal.serve.adapter_routes import ADAPTER_ROUTES
-    from shoal.serve.server import ServerOptions, running
+    from shoal.serve.adapters.routes import ADAPTER_ROUTES
+    from shoal.serve.http.server import ServerOptions, running
 
     job = ServeJob(
         model=str(model_directory), precision="fp32", threads=1, adapters={"sql": str(adapter)}

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.serve.body import parse_body
-from shoal.serve.errors import ApiError
-from shoal.serve.limits import HttpLimits
+from shoal.serve.http.body import parse_body
+from shoal.serve.http.errors import ApiError
+from shoal.serve.http.limits import HttpLimits
 
 pytestmark = pytest.mark.multi
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from shoal.ir import ServeJob
-from shoal.serve.server import ServerOptions, running
+from shoal.serve.http.server import ServerOptions, running
 
 
 @pytest.mark.slow

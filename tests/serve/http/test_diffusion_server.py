@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 from shoal.core.errors import ServeError
 from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.serve.server import ServerOptions, running
+from shoal.serve.http.server import ServerOptions, running
 
 DECODE = {
     "name": "diffusion",
@@ -51,7 +51,7 @@ def job_of(directory, **fields):
 
 
 def decoded(directory):
-    from shoal.serve.build import build_engine
+    from shoal.serve.engine.build import build_engine
 
     engine, _ = build_engine(job_of(directory))
     requests = [

@@ -18,7 +18,7 @@ WAIT_S = 30
 BODY = {"model": "bytes", "prompt": [fake_engine.SLOW, 65, 66], "max_tokens": 90}
 CODE = """
 from shoal.ir import ServeJob
-from shoal.serve.server import ServerOptions, serve
+from shoal.serve.http.server import ServerOptions, serve
 job = ServeJob(model={model!r}, replicas={replicas})
 options = ServerOptions(port=0, factory="fake_engine:build", grace_s={grace})
 serve(job, options, ready=lambda server: print(server.url, flush=True))

@@ -146,7 +146,7 @@ def test_leaving_a_whole_answer_aborts_it(server, caplog):
 
 @pytest.mark.slow
 def test_a_client_that_stops_reading(serve_fake, caller):
-    from shoal.serve.limits import HttpLimits
+    from shoal.serve.http.limits import HttpLimits
 
     body = {"model": "bytes", "prompt": "abc", "max_tokens": 3900, "logprobs": 20, "n": 8}
     with serve_fake(
@@ -176,7 +176,7 @@ def test_a_client_that_stops_reading(serve_fake, caller):
 
 
 def test_too_many_at_once(serve_fake, caller):
-    from shoal.serve.limits import HttpLimits
+    from shoal.serve.http.limits import HttpLimits
 
     with serve_fake(limits=HttpLimits(open_requests=4)) as server:
         call = caller(server.url)
@@ -227,7 +227,7 @@ def test_a_killed_server_leaves_nothing(byte_model, fake_path, replicas):
 
     code = (
         "from shoal.ir import ServeJob\n"
-        "from shoal.serve.server import ServerOptions, running\n"
+        "from shoal.serve.http.server import ServerOptions, running\n"
         "import signal\n"
         f"job = ServeJob(model={str(byte_model)!r}, replicas={replicas})\n"
         "with running(job, ServerOptions(port=0, factory='fake_engine:build')) as server:\n"
@@ -259,7 +259,7 @@ def test_the_api_process_has_no_torch(byte_model, fake_path):
 
     code = (
         "import sys\n"
-        "import shoal.serve.api, shoal.serve.server, shoal.serve.connection\n"
+        "import shoal.serve.http.api, shoal.serve.http.server, shoal.serve.http.connection\n"
         "import shoal.app.commands.serve\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 
 from shoal.ir import ServeJob  # noqa: E402
 from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams  # noqa: E402
-from shoal.serve.client import ClientOptions, EngineClient, EngineDownError  # noqa: E402
-from shoal.serve.deaths import Deaths, key_of  # noqa: E402
-from shoal.serve.failure import RequestFailedError  # noqa: E402
-from shoal.serve.server import ServerOptions, running  # noqa: E402
+from shoal.serve.engine.client import ClientOptions, EngineClient, EngineDownError  # noqa: E402
+from shoal.serve.engine.deaths import Deaths, key_of  # noqa: E402
+from shoal.serve.engine.failure import RequestFailedError  # noqa: E402
+from shoal.serve.http.server import ServerOptions, running  # noqa: E402
 
 pytestmark = pytest.mark.multi
 

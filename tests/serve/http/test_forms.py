@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from shoal.serve.errors import ApiError
-from shoal.serve.grammar_check import GrammarCheck
-from shoal.serve.limits import HttpLimits
-from shoal.serve.tools import CallReader
+from shoal.serve.http.errors import ApiError
+from shoal.serve.http.limits import HttpLimits
+from shoal.serve.text.grammar_check import GrammarCheck
+from shoal.serve.text.tools import CallReader
 
 pytestmark = pytest.mark.multi
 
@@ -37,7 +37,7 @@ def client(write_model):
     from openai import OpenAI
 
     from shoal.ir import ServeJob
-    from shoal.serve.server import ServerOptions, running
+    from shoal.serve.http.server import ServerOptions, running
 
     job = ServeJob(model=str(write_model(1024)), threads=1)
     with (

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from shoal.ir import ServeJob
-from shoal.serve.process import factory_of
-from shoal.serve.server import ServerOptions, running
+from shoal.serve.engine.process import factory_of
+from shoal.serve.http.server import ServerOptions, running
 
 pytestmark = pytest.mark.multi
 

@@ -11,7 +11,7 @@ import fake_engine
 import psutil
 import pytest
 
-from shoal.serve.upstream import Tcp
+from shoal.serve.cluster.upstream import Tcp
 
 pytest.importorskip("ray")
 

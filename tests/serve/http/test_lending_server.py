@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from shoal.app.status import status  # noqa: E402
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.ir import ServeJob  # noqa: E402
-from shoal.serve.process import factory_of  # noqa: E402
-from shoal.serve.server import ServerOptions, running  # noqa: E402
+from shoal.serve.engine.process import factory_of  # noqa: E402
+from shoal.serve.http.server import ServerOptions, running  # noqa: E402
 
 pytestmark = pytest.mark.multi
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shoal.serve.metrics import METRICS
+from shoal.serve.http.metrics import METRICS
 
 pytestmark = pytest.mark.multi
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multi
 
 def ids(text):
     # The alphabet of byte-level tokenizers is sorted by character, after the end of text.
-    from shoal.serve.text import _BYTES
+    from shoal.serve.text.pieces import _BYTES
 
     order = {byte: 1 + place for place, (_, byte) in enumerate(sorted(_BYTES.items()))}
     return [order[byte] for byte in text.encode()]

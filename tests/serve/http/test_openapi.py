@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from shoal.serve.api import ROUTES
-from shoal.serve.errors import TYPES
-from shoal.serve.limits import HttpLimits
-from shoal.serve.openapi import document
+from shoal.serve.http.api import ROUTES
+from shoal.serve.http.errors import TYPES
+from shoal.serve.http.limits import HttpLimits
+from shoal.serve.http.openapi import document
 
 pytestmark = pytest.mark.multi
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import fake_engine
 import pytest
 
-from shoal.serve.errors import ApiError
-from shoal.serve.seats import Seats
+from shoal.serve.http.errors import ApiError
+from shoal.serve.http.seats import Seats
 
 pytestmark = pytest.mark.multi
 
@@ -34,8 +34,8 @@ def test_seats_are_taken_together_or_not_at_all():
 def test_the_bound_holds_and_nothing_accepted_is_lost(
     serve_fake, caller, monkeypatch, stream, record_property
 ):
-    from shoal.serve.client import EngineClient
-    from shoal.serve.limits import HttpLimits
+    from shoal.serve.engine.client import EngineClient
+    from shoal.serve.http.limits import HttpLimits
 
     most = []
     opened = EngineClient._open
@@ -77,7 +77,7 @@ def test_the_bound_holds_and_nothing_accepted_is_lost(
 
 def test_a_seat_is_free_again_whoever_leaves():
     """Even a stream whose client had gone before its first event."""
-    from shoal.serve.stream import EventStream
+    from shoal.serve.http.stream import EventStream
 
     seats = Seats(1)
 

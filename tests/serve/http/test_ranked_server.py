@@ -16,9 +16,9 @@ import shoal_command
 torch = pytest.importorskip("torch")
 
 from shoal.ir import ServeJob  # noqa: E402
-from shoal.serve.client import ClientOptions  # noqa: E402
-from shoal.serve.process import factory_of  # noqa: E402
-from shoal.serve.server import ServerOptions, running  # noqa: E402
+from shoal.serve.engine.client import ClientOptions  # noqa: E402
+from shoal.serve.engine.process import factory_of  # noqa: E402
+from shoal.serve.http.server import ServerOptions, running  # noqa: E402
 
 pytestmark = pytest.mark.multi
 
@@ -35,7 +35,7 @@ def until(condition, what):
 def ranks_of(server):
     """Processes of the ranks, which are the children of the engine's."""
     children = psutil.Process(server.engine.pid).children()
-    return [one for one in children if "shoal.parallel.processes" in one.cmdline()]
+    return [one for one in children if "shoal.parallel.comm.processes" in one.cmdline()]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from shoal.app.dash.upstream import Upstream
 from shoal.core.errors import ServeError
 from shoal.ir import Arrival
-from shoal.serve.remote import Remote, replay_remote, served_model
+from shoal.serve.bench.remote import Remote, replay_remote, served_model
 
 KEY = "key-for-the-first-server-only"
 

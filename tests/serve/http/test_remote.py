@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from shoal.core.errors import ServeError
 from shoal.ir import Arrival
-from shoal.serve.latencies import draw, measured_of, samples_of
-from shoal.serve.remote import Remote, replay_remote, served_model
+from shoal.serve.bench.latencies import draw, measured_of, samples_of
+from shoal.serve.bench.remote import Remote, replay_remote, served_model
 
 pytestmark = pytest.mark.multi
 

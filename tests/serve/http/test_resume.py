@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.serve.resume import DivergedError, Progress, resumable, split_events
-from shoal.serve.router import prompt_of
+from shoal.serve.cluster.resume import DivergedError, Progress, resumable, split_events
+from shoal.serve.cluster.router import prompt_of
 
 
 def chunks(texts, *, chat=False, index=0, name="a", finish="stop"):

@@ -30,7 +30,7 @@ def until(condition, what):
 
 @pytest.fixture(scope="module")
 def router(serve_fake):
-    from shoal.serve.limits import HttpLimits
+    from shoal.serve.http.limits import HttpLimits
 
     with serve_fake(replicas=2, key="key-of-the-router", limits=HttpLimits(open_requests=8)) as it:
         yield it
@@ -124,7 +124,7 @@ def test_errors_keep_their_shape(call, method, path, body, status):
 
 
 def test_needs_the_key(call):
-    from shoal.serve.api import ROUTES
+    from shoal.serve.http.api import ROUTES
 
     for method, path in ROUTES:
         expected = 200 if path == "/health" else 401
@@ -191,7 +191,7 @@ def test_what_cannot_go_on_ends_with_one_error(client, replicas):
 
 @pytest.mark.slow
 def test_a_replica_that_hangs_is_replaced(serve_fake, monkeypatch):
-    from shoal.serve import replicas as module
+    from shoal.serve.cluster import replicas as module
 
     quick = module.WatchOptions(check_s=0.1, hang_s=1.0)
     monkeypatch.setattr(module, "WatchOptions", lambda: quick)

@@ -55,7 +55,7 @@ def test_same_tokens_as_the_model_itself(model_directory):
     from shoal.ir import ServeJob
     from shoal.model import huggingface
     from shoal.model.generate import generate
-    from shoal.serve.server import running
+    from shoal.serve.http.server import running
 
     model = huggingface.read(model_directory).eval()
     prompts = [[1], list(range(1, 41)), [7, 7, 7], list(range(200, 20, -1))]

@@ -9,7 +9,7 @@ import resource
 import pytest
 
 from shoal.core.errors import ModelError
-from shoal.serve.template import (
+from shoal.serve.text.template import (
     PLAIN,
     ChatTemplate,
     TemplateLimitError,

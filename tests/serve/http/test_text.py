@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ModelError
-from shoal.serve.text import StopStrings, TextModel
+from shoal.serve.text.pieces import StopStrings, TextModel
 
 TEXTS = ["the cat and the dog", "grüße an alle", "🐟 fish 🐠", "日本語", "a b  c\n\td"] * 3
 

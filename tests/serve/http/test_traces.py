@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
 from opentelemetry.trace import SpanKind, StatusCode
 
 from shoal.core.errors import ServeError
-from shoal.serve.traces import Traces, exporting
+from shoal.serve.http.traces import Traces, exporting
 
 pytestmark = pytest.mark.multi
 
@@ -33,7 +33,7 @@ def spans():
 @pytest.fixture(scope="module")
 def server(serve_fake, spans):
     """The server runs in a thread of this process, and so do its spans."""
-    from shoal.serve import traces
+    from shoal.serve.http import traces
 
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))

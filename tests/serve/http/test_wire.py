@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ServeError
 from shoal.ir.serving import Output, SamplingParams, TokenInfo
-from shoal.serve.wire import (
+from shoal.serve.engine.wire import (
     MAX_FRAME_BYTES,
     Decoder,
     encode,

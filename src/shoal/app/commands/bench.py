@@ -184,8 +184,8 @@ def serve(
     from shoal.app.show import WorkBar, as_json
     from shoal.cost.score import Score
     from shoal.machine.described import load
-    from shoal.serve.bench import bench_serve, weights_of
-    from shoal.serve.spinning import spin_briefly
+    from shoal.serve.bench.replay import bench_serve, weights_of
+    from shoal.serve.ranks.spinning import spin_briefly
 
     spin_briefly()
     target = load(machine)

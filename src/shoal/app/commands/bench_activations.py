@@ -39,7 +39,7 @@ def activations(
     from shoal.claims.bench.activations import compare
     from shoal.core.measure import check_quiet
     from shoal.core.sizes import human_bytes
-    from shoal.memory.ssdtrain import SSDTrain
+    from shoal.memory.activations.ssdtrain import SSDTrain
     from shoal.train.zoo import config
 
     if not anyway:

@@ -232,7 +232,7 @@ def _keep(rows: Sequence[Row], target: Path, called: str, precision: str) -> Non
     from shoal.claims.bench.decode import PLAIN
     from shoal.machine.fingerprint import fingerprint as machine
     from shoal.model.drafters.files import fingerprint
-    from shoal.plan.decode_measured import MeasuredRow, MeasuredTable, keep
+    from shoal.plan.serving.decode_measured import MeasuredRow, MeasuredTable, keep
 
     today = datetime.date.today().isoformat()
     place = keep(

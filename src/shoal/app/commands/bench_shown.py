@@ -37,7 +37,7 @@ def files_of(files: list[Path], known: tuple[str, ...]) -> list[Path]:
 def write_served(files: list[Path], found: dict[str, Any], title: str) -> None:
     """Write what was found, its ``samples`` as a picture if a file is one."""
     from shoal.core.files import write_atomic, write_json
-    from shoal.serve.latencies import draw
+    from shoal.serve.bench.latencies import draw
 
     for file in files:
         if file.suffix == ".json":

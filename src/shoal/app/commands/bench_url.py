@@ -61,10 +61,10 @@ def run(
     from shoal.app.show import WorkBar, as_json, table
     from shoal.core.errors import ServeError
     from shoal.core.parts import table as parts
-    from shoal.cost.serve_sim import summary
-    from shoal.serve.bench import with_workload
-    from shoal.serve.latencies import measured_of, samples_of
-    from shoal.serve.remote import Remote, replay_remote, served_model
+    from shoal.cost.serving.simulator import summary
+    from shoal.serve.bench.latencies import measured_of, samples_of
+    from shoal.serve.bench.remote import Remote, replay_remote, served_model
+    from shoal.serve.bench.replay import with_workload
 
     remote = Remote(
         url=url,

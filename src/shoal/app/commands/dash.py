@@ -56,8 +56,8 @@ def dash(
     from shoal.app.dash.guard import Access, host_names
     from shoal.app.dash.upstream import Upstream
     from shoal.core.logs import log_to_stderr
-    from shoal.serve.accept import BoundedServer
-    from shoal.serve.limits import HttpLimits
+    from shoal.serve.http.accept import BoundedServer
+    from shoal.serve.http.limits import HttpLimits
 
     for folder in runs or ():
         require(folder.is_dir(), "--runs", str(folder), expected="a directory that exists")

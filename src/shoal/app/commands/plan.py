@@ -286,8 +286,8 @@ def serve(
     from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
     from shoal.machine.described import load
-    from shoal.plan.serving import plan_serve
-    from shoal.plan.serving_choices import alternatives, splits
+    from shoal.plan.serving.choices import alternatives, splits
+    from shoal.plan.serving.plans import plan_serve
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
     target = load(machine)
@@ -347,7 +347,7 @@ def serve(
 def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
     """Print a serving plan among its competitors, what it costs and what binds it."""
     from shoal.app.show import show_estimate, table
-    from shoal.plan.serving_table import COLUMNS, explain, rank
+    from shoal.plan.serving.table import COLUMNS, explain, rank
 
     ranked = rank([plan, *others])
     rows = explain(ranked)

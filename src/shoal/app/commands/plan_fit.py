@@ -16,7 +16,7 @@ def show_fit(plan: TrainPlan) -> None:
     """Print whether a plan fits, what fills a rank, and what would help if it does not."""
     from shoal.app.show import table
     from shoal.core.sizes import human_bytes
-    from shoal.cost.training_memory import tier_bytes
+    from shoal.cost.training.memory import tier_bytes
     from shoal.plan.strategy.judge import usable_bytes
     from shoal.plan.table import spell
 
@@ -42,8 +42,8 @@ def show_ways(job: TrainJob, machine: Machine) -> None:
     from shoal.app.show import table
     from shoal.core.sizes import human_bytes
     from shoal.cost.shapes import shape_of
-    from shoal.cost.training_memory import tier_bytes
-    from shoal.plan.offload import TIERS
+    from shoal.cost.training.memory import tier_bytes
+    from shoal.plan.memory.offload import TIERS
     from shoal.plan.strategy.beyond import all_ways
     from shoal.plan.strategy.judge import beyond_room, tier_room
 

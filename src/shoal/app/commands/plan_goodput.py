@@ -9,8 +9,8 @@ import typer
 
 if TYPE_CHECKING:
     from shoal.ir import Machine, ServeJob
-    from shoal.plan.disagg import GoodputReport
-    from shoal.plan.goodput import Slo
+    from shoal.plan.serving.disagg import GoodputReport
+    from shoal.plan.serving.goodput import Slo
 
 __all__ = ["goodput"]
 
@@ -37,9 +37,9 @@ def goodput(
     from shoal.core.files import to_yaml, write_atomic
     from shoal.cost.shapes import resolve
     from shoal.ir import ServePlan
-    from shoal.plan.disagg import GoodputReport, drifted, plan_goodput
-    from shoal.plan.goodput import FEWEST_REQUESTS
-    from shoal.plan.serving import arrivals_of
+    from shoal.plan.serving.disagg import GoodputReport, drifted, plan_goodput
+    from shoal.plan.serving.goodput import FEWEST_REQUESTS
+    from shoal.plan.serving.plans import arrivals_of
 
     targets = targets_of(slo)
     if since is not None:
@@ -93,7 +93,7 @@ def targets_of(text: str) -> Slo:
     """
     from shoal.core.config import parse
     from shoal.core.errors import ConfigError
-    from shoal.plan.goodput import Slo
+    from shoal.plan.serving.goodput import Slo
 
     found: dict[str, float] = {}
     for word in text.split(","):

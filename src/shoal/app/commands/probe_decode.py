@@ -31,7 +31,7 @@ def measure(job: Path | None, out: Path | None, *, json: bool) -> None:
     read = resolve(ServeJob, file=job, flags={}, sets=[]).value
     if read.speculative is None:
         raise ConfigError(f"{job}: speculative is not set; give the drafter whose guesses to time")
-    from shoal.serve.build import engine_of, load_model
+    from shoal.serve.engine.build import engine_of, load_model
 
     engine = engine_of(read, load_model(read))[0]
     paying = engine.scheduler.drafting  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ def sweep(
         quiet: no progress.
     """
     from shoal.app.show import WorkBar, as_json, table
-    from shoal.cost.gemm import fit, predictor_path
-    from shoal.cost.gemm_validate import importance as permuted
+    from shoal.cost.gemm.predictor import fit, predictor_path
+    from shoal.cost.gemm.validate import importance as permuted
     from shoal.machine.probes.gemm import Gemm
     from shoal.machine.probes.gemm_table import table_path
     from shoal.machine.protocols import Context

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shoal.serve.server import Running
+    from shoal.serve.http.server import Running
 
 __all__ = ["serve"]
 
@@ -142,10 +142,10 @@ def serve(
     from shoal.core.config import resolve
     from shoal.core.logs import log_to_stderr
     from shoal.ir import ServeJob
-    from shoal.serve.client import ClientOptions
-    from shoal.serve.process import factory_of
-    from shoal.serve.server import ServerOptions
-    from shoal.serve.server import serve as run
+    from shoal.serve.engine.client import ClientOptions
+    from shoal.serve.engine.process import factory_of
+    from shoal.serve.http.server import ServerOptions
+    from shoal.serve.http.server import serve as run
 
     flags: dict[str, object] = {
         "model": model,

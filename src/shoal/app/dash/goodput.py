@@ -25,9 +25,9 @@ from shoal.core.svg import Series
 from shoal.cost import shapes
 from shoal.ir import ServeJob, StepCost
 from shoal.machine import described
-from shoal.plan.disagg import GoodputReport, plan_goodput
-from shoal.plan.goodput import Slo, replicas
-from shoal.plan.serving import sharded_costs
+from shoal.plan.serving.disagg import GoodputReport, plan_goodput
+from shoal.plan.serving.goodput import Slo, replicas
+from shoal.plan.serving.plans import sharded_costs
 
 __all__ = ["FAMILIES", "Measured", "Searches", "measured", "show"]
 

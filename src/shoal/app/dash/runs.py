@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Generic, Literal, TypeVar
 from shoal.core.errors import ShoalError, StoreError
 from shoal.cost.score import Entry, Score, Scored, run_id
 from shoal.ir import Plan, Report, kind_named, kind_of
-from shoal.parallel.heartbeat import Heartbeat
+from shoal.parallel.comm.heartbeat import Heartbeat
 from shoal.plan.saved import read_plan
 from shoal.train.layout import RunDir
 

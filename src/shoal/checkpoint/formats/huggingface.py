@@ -49,7 +49,7 @@ class _Plain:
 
     def __init__(self, path: Path) -> None:
         from shoal.model import FAMILIES, huggingface
-        from shoal.parallel.slices import whole_shapes
+        from shoal.parallel.tensor.slices import whole_shapes
 
         self.path = path
         config = huggingface.read_config(path)

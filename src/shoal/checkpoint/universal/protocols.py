@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 
 from shoal.core.config import Value, parse
 from shoal.core.errors import require
-from shoal.parallel.slices import Slices
+from shoal.parallel.tensor.slices import Slices
 
 if TYPE_CHECKING:
     from torch import Tensor

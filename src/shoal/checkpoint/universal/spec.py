@@ -161,7 +161,7 @@ class UniversalSpec:
 
 
 def default_spec(config: ModelConfig, *, vocab_axis: str = "tp") -> UniversalSpec:
-    """The patterns of our own models, as :mod:`shoal.parallel.slices` splits them.
+    """The patterns of our own models, as :mod:`shoal.parallel.tensor.slices` splits them.
 
     Args:
         config: the model.

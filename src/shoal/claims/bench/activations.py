@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.core.measure import interleave
-from shoal.memory.device import DeviceScope
-from shoal.memory.ssdtrain import SSDTrain, lifetime_years
-from shoal.memory.tier import MemoryTier
+from shoal.memory.activations.ssdtrain import SSDTrain, lifetime_years
+from shoal.memory.tiers.device import DeviceScope
+from shoal.memory.tiers.tier import MemoryTier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.memory.cache import TensorCache
+    from shoal.memory.activations.cache import TensorCache
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 

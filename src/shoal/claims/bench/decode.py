@@ -26,7 +26,7 @@ from shoal.ir import Request, SamplingParams, ServeJob
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.serve.engine import Engine
+    from shoal.serve.engine.loop import Engine
 
 __all__ = [
     "OWN",
@@ -158,7 +158,7 @@ class Bench:
     engines: dict[str, Engine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from shoal.serve.build import build_engine, engine_of, load_model
+        from shoal.serve.engine.build import build_engine, engine_of, load_model
 
         job = ServeJob(
             model=str(self.model),

@@ -32,7 +32,7 @@ from shoal.model.duo import (
     routed,
     router_routes,
 )
-from shoal.plan.oracle import best, difficulty, patterns, search
+from shoal.plan.experts.oracle import best, difficulty, patterns, search
 from shoal.train.routers import calibrate
 
 if TYPE_CHECKING:

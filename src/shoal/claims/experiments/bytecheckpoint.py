@@ -154,7 +154,7 @@ class ByteCheckpointClaim:
 
     def _times(self, context: Context, as_baseline: bool) -> dict[str, Any]:
         """Of every save the slowest rank's; bytes of every rank."""
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         root = context.work_dir / ("baseline" if as_baseline else "saves")
         given = {

@@ -159,9 +159,9 @@ class ByteScaleClaim:
 
     def _simulated(self, lengths: list[int], kv_heads: int, *, static: bool) -> dict[str, float]:
         """Predicted seconds and bytes of one step, of both."""
-        from shoal.plan.balance.bytescale import ByteScale
-        from shoal.plan.balance.packed import Packed
-        from shoal.plan.balance.predicted import predict
+        from shoal.plan.balance.sequences.bytescale import ByteScale
+        from shoal.plan.balance.sequences.packed import Packed
+        from shoal.plan.balance.sequences.predicted import predict
 
         cost = ragged.cost_of(kv_heads, _FLOPS, ((_WORLD, _LINK),))
         summed = ragged.gradient_s(kv_heads, _WORLD, _LINK)
@@ -181,8 +181,8 @@ class ByteScaleClaim:
 
     def _planned(self, scaled: np.ndarray, context: Context, *, static: bool) -> tuple[float, ...]:
         """Seconds that planning takes, of ten thousand sequences on 1,024 ranks."""
-        from shoal.plan.balance.bytescale import ByteScale
-        from shoal.plan.balance.packed import Packed
+        from shoal.plan.balance.sequences.bytescale import ByteScale
+        from shoal.plan.balance.sequences.packed import Packed
 
         source = np.random.default_rng(context.seed)
         cost = ragged.cost_of(32, _FLOPS, ((1024, _LINK),))

@@ -254,7 +254,7 @@ def _within(run: Any, *arguments: Any, **options: Any) -> Evidence:
 
 def _shaped(context: Context, ranks: Any) -> list[tuple[Planted, Evidence]]:
     """Four processes, each in its own namespace; one at a quarter of the rate, one way."""
-    from shoal.parallel.processes import run_processes
+    from shoal.parallel.comm.processes import run_processes
 
     found = []
     cases = [(place, rank) for rank in range(_SHAPED_WORLD) for place in ("sender", "receiver")]

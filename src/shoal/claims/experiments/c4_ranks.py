@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RankError
-from shoal.parallel.link_comm import LinkComm, Links, run_linked
+from shoal.parallel.comm.links import LinkComm, Links, run_linked
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.protocols import Comm, Pending
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.protocols import Verdict
 from shoal.train.watch.recorder import Recorder

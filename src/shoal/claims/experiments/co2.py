@@ -250,7 +250,7 @@ class CO2Claim:
 
     def _timed(self, bandwidth: float | None, turns: int, names: Mapping[str, str]) -> _Times:
         """Every name's kind of steps, on a link of so many byte/s; of the slower rank."""
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         syncs = self._syncs()
         given = {
@@ -282,7 +282,7 @@ class CO2Claim:
 
 def _losses(runs: list[str], given: dict[str, Any]) -> dict[str, JsonValue]:
     """Held-out loss by kind and seed, nats a byte."""
-    from shoal.parallel.processes import run_processes
+    from shoal.parallel.comm.processes import run_processes
 
     losses = run_processes(f"{_RANKS}:learn", 2, given, timeout_s=7200.0)[0]
     return {
@@ -312,11 +312,11 @@ def _unlike(*, local: bool) -> list[int]:
     """Elements in which workers that are threads differ from their simulation, by setting."""
     import torch
 
+    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.outer.averaging import Averaging
     from shoal.parallel.outer.co2 import CO2
     from shoal.parallel.outer.local_sgd import LocalSGD
     from shoal.parallel.outer.reference import simulate
-    from shoal.parallel.thread_comm import run_ranks
 
     source = torch.Generator().manual_seed(0)
     start = [torch.randn(size, generator=source, dtype=torch.float64) for size in (37, 5, 128)]

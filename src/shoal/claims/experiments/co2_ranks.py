@@ -17,7 +17,7 @@ from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
+from shoal.parallel.tensor.rows import Rows
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:

@@ -143,7 +143,7 @@ class DataStatesClaim:
         return Samples(metrics=metrics, peers=peers, details=details)
 
     def _times(self, context: Context, as_baseline: bool) -> dict[str, Any]:
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         modes = [_BLOCKING, _TWO_PHASE] + ([] if as_baseline else [_LAZY])
         given = {

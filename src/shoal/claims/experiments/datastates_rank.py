@@ -19,7 +19,7 @@ from shoal.checkpoint import SAVE_MODES
 from shoal.checkpoint.peers import Alone
 from shoal.checkpoint.store import MODEL, OPTIMIZER, Store
 from shoal.core.errors import CheckpointError
-from shoal.memory.mover import EmulatedLink
+from shoal.memory.tiers.mover import EmulatedLink
 
 if TYPE_CHECKING:
     import numpy as np

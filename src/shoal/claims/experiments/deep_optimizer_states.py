@@ -22,13 +22,13 @@ from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.parts import part
-from shoal.plan.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
+from shoal.plan.memory.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.memory.interleaved import Interleaved, Workers
+    from shoal.memory.offload.interleaved import Interleaved, Workers
 
 __all__ = ["DeepOptimizerStates"]
 
@@ -128,8 +128,8 @@ class DeepOptimizerStates:
         return self._timed(context, metrics, as_baseline)
 
     def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
-        from shoal.memory.interleaved import Workers, rates_of
-        from shoal.memory.mover import EmulatedLink
+        from shoal.memory.offload.interleaved import Workers, rates_of
+        from shoal.memory.tiers.mover import EmulatedLink
 
         pace = Workers(cores=(0, 1), host_rate=self.host_rate)
         rates = context.remember(
@@ -200,8 +200,8 @@ class DeepOptimizerStates:
         return Pattern(groups=len(sizes), stride=stride)
 
     def _made(self, workers: Workers, stride: int, *, fused: bool = False) -> Interleaved:
-        from shoal.memory.interleaved import Interleaved
-        from shoal.memory.tier import MemoryTier
+        from shoal.memory.offload.interleaved import Interleaved
+        from shoal.memory.tiers.tier import MemoryTier
 
         total = self.sub_group * self.groups
         made = Interleaved(
@@ -220,7 +220,7 @@ class DeepOptimizerStates:
         """What interleaving gains where nothing is held to a rate; and our baseline's peer."""
         import torch
 
-        from shoal.memory.interleaved import Workers
+        from shoal.memory.offload.interleaved import Workers
 
         stride = HOST_ONLY if as_baseline else 2
         plain = Workers(cores=(0, 1))
@@ -299,8 +299,8 @@ def _exact(seed: int, as_baseline: bool) -> tuple[int, float]:
     """(numbers that are not AdamW's after ten steps, most state on the device over two slots)."""
     import torch
 
-    from shoal.memory.interleaved import Interleaved
-    from shoal.memory.tier import MemoryTier
+    from shoal.memory.offload.interleaved import Interleaved
+    from shoal.memory.tiers.tier import MemoryTier
 
     rule = AdamW(lr=1e-3, fused=False)
     size, groups = 1000, 9

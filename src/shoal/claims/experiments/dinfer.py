@@ -35,7 +35,7 @@ from shoal.train import zoo
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.serve.engine import Engine
+    from shoal.serve.engine.loop import Engine
 
 __all__ = ["DInfer"]
 
@@ -348,7 +348,7 @@ class _Asked:
 
     def __init__(self, place: Path, decode: dict[str, Any] | None) -> None:
         from shoal.corpora import tokenizer
-        from shoal.serve.build import engine_of, load_model
+        from shoal.serve.engine.build import engine_of, load_model
 
         job = _job(str(place), decode)
         model = load_model(job)

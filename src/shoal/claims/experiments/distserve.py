@@ -25,13 +25,13 @@ from pydantic import JsonValue
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
-from shoal.cost.queueing import md1_ttft
-from shoal.cost.serve_fleet import Instance, Wire, simulate_fleet
-from shoal.cost.serve_sim import Served
+from shoal.cost.serving.fleet import Instance, Wire, simulate_fleet
+from shoal.cost.serving.queueing import md1_ttft
+from shoal.cost.serving.simulator import Served
 from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine
 from shoal.ir import Arrival, Limits
 from shoal.plan.batching.dispatch import LeastLoaded
-from shoal.plan.goodput import Goodput, Slo, poisson
+from shoal.plan.serving.goodput import Goodput, Slo, poisson
 
 if TYPE_CHECKING:
     from shoal.claims.experiments.distserve_real import Point

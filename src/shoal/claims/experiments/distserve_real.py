@@ -25,17 +25,17 @@ import numpy as np
 from shoal.core.config import Value
 from shoal.core.measure import Elsewhere
 from shoal.core.parts import table
-from shoal.cost.serve_fleet import Instance, Wire, attainment, simulate_fleet
-from shoal.cost.serve_sim import Served, quantities
+from shoal.cost.serving.fleet import Instance, Wire, attainment, simulate_fleet
+from shoal.cost.serving.simulator import Served, quantities
 from shoal.cost.step_cost.cooling import Cooling, Warmth, fit_cooling
 from shoal.cost.step_cost.fitted import Fitted, Sample, fit, scaled
 from shoal.ir import Arrival, Disagg, Limits, ServeJob
 from shoal.plan.batching.dispatch import LeastLoaded
-from shoal.plan.goodput import Goodput, Slo, poisson
-from shoal.serve.rehearse import OTHERS, PULSE, STEADY, spread_of
+from shoal.plan.serving.goodput import Goodput, Slo, poisson
+from shoal.serve.bench.rehearse import OTHERS, PULSE, STEADY, spread_of
 
 if TYPE_CHECKING:
-    from shoal.serve.disagg import DisaggEngine
+    from shoal.serve.cluster.disagg import DisaggEngine
 
 __all__ = ["Costs", "Point", "Real", "alone"]
 
@@ -200,8 +200,8 @@ class Real:
         return [*self._system("disaggregated"), *self._system("colocated")]
 
     def _system(self, system: str) -> list[Point]:
-        from shoal.serve.disagg import DisaggEngine, replay
-        from shoal.serve.profile import spread
+        from shoal.serve.bench.profile import spread
+        from shoal.serve.cluster.disagg import DisaggEngine, replay
 
         colocated = 2 if system == "colocated" else 0
         with DisaggEngine(self.job, colocated=colocated, pin=True) as engine:
@@ -260,7 +260,7 @@ class Real:
         self, system: str, engine: DisaggEngine, costs: Costs, rate: float, seed: int
     ) -> Point:
         """Predict, then serve."""
-        from shoal.serve.disagg import replay
+        from shoal.serve.cluster.disagg import replay
 
         assert self.slo is not None
         arrivals = self._arrivals(rate, self._count(rate), seed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.core.scratch import scratch_directory
 from shoal.ir import MAX_NODES
-from shoal.plan.heterogeneous import DraftOption, Heterogeneous
+from shoal.plan.serving.heterogeneous import DraftOption, Heterogeneous
 from shoal.plan.trees.drafting import Always
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def tiny(seed: int, *, offloads: bool) -> Counted:
     from shoal.model.config import ModelConfig
     from shoal.model.drafters import files
     from shoal.model.drafters.fusion import FusionDrafter
-    from shoal.serve.build import engine_of
+    from shoal.serve.engine.build import engine_of
     from shoal.train.zoo import random
 
     config = ModelConfig(

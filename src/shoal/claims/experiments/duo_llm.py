@@ -149,7 +149,7 @@ class DuoLLM:
 
         from shoal.claims.experiments.arch_training import mini, text
         from shoal.model.duo import BIG, committed, pattern_losses, routed
-        from shoal.plan.oracle import best, patterns
+        from shoal.plan.experts.oracle import best, patterns
         from shoal.train.zoo import random
 
         config = mini(64, _LAYERS, initializer_range=0.2, architecture={"ffn": "duo"})
@@ -228,7 +228,7 @@ class DuoLLM:
             routed,
             router_routes,
         )
-        from shoal.plan.oracle import best, difficulty, patterns
+        from shoal.plan.experts.oracle import best, difficulty, patterns
 
         model = context.remember("model", lambda: self._trained(context))
         data = context.remember("text", lambda: None)

@@ -232,7 +232,7 @@ class EasySpecClaim:
         from shoal.claims.experiments.easyspec_ranks import answers_in_turn, ranked_passes
         from shoal.claims.experiments.easyspec_runs import Timed, reading_s, timed_passes
         from shoal.model import huggingface
-        from shoal.plan.fuzzy import even_groups
+        from shoal.plan.trees.fuzzy import even_groups
 
         told: dict[str, Any] = {"rounds": self.rounds, "seed": context.seed}
         asked = prompts_of(context, self.prompts, self.prompt_tokens, 0)

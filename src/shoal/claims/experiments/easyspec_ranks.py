@@ -15,9 +15,9 @@ from shoal.core.random import generator
 
 if TYPE_CHECKING:
     from shoal.claims.bench.decode import Answer, Bench
-    from shoal.parallel.layer import Share
     from shoal.parallel.protocols import Comm
-    from shoal.serve.decode.draft_net import DraftNet
+    from shoal.parallel.tensor.layer import Share
+    from shoal.serve.decode.draft.net import DraftNet
 
 __all__ = ["PASSES", "answers_in_turn", "passes", "ranked_passes", "repeated"]
 
@@ -64,7 +64,7 @@ def passes(
 
     from shoal.core.config import parse
     from shoal.ir import ServeJob
-    from shoal.serve.decode.ranked import part_of, ranked
+    from shoal.serve.decode.draft.ranked import part_of, ranked
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
@@ -92,7 +92,7 @@ def ranked_passes(
     draft: Path, target: Path, groups: Sequence[int], full: bool, pairs: int, seed: int
 ) -> tuple[Paired, dict[str, Any]]:
     """The same of two ranks, one core each, as the first of them sees it."""
-    from shoal.parallel.processes import run_processes
+    from shoal.parallel.comm.processes import run_processes
 
     job = {"model": str(target), "threads": 1, "kv_tokens": 512, "max_running": 1}
     job["speculative"] = {"name": "draft_model", "path": str(draft)}  # trees are read
@@ -133,7 +133,7 @@ def answers_in_turn(
     Returns:
         ``method`` and ``baseline`` -> round -> answers.
     """
-    from shoal.serve.decode.draft_model import DraftModelDrafter
+    from shoal.serve.decode.draft.part import DraftModelDrafter
 
     engine: Any = bench.engines[name]
     runner, decides = engine.runner, engine.scheduler.drafting

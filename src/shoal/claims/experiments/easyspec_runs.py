@@ -14,8 +14,8 @@ from shoal.claims.experiments.easyspec_ranks import PASSES, repeated
 from shoal.claims.protocols import Paired
 from shoal.core.measure import interleave
 from shoal.core.scratch import scratch_directory
-from shoal.plan.fuzzy import draft_step_s, even_groups
 from shoal.plan.trees.drafting import Always
+from shoal.plan.trees.fuzzy import draft_step_s, even_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -205,7 +205,7 @@ def tiny(seed: int, group: int) -> tuple[int, int]:
     from shoal.ir import Request, SamplingParams, ServeJob
     from shoal.model import huggingface
     from shoal.model.config import ModelConfig
-    from shoal.serve.build import engine_of
+    from shoal.serve.engine.build import engine_of
     from shoal.train.zoo import random
 
     config = ModelConfig(

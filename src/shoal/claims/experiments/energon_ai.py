@@ -137,7 +137,7 @@ class EnergonAI:
     ) -> int:
         from shoal.claims.experiments.energon_ai_runs import Packed, job, lengths, model_of
         from shoal.core.random import generator
-        from shoal.serve.build import prepare
+        from shoal.serve.engine.build import prepare
 
         hidden, longest = (64, 32) if quick else (_HIDDEN, self.longest)
         counts = lengths(self.prompts, longest, context.seed)
@@ -227,8 +227,8 @@ class EnergonAI:
         as_baseline: bool,
     ) -> None:
         from shoal.claims.experiments.energon_ai_runs import job, model_of, steps_of
-        from shoal.serve.build import prepare
-        from shoal.serve.memory import Peer, least_resident
+        from shoal.serve.cache.weights import Peer, least_resident
+        from shoal.serve.engine.build import prepare
 
         def model() -> Transformer:
             return prepare(job(), model_of(self.layers, _HIDDEN, context.seed))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.model.transformer import Transformer
-    from shoal.serve.workers import RankedEngine
+    from shoal.serve.ranks.workers import RankedEngine
 
 __all__ = ["Packed", "generate", "lengths", "model_of", "one_process", "pipeline", "steps_of"]
 
@@ -77,7 +77,7 @@ class Packed:
 
     def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
         from shoal.model.linear import DispatchedLinear
-        from shoal.serve.cache import PagedCache
+        from shoal.serve.cache.paged import PagedCache
 
         self._model, self._prompts = model, prompts
         self._longest = max(len(prompt) for prompt in prompts)
@@ -103,7 +103,7 @@ class Packed:
         """Next token of every prompt."""
         import torch
 
-        from shoal.serve.attention import Context, PagedAttention
+        from shoal.serve.cache.attention import Context, PagedAttention
 
         tokens: list[int] = []
         positions: list[int] = []
@@ -142,7 +142,7 @@ def generate(engine: Any, count: int, tokens: int, seed: int) -> list[list[int]]
 def pipeline(directory: Path, *, blocking: bool, latency_s: float) -> RankedEngine:
     """Two stages, each a process, with four steps under way over an emulated link."""
     from shoal.model import huggingface
-    from shoal.serve.workers import ranked_engine
+    from shoal.serve.ranks.workers import ranked_engine
 
     # Every prompt is computed anew: nothing is found in the cache of the turn before.
     kv = {"name": "paged", "prefix_reuse": False}
@@ -156,7 +156,7 @@ def pipeline(directory: Path, *, blocking: bool, latency_s: float) -> RankedEngi
 
 def one_process(directory: Path) -> Any:
     """The same model in this process."""
-    from shoal.serve.build import build_engine
+    from shoal.serve.engine.build import build_engine
 
     return build_engine(job(model=str(directory)))[0]
 

@@ -26,13 +26,13 @@ from pydantic import JsonValue
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
-from shoal.cost.serve_sim import Predicted
+from shoal.cost.serving.simulator import Predicted
 from shoal.cost.step_cost.fitted import Fitted
 from shoal.ir import Arrival, HostLink, Limits, Output, Runner, ServeJob, Step, StepResult
-from shoal.plan.batching.fair import Policy
+from shoal.plan.batching.schedulers.fair import Policy
 
 if TYPE_CHECKING:
-    from shoal.serve.engine import Engine
+    from shoal.serve.engine.loop import Engine
 
 __all__ = ["FastSwitch"]
 
@@ -109,7 +109,7 @@ class _VirtualTime:
         self._inner, self._now = Predicted(_STEPS, link), 0.0
 
     def now(self) -> float:
-        """See :func:`~shoal.serve.bench.replay`."""
+        """See :func:`~shoal.serve.bench.replay.replay`."""
         return self._now
 
     def sleep(self, seconds: float) -> None:
@@ -359,8 +359,8 @@ class FastSwitch:
 
     def _real(self, context: Context, name: str) -> _Seen:
         """Serve the trace once, in real time."""
-        from shoal.serve.build import engine_of, prepare
-        from shoal.serve.cache import token_bytes
+        from shoal.serve.cache.paged import token_bytes
+        from shoal.serve.engine.build import engine_of, prepare
         from shoal.train import zoo
 
         job = self._job(name)
@@ -377,7 +377,7 @@ class FastSwitch:
 
     def _virtual(self, seed: int, name: str) -> _Seen:
         """Serve a trace once, in virtual time."""
-        from shoal.serve.engine import Engine
+        from shoal.serve.engine.loop import Engine
 
         job = self._job(name)
         link = _link(_LAYERS, _TOKEN_BYTES)
@@ -410,7 +410,7 @@ def _watch(
     engine: Engine, runner: Runner, arrivals: Sequence[Arrival], layers: int, **time: Any
 ) -> _Seen:
     """Serve the trace; the answers are the trace's own."""
-    from shoal.serve.bench import replay
+    from shoal.serve.bench.replay import replay
 
     engine.runner = _Said(runner, _answers(arrivals))
     seen = _Seen()

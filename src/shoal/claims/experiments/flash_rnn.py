@@ -24,8 +24,8 @@ from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.ir import Machine
-from shoal.plan.constrint import brute_force, parse, solve
-from shoal.plan.tiles import (
+from shoal.plan.constrint.solve import brute_force, parse, solve
+from shoal.plan.constrint.tiles import (
     Facts,
     LinearShape,
     RecurrenceShape,

@@ -139,8 +139,8 @@ class FlexSPClaim:
 
     def _solved(self, context: Context, *, quick: bool, one: bool) -> list[dict[str, float]]:
         """Of each batch, predicted seconds of both, and s that it took to decide."""
-        from shoal.plan.balance.flexsp import FlexSP, best_homogeneous
-        from shoal.plan.balance.groups import Pool
+        from shoal.plan.balance.sequences.flexsp import FlexSP, best_homogeneous
+        from shoal.plan.balance.sequences.groups import Pool
 
         pool = Pool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, _LINKS))
         sizes = np.minimum(ragged.lengths(), _WORLD * _CAPACITY)
@@ -170,8 +170,8 @@ class FlexSPClaim:
 
     def _elsewhere(self, context: Context) -> list[float]:
         """The same of four batches where links between nodes are eight times as fast, by search."""
-        from shoal.plan.balance.flexsp import FlexSP, best_homogeneous
-        from shoal.plan.balance.groups import Pool
+        from shoal.plan.balance.sequences.flexsp import FlexSP, best_homogeneous
+        from shoal.plan.balance.sequences.groups import Pool
 
         pool = Pool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, ((8, 300e9), (16, 50e9))))
         search = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.0)

@@ -31,7 +31,7 @@ from shoal.core.random import generator
 
 if TYPE_CHECKING:
     from shoal.ir import Arrival, Request, ServeJob
-    from shoal.serve.engine import Engine
+    from shoal.serve.engine.loop import Engine
 
 __all__ = ["Flover"]
 
@@ -292,8 +292,8 @@ class Flover:
 
     def _serve(self, context: Context, name: str, *, counted: bool) -> _Seen:
         """Serve the trace once."""
-        from shoal.cost.serve_sim import request_of
-        from shoal.serve.build import engine_of, prepare
+        from shoal.cost.serving.simulator import request_of
+        from shoal.serve.engine.build import engine_of, prepare
         from shoal.train import zoo
 
         model_name = "shoal-0.3m" if counted else self.model

@@ -26,7 +26,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
-    from shoal.cost.moe_tasks import Layer
+    from shoal.cost.training.moe_tasks import Layer
     from shoal.ir import Machine, ModelShape
 
 __all__ = ["FsmoeClaim"]
@@ -195,10 +195,10 @@ class FsmoeClaim:
     def _real(self, context: Context, *, whole: bool) -> tuple[Paired, dict[str, Any]]:
         """Seconds of a layer on four processes of two nodes, in chunks and not."""
         from shoal.claims.experiments.fsmoe_ranks import RANKS, SIZES
-        from shoal.cost.moe_tasks import fitted, passes
+        from shoal.cost.training.moe_tasks import fitted, passes
         from shoal.machine.emulate import emulate
-        from shoal.parallel.processes import run_processes
-        from shoal.plan.moe_overlap import choose
+        from shoal.parallel.comm.processes import run_processes
+        from shoal.plan.experts.moe_overlap import choose
 
         given = {"hidden": self.hidden, "width": self.width, "tokens": self.tokens}
         near = RANKS // 2
@@ -249,7 +249,7 @@ class FsmoeClaim:
 
 
 def _uncut(one: Any) -> float:
-    from shoal.cost.moe_makespan import makespan
+    from shoal.cost.training.moe_makespan import makespan
 
     return makespan(one, 1)
 
@@ -263,7 +263,7 @@ def _counted(values: Any) -> dict[str, int]:
 
 def _simulated(context: Context, grid: list[tuple[Any, ...]]) -> list[_Seconds]:
     """Seconds of every layer of the grid."""
-    from shoal.plan.moe_overlap import choose, exhaustive
+    from shoal.plan.experts.moe_overlap import choose, exhaustive
 
     machine, found = _machine(), []
     for number, one in enumerate(grid):
@@ -298,7 +298,7 @@ def _layer(
     experts: int,
     gated: bool,
 ) -> Layer:
-    from shoal.cost.moe_tasks import layer_of
+    from shoal.cost.training.moe_tasks import layer_of
     from shoal.ir import ModelShape, Parallel
 
     shape: ModelShape = ModelShape(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoal.parallel.comm.ranks import ranks_of
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import exchanged, spread
-from shoal.parallel.ranks import ranks_of
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig

@@ -13,20 +13,20 @@ from torch import Tensor
 from shoal.core.random import generator
 from shoal.ir import TrainJob, Work
 from shoal.machine.described import load
-from shoal.memory.build import Wanted, offloaded
-from shoal.memory.fuyou import Fuyou
-from shoal.memory.fuyou_build import WantedSwap, fuyou_model
-from shoal.memory.fuyou_model import FuyouModel
-from shoal.memory.fuyou_needs import predicted
-from shoal.memory.shared import SharedLink
+from shoal.memory.fuyou.build import WantedSwap, fuyou_model
+from shoal.memory.fuyou.model import FuyouModel
+from shoal.memory.fuyou.needs import predicted
+from shoal.memory.fuyou.part import Fuyou
+from shoal.memory.streaming.build import Wanted, offloaded
+from shoal.memory.tiers.shared import SharedLink
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import empty
-from shoal.parallel.measure_passes import Cheap
+from shoal.parallel.pipeline.measure_passes import Cheap
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
-    from shoal.memory.offloaded import OffloadedModel
+    from shoal.memory.streaming.offloaded import OffloadedModel
 
 __all__ = ["Regime", "Training", "differing", "resident", "wide_lm"]
 

@@ -29,10 +29,10 @@ from shoal.claims.experiments.galvatron_plans import gap, misses, mixed_plans
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.layer_fit import LayerProfile
-from shoal.cost.layer_plan import plan_of, simulated_s, stage_costs
-from shoal.cost.layers import layers_of
-from shoal.cost.layerwise import LayerPricer
+from shoal.cost.training.layer_fit import LayerProfile
+from shoal.cost.training.layer_plan import plan_of, simulated_s, stage_costs
+from shoal.cost.training.layers import layers_of
+from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import Device, Link, Machine, MemoryTier, ModelShape, TrainJob
 from shoal.machine.emulate import Network, emulate, unavailable
 
@@ -267,8 +267,8 @@ class GalvatronClaim:
         )
 
     def _profile(self, config: ModelConfig) -> LayerProfile:
+        from shoal.parallel.comm.processes import run_processes
         from shoal.parallel.measure_layers import profile_of
-        from shoal.parallel.processes import run_processes
 
         given = {
             "config": config.model_dump(mode="json"),
@@ -291,7 +291,7 @@ class GalvatronClaim:
     def _timed(
         self, jobs: Sequence[TrainJob], config: ModelConfig, turns: int
     ) -> list[list[float]]:
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         given = {
             "jobs": [job.model_dump(mode="json") for job in jobs],
@@ -321,7 +321,7 @@ class GalvatronClaim:
         profile: LayerProfile,
         adapts: bool,
     ) -> dict[str, Any]:
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         signal = context.work_dir / f"step-{adapts}.json"
         policy = {"enabled": adapts, "patience": self.patience}
@@ -385,7 +385,7 @@ def _scaled(profile: LayerProfile, factor: float) -> LayerProfile:
 
 def _no_wire() -> tuple[Any, ...]:
     """Links that take no time."""
-    from shoal.cost.layer_fit import LinkFit
+    from shoal.cost.training.layer_fit import LinkFit
 
     return tuple(
         LinkFit(op=op, group=2, latency_s=0.0, bandwidth=1e15)

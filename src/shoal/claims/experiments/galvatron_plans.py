@@ -14,10 +14,10 @@ from pydantic import JsonValue
 
 from shoal.core.random import generator
 from shoal.cost.arithmetic import linears
-from shoal.cost.layer_plan import simulated_s
-from shoal.cost.layers import Layer
-from shoal.cost.layerwise import LayerPricer
 from shoal.cost.shapes import resolve
+from shoal.cost.training.layer_plan import simulated_s
+from shoal.cost.training.layers import Layer
+from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import Machine, ModelShape, TrainJob
 from shoal.machine.described import load
 from shoal.plan.strategy.galvatron import Galvatron, Option, group_words

@@ -12,20 +12,20 @@ import torch
 from shoal.core.files import write_json
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.cost.layer_fit import LayerProfile
+from shoal.cost.training.layer_fit import LayerProfile
 from shoal.ir import Machine, TrainJob
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.measure_layers import measure_layers
-from shoal.parallel.measure_passes import Cheap
-from shoal.parallel.rows import Rows
+from shoal.parallel.pipeline.measure_passes import Cheap
+from shoal.parallel.tensor.rows import Rows
 from shoal.train.allocator import keep_freed_memory
 from shoal.train.replan import Replanner
 from shoal.train.reshard import switch_engine
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.train.protocols import Updater
 
 __all__ = ["measured", "run_with_replan", "time_plans"]

@@ -25,8 +25,8 @@ from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.cost.gemm import fit
-from shoal.cost.gemm_validate import SPLITS, HeldOut, held_out, importance, tile_choices
+from shoal.cost.gemm.predictor import fit
+from shoal.cost.gemm.validate import SPLITS, HeldOut, held_out, importance, tile_choices
 from shoal.machine.probes.gemm import Gemm, drawn, moved_elements, own_product
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmShape, GemmTable, telling
 from shoal.machine.protocols import Context as Probing

@@ -26,7 +26,7 @@ from pydantic import JsonValue
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.pipeline import simulate
+from shoal.cost.pipeline.simulator import simulate
 from shoal.ir.schedule import OpCosts
 from shoal.plan.schedules.gpipe import GPipe
 
@@ -139,7 +139,7 @@ class GPipeClaim:
         return self._timed(context, metrics, as_baseline)
 
     def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         shape = {"layers": self.layers, "width": self.width}
         many = 1 if as_baseline else 8
@@ -210,7 +210,7 @@ def most_layers(budget: int, k: int, m: int, *, recompute: bool) -> int:
     Counted from what autograd really keeps in a step; ranks are threads.
     """
     from shoal.claims.experiments.gpipe_ranks import saved_bytes
-    from shoal.parallel.thread_comm import run_ranks
+    from shoal.parallel.comm.threads import run_ranks
 
     batch, width = 4 * m, 4
     allowed = 4.0 * budget * batch * width

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.thread_comm import ThreadComm
+    from shoal.parallel.comm.threads import ThreadComm
     from shoal.plan.placement.protocols import Ints
 
 __all__ = ["Copied", "copied", "errors", "recorded"]
@@ -82,12 +82,12 @@ def copied(placer: Any, seed: int) -> Copied:
     from shoal.ir import Parallel
     from shoal.model.config import ModelConfig
     from shoal.model.routing import StepRouting
+    from shoal.parallel.comm.ranks import ranks_of
+    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.expert.balance import Routers
     from shoal.parallel.expert.copies import copies_of, sent_copies
     from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
     from shoal.parallel.expert.lent import TAG
-    from shoal.parallel.ranks import ranks_of
-    from shoal.parallel.thread_comm import run_ranks
 
     config = ModelConfig(
         name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=1, num_heads=4,

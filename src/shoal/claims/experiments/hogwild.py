@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.decode.hogwild.engine import HogwildEngine
     from shoal.serve.decode.hogwild.words import Words
-    from shoal.serve.engine import Engine
+    from shoal.serve.engine.loop import Engine
 
 __all__ = ["HogwildClaim"]
 
@@ -329,7 +329,7 @@ class _Timing:
         from shoal.ir import ServeJob
         from shoal.model import huggingface
         from shoal.model.config import ModelConfig
-        from shoal.serve.build import prepare
+        from shoal.serve.engine.build import prepare
         from shoal.train.zoo import random
 
         config = ModelConfig(
@@ -352,7 +352,7 @@ class _Timing:
         self, part: HogwildClaim, two: int, four: int, context: Context
     ) -> dict[str, tuple[float, ...]]:
         """Seconds of a token, by arm, of the rounds in which no text repeats itself."""
-        from shoal.serve.build import engine_of
+        from shoal.serve.engine.build import engine_of
 
         tokens = _WARM + (part.pairs + 3) * part.steps
         params: dict[str, object] = {"temperature": 1.0, "top_k": 50, "max_tokens": tokens}

@@ -175,7 +175,7 @@ class HolmesClaim:
     def _timed(self, *, as_baseline: bool) -> dict[str, list[float]]:
         """Seconds of steps by placement, of the slowest rank; and weights that differ."""
         from shoal.ir import TrainJob
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
         from shoal.plan.topology.order import plan_order
         from shoal.plan.topology.ways import interleaved
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import ServeError
 from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.plan.batching.ledger import Beat, Ledger
-from shoal.serve.distkv import DistKVEngine, EvenCost
+from shoal.plan.batching.cache.ledger import Beat, Ledger
+from shoal.serve.cluster.distkv import DistKVEngine, EvenCost
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.serve.engine import Engine
+    from shoal.serve.engine.loop import Engine
 
 __all__ = [
     "DistKVEngine",
@@ -121,7 +121,7 @@ def served_apart(engine: Engine, made: Sequence[Request]) -> Ran:
 
 def alone(model: Transformer, made: Sequence[Request]) -> list[list[int]]:
     """The tokens of one engine that has room for all."""
-    from shoal.serve.build import engine_of, prepare
+    from shoal.serve.engine.build import engine_of, prepare
 
     room = sum(len(one.tokens) + one.params.max_tokens + 16 for one in made)
     single = ServeJob.model_validate(
@@ -134,7 +134,7 @@ def alone(model: Transformer, made: Sequence[Request]) -> list[list[int]]:
 def ranked(split: ServeJob, made: Sequence[Request]) -> Ran:
     """The same by an engine of tensor-parallel ranks."""
     from shoal.model import huggingface
-    from shoal.serve.workers import ranked_engine
+    from shoal.serve.ranks.workers import ranked_engine
 
     engine = ranked_engine(split, huggingface.read_config(Path(split.model)))
     try:
@@ -163,7 +163,7 @@ class Near:
     """
 
     def __init__(self, served: ServeJob, directory: Path, *, lend: bool = True) -> None:
-        from shoal.serve.distkv_instance import Instance
+        from shoal.serve.cluster.distkv_instance import Instance
 
         directory.mkdir(parents=True, exist_ok=True)
         words = {"job": served.model_dump(mode="json", exclude_none=True)}

@@ -36,7 +36,7 @@ from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.machine.described import load
 from shoal.machine.emulate import emulate, unavailable
-from shoal.plan.survival import Survival, sampled
+from shoal.plan.memory.survival import Survival, sampled
 
 __all__ = ["InMemoryFT"]
 
@@ -353,7 +353,7 @@ class InMemoryFT:
 
 def _plan(context: Context, steps: int, memory: str | None, **changes: Any) -> Any:
     from shoal.cost.shapes import find
-    from shoal.cost.training import estimate
+    from shoal.cost.training.step import estimate
     from shoal.ir import TrainJob, TrainPlan, Work
 
     corpus = context.work_dir / "corpus"

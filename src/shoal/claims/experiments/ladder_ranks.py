@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm
-    from shoal.serve.workers import RankedEngine
+    from shoal.serve.ranks.workers import RankedEngine
 
 __all__ = ["Decoding", "counted"]
 
@@ -88,10 +88,10 @@ def counted(kind: str, seed: int) -> tuple[int, int, int]:
     """
     import torch
 
-    from shoal.parallel.thread_comm import run_ranks
-    from shoal.serve.boundary import Boundary
-    from shoal.serve.build import prepare
-    from shoal.serve.part import PartModel
+    from shoal.parallel.comm.threads import run_ranks
+    from shoal.serve.engine.build import prepare
+    from shoal.serve.ranks.boundary import Boundary
+    from shoal.serve.ranks.part import PartModel
     from shoal.train.zoo import random
 
     config = _config(kind, 128, 4)
@@ -154,7 +154,7 @@ class Decoding:
             emulated: ``latency_s`` and ``sums`` of their runner.
         """
         from shoal.model import huggingface
-        from shoal.serve.workers import ranked_engine
+        from shoal.serve.ranks.workers import ranked_engine
         from shoal.train.zoo import random
 
         directory = self._folder / kind

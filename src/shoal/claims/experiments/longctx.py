@@ -34,12 +34,12 @@ from pydantic import JsonValue
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.longctx import LongContext, LongModel, Peaks
+from shoal.cost.longctx.peak import LongContext, LongModel, Peaks
 from shoal.cost.shapes import find
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.serve.runner import LocalRunner
+    from shoal.serve.engine.runner import LocalRunner
 
 __all__ = ["LongCtx", "paper_figures"]
 
@@ -258,7 +258,7 @@ class LongCtx:
 
     def _byte_error(self, *, blind: bool) -> float:
         """Largest error of a cache's bytes against a real one, of three variants."""
-        from shoal.serve.cache import PagedCache
+        from shoal.serve.cache.paged import PagedCache
 
         worst = 0.0
         for kv_heads in (4, 2, 1):
@@ -273,8 +273,8 @@ class LongCtx:
     def _runner(self, config: ModelConfig) -> LocalRunner:
         """A runner with random weights, and a cache of the longest context."""
         from shoal.ir import ServeJob
-        from shoal.serve.build import engine_of, prepare
-        from shoal.serve.host import HostStore, Mover
+        from shoal.serve.cache.host import HostStore, Mover
+        from shoal.serve.engine.build import engine_of, prepare
         from shoal.train import zoo
 
         job = ServeJob.model_validate(
@@ -405,8 +405,8 @@ def _decode(runner: LocalRunner, tokens: int, kept: int, repeats: int) -> float:
     """Median seconds of the next token of a context, of which ``kept`` tokens are seen."""
     import torch
 
-    from shoal.serve.attention import Context as Seen
-    from shoal.serve.attention import PagedAttention
+    from shoal.serve.cache.attention import Context as Seen
+    from shoal.serve.cache.attention import PagedAttention
 
     model, cache = runner.model, runner.cache
     fed, place = torch.tensor([7]), torch.tensor([tokens - 1])

@@ -33,9 +33,9 @@ def tree_logits(seed: int, *, masked: bool, nodes: int = 24) -> list[float]:
         nodes: of the tree.
     """
     from shoal.model.config import ModelConfig
-    from shoal.serve.build import engine_of
     from shoal.serve.decode.protocols import TokenTree, branches
     from shoal.serve.decode.runner import SpeculativeRunner
+    from shoal.serve.engine.build import engine_of
     from shoal.train.zoo import random
 
     config = ModelConfig(

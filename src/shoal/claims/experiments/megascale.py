@@ -34,12 +34,12 @@ from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
-from shoal.cost.overlap_ladder import ladder
 from shoal.cost.shapes import find
+from shoal.cost.training.overlap_ladder import ladder
 from shoal.ir import Parallel, TrainJob, TrainPlan, Work
 from shoal.machine.described import load
 from shoal.machine.emulate import emulate, unavailable
-from shoal.parallel.bootstrap import bootstrap, groups_of
+from shoal.parallel.comm.bootstrap import bootstrap, groups_of
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.megascale import MegaScale as Locator
 
@@ -291,7 +291,7 @@ class MegaScaleClaim:
         }
 
     def _plan(self, context: Context, steps: int) -> TrainPlan:
-        from shoal.cost.training import estimate
+        from shoal.cost.training.step import estimate
 
         corpus = context.work_dir / "corpus"
         if not corpus.exists():
@@ -490,7 +490,7 @@ def _ladder(as_baseline: bool, details: dict[str, JsonValue]) -> float:
 def _overlapped(pairs: int, overlapped: bool) -> dict[str, list[float]]:
     """Two processes with 300 Mbit/s between them; the slower rank's seconds, turn by turn."""
     from shoal.model.config import ModelConfig
-    from shoal.parallel.processes import run_processes
+    from shoal.parallel.comm.processes import run_processes
 
     job = TrainJob.model_validate(
         {

@@ -14,7 +14,7 @@ from shoal.parallel.legal import check_split
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
 
 __all__ = ["overlapped_steps"]
 
@@ -40,7 +40,7 @@ def overlapped_steps(
     """
     from shoal.model.config import ModelConfig
     from shoal.parallel.engine import Engine
-    from shoal.parallel.measure_passes import Cheap, batch
+    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     keep_freed_memory()
     model = ModelConfig.model_validate(config)

@@ -27,7 +27,7 @@ def break_here(kind: str, step: int) -> None:
             (forward and backward passes take twice as long), corrupt (products are wrong).
         step: global step.
     """
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.train.loop import Trainer
 
     now = {"step": -1}

@@ -23,15 +23,15 @@ from shoal.claims.experiments.pipeline_ranks import profile, time_steps
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.megatron import training_days
-from shoal.cost.pipeline import simulate
+from shoal.cost.pipeline.simulator import simulate
+from shoal.cost.training.megatron import training_days
 from shoal.ir import TrainJob
 from shoal.parallel.legal import schedule_of
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.parallel.thread_comm import ThreadComm
+    from shoal.parallel.comm.threads import ThreadComm
 
 __all__ = ["Megatron", "internode_bytes"]
 
@@ -137,7 +137,7 @@ class Megatron:
         self, context: Context, details: dict[str, JsonValue], as_baseline: bool
     ) -> Paired:
         """Simulated steps with measured passes, round by round."""
-        from shoal.parallel.measure_passes import measure_link, measure_passes
+        from shoal.parallel.pipeline.measure_passes import measure_link, measure_passes
 
         config = _model(num_layers=16, hidden=256)
         # Four micro-batches are timed; eight are simulated.
@@ -214,10 +214,10 @@ def internode_bytes(tp: int, *, scatter: bool) -> float:
         scatter: each sends its share of a boundary; else each sends all of it.
     """
     from shoal.core.meter import Meter
+    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
-    from shoal.parallel.measure_passes import Cheap, batch
-    from shoal.parallel.thread_comm import run_ranks
+    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     config = _model(num_layers=2, hidden=32)
     job = _job(4, pp=2, tp=tp, seq_len=16, scatter_gather=scatter)

@@ -133,7 +133,7 @@ class MoeFoldingClaim:
     def _simulated(self, name: str) -> dict[bool, float]:
         """Seconds of a step on sixty-four ranks, folded and with experts inside dp."""
         from shoal.cost.shapes import find
-        from shoal.cost.training import estimate
+        from shoal.cost.training.step import estimate
         from shoal.ir import TrainJob, Work
 
         found = {}

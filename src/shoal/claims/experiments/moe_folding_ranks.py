@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.parallel.thread_comm import ThreadComm
+    from shoal.parallel.comm.threads import ThreadComm
 
 __all__ = ["SPLITS", "Sent", "errors", "layer_and_permuting", "routed_bytes"]
 
@@ -55,12 +55,12 @@ def routed_bytes(seed: int, *, fold: bool) -> Sent:
     import torch
 
     from shoal.core.meter import Meter
-    from shoal.cost.expert_hops import routed
+    from shoal.cost.price.expert_hops import routed
     from shoal.ir import Parallel
+    from shoal.parallel.comm.ranks import ranks_of
+    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.expert.exchange import TAG
-    from shoal.parallel.ranks import ranks_of
-    from shoal.parallel.thread_comm import run_ranks
 
     config = _mixture(32, 8, 16)
     split = Parallel(dp=4, tp=2, sp=True, ep=4, fold=fold)
@@ -119,9 +119,9 @@ def layer_and_permuting(
     import torch
 
     from shoal.model.permutation import Permutation
+    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.protocols import ExpertRanks
-    from shoal.parallel.thread_comm import run_ranks
 
     torch.manual_seed(seed)
     one = run_ranks(1, lambda comm: comm)[0]

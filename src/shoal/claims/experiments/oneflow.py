@@ -37,9 +37,9 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.placement import Mesh, Placement
 from shoal.ir.signatures import Legal
-from shoal.parallel.actor import ActorGraph
-from shoal.plan.sbp import Leaf, Node, OpGraph, Problem, Rates, SbpPlan, place
-from shoal.plan.sbp_exhaustive import least_seconds
+from shoal.parallel.pipeline.actor import ActorGraph
+from shoal.plan.sbp.exhaustive import least_seconds
+from shoal.plan.sbp.search import Leaf, Node, OpGraph, Problem, Rates, SbpPlan, place
 
 __all__ = ["OneFlow", "column_row", "greedy", "random_graph"]
 
@@ -208,7 +208,7 @@ class OneFlow:
         )
 
     def _ranks(self, block: str, seed: int) -> list[Any]:
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         found = run_processes(
             "shoal.claims.experiments.oneflow_ranks:compare",

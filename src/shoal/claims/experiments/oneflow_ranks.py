@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.parallel.placement import RankMesh, execute
-from shoal.parallel.trace import Traced, trace
-from shoal.plan.sbp import SbpPlan
+from shoal.parallel.placed.placement import RankMesh, execute
+from shoal.parallel.placed.trace import Traced, trace
+from shoal.plan.sbp.search import SbpPlan
 
 if TYPE_CHECKING:
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
 
 __all__ = ["BLOCKS", "TOKENS", "WIDTH", "Attention", "Mlp", "compare", "traced"]
 
@@ -101,7 +101,7 @@ def compare(comm: TorchComm, block: str, plan: dict[str, Any], seed: int) -> dic
     Args:
         comm: all ranks, one mesh axis.
         block: of :data:`BLOCKS`.
-        plan: an :class:`~shoal.plan.sbp.SbpPlan` of its graph.
+        plan: an :class:`~shoal.plan.sbp.search.SbpPlan` of its graph.
         seed: of weights and input.
 
     Returns:

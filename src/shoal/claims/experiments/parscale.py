@@ -42,7 +42,7 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shoal.cost.parscale import EqualLoss, ParallelLaw
+    from shoal.cost.scaling.parscale import EqualLoss, ParallelLaw
 
 __all__ = ["ParScaleClaim"]
 
@@ -262,7 +262,7 @@ class ParScaleClaim:
         *,
         as_baseline: bool,
     ) -> None:
-        from shoal.cost.parscale import PUBLISHED
+        from shoal.cost.scaling.parscale import PUBLISHED
 
         laws = _laws(context)
         fits, away = [], []
@@ -286,7 +286,7 @@ class ParScaleClaim:
 
     def _at_1b6(self, law: ParallelLaw, *, as_baseline: bool) -> EqualLoss:
         """Four streams of 1.6e9 parameters beside the dense model, one request of 256 tokens."""
-        from shoal.cost.parscale import equal_loss
+        from shoal.cost.scaling.parscale import equal_loss
         from shoal.cost.shapes import find
         from shoal.machine.described import load
 
@@ -412,7 +412,7 @@ class ParScaleClaim:
 
 def _laws(context: Context) -> dict[str, ParallelLaw]:
     """The law of each corpus, fitted to its published losses."""
-    from shoal.cost.parscale import PUBLISHED, fit_parscale
+    from shoal.cost.scaling.parscale import PUBLISHED, fit_parscale
 
     return context.remember(
         "laws", lambda: {corpus: fit_parscale(points) for corpus, points in PUBLISHED.items()}

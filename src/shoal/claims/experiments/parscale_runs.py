@@ -153,7 +153,7 @@ def decoded(
 def _decoder(config: ModelConfig) -> Callable[[], object]:
     from shoal.ir import ServeJob
     from shoal.model.generate import generate
-    from shoal.serve.build import prepare
+    from shoal.serve.engine.build import prepare
     from shoal.train.zoo import random
 
     model = prepare(ServeJob(model="mini", precision="fp32", threads=1), random(config))
@@ -164,7 +164,7 @@ def wrong_tokens(config: ModelConfig, seed: int) -> int:
     """Tokens of the engine that are not those of plain generation, in eight requests."""
     from shoal.ir import Request, SamplingParams, ServeJob
     from shoal.model.generate import generate
-    from shoal.serve.build import engine_of, prepare
+    from shoal.serve.engine.build import engine_of, prepare
     from shoal.train.zoo import random
 
     config = config.model_copy(update={"initializer_range": 0.1})

@@ -454,7 +454,7 @@ def _shown(one: Tuned) -> dict[str, JsonValue]:
 
 def _engine(model: Transformer, places: list[Path]) -> Any:
     from shoal.ir import ServeJob
-    from shoal.serve.build import engine_of, prepare
+    from shoal.serve.engine.build import engine_of, prepare
 
     job = ServeJob(
         model="tiny",

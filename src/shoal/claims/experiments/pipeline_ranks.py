@@ -12,17 +12,17 @@ from shoal.core.random import generator
 from shoal.ir import TrainJob
 from shoal.ir.schedule import Event, Op
 from shoal.machine import host
+from shoal.parallel.comm.processes import run_processes
 from shoal.parallel.legal import check_split
-from shoal.parallel.processes import run_processes
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shoal.model.config import ModelConfig
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.engine import Engine
-    from shoal.parallel.rows import Rows
+    from shoal.parallel.tensor.rows import Rows
     from shoal.train.protocols import Updater
 
 __all__ = ["Steps", "peak_memory", "peak_of_steps", "profile", "steps_in_turn", "time_steps"]
@@ -158,7 +158,7 @@ def _engine(
 ) -> tuple[Engine, Rows]:
     from shoal.model.config import ModelConfig
     from shoal.parallel.engine import Engine
-    from shoal.parallel.measure_passes import Cheap, batch
+    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     model = ModelConfig.model_validate(config)
     named = TrainJob.model_validate(job)

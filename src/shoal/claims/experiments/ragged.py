@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shoal.cost.sequences import SequenceCost
+from shoal.cost.training.sequences import SequenceCost
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
@@ -78,7 +78,7 @@ def raced(
     Returns:
         Seconds of the slower rank, by name; the name of ours, and of the faster baseline.
     """
-    from shoal.parallel.processes import run_processes
+    from shoal.parallel.comm.processes import run_processes
 
     scaled = np.maximum(1, np.rint(chosen * (longest / chosen.max()))).astype(np.int64)
     packed = {"name": "packed", "capacity_tokens": longest // 2, "cp": 2, "exchange": exchange}

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.core.parts import table
-from shoal.cost.sequences import SequenceCost
+from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, same_as_one
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
-from shoal.plan.balance.sequences import Assignment, MicroStep
+from shoal.parallel.tensor.rows import Rows
+from shoal.plan.balance.sequences.assignment import Assignment, MicroStep
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:

@@ -138,7 +138,7 @@ def run_family(name: str, tp: int, seed: int) -> dict[str, float]:
 
     from shoal.parallel.autotp.auto import discover, split_model
     from shoal.parallel.autotp.families import FAMILIES, example, from_config
-    from shoal.parallel.thread_comm import run_ranks
+    from shoal.parallel.comm.threads import run_ranks
 
     model: Any = from_config({"model_type": name, **FAMILIES[name]}, device="cpu", seed=seed)
     model = model.double().eval()

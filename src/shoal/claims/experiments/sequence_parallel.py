@@ -36,7 +36,7 @@ from pydantic import JsonValue
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.context import Split, layer_memory
+from shoal.cost.context.ways import Split, layer_memory
 
 if TYPE_CHECKING:
     from shoal.claims.experiments.sequence_parallel_ranks import Counted, Kind, Shape

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
+from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.context.projected import projected_attention
-from shoal.parallel.linear import ColumnLinear, Linear, RowLinear
-from shoal.parallel.thread_comm import ThreadComm, run_ranks
+from shoal.parallel.tensor.linear import ColumnLinear, Linear, RowLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable

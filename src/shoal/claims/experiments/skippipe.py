@@ -278,7 +278,7 @@ def _gradient_error(*, plain: bool) -> float:
 
     from shoal.ir import TrainJob
     from shoal.parallel.check import same_as_one
-    from shoal.parallel.masked import same_as_masked
+    from shoal.parallel.pipeline.masked import same_as_masked
 
     job = TrainJob.model_validate(
         {
@@ -351,8 +351,8 @@ def train_routes(
 
     from shoal.core.random import generator
     from shoal.model.initialise import empty, init_weights
-    from shoal.parallel.masked import layer_routes, masked_backward
-    from shoal.parallel.rows import Rows
+    from shoal.parallel.pipeline.masked import layer_routes, masked_backward
+    from shoal.parallel.tensor.rows import Rows
 
     config = model_config(width)
     routes = layer_routes(config.shape(), planned.schedule)
@@ -379,7 +379,7 @@ def _loss(model: Transformer, heldout: np.ndarray, layers: tuple[int, ...]) -> f
     """Held-out loss of these layers alone, in nats a character."""
     import torch
 
-    from shoal.parallel.masked import visiting
+    from shoal.parallel.pipeline.masked import visiting
 
     count = len(heldout) // (CONTEXT + 1)
     rows = torch.from_numpy(

@@ -27,7 +27,7 @@ from shoal.core.parts import part
 
 if TYPE_CHECKING:
     from shoal.claims.bench.activations import Way
-    from shoal.memory.cache import TensorCache
+    from shoal.memory.activations.cache import TensorCache
 
 __all__ = ["SSDTrainClaim"]
 
@@ -150,7 +150,7 @@ class SSDTrainClaim:
         if quick:
             _close(ways)
             return Samples(metrics=metrics, details=details)
-        from shoal.memory.ssdtrain import lifetime_years
+        from shoal.memory.activations.ssdtrain import lifetime_years
 
         context.progress("timing", 0.4)
         before = cache.stats.written_bytes, cache.stats.stall_s, cache.stats.forwarded
@@ -183,7 +183,7 @@ class SSDTrainClaim:
 
     def _way(self, context: Context, name: str, *, waits: bool = False) -> Way:
         from shoal.claims.bench.activations import way
-        from shoal.memory.ssdtrain import SSDTrain
+        from shoal.memory.activations.ssdtrain import SSDTrain
         from shoal.model.config import ModelConfig
 
         config = ModelConfig(

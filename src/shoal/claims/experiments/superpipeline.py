@@ -29,7 +29,7 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.memory.superpipeline import Superpipeline
+    from shoal.memory.streaming.superpipeline import Superpipeline
 
 __all__ = ["SuperpipelineClaim"]
 
@@ -183,8 +183,8 @@ class SuperpipelineClaim:
     ) -> Samples:
         import torch
 
-        from shoal.memory.mover import EmulatedLink
-        from shoal.memory.superpipeline import wrap
+        from shoal.memory.streaming.superpipeline import wrap
+        from shoal.memory.tiers.mover import EmulatedLink
 
         given = self._input("language", context.seed)
         _, k, step = _WINDOWS["language"]
@@ -272,9 +272,9 @@ def _peak(
     model: nn.Module, given: Tensor, k: int, k_prime: int
 ) -> tuple[int, list[Tensor], int, JsonValue]:
     """Three passes on a counted device: peak bytes, outputs, loads of the last pass, the report."""
-    from shoal.memory.device import DeviceScope
-    from shoal.memory.superpipeline import wrap
-    from shoal.memory.tier import MemoryTier
+    from shoal.memory.streaming.superpipeline import wrap
+    from shoal.memory.tiers.device import DeviceScope
+    from shoal.memory.tiers.tier import MemoryTier
 
     tier = MemoryTier("device", 2**31)
     with wrap(model, k, k_prime, tier=tier) as wrapped:

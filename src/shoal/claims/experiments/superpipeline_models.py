@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.memory.mover import EmulatedLink
+from shoal.memory.tiers.mover import EmulatedLink
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
 

@@ -22,7 +22,7 @@ from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.meter import Meter
 from shoal.core.parts import part
-from shoal.cost.t3 import MODELS, Compared, compare, sublayers
+from shoal.cost.t3.sublayers import MODELS, Compared, compare, sublayers
 from shoal.machine.emulate import emulate, unavailable
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ class T3:
         details: dict[str, JsonValue],
         as_baseline: bool,
     ) -> Samples:
+        from shoal.parallel.comm.processes import run_processes
         from shoal.parallel.overlap import TILES
-        from shoal.parallel.processes import run_processes
 
         shape = {"rows": self.tokens, "inner": self.width, "outer": self.width}
         context.progress("the product alone", 0.2)
@@ -261,8 +261,8 @@ def _bytes_over_ring(world: int) -> float:
     """Bytes that threads in place of ranks really sent, over those of a ring."""
     import torch
 
+    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.overlap.tile import scattered_product
-    from shoal.parallel.thread_comm import run_ranks
 
     rows, width = 4 * world, 8
     meter = Meter([])

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.parallel.operators import TAG
 from shoal.parallel.overlap.tile import gathered_product, scattered_product
 from shoal.parallel.protocols import Comm
+from shoal.parallel.tensor.operators import TAG
 
 __all__ = ["gather_after", "pairs", "product_s", "scatter_after"]
 

@@ -237,7 +237,7 @@ class Tempi:
         }
         if quick:
             return Samples(metrics=metrics)
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         context.progress("packing", 0.1)
         packed = context.remember(

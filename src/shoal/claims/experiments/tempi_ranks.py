@@ -15,9 +15,9 @@ from shoal.core.measure import interleave, num_cores
 from shoal.kernel.strided.api import commit, layout_of, pack, unpack
 from shoal.kernel.strided.datatype import contiguous, hvector, named, resized
 from shoal.kernel.strided.method import MESSAGES, MethodModel
+from shoal.parallel.comm.strided import receive, send
+from shoal.parallel.comm.strided_tables import measure_parts
 from shoal.parallel.protocols import Comm
-from shoal.parallel.strided import receive, send
-from shoal.parallel.strided_tables import measure_parts
 
 __all__ = ["CASES", "LOOPED", "methods", "packing"]
 

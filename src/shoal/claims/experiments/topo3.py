@@ -183,7 +183,7 @@ class Topo3Claim:
     def _simulated(self) -> dict[str, list[float]]:
         """Seconds of a step by sharding, with one, two and all sequences in a micro-batch."""
         from shoal.cost.shapes import find
-        from shoal.cost.training import estimate
+        from shoal.cost.training.step import estimate
         from shoal.ir import TrainJob, Work
         from shoal.machine.described import load
 
@@ -229,8 +229,8 @@ def _rounded(seed: int) -> tuple[float, ...]:
     """How far the quantisers move a number at most, in halves of its block's scale."""
     import torch
 
-    from shoal.parallel.compress import pack, unpack
-    from shoal.parallel.wire import BLOCK
+    from shoal.parallel.comm.compress import pack, unpack
+    from shoal.parallel.comm.wire import BLOCK
 
     source = torch.Generator().manual_seed(seed)
     x = torch.randn(64, 4 * BLOCK, generator=source).exp() * torch.randn(64, 1, generator=source)

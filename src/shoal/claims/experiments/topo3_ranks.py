@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
+    from shoal.parallel.comm.threads import ThreadComm
     from shoal.parallel.engine import Engine
-    from shoal.parallel.thread_comm import ThreadComm
 
 __all__ = ["RANKS", "errors", "learn", "node_bytes", "uncounted"]
 
@@ -46,10 +46,10 @@ def _stepped(shard: Any, microbatches: int, look: Any) -> list[Any]:
     import torch
 
     from shoal.parallel.check import Fresh, tokens
+    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
-    from shoal.parallel.rows import Rows
-    from shoal.parallel.thread_comm import run_ranks
+    from shoal.parallel.tensor.rows import Rows
 
     config = _config()
     job = _job(shard, microbatches=microbatches)
@@ -122,7 +122,7 @@ def learn(shard: Any, seed: int, steps: int, ranks: int) -> float:
     """Held-out loss in nats a byte of a small model that ``ranks`` threads have trained."""
     from shoal.claims.experiments.arch_training import mini, text
     from shoal.ir import TrainJob
-    from shoal.parallel.thread_comm import run_ranks
+    from shoal.parallel.comm.threads import run_ranks
 
     job = TrainJob.model_validate(
         {

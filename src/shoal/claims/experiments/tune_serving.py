@@ -351,8 +351,8 @@ class TuneServing:
         from shoal.claims.bench.serving.generate import GenerateRunner
         from shoal.ir import ServeJob
         from shoal.model import huggingface
-        from shoal.serve.bench import weights_of
-        from shoal.serve.tune import ShoalRunner
+        from shoal.serve.bench.replay import weights_of
+        from shoal.serve.bench.tune import ShoalRunner
         from shoal.train import zoo
 
         found: dict[tuple[str, str, int], Measure] = {}

@@ -176,7 +176,7 @@ class UniversalCheckpoint:
         return Samples(metrics=metrics, details=details, skipped=skipped)
 
     def _sources(self, context: Context) -> tuple[Path, dict[str, list[float]]]:
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         root = context.work_dir / "sources"
         root.mkdir()
@@ -193,7 +193,7 @@ class UniversalCheckpoint:
     def _resumed(
         self, context: Context, places: dict[str, Path], as_baseline: bool
     ) -> dict[str, list[float]]:
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         # What was put together wrongly shows in one pair.
         targets = {"dp4-zero1": _LAYOUTS["dp4-zero1"]} if as_baseline else _LAYOUTS
@@ -217,7 +217,7 @@ class UniversalCheckpoint:
     def _cost(
         self, context: Context, as_baseline: bool
     ) -> tuple[dict[str, list[float]], dict[str, float], dict[str, str]]:
-        from shoal.parallel.processes import run_processes
+        from shoal.parallel.comm.processes import run_processes
 
         with _scratch() as root:
             given = {
@@ -335,7 +335,7 @@ def _cut_and_join(folder: Path, as_baseline: bool) -> Paired:
     from shoal.checkpoint.universal.protocols import Layout
     from shoal.core.random import generator
     from shoal.model.config import ModelConfig
-    from shoal.parallel.slices import whole_shapes
+    from shoal.parallel.tensor.slices import whole_shapes
 
     kind = "naive" if as_baseline else "universal"
     config = ModelConfig.model_validate(_config(64, 2))

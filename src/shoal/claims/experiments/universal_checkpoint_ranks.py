@@ -25,8 +25,8 @@ from shoal.ir import TrainJob
 from shoal.parallel.check import assemble
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.rows import Rows
-from shoal.parallel.slices import whole_shapes
+from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.slices import whole_shapes
 from shoal.train.build import FreshWeights
 from shoal.train.state import fill
 

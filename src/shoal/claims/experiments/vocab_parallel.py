@@ -28,7 +28,7 @@ from shoal.claims.experiments.pipeline_ranks import peak_memory, profile, time_s
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.pipeline import simulate
+from shoal.cost.pipeline.simulator import simulate
 from shoal.ir import TrainJob
 from shoal.ir.schedule import Event, Op, OpCosts
 from shoal.parallel.legal import check_split, schedule_of
@@ -37,7 +37,7 @@ from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.parallel.measure_passes import Measured
+    from shoal.parallel.pipeline.measure_passes import Measured
 
 __all__ = ["VocabParallel", "in_flight", "parameter_share", "recut"]
 
@@ -185,7 +185,7 @@ class VocabParallel:
         self, context: Context, details: dict[str, JsonValue], as_baseline: bool
     ) -> dict[str, Paired]:
         """Simulated steps with measured passes, round by round."""
-        from shoal.parallel.measure_passes import measure_link
+        from shoal.parallel.pipeline.measure_passes import measure_link
 
         context.progress("passes of every rank", 0.1)
         naive, split = self._passes(context, _VOCABULARIES[0])
@@ -223,7 +223,7 @@ class VocabParallel:
 
     def _passes(self, context: Context, vocab_size: int) -> list[Measured]:
         """Measured passes without and with a split vocabulary."""
-        from shoal.parallel.measure_passes import measure_passes
+        from shoal.parallel.pipeline.measure_passes import measure_passes
 
         config = _model(vocab_size, _RANKS * _BLOCKS)
         # Four micro-batches are timed; sixteen are simulated.
@@ -376,10 +376,10 @@ def parameter_share(vocab_size: int, vocab: str) -> float:
     """
     import torch
 
-    from shoal.parallel.measure_passes import Alone
-    from shoal.parallel.ranks import ranks_of
-    from shoal.parallel.stage import LocalModel
-    from shoal.parallel.vocab_passes import VocabShard
+    from shoal.parallel.comm.ranks import ranks_of
+    from shoal.parallel.pipeline.measure_passes import Alone
+    from shoal.parallel.pipeline.stage import LocalModel
+    from shoal.parallel.vocab.passes import VocabShard
 
     config, job = _model(vocab_size, _RANKS * _BLOCKS), _job(_MICROBATCHES, vocab)
     schedule = check_split(job, config.shape())
@@ -410,9 +410,9 @@ def in_flight(schedule: str, barriers: int) -> list[int]:
         schedule: the schedule to which the vocabulary's passes are added.
         barriers: meetings of the ranks in a micro-batch.
     """
+    from shoal.parallel.comm.threads import ThreadComm, run_ranks
     from shoal.parallel.engine import Engine
-    from shoal.parallel.measure_passes import Cheap, batch
-    from shoal.parallel.thread_comm import ThreadComm, run_ranks
+    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     config = _model(256, _RANKS)
     job = _job(_MICROBATCHES, "pp", schedule=schedule, barriers=barriers, seq_len=8)

@@ -244,7 +244,7 @@ class ZeroInfinity:
     def _overlap(self, context: Context, *, as_baseline: bool) -> tuple[Paired, str]:
         """Seconds of steps, fetched ahead or not, where computing takes as long as reading."""
         from shoal.claims.experiments import zero_infinity_runs as runs
-        from shoal.memory.mover import EmulatedLink
+        from shoal.memory.tiers.mover import EmulatedLink
 
         config, tokens = runs.model_of(self.width), 128
 

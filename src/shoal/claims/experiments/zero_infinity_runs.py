@@ -14,17 +14,17 @@ from torch import Tensor
 from shoal.core.errors import TierFullError
 from shoal.core.random import generator
 from shoal.ir import TrainJob, Work
-from shoal.memory.build import Wanted, offloaded
-from shoal.memory.device import DeviceScope
-from shoal.memory.mover import EmulatedLink
-from shoal.memory.needs import needs
-from shoal.memory.offloaded import OffloadedModel
-from shoal.memory.tier import MemoryTier
+from shoal.memory.streaming.build import Wanted, offloaded
+from shoal.memory.streaming.needs import needs
+from shoal.memory.streaming.offloaded import OffloadedModel
+from shoal.memory.tiers.device import DeviceScope
+from shoal.memory.tiers.mover import EmulatedLink
+from shoal.memory.tiers.tier import MemoryTier
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import empty
 from shoal.model.transformer import Transformer
-from shoal.parallel.measure_passes import Cheap
-from shoal.parallel.thread_comm import run_ranks
+from shoal.parallel.comm.threads import run_ranks
+from shoal.parallel.pipeline.measure_passes import Cheap
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from shoal.core.errors import require
 from shoal.cost.arithmetic import linears, parameters
-from shoal.cost.ops import TILED, ledger
-from shoal.cost.rates import Rates
+from shoal.cost.price.ops import TILED, ledger
+from shoal.cost.price.rates import Rates
 from shoal.ir import Machine, ModelShape, Parallel
 
 __all__ = ["BYTES", "Roofline", "Terms", "activation_bytes", "cache_bytes_per_token"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.cost.collectives import all_reduce_s, send_s
+from shoal.cost.price.collectives import all_reduce_s, send_s
 from shoal.cost.step_cost.roofline import BYTES, Roofline, Terms
 from shoal.ir import Link
 

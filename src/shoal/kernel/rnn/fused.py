@@ -13,13 +13,13 @@ from shoal.core.parts import part
 from shoal.ir import Machine
 from shoal.kernel.rnn.base import Gradients, RecurrenceKernel, Trace
 from shoal.kernel.rnn.call import Recurrence
-from shoal.plan.constrint import UnsatisfiableError
-from shoal.plan.tiles import RecurrenceShape, Tiling, facts_of, here, tiling
+from shoal.plan.constrint.solve import UnsatisfiableError
+from shoal.plan.constrint.tiles import RecurrenceShape, Tiling, facts_of, here, tiling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.plan.tiles import Facts
+    from shoal.plan.constrint.tiles import Facts
 
 __all__ = ["Fused"]
 

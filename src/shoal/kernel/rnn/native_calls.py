@@ -18,7 +18,7 @@ from shoal.kernel.rnn.base import Gradients, Trace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import Function, function
 from shoal.kernel.rnn.shapes import wide
-from shoal.plan.tiles import Tiling
+from shoal.plan.constrint.tiles import Tiling
 
 __all__ = [
     "Steps",

@@ -125,7 +125,7 @@ class MethodModel:
     """Predicts the methods' times and remembers what it chose.
 
     Both ends of a message must hold the same tables: share one rank's with
-    :func:`shoal.parallel.strided.agreed`.
+    :func:`shoal.parallel.comm.strided.agreed`.
 
     Args:
         parts: locality of a peer (``node``: on this node; ``far``: on another) -> tables.

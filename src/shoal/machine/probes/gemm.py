@@ -3,7 +3,7 @@
 Two kernels: torch's products, and Shoal's own one with a square register tile, which is
 measured at every tile. The sweep draws shapes until its time is over, keeps every point in
 a table on disk and goes on where it stopped. What is learnt from it is in
-:mod:`shoal.cost.gemm`.
+:mod:`shoal.cost.gemm.predictor`.
 
 Source: Huynh-Tran et al., Understanding GEMM Performance and Energy on NVIDIA Ada Lovelace,
 2024 (what is swept).

@@ -2,7 +2,7 @@
 
 Products and bandwidths alone do not say what a step takes: ranks wait for each other, gathered
 weights are copied, and ranks that share a core take its cache from each other. Here whole steps
-are rehearsed; :mod:`shoal.cost.rehearsed` reads from them what the operators do not explain.
+are rehearsed; :mod:`shoal.cost.price.rehearsed` reads from them what the operators do not explain.
 """
 
 from __future__ import annotations

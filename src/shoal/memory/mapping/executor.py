@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from shoal.core.errors import PlanError, require
 from shoal.memory.mapping.trace import Traced, is_item, is_view
-from shoal.memory.mover import EmulatedLink, Mover, Ticket
-from shoal.memory.tier import Block, MemoryTier
+from shoal.memory.tiers.mover import EmulatedLink, Mover, Ticket
+from shoal.memory.tiers.tier import Block, MemoryTier
 from shoal.plan.mapping.layout import DROP, Mapping, Moved, Rectangle, verify
 
 __all__ = ["Executed", "execute"]

@@ -20,10 +20,10 @@ from shoal.ir import Calibration, Explanation, Machine, ModelShape, Progress
 from shoal.machine.described import load
 from shoal.machine.fingerprint import fingerprint
 from shoal.model.drafters.files import DrafterConfig, read_config, tokenizer_hash
-from shoal.plan.decode import decode_plan, expected_tokens, predicted_costs
-from shoal.plan.decode_measured import find, how_to, sentence
-from shoal.plan.heterogeneous import Heterogeneous, Placed
-from shoal.plan.small_device import SmallDevice, layers_share
+from shoal.plan.serving.decode_measured import find, how_to, sentence
+from shoal.plan.serving.guesses import decode_plan, expected_tokens, predicted_costs
+from shoal.plan.serving.heterogeneous import Heterogeneous, Placed
+from shoal.plan.serving.small_device import SmallDevice, layers_share
 from shoal.plan.trees.auto import Auto
 from shoal.plan.trees.drafting import RowCosts
 

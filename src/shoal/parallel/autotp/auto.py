@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal.core.errors import PlanError
 from shoal.parallel.autotp.split import SplitModel, whole_of
 from shoal.parallel.autotp.trace import Traced, trace
-from shoal.parallel.operators import TAG
+from shoal.parallel.tensor.operators import TAG
 from shoal.plan.autotp.plan import Flow, TensorPlan, WeightSplit, plan_tensors
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import PlanError, require
 from shoal.parallel.autotp.trace import Traced, operator_name
-from shoal.parallel.operators import TAG, copy_to, reduce_from
+from shoal.parallel.tensor.operators import TAG, copy_to, reduce_from
 from shoal.plan.autotp.flow import Split
 from shoal.plan.autotp.plan import Flow, TensorPlan
 

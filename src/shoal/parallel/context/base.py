@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from shoal.core.errors import require
-from shoal.cost.context_traffic import Traffic
+from shoal.cost.context.traffic import Traffic
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.context.cost import context_estimate
 from shoal.parallel.context.positions import contiguous, zigzag

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.cost.context_traffic import Sent, Traffic
-from shoal.cost.rates import Rates, context_link
+from shoal.cost.context.traffic import Sent, Traffic
+from shoal.cost.price.rates import Rates, context_link
 from shoal.ir import Estimate, Interval, Machine, Work
 
 __all__ = ["context_estimate"]

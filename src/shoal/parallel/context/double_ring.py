@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.context_traffic import Traffic, ring_traffic
+from shoal.cost.context.traffic import Traffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention, group_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.cost.context_traffic import Traffic, ring_traffic
+from shoal.cost.context.traffic import Traffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
 
 if TYPE_CHECKING:

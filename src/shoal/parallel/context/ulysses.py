@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.context_traffic import Traffic, ulysses_traffic
+from shoal.cost.context.traffic import Traffic, ulysses_traffic
 from shoal.parallel.context.base import ContextAttention
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.context_traffic import Traffic, usp_traffic
+from shoal.cost.context.traffic import Traffic, usp_traffic
 from shoal.parallel.context.base import ContextAttention, group_of
 from shoal.parallel.context.positions import zigzag
 from shoal.parallel.context.ulysses import check_heads

@@ -32,7 +32,7 @@ from shoal.kernel.tensors import compute_dtype
 from shoal.model.feedforward import gate
 from shoal.parallel.expert.exchange import TAG
 from shoal.parallel.expert.hierarchy import Hops
-from shoal.parallel.linear import WeightGradients
+from shoal.parallel.tensor.linear import WeightGradients
 
 if TYPE_CHECKING:
     import numpy as np

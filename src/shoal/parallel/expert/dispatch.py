@@ -35,7 +35,7 @@ from shoal.model.permutation import Permutation
 from shoal.parallel.expert.chunked import chunked
 from shoal.parallel.expert.exchange import combined, counts_of, exchanged, spread
 from shoal.parallel.expert.hierarchy import travelled
-from shoal.parallel.linear import Linear, grouped
+from shoal.parallel.tensor.linear import Linear, grouped
 
 if TYPE_CHECKING:
     import numpy as np

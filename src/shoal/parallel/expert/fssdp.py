@@ -27,7 +27,7 @@ from shoal.parallel.expert.copies import copies_of
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import counts_of
 from shoal.parallel.expert.lent import Ledger, Lent, begun, handed, landed
-from shoal.parallel.linear import grouped
+from shoal.parallel.tensor.linear import grouped
 from shoal.plan.placement.estimates import budget, hidden_again
 from shoal.plan.placement.owners import in_order
 from shoal.plan.placement.protocols import Devices, Expected

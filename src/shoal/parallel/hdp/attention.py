@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.cost.sequences import Exchange
+from shoal.cost.training.sequences import Exchange
 from shoal.ir.mask import Mask
 from shoal.model.attention import attend
-from shoal.parallel.block import Mix
 from shoal.parallel.context.pieces import Piece
 from shoal.parallel.context.run.peers import Peers, View
 from shoal.parallel.context.run.ring import ring_attention
 from shoal.parallel.context.run.ulysses import ulysses_attention
 from shoal.parallel.hdp.slices import cuts, shares
 from shoal.parallel.protocols import Comm
+from shoal.parallel.tensor.block import Mix
 
 __all__ = ["mix_of"]
 

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shoal.memory.activation import Kept, weight_of_cast
-from shoal.memory.away import Slip
-from shoal.memory.tiers import Tiers
-from shoal.memory.waiting import Waiting
+from shoal.memory.activations.away import Slip
+from shoal.memory.activations.protocol import Kept, weight_of_cast
+from shoal.memory.activations.waiting import Waiting
+from shoal.memory.tiers.places import Tiers
 from shoal.parallel.shard.units import units
 
 __all__ = ["HostShare", "host_share"]
 
 if TYPE_CHECKING:
-    from shoal.cost.sequences import SequenceCost
-    from shoal.plan.balance.sequences import SequenceAssigner
+    from shoal.cost.training.sequences import SequenceCost
+    from shoal.plan.balance.sequences.assignment import SequenceAssigner
 
     _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
 
@@ -42,7 +42,7 @@ _ANY_BYTES = 2**62
 
 
 class _Share(Waiting):
-    """See :class:`~shoal.memory.waiting.Waiting`; sends the share of the bytes that is planned.
+    """See :class:`~shoal.memory.activations.waiting.Waiting`; sends the planned share of the bytes.
 
     Args:
         tiers: places and ways.

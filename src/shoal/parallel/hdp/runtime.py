@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.cost.sequences import Exchange, SequenceCost
+from shoal.cost.training.sequences import Exchange, SequenceCost
 from shoal.parallel.hdp.attention import mix_of
 from shoal.parallel.hdp.offload import HostShare
 from shoal.parallel.hdp.slices import Segment, segments, shares
 from shoal.parallel.protocols import Comm, MicroBatch
-from shoal.plan.balance.sequences import Assignment, MicroStep, SequenceAssigner
+from shoal.plan.balance.sequences.assignment import Assignment, MicroStep, SequenceAssigner
 
 if TYPE_CHECKING:
-    from shoal.parallel.pipeline import Span, StageLike
-    from shoal.parallel.rows import Rows
+    from shoal.parallel.pipeline.runtime import Span, StageLike
+    from shoal.parallel.tensor.rows import Rows
 
 __all__ = ["HybridRuntime", "sequences_of"]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.cost.sequences import Exchange
+from shoal.cost.training.sequences import Exchange
 
 __all__ = ["Segment", "cuts", "segments", "shares"]
 

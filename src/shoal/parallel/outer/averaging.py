@@ -104,7 +104,7 @@ class Averaging(ABC):
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Of one step: its share of the average's bytes, and of the seconds it is waited for."""
-        from shoal.cost.rates import data_link
+        from shoal.cost.price.rates import data_link
 
         split = work.job.parallel
         workers = self.workers(split.dp)
@@ -158,8 +158,8 @@ class Averaging(ABC):
 
     def _bytes(self, work: Work) -> float:
         """What one rank averages: its part of the model, fp32, that its worker shares out."""
-        from shoal.cost.experts import held_parameters
-        from shoal.cost.training_memory import sharers
+        from shoal.cost.price.experts import held_parameters
+        from shoal.cost.training.memory import sharers
 
         whole = 4.0 * sum(held_parameters(work.shape, work.job.parallel))
         return whole / (
@@ -168,15 +168,15 @@ class Averaging(ABC):
 
     def _average_s(self, work: Work, machine: Machine) -> float:
         """Seconds of one average: an all-reduce over the workers."""
-        from shoal.cost.collectives import all_reduce_s
-        from shoal.cost.rates import data_link
+        from shoal.cost.price.collectives import all_reduce_s
+        from shoal.cost.price.rates import data_link
 
         split = work.job.parallel
         return all_reduce_s(self._wire(work), self.workers(split.dp), data_link(machine, split))
 
     def _alone_s(self, work: Work, machine: Machine) -> float:
         """Seconds of a worker's step without any average."""
-        from shoal.cost.training import estimate
+        from shoal.cost.training.step import estimate
 
         options = {"tau": _ENDLESS, "within": self.within}
         alone = work.job.model_copy(update={"sync": Choice(name="local_sgd", options=options)})

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.core.errors import require
-from shoal.parallel.operators import TAG, local_tokens
 from shoal.parallel.overlap import TILES
+from shoal.parallel.tensor.operators import TAG, local_tokens
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending

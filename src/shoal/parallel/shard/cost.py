@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.cost.arithmetic import expert_parameters, parameters
-from shoal.cost.rates import data_link
+from shoal.cost.price.rates import data_link
 from shoal.ir import Estimate, Interval, Link, Machine, Parallel, Work
 
 __all__ = ["group_link", "sharding_estimate"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shoal.parallel.shard.gathered import GatheredModel
 from shoal.parallel.shard.replicated import Replicated, ReplicatedModel
 from shoal.parallel.shard.units import check_divided
-from shoal.parallel.slices import is_expert
+from shoal.parallel.tensor.slices import is_expert
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -104,7 +104,7 @@ def divided(
     Raises:
         ConfigError: there is one rank, or the optimizer needs whole matrices.
     """
-    from shoal.parallel.comm import TorchComm
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.shard.gathered import GatheredModel
 
     kind: type[FsdpModel | GatheredModel]

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from shoal.memory.activation import in_backward
-from shoal.parallel.compress import gather_packed, pack, reduce_scatter_packed, unpack
+from shoal.memory.activations.protocol import in_backward
+from shoal.parallel.comm.compress import gather_packed, pack, reduce_scatter_packed, unpack
 from shoal.parallel.shard.gathered import GatheredModel, Unit
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cost.arithmetic import parameters
-from shoal.cost.rates import neighbours_link, ranks_per_host
+from shoal.cost.price.rates import neighbours_link, ranks_per_host
 from shoal.ir import Link, Machine, Parallel, TrainJob, Work
-from shoal.parallel.wire import packed_bytes
+from shoal.parallel.comm.wire import packed_bytes
 
 if TYPE_CHECKING:
     from shoal.parallel.shard.topo3 import Topo3

@@ -11,17 +11,17 @@ __all__ = ["ASSIGNERS", "BALANCERS"]
 BALANCERS = PartTable(
     "balancer",
     {
-        "prefix_aware": "shoal.plan.balance.prefix_aware:PrefixAware",
-        "least_loaded": "shoal.plan.balance.least_loaded:LeastLoaded",
-        "round_robin": "shoal.plan.balance.round_robin:RoundRobin",
+        "prefix_aware": "shoal.plan.balance.replicas.prefix_aware:PrefixAware",
+        "least_loaded": "shoal.plan.balance.replicas.least_loaded:LeastLoaded",
+        "round_robin": "shoal.plan.balance.replicas.round_robin:RoundRobin",
     },
 )
 
 ASSIGNERS = PartTable(
     "assigner",
     {
-        "packed": "shoal.plan.balance.packed:Packed",
-        "bytescale": "shoal.plan.balance.bytescale:ByteScale",
-        "flexsp": "shoal.plan.balance.flexsp:FlexSP",
+        "packed": "shoal.plan.balance.sequences.packed:Packed",
+        "bytescale": "shoal.plan.balance.sequences.bytescale:ByteScale",
+        "flexsp": "shoal.plan.balance.sequences.flexsp:FlexSP",
     },
 )

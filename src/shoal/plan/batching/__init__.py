@@ -12,38 +12,38 @@ __all__ = ["KV_MANAGERS", "PHASES", "PREEMPTIONS", "SCHEDULERS"]
 SCHEDULERS = PartTable(
     "scheduler",
     {
-        "fcfs": "shoal.plan.batching.fcfs:Fcfs",
-        "fair": "shoal.plan.batching.fair:Fair",
-        "prefill_first": "shoal.plan.batching.prefill_first:PrefillFirst",
-        "static": "shoal.plan.batching.static:Static",
-        "temporal_fusion": "shoal.plan.batching.temporal_fusion:TemporalFusion",
+        "fcfs": "shoal.plan.batching.schedulers.fcfs:Fcfs",
+        "fair": "shoal.plan.batching.schedulers.fair:Fair",
+        "prefill_first": "shoal.plan.batching.schedulers.prefill_first:PrefillFirst",
+        "static": "shoal.plan.batching.schedulers.static:Static",
+        "temporal_fusion": "shoal.plan.batching.schedulers.temporal_fusion:TemporalFusion",
     },
 )
 
 PHASES = PartTable(
     "phase",
     {
-        "prefill": "shoal.plan.batching.prefill:Prefill",
-        "decode": "shoal.plan.batching.decode:Decode",
+        "prefill": "shoal.plan.batching.schedulers.prefill:Prefill",
+        "decode": "shoal.plan.batching.schedulers.decode:Decode",
     },
 )
 
 KV_MANAGERS = PartTable(
     "kv",
     {
-        "paged": "shoal.plan.batching.paged:Paged",
-        "blockgroups": "shoal.plan.batching.blockgroups:BlockGroups",
-        "contiguous": "shoal.plan.batching.contiguous:Contiguous",
-        "distributed": "shoal.plan.batching.distributed:Distributed",
-        "slots": "shoal.plan.batching.slots:Slots",
+        "paged": "shoal.plan.batching.cache.paged:Paged",
+        "blockgroups": "shoal.plan.batching.cache.blockgroups:BlockGroups",
+        "contiguous": "shoal.plan.batching.cache.contiguous:Contiguous",
+        "distributed": "shoal.plan.batching.cache.distributed:Distributed",
+        "slots": "shoal.plan.batching.cache.slots:Slots",
     },
 )
 
 PREEMPTIONS = PartTable(
     "preempt",
     {
-        "recompute": "shoal.plan.batching.recompute:Recompute",
-        "swap": "shoal.plan.batching.swap:Swap",
-        "auto": "shoal.plan.batching.auto:Auto",
+        "recompute": "shoal.plan.batching.preemption.recompute:Recompute",
+        "swap": "shoal.plan.batching.preemption.swap:Swap",
+        "auto": "shoal.plan.batching.preemption.auto:Auto",
     },
 )

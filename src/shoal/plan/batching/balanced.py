@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shoal.ir import Arrival
 
 if TYPE_CHECKING:
-    from shoal.plan.balance.protocols import Balancer
+    from shoal.plan.balance.replicas.protocols import Balancer
 
 __all__ = ["Balanced"]
 

@@ -24,7 +24,7 @@ from shoal.ir import (
     StepResult,
 )
 from shoal.ir.serving import FinishReason
-from shoal.plan.batching.recompute import Recomputing
+from shoal.plan.batching.preemption.recompute import Recomputing
 
 __all__ = [
     "Queues",

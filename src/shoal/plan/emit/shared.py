@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
-from shoal.cost.training import microbatch_of
-from shoal.cost.training_totals import steps_of
+from shoal.cost.training.step import microbatch_of
+from shoal.cost.training.totals import steps_of
 from shoal.ir import Job, ServePlan, TrainJob, TrainPlan
 
 __all__ = [

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from shoal.core.parts import table
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
-from shoal.cost.expert_hops import exchange
-from shoal.cost.experts import exchange_s, held_parameters, ranks_per_node
-from shoal.cost.ops import stage_share
-from shoal.cost.rates import Rates
-from shoal.cost.training import microbatch_of
-from shoal.cost.training_wire import add_wire
+from shoal.cost.price.expert_hops import exchange
+from shoal.cost.price.experts import exchange_s, held_parameters, ranks_per_node
+from shoal.cost.price.ops import stage_share
+from shoal.cost.price.rates import Rates
+from shoal.cost.training.step import microbatch_of
+from shoal.cost.training.wire import add_wire
 from shoal.ir import Estimate, Interval, Machine, Work
 from shoal.plan.placement.protocols import Again, Budget
 

@@ -22,7 +22,7 @@ from pydantic import (
 
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
-from shoal.cost.pipeline import Timeline, simulate
+from shoal.cost.pipeline.simulator import Timeline, simulate
 from shoal.ir.schedule import Op, OpCosts, Schedule
 from shoal.plan.routes.arrange import Arrangement, arrange, arrangement_cost, default_sizes
 from shoal.plan.routes.conflicts import Routes, plan_routes

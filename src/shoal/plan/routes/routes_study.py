@@ -12,9 +12,9 @@ from shoal.core.config import parse
 from shoal.core.files import to_json
 from shoal.core.parts import part
 from shoal.core.tables import Table
-from shoal.cost.pipeline_picture import MOST_BOXES, page, svg
-from shoal.cost.pipeline_text import lines
-from shoal.cost.pipeline_trace import trace
+from shoal.cost.pipeline.picture import MOST_BOXES, page, svg
+from shoal.cost.pipeline.text import lines
+from shoal.cost.pipeline.trace import trace
 from shoal.ir import Explanation, Machine, Progress
 from shoal.ir.explanation import Text
 from shoal.plan.routes.network import Network

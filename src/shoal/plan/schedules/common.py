@@ -7,8 +7,8 @@ from functools import partial
 from itertools import pairwise, repeat
 
 from shoal.core.errors import PlanError, require
-from shoal.cost.pipeline import MachineLinks
-from shoal.cost.training import microbatch_of
+from shoal.cost.pipeline.simulator import MachineLinks
+from shoal.cost.training.step import microbatch_of
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work

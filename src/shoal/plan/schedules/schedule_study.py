@@ -14,8 +14,8 @@ from annotated_types import Ge, Gt, Lt
 from shoal.core.errors import DataError, require
 from shoal.core.parts import part
 from shoal.core.tables import Table
-from shoal.cost.pipeline import Timeline, UniformLinks, simulate
-from shoal.cost.pipeline_text import lines
+from shoal.cost.pipeline.simulator import Timeline, UniformLinks, simulate
+from shoal.cost.pipeline.text import lines
 from shoal.ir import Explanation, Progress
 from shoal.ir.explanation import Text
 from shoal.ir.schedule import OpCosts, Schedule
@@ -182,7 +182,7 @@ class ScheduleStudy:
         ]
 
     def _drawn(self, kind: Literal["svg", "html"], schedule: Schedule, timeline: Timeline) -> str:
-        from shoal.cost.pipeline_picture import page, svg
+        from shoal.cost.pipeline.picture import page, svg
 
         return (svg if kind == "svg" else page)(
             {"predicted": timeline},
@@ -193,7 +193,7 @@ class ScheduleStudy:
     def _file(
         self, kind: Literal["html", "perfetto", "csv"], schedule: Schedule, timeline: Timeline
     ) -> Text:
-        from shoal.cost.pipeline_trace import trace
+        from shoal.cost.pipeline.trace import trace
         from shoal.plan.schedules.torch_csv import to_torch_csv
 
         if kind == "html":

@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.cost.pipeline import MachineLinks, simulate
-from shoal.cost.training import microbatch_of
+from shoal.cost.pipeline.simulator import MachineLinks, simulate
+from shoal.cost.training.step import microbatch_of
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Literal
 
 from shoal.core.errors import PlanError, require
-from shoal.cost.pipeline import simulate
+from shoal.cost.pipeline.simulator import simulate
 from shoal.ir.schedule import Op, OpCosts, Schedule
 
 __all__ = ["with_vocabulary"]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice, options_of, table
 from shoal.core.traits import traits
-from shoal.cost.training import Pricer
-from shoal.cost.training_memory import RUNTIME_BYTES
+from shoal.cost.training.memory import RUNTIME_BYTES
+from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
-from shoal.plan.offload import places_of
+from shoal.plan.memory.offload import places_of
 from shoal.plan.strategy.judge import (
     Judged,
     beyond_room,

@@ -25,14 +25,14 @@ from typing import NamedTuple
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, part, table
 from shoal.core.traits import traits
-from shoal.cost.layer_fit import LayerProfile
-from shoal.cost.layer_plan import LayerPlan, estimate_layers
-from shoal.cost.layers import Layer, Strategy, layers_of
-from shoal.cost.layerwise import LayerPricer
-from shoal.cost.rates import Rates
+from shoal.cost.price.rates import Rates
 from shoal.cost.shapes import shape_of
+from shoal.cost.training.layer_fit import LayerProfile
+from shoal.cost.training.layer_plan import LayerPlan, estimate_layers
+from shoal.cost.training.layers import Layer, Strategy, layers_of
+from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
-from shoal.plan.moe_auto import Chooser
+from shoal.plan.experts.moe_auto import Chooser
 from shoal.plan.strategy.judge import FILL, describe, to_plan
 from shoal.plan.strategy.layer_search import Found, StageSearch
 from shoal.plan.strategy.search import Search

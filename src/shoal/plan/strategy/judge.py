@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import table
 from shoal.core.traits import traits
-from shoal.cost.rates import Rates, ranks_per_host
-from shoal.cost.training import Pricer, estimate, microbatch_of
-from shoal.cost.training_memory import tier_bytes
-from shoal.cost.training_totals import steps_of
+from shoal.cost.price.rates import Rates, ranks_per_host
+from shoal.cost.training.memory import tier_bytes
+from shoal.cost.training.step import Pricer, estimate, microbatch_of
+from shoal.cost.training.totals import steps_of
 from shoal.ir import Estimate, Machine, ModelShape, TrainJob, TrainPlan, Work
 from shoal.plan.length import with_steps
 from shoal.plan.strategy.objective import check_objective, worth

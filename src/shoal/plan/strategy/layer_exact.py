@@ -17,8 +17,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from shoal.cost.layer_plan import in_flight
-from shoal.cost.training_memory import ALLOCATOR_SLACK, RUNTIME_BYTES
+from shoal.cost.training.layer_plan import in_flight
+from shoal.cost.training.memory import ALLOCATOR_SLACK, RUNTIME_BYTES
 from shoal.plan.strategy.layer_search import StageSearch, undominated
 
 __all__ = ["Optimum", "optimum"]

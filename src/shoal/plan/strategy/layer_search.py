@@ -18,10 +18,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shoal.cost.layer_plan import LayerPlan, StageCost, end_of, in_flight, seconds_of, stage_cost
-from shoal.cost.layers import Layer, LayerCost, Strategy
-from shoal.cost.layerwise import LayerPricer
-from shoal.cost.training_memory import ALLOCATOR_SLACK, RUNTIME_BYTES
+from shoal.cost.training.layer_plan import (
+    LayerPlan,
+    StageCost,
+    end_of,
+    in_flight,
+    seconds_of,
+    stage_cost,
+)
+from shoal.cost.training.layers import Layer, LayerCost, Strategy
+from shoal.cost.training.layerwise import LayerPricer
+from shoal.cost.training.memory import ALLOCATOR_SLACK, RUNTIME_BYTES
 from shoal.plan.partition import partition
 from shoal.plan.strategy.layer_dp import cheapest_chain
 

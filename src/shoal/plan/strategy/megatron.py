@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, part
 from shoal.cost.arithmetic import parameters
-from shoal.cost.megatron import bubble, training_days
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import Pricer
+from shoal.cost.training.megatron import bubble, training_days
+from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies

@@ -6,7 +6,7 @@ A job under two plans does the same steps, so the price and the energy of one st
 from __future__ import annotations
 
 from shoal.core.errors import PlanError
-from shoal.cost.training_totals import occupied
+from shoal.cost.training.totals import occupied
 from shoal.ir import Estimate, Machine, TrainJob
 
 __all__ = ["UNITS", "check_objective", "worth"]

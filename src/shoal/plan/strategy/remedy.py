@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shoal.core.errors import ShoalError
-from shoal.cost.training import Pricer, microbatch_of
-from shoal.cost.training_memory import tier_bytes
+from shoal.cost.training.memory import tier_bytes
+from shoal.cost.training.step import Pricer, microbatch_of
 from shoal.ir import Link, Machine, ModelShape, TrainJob, Work
 from shoal.plan.strategy.beyond import NONE, all_ways
 from shoal.plan.strategy.judge import Judged, fits, rank, usable_bytes

@@ -19,7 +19,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.core.traits import traits
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import Pricer
+from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies

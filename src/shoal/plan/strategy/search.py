@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import Pricer
+from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, TrainPlan, Work
 from shoal.plan.strategy.beyond import NONE, names_of, refusal, ways
 from shoal.plan.strategy.judge import Judged, describe, fits, may_fit, rank, to_plan

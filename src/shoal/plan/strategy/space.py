@@ -13,10 +13,10 @@ from typing import Any, Literal
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
-from shoal.cost.rates import ranks_per_host
+from shoal.cost.price.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
-from shoal.plan.moe_auto import Chooser
+from shoal.plan.experts.moe_auto import Chooser
 
 __all__ = [
     "candidates",

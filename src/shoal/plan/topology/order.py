@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import Pricer, microbatch_of
+from shoal.cost.training.step import Pricer, microbatch_of
 from shoal.ir import ModelShape, Parallel, TrainJob, Work
 from shoal.plan.strategy.judge import usable_bytes
 from shoal.plan.topology.clusters import Clusters

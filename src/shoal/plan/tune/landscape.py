@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from shoal.core.errors import PlanError, require
-from shoal.cost.forest import fit_forest
+from shoal.cost.gemm.forest import fit_forest
 from shoal.plan.tune.protocols import Setting, Space, Study
 
 __all__ = ["Landscape", "Turn", "transfer_gain"]

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from shoal.core.random import generator
-from shoal.cost.forest import Forest, fit_forest
+from shoal.cost.gemm.forest import Forest, fit_forest
 
 __all__ = ["GaussianProcess", "Surrogate", "fit_surrogate"]
 

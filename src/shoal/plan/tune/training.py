@@ -14,7 +14,7 @@ from typing import Any
 from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice
 from shoal.cost.shapes import shape_of
-from shoal.cost.training import Pricer
+from shoal.cost.training.step import Pricer
 from shoal.ir import Estimate, Machine, ModelShape, Parallel, TrainJob, Work
 from shoal.plan.strategy.judge import fits, usable_bytes
 from shoal.plan.strategy.space import divisors

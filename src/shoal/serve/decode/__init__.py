@@ -12,13 +12,13 @@ __all__ = ["ACCEPTANCES", "DECODES", "HOGWILD_LAYOUTS", "SPECULATORS"]
 SPECULATORS = PartTable(
     "speculative",
     {
-        "dovetail": "shoal.serve.decode.dovetail:Dovetail",
-        "draft_model": "shoal.serve.decode.draft_model:DraftModel",
-        "easyspec": "shoal.serve.decode.easyspec:EasySpec",
-        "falcon": "shoal.serve.decode.falcon:Falcon",
-        "medusa": "shoal.serve.decode.medusa:Medusa",
+        "dovetail": "shoal.serve.decode.dovetail.part:Dovetail",
+        "draft_model": "shoal.serve.decode.draft.part:DraftModel",
+        "easyspec": "shoal.serve.decode.draft.easyspec:EasySpec",
+        "falcon": "shoal.serve.decode.falcon.part:Falcon",
+        "medusa": "shoal.serve.decode.heads.medusa:Medusa",
         "ngram": "shoal.serve.decode.ngram:Ngram",
-        "ppd": "shoal.serve.decode.ppd:Ppd",
+        "ppd": "shoal.serve.decode.heads.ppd:Ppd",
     },
 )
 

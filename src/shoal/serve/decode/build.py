@@ -11,15 +11,15 @@ from shoal.kernel.protocols import Ready
 from shoal.model.transformer import Transformer
 from shoal.plan.batching.common import Queues
 from shoal.plan.trees.drafting import Paying
-from shoal.serve.cache import PagedCache
-from shoal.serve.captured import Captured
+from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.costs import measure_costs
-from shoal.serve.decode.dovetail_layers import LaterRows
+from shoal.serve.decode.dovetail.layers import LaterRows
 from shoal.serve.decode.protocols import Acceptance, Adjustable, Hosting, Speculator
 from shoal.serve.decode.runner import SpeculativeRunner
-from shoal.serve.engine import Engine
-from shoal.serve.runner import FlatModel
+from shoal.serve.engine.captured import Captured
+from shoal.serve.engine.loop import Engine
+from shoal.serve.engine.runner import FlatModel
 
 __all__ = ["speculate", "speculative_runner"]
 

@@ -1,6 +1,6 @@
 """Steps of decodes with and without guesses, recorded once for each number of requests and rows.
 
-As :mod:`shoal.serve.captured`, for rows of which several are of one request: beside tokens,
+As :mod:`shoal.serve.engine.captured`, for rows of which several are of one request: beside tokens,
 places and blocks it is written down whose a row is and what of its tree it sees.
 """
 
@@ -17,7 +17,7 @@ from shoal.ir import Chunk
 from shoal.kernel.protocols import Ready
 from shoal.kernel.tape import record
 from shoal.model.attention import Mixer
-from shoal.serve.cache import PagedCache
+from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.protocols import TokenTree, branches
 
 __all__ = ["Branch", "CapturedRows", "Playable", "Recordable", "Recordings"]

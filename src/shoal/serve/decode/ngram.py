@@ -106,7 +106,7 @@ class NgramDrafter:
     needs: ClassVar[Needs] = "nothing"
 
     def __init__(self, longest: int, shortest: int, nodes: int) -> None:
-        from shoal.serve.adjust import Book
+        from shoal.serve.engine.adjust import Book
 
         self._nodes = nodes
         lengths = range(shortest, longest + 1)

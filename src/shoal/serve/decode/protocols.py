@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
-    from shoal.serve.cache import PagedCache
-    from shoal.serve.decode.dovetail_layers import LaterCache, LaterLayers
+    from shoal.serve.cache.paged import PagedCache
+    from shoal.serve.decode.dovetail.layers import LaterCache, LaterLayers
 
 __all__ = [
     "Acceptance",

@@ -15,12 +15,12 @@ from torch import Tensor
 from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, Request, Step, StepResult, TokenInfo
 from shoal.model.transformer import Transformer
-from shoal.serve.cache import PagedCache
-from shoal.serve.choosing import NOT_FINITE, choose_rows
+from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.protocols import Acceptance, Drafter, Guess, Path, Seen, TokenTree
-from shoal.serve.runner import FlatModel, LocalRunner, Rows, slots
-from shoal.serve.sampler import log_probabilities
+from shoal.serve.engine.choosing import NOT_FINITE, choose_rows
+from shoal.serve.engine.runner import FlatModel, LocalRunner, Rows, slots
+from shoal.serve.engine.sampler import log_probabilities
 
 __all__ = ["SpeculativeRunner"]
 
@@ -34,7 +34,8 @@ class SpeculativeRunner(LocalRunner):
         drafter: guesses.
         accept: which guesses hold.
         recorded: computes steps of decodes alone by recordings; None computes all the same way.
-        **options: of :class:`~shoal.serve.runner.LocalRunner`, without adapters; ``captured`` is
+        **options: of :class:`~shoal.serve.engine.runner.LocalRunner`, without adapters;
+        ``captured`` is
             for steps in which nobody guesses.
     """
 

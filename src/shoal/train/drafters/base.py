@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
-from shoal.cost.rates import Rates
-from shoal.cost.training_memory import RUNTIME_BYTES
+from shoal.cost.price.rates import Rates
+from shoal.cost.training.memory import RUNTIME_BYTES
 from shoal.ir import Estimate, Interval, Machine, ModelShape, Parallel
 from shoal.ir.drafting import DrafterJob, DrafterWork
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from shoal.memory.device import DeviceScope
-from shoal.memory.tier import MemoryTier
+from shoal.memory.tiers.device import DeviceScope
+from shoal.memory.tiers.tier import MemoryTier
 from shoal.train.peft.run.mezo import ZerothOrder
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
-    from shoal.parallel.rows import Weights
+    from shoal.parallel.tensor.rows import Weights
     from shoal.train.layout import RunDir
     from shoal.train.peft.protocols import PeftHandle, PeftMethod
 

@@ -30,7 +30,7 @@ from shoal.core.files import write_atomic, write_json
 from shoal.core.meter import SINKS, EventTail, Meter
 from shoal.core.parts import table
 from shoal.ir import TrainJob, TrainPlan, TrainReport
-from shoal.parallel.heartbeat import RunningClock
+from shoal.parallel.comm.heartbeat import RunningClock
 from shoal.train.alone import alone
 from shoal.train.layout import RunDir
 from shoal.train.memory import MemoryLevel

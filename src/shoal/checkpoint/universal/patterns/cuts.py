@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.checkpoint.universal.protocols import Shape
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError
-from shoal.parallel.slices import Slices
+from shoal.parallel.tensor.slices import Slices
 
 __all__ = ["others_equal", "parts_of", "run", "run_box"]
 

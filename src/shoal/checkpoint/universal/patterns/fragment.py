@@ -13,7 +13,7 @@ from shoal.checkpoint.universal.patterns.cuts import others_equal, run
 from shoal.checkpoint.universal.protocols import Arranged, Copies, Shape
 from shoal.core.errors import CheckpointError, require
 from shoal.core.parts import part
-from shoal.parallel.slices import Slices
+from shoal.parallel.tensor.slices import Slices
 
 __all__ = ["FragmentPattern"]
 

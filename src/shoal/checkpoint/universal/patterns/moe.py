@@ -15,7 +15,7 @@ from shoal.checkpoint.universal.protocols import Arranged, Copies, Shape
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, require
 from shoal.core.parts import part
-from shoal.parallel.slices import Slices
+from shoal.parallel.tensor.slices import Slices
 
 __all__ = ["Moe"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.checkpoint.universal.protocols import Arranged, Shape
 from shoal.core.boxes import Box
 from shoal.core.parts import part
-from shoal.parallel.slices import Slices
+from shoal.parallel.tensor.slices import Slices
 
 __all__ = ["Whole"]
 

@@ -20,7 +20,7 @@ from shoal.claims.bench.attention.values import TOLERANCES, ContextRow, Network,
 from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.ir.mask import Mask
-from shoal.parallel.link_comm import LinkComm, Links, run_linked
+from shoal.parallel.comm.links import LinkComm, Links, run_linked
 from shoal.parallel.protocols import ContextPart
 
 __all__ = ["Case", "context_row"]

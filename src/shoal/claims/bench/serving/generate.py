@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from shoal.core.extras import import_extra
-from shoal.cost.serve_sim import Served
+from shoal.cost.serving.simulator import Served
 from shoal.ir import Arrival
 from shoal.plan.tune.protocols import Axis, Config, Setting, Space
 from shoal.plan.tune.serving import Sample
-from shoal.serve.tune import failure, sample_of
+from shoal.serve.bench.tune import failure, sample_of
 
 __all__ = ["PADDINGS", "GenerateRunner", "generate_space"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal.ir import Request
 from shoal.serve.decode.protocols import Path, TokenTree
-from shoal.serve.sampler import pick_tokens
+from shoal.serve.engine.sampler import pick_tokens
 
 __all__ = ["descend", "greedy_paths", "rows_of"]
 

@@ -47,7 +47,7 @@ class Rejection:
 
         from shoal.core.random import generator
         from shoal.serve.decode.accept.common import greedy_paths, rows_of
-        from shoal.serve.sampler import probabilities
+        from shoal.serve.engine.sampler import probabilities
 
         paths = greedy_paths(trees, requests, logits_NV)
         rows = rows_of(trees)

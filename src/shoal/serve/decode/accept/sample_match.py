@@ -36,7 +36,7 @@ class SampleMatch:
     ) -> list[Path]:
         """See :class:`~shoal.serve.decode.protocols.Acceptance`."""
         from shoal.serve.decode.accept.common import descend, rows_of
-        from shoal.serve.sampler import pick_tokens
+        from shoal.serve.engine.sampler import pick_tokens
 
         of_row = [one for one, tree in zip(requests, trees, strict=True) for _ in tree.tokens]
         ahead = [depth for tree in trees for depth in tree.shape.depth.tolist()]

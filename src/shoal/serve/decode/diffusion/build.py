@@ -5,12 +5,12 @@ from __future__ import annotations
 from shoal.core.parts import table
 from shoal.ir import ServeJob
 from shoal.model.transformer import Transformer
-from shoal.plan.batching.masked import MaskedScheduler
-from shoal.serve.build import cache_of, concrete
-from shoal.serve.cache import PagedCache
+from shoal.plan.batching.schedulers.masked import MaskedScheduler
+from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.diffusion.part import Diffusion
 from shoal.serve.decode.diffusion.runner import DiffusionRunner
-from shoal.serve.engine import Engine
+from shoal.serve.engine.build import cache_of, concrete
+from shoal.serve.engine.loop import Engine
 
 __all__ = ["diffusion_engine"]
 

@@ -22,12 +22,12 @@ from shoal.core.errors import ServeError
 from shoal.core.random import generator
 from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.model.transformer import Transformer
-from shoal.plan.batching.masked import block_of, full_length
-from shoal.serve.cache import PagedCache
-from shoal.serve.choosing import NOT_FINITE
+from shoal.plan.batching.schedulers.masked import block_of, full_length
+from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.diffusion.protocols import Iteration, Refresh, State, Unmask, Window
 from shoal.serve.decode.diffusion.windows import Row, Windows
-from shoal.serve.failure import errors_of_step
+from shoal.serve.engine.choosing import NOT_FINITE
+from shoal.serve.engine.failure import errors_of_step
 
 __all__ = ["DiffusionRunner"]
 
@@ -78,7 +78,7 @@ class _Batch:
 
 
 class DiffusionRunner:
-    """Computes the steps of a :class:`~shoal.plan.batching.masked.MaskedScheduler`.
+    """Computes the steps of a :class:`~shoal.plan.batching.schedulers.masked.MaskedScheduler`.
 
     Args:
         model: of masked diffusion; computes in the dtype of its weights, where they are.

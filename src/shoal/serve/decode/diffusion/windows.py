@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.attention import attend
-from shoal.serve.cache import PagedCache
+from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.diffusion.protocols import Window
 
 __all__ = ["Row", "Windows"]

@@ -24,7 +24,7 @@ from shoal.kernel.kv.common import writer
 from shoal.kernel.paged.views import turned
 from shoal.model.rope import tables_at
 from shoal.model.transformer import Transformer
-from shoal.serve.cache import PagedCache
+from shoal.serve.cache.paged import PagedCache
 
 __all__ = ["Block", "BlockStore"]
 

@@ -20,8 +20,6 @@ from shoal.core.parts import table
 from shoal.ir import Output, Request, ServeJob
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
-from shoal.serve.adjust import Adjuster
-from shoal.serve.choosing import choose_rows
 from shoal.serve.decode.hogwild.blocks import BlockStore
 from shoal.serve.decode.hogwild.forward import Forward
 from shoal.serve.decode.hogwild.inspect import inspected
@@ -29,8 +27,10 @@ from shoal.serve.decode.hogwild.part import Hogwild
 from shoal.serve.decode.hogwild.protocols import HogwildLayout
 from shoal.serve.decode.hogwild.session import Asked, Session, Worker
 from shoal.serve.decode.hogwild.words import Words
-from shoal.serve.engine import check_params
-from shoal.serve.failure import failure
+from shoal.serve.engine.adjust import Adjuster
+from shoal.serve.engine.choosing import choose_rows
+from shoal.serve.engine.failure import failure
+from shoal.serve.engine.loop import check_params
 
 __all__ = ["HogwildEngine", "build_engine"]
 
@@ -284,9 +284,9 @@ def build_engine(job: ServeJob) -> tuple[HogwildEngine, ModelConfig]:
     Raises:
         ShoalError: the model cannot be read, or another key of the job does not go with workers.
     """
-    from shoal.serve.build import concrete, load_model, vocabulary
-    from shoal.serve.grammar import Grammars
-    from shoal.serve.text import TextModel
+    from shoal.serve.engine.build import concrete, load_model, vocabulary
+    from shoal.serve.text.grammar import Grammars
+    from shoal.serve.text.pieces import TextModel
 
     part: Hogwild = table("decode").build(job.decode, where="decode")
     for key in _OTHERS:

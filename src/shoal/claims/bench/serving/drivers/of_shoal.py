@@ -9,8 +9,8 @@ from loop import Generate, main
 from shoal import __version__
 from shoal.core.config import parse
 from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.serve.build import build_engine
-from shoal.serve.spinning import spin_briefly
+from shoal.serve.engine.build import build_engine
+from shoal.serve.ranks.spinning import spin_briefly
 
 _WEIGHTS = {"bf16": "plain", "int8": "int8-channel", "int4": "int4-g128"}
 

@@ -1,0 +1,1 @@
+"""cost.context: ways to share a sequence, and what each puts on the wire."""

@@ -1,0 +1,1 @@
+"""cost.longctx: what long context costs at the peak of the hardware."""

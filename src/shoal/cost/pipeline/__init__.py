@@ -1,0 +1,1 @@
+"""cost.pipeline: schedules of pipelines simulated, and drawn."""

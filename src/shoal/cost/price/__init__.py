@@ -1,0 +1,1 @@
+"""cost.price: operators, collectives and transfers, each with its seconds and bytes."""

@@ -1,0 +1,95 @@
+"""What experts on a grid of their own hold and send.
+
+A rank's tokens go to the ranks of their experts and back, forward and backward: four exchanges a
+layer and micro-batch. Routing is taken to be even; what a real routing sends, the dispatcher
+counts.
+
+Source: Liu et al., MoE Parallel Folding, 2025; Lepikhin et al., GShard, 2020.
+"""
+
+from __future__ import annotations
+
+from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
+from shoal.cost.price.expert_hops import Exchange, hops
+from shoal.cost.price.ops import stage_share
+from shoal.cost.price.rates import ranks_per_host
+from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
+
+__all__ = [
+    "dispatch",
+    "exchange_s",
+    "held_parameters",
+    "ranks_per_node",
+]
+
+# Of a layer and micro-batch: rows go there and back, and so do their gradients.
+_EXCHANGES = 4
+
+
+def held_parameters(shape: ModelShape, split: Parallel) -> tuple[float, float]:
+    """Parameters of the fullest stage that one rank holds: of experts' grid, and all others."""
+    share = stage_share(shape, split.pp)
+    if not split.folded:
+        return 0.0, parameters(shape) * share / split.tp
+    experts = expert_parameters(shape)
+    rest = (parameters(shape) - experts) * share / split.tp
+    return experts * share / (split.ep * split.etp), rest
+
+
+def exchange_s(sent: Exchange, machine: Machine) -> float:
+    """Seconds of an exchange: what goes far and what stays near travel at the same time."""
+    near, far = machine.link("device") or machine.link("loopback"), machine.link("node")
+    seconds = 0.0
+    if near is not None and sent.near:
+        seconds = sent.near / near.bandwidth + near.latency_s * sent.peers
+    if sent.far:
+        link = far or near
+        if link is not None:
+            seconds = max(seconds, sent.far / link.bandwidth + link.latency_s * sent.peers)
+    return seconds
+
+
+def ranks_per_node(machine: Machine, split: Parallel) -> int | None:
+    """Ranks of a node; None where all are on one."""
+    each = ranks_per_host(machine, split)
+    return each if each < split.world else None
+
+
+def dispatch(
+    job: TrainJob, shape: ModelShape, machine: Machine, microbatch: int, wire: dict[str, float]
+) -> float:
+    """Seconds in which the experts' rows travel, of one micro-batch and the fullest stage.
+
+    Args:
+        job: with experts on a grid of their own, or not.
+        shape: the model.
+        machine: whose links they travel over.
+        microbatch: sequences.
+        wire: bytes that a rank sends in a step, by scope; added to.
+    """
+    split = job.parallel
+    if not split.folded:
+        return 0.0
+    grid: Layout = split.experts()
+    width = shape.hidden * (2.0 if job.precision == "bf16" else 4.0)
+    rows = microbatch * job.seq_len / split.cp / split.tp * shape.top_k
+    per_node = ranks_per_node(machine, split)
+    layers = mixture_layers(shape) * stage_share(shape, split.pp)
+    passes = max(1, job.global_batch // split.dp // microbatch)
+    times = layers * (_EXCHANGES + 2 * (job.recompute != "none"))
+    seconds = 0.0
+    # Over etp every rank's rows go to all the others, not a share to each.
+    for axis, size in (("ep", split.ep), ("etp", split.etp)):
+        if size == 1:
+            continue
+        every = rows * (size if axis == "etp" else 1)
+        groups = grid.groups(axis)[: max(1, per_node or 1)]
+        way = split.expert_dispatch if axis == "ep" else "flat"
+        for sent in hops(groups, width, every, per_node, way):
+            seconds += times * exchange_s(sent, machine)
+            for scope, count in (("device", sent.near), ("node", sent.far)):
+                if count:
+                    link = machine.link(scope) or machine.link("loopback")
+                    name = link.scope if link is not None else scope
+                    wire[name] = wire.get(name, 0.0) + times * passes * count
+    return seconds

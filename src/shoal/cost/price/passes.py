@@ -1,0 +1,106 @@
+"""Seconds of one entry of the ledger, forward and backward, by the rates of a machine.
+
+Source: Williams et al., Roofline, 2009.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shoal.cost.price.ops import Op
+from shoal.cost.price.rates import REPACKED, Curve, Kernels
+
+__all__ = ["Pass", "op_pass"]
+
+# On a CPU an operator of a step finds its operands displaced from the caches and writes to
+# memory fresh from the allocator; the probe repeats one operator on the same arrays. The
+# same operators take this much longer in a step than repeated (PyTorch 2.13, three models).
+DISPLACED = 1.75
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch on one rank, one direction.
+
+    Args:
+        matmul: in matrix products.
+        attention: in attention.
+        memory: in operators that stream.
+        calls: operators launched.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    calls: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Seconds that the device computes."""
+        return self.matmul + self.attention + self.memory
+
+    def shared(self, ranks: int) -> Pass:
+        """The same with its tokens shared by so many ranks; every rank makes every call."""
+        return Pass(self.matmul / ranks, self.attention / ranks, self.memory / ranks, self.calls)
+
+    def times(self, factor: float) -> Pass:
+        """The same, so much longer, with as many calls."""
+        return Pass(self.matmul * factor, self.attention * factor, self.memory * factor, self.calls)
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.calls + other.calls,
+        )
+
+
+def op_pass(
+    op: Op, backward: bool, matmul: Curve, stream: Curve, precision: str, cpu: bool
+) -> Pass:
+    """Seconds of one entry of the ledger in one direction.
+
+    Args:
+        op: the entry.
+        backward: the backward pass.
+        matmul: FLOP/s over the edge of a product.
+        stream: byte/s over the bytes of an operator.
+        precision: fp32 or bf16.
+        cpu: it runs on a CPU.
+    """
+    calls = op.count * (op.backward_calls if backward else op.forward_calls)
+    traffic = op.backward_bytes if backward else op.forward_bytes
+    displaced = DISPLACED if cpu else 1.0
+    if op.kind == "memory":
+        seconds = displaced * traffic / stream(max(1.0, op.size_bytes))
+        return Pass(memory=op.count * seconds, calls=calls)
+    if op.kind == "attention":
+        flops = op.backward_flops if backward else op.forward_flops
+        if isinstance(matmul, Kernels):
+            seconds = matmul.attention_s(flops, op.keys, backward=backward)
+        else:
+            seconds = flops / matmul(256.0)
+        seconds += traffic / stream(op.size_bytes)
+        return Pass(attention=op.count * seconds, calls=calls)
+    if isinstance(matmul, Kernels):
+        once = matmul.product_s(op.M, op.N, op.K)
+        if not backward:
+            return Pass(matmul=op.count * once, calls=calls)
+        inner = matmul.product_s(op.M, op.K, op.N)
+        outer = matmul.product_s(op.N, op.K, op.M, adds=4.0)
+        return Pass(matmul=op.count * op.backward_share * (inner + outer), calls=calls)
+    width = 2.0 if precision == "bf16" else 4.0
+    flops = 2.0 * op.M * op.N * op.K
+    touched = width * (op.M * op.K + op.N * op.K + op.M * op.N)
+    traffic = displaced * touched / stream(max(1.0, touched))
+    # A skinny product reuses its operands as little as a small cube does.
+    edge = math.sqrt(min(op.M, op.N, op.K) * (op.M * op.N * op.K) ** (1 / 3))
+    once = flops / matmul(edge) + traffic
+    repacked = REPACKED.get(precision, 1.0)
+    weight = flops / (repacked * matmul(edge)) + traffic
+    if not backward:
+        return Pass(matmul=op.count * once, calls=calls)
+    # The gradients of the input and of the weight; the latter multiplies a transpose.
+    return Pass(matmul=op.count * op.backward_share * (once + weight), calls=calls)

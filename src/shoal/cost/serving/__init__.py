@@ -1,0 +1,1 @@
+"""cost.serving: engines and fleets in virtual time."""

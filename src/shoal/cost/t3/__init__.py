@@ -1,0 +1,1 @@
+"""cost.t3: products that trigger their own reduce-scatter."""

@@ -1,0 +1,71 @@
+"""``shoal explain t3``: what do products gain whose stores trigger their reduce-scatter?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.parts import part
+from shoal.core.tables import Table
+from shoal.cost.t3.sublayers import Compared, Device, compare, sublayers
+from shoal.ir import Explanation, Progress
+
+__all__ = ["T3Study"]
+
+
+@part
+class T3Study:
+    """Simulate products whose stores trigger their reduce-scatter (T3), layer by layer.
+
+    A row-split layer's output is summed over the tensor-parallel devices. With trackers, triggered
+    DMAs and additions near memory that travels while the product is computed.
+
+    **Examples**
+
+        shoal explain t3 --hidden 4256 --tp 8
+
+        shoal explain t3 --hidden 12288 --tp 16 --tokens 4096 --device '{link_bandwidth: 1.5e11}'
+
+        shoal explain t3 --device '{update_cost: 2, policy: round_robin}' -o json
+
+    Args:
+        hidden: size of the model.
+        tp: devices of a layer.
+        tokens: of a pass.
+        device: what differs from the simulated device, such as {link_bandwidth: 1.5e11}.
+    """
+
+    machine: ClassVar = None
+
+    hidden: int = 4256
+    tp: int = 8
+    tokens: int = 8192
+    device: Device = Device()
+
+    def explain(self, machine: None, progress: Progress) -> Explanation:
+        """The four products of a layer that end in an all-reduce."""
+        layers = sublayers("", self.hidden, self.tokens, self.tp)
+        found = [compare(layer, self.device) for layer in layers]
+        shown = Table(
+            title=f"hidden {self.hidden}, tp {self.tp}, {self.tokens} tokens",
+            columns=(
+                *("sublayer", "product", "reduce-scatter", "all-gather", "sequential", "T3"),
+                *("ideal", "faster", "bytes moved"),
+            ),
+            rows=tuple(_row(one) for one in found),
+            right=" rrrrrrrr",
+        )
+        data = [
+            {**one.model_dump(mode="json"), "speedup": one.speedup, "movement": one.movement}
+            for one in found
+        ]
+        return Explanation(blocks=(shown,), data=data)
+
+
+def _row(one: Compared) -> tuple[str, ...]:
+    alone = (one.product_s, one.reduce_scatter_s, one.all_gather_s)
+    return (
+        one.sublayer.name,
+        *(f"{1e6 * s:,.0f} us" for s in (*alone, one.sequential_s, one.t3_s, one.ideal_s)),
+        f"{one.speedup:.2f}x",
+        f"{100 * one.movement:+.0f} %",
+    )

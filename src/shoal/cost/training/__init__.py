@@ -1,0 +1,1 @@
+"""cost.training: what a step of training costs, and what a rank then holds."""

@@ -1,0 +1,204 @@
+"""Bytes that one rank of a training job needs, by cause.
+
+Sources: Rajbhandari et al., ZeRO, 2020 (what is divided); Korthikanti et al., 2022 (activations).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.core.parts import table
+from shoal.core.traits import traits
+from shoal.cost.arithmetic import (
+    activation_bytes,
+    embedding_parameters,
+    logits_bytes,
+    mixture_layers,
+    parameters,
+)
+from shoal.cost.price.experts import held_parameters
+from shoal.cost.price.ops import MOST_PLAIN_SCORES, stage_share
+from shoal.cost.price.rates import Rates, ranks_per_host
+from shoal.ir import Machine, TrainJob, Work
+
+__all__ = [
+    "ALLOCATOR_SLACK",
+    "ARENAS",
+    "RUNTIME_BYTES",
+    "TIERS",
+    "memory_of",
+    "sharers",
+    "tier_bytes",
+    "tuned_memory",
+    "vocab_ranks",
+    "workers_of",
+]
+
+TIERS = ("device", "host", "disk")
+"""Places of an offloaded job's state, as an estimate's causes name them."""
+
+ARENAS = ("base", "adapter", "gradients", "optimizer", "activations")
+"""What a fine-tuning run's memory is told apart by, as an estimate's causes name it."""
+
+# What a rank's process holds before the model: framework, libraries, allocator.
+RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
+# What a rank holds to talk to the others of its host: libraries and sockets, and for each of them
+# the memory that they share.
+PEERS_BYTES, PEER_BYTES = 0.025e9, 0.012e9
+# What the allocator keeps beyond the tensors (fragmentation, blocks waiting for reuse).
+ALLOCATOR_SLACK = 0.08
+
+
+def vocab_ranks(job: TrainJob) -> int:
+    """Ranks that share embedding and output layer."""
+    split = job.parallel.vocab_split
+    return {"tp": job.parallel.tp, "pp": job.parallel.pp, "none": 1}[split]
+
+
+def workers_of(job: TrainJob) -> int:
+    """Groups of data-parallel ranks that make updates of their own; 1 where all make one."""
+    if "local_updates" not in traits("sync", job.sync):
+        return 1
+    return table("sync").build(job.sync).workers(job.parallel.dp) or 1
+
+
+def sharers(job: TrainJob) -> int:
+    """Ranks that sum their gradients in every step, and share what sharding divides."""
+    return job.parallel.dp // workers_of(job) * job.parallel.cp
+
+
+def memory_of(
+    work: Work,
+    rates: Rates,
+    optimizer: float,
+    divides: frozenset[str],
+    microbatch: int,
+    in_flight: float,
+    trained: float = 1.0,
+    levels: Callable[[float, float], dict[str, float]] | None = None,
+) -> dict[str, float]:
+    """Bytes of one rank, by cause; ``in_flight`` micro-batches keep their activations.
+
+    ``trained`` is the share of the parameters that have gradients and moments; ``levels`` says what
+    weights and gradients take of so many parameters, and of a block of so many, where a sharding
+    divides them over groups of different sizes.
+    """
+    job, shape = work.job, work.shape
+    cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
+    dp = sharers(job)
+    experts, rest = held_parameters(shape, job.parallel)
+    local = experts + rest
+    blocks = max(1.0, stage_share(shape, pp) * shape.num_layers)
+    block = local / blocks
+    # Experts are divided over ranks of their own, and whole where there is one of these.
+    edp = job.parallel.edp
+    mine = rest / dp + experts / edp
+    whole = experts if edp == 1 else 0.0
+    passing = (local - whole) / blocks
+    weights = 4.0 * local
+    if "weights" in divides:
+        # Two blocks are whole at a time: the one at work and the next.
+        weights = 4.0 * mine + 2 * 4.0 * passing
+    if levels is not None:
+        weights = levels(local, block)["weights"]
+    if job.precision == "bf16":
+        weights += 2.0 * (2 * passing + whole if "weights" in divides else local)
+    gradients = 4.0 * local
+    if "gradients" in divides:
+        gradients = 4.0 * mine + 4.0 * passing
+    if levels is not None:
+        gradients = levels(local, block)["gradients"]
+    moments = local
+    if "optimizer" in divides:
+        moments = mine
+    layers = math.ceil(stage_share(shape, pp) * shape.num_layers)
+    kept = activation_bytes(
+        shape,
+        job.seq_len,
+        microbatch,
+        precision=job.precision,
+        recompute=job.recompute,
+        tp=tp,
+        sp=job.parallel.sp,
+        layers=layers,
+    )
+    if rates.is_cpu and job.precision == "bf16":
+        scores = microbatch * shape.num_heads * float(job.seq_len) ** 2 / tp
+        kept += 4 * 2.0 * min(scores, MOST_PLAIN_SCORES)
+    if job.recompute == "stage":
+        # One micro-batch is whole at a time; of the others the stage's input is left.
+        width = 2.0 if job.precision == "bf16" else 4.0
+        kept += (in_flight - 1.0) * microbatch * job.seq_len * shape.hidden * width
+    else:
+        kept *= in_flight
+    kept /= cp
+    logits = logits_bytes(
+        shape, job.seq_len, microbatch, precision=job.precision, tp=vocab_ranks(job)
+    )
+    logits /= cp
+    tensors = {
+        "weights": weights,
+        "gradients": gradients * trained,
+        "optimizer": optimizer * trained * moments / parameters(shape),
+        "activations": kept,
+        "logits": logits,
+    }
+    runtime = RUNTIME_BYTES[rates.machine.device.kind]
+    if rates.is_cpu and job.parallel.world > 1:
+        runtime += PEERS_BYTES + PEER_BYTES * ranks_per_host(rates.machine, job.parallel)
+    return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
+
+
+def tier_bytes(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> dict[str, float]:
+    """Tier -> bytes of a rank, of causes as an estimate of a training step has them.
+
+    ``device`` has everything that lies in the rank's own memory, runtime included. A CPU's host is
+    its device; of a GPU's memory what is offloaded to the host takes none.
+    """
+    away = {"disk"}
+    if job.offload is not None and machine.device.kind == "gpu":
+        away.add("host")
+    found = {"device": sum(size for cause, size in causes.items() if cause not in away)}
+    return found | {tier: causes[tier] for tier in sorted(away, reverse=True) if causes.get(tier)}
+
+
+def tuned_memory(
+    work: Work, found: dict[str, float], part: Any, microbatch: int
+) -> dict[str, float]:
+    """Bytes of one rank of a fine-tuning run: those of ``base`` and ``adapter`` told apart.
+
+    Args:
+        work: a step of the job.
+        found: what :func:`memory_of` gave.
+        part: the fine-tuning method.
+        microbatch: sequences of a micro-batch.
+    """
+    job, shape = work.job, work.shape
+    every = float(parameters(shape))
+    outside = min(every, embedding_parameters(shape) + shape.hidden)
+    blocks = every - outside
+    bits = float(getattr(part, "weight_bits", 32.0))
+    width = 2.0 if job.precision == "bf16" else 4.0
+    tokens = float(job.seq_len * microbatch)
+    # The gradient of the output matrix is not there, nor are the inputs of layers that stand still:
+    # of a block those of the feed-forward layer's two matrices.
+    logits = found["logits"] - (4.0 + width) * shape.vocab_size * shape.hidden
+    dense = (shape.num_layers - mixture_layers(shape)) * (shape.hidden + shape.ffn_hidden)
+    kept = found["activations"]
+    if job.recompute == "none":
+        kept -= width * tokens * dense
+    # Weights in few bits are made for a product and gone; others are copied for bf16.
+    copies = 2.0 * blocks if job.precision == "bf16" and bits == 32 else 0.0
+    trained = 0.0 if getattr(part, "forward_only", False) else float(part.parameters(shape))
+    drawn = float(part.drawn(shape)) if hasattr(part, "drawn") else 0.0
+    return {
+        "base": 4.0 * outside + bits / 8.0 * blocks,
+        "adapter": 4.0 * (trained + drawn),
+        "gradients": found["gradients"],
+        "optimizer": found["optimizer"],
+        "activations": (kept + copies) * float(getattr(part, "kept", 1.0)),
+        "logits": logits,
+        "runtime": found["runtime"],
+    }

@@ -1,0 +1,559 @@
+"""What one training step costs: a roofline, operator by operator.
+
+A matrix product takes its FLOP over the measured rate at its size, or its bytes over the
+bandwidth, whichever is longer; every other operator takes its bytes over the bandwidth
+that elementwise operators reach; each operator costs its launch. Collectives follow the
+ring formulas. The parts that a job chooses (optimizer, shard) add their own estimates.
+
+Sources: Williams et al., Roofline, 2009; Narayanan et al., Megatron-LM, 2021 (pipeline
+bubble, tensor-parallel traffic); Rajbhandari et al., ZeRO, 2020 (what is divided);
+Korthikanti et al., 2022 (activations).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import Choice, table
+from shoal.core.traits import traits
+from shoal.cost.arithmetic import (
+    flops_per_token,
+    parameters,
+)
+from shoal.cost.pipeline.simulator import simulate
+from shoal.cost.price.experts import dispatch, held_parameters
+from shoal.cost.price.ops import Style, ledger
+from shoal.cost.price.passes import Pass, op_pass
+from shoal.cost.price.rates import (
+    Curve,
+    Rates,
+    ranks_per_host,
+)
+from shoal.cost.price.rehearsed import Parts, Rehearsed, events
+from shoal.cost.training.gradient_slices import hidden_share
+from shoal.cost.training.memory import (
+    RUNTIME_BYTES,
+    memory_of,
+    sharers,
+    tuned_memory,
+    vocab_ranks,
+)
+from shoal.cost.training.moe_makespan import gained_s
+from shoal.cost.training.totals import energy_of, price_of, saves_of, total_of
+from shoal.cost.training.wire import (
+    add_wire,
+    data_parallel_s,
+    not_hidden_s,
+    tensor_parallel_s,
+    tied_s,
+)
+from shoal.ir import Estimate, Interval, Machine, OpCosts, Schedule, TrainJob, Work
+
+__all__ = ["Pricer", "estimate", "microbatch_of"]
+
+# Share of the backward pass behind which a GPU hides the gradients' collectives.
+OVERLAP = 0.8
+# Half-width of the 90 % interval on GPUs: 90 % of the rows of a new publication are no further
+# off (shoal.cost.published.scoreboard).
+GPU_SPREAD = 0.28
+# What of a step is computing, and stretches where computing is slower.
+_COMPUTE = ("matmul", "attention", "memory", "overhead", "optimizer", "bubble")
+# Micro-batches of a pipeline that are simulated one by one.
+_SIMULATED = 32
+
+
+def microbatch_of(job: TrainJob) -> int:
+    """Sequences of one forward pass on one rank; all of a rank's if the job does not say."""
+    return job.microbatch or job.global_batch // job.parallel.dp
+
+
+def _grid(job: TrainJob) -> tuple[int, int] | None:
+    """Degrees ep and etp, where experts have a grid of their own."""
+    return (job.parallel.ep, job.parallel.etp) if job.parallel.folded else None
+
+
+def _style(job: TrainJob, rates: Rates) -> Style:
+    if job.compile:
+        return "fused"
+    return "cpu" if rates.is_cpu else "gpu"
+
+
+def estimate(work: Work, machine: Machine) -> Estimate:
+    """Time, memory and traffic of one step of ``work`` on one rank of ``machine``.
+
+    Allocates nothing that grows with the model and needs no torch.
+
+    Raises:
+        PlanError: more ranks than the machine's nodes can hold, or a shape that the
+            degrees of parallelism do not divide.
+        MachineError: the machine lacks a rate that is needed.
+        ConfigError: an option of a part is wrong.
+    """
+    return Pricer(machine).estimate(work)
+
+
+class Pricer:
+    """Estimates of many jobs on one machine, which remembers what they share.
+
+    Args:
+        machine: the machine.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._passes: dict[tuple[object, ...], tuple[Pass, Pass]] = {}
+        self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
+        self._parts: dict[tuple[str, str], Any] = {}
+        self._updates: dict[tuple[object, ...], Estimate] = {}
+        # Beside each value its key's objects, so that no other takes their place.
+        self._aside: dict[tuple[object, ...], tuple[object, float]] = {}
+        self._sent: dict[tuple[object, ...], tuple[object, float, dict[str, float]]] = {}
+
+    def _part(self, kind: str, choice: Choice) -> Any:
+        key = (kind, str(choice))
+        if key not in self._parts:
+            self._parts[key] = table(kind).build(choice, where=kind)
+        return self._parts[key]
+
+    def _update(self, work: Work) -> Estimate:
+        """The optimizer's own estimate, which no split changes."""
+        key = (str(work.job.optimizer), work.shape, work.job.precision)
+        if key not in self._updates:
+            part = self._part("optimizer", work.job.optimizer)
+            self._updates[key] = part.estimate(work, self.machine)
+        return self._updates[key]
+
+    def _made(self, work: Work) -> Work:
+        """The same with the model that fine-tuning computes, where that is not the base."""
+        if work.job.finetune is None:
+            return work
+        shape = getattr(self._part("peft", work.job.finetune), "shape", None)
+        return work if shape is None else work.model_copy(update={"shape": shape(work.shape)})
+
+    def _trained(self, work: Work) -> float:
+        """Share of the parameters that have gradients and moments."""
+        if work.job.finetune is None:
+            return 1.0
+        part = self._part("peft", work.job.finetune)
+        if getattr(part, "forward_only", False):
+            return 0.0
+        return min(1.0, float(part.parameters(work.shape)) / parameters(work.shape))
+
+    def _others(self, work: Work) -> float:
+        """Seconds of a step by the parts that neither compute nor communicate.
+
+        A part's estimate may depend on the batch and on who shares it, on nothing else of a split.
+        """
+        job = work.job
+        chosen = (
+            ("corpus", job.data),
+            ("packing", job.packing),
+            ("lr_schedule", job.lr_schedule),
+        )
+        key = (
+            *(id(choice) for _, choice in chosen),
+            *(work.shape.name, job.seq_len, job.global_batch, job.microbatch, job.threads),
+            *(job.parallel.dp, job.parallel.world),
+        )
+        if key not in self._aside:
+            seconds = sum(
+                sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values())
+                for kind, choice in chosen
+            )
+            self._aside[key] = chosen, seconds
+        return self._aside[key][1]
+
+    def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[Pass, Pass]:
+        """Seconds of one micro-batch forward and backward, recomputation included."""
+        job = work.job
+        where = (job.precision, rates.used, rates.sharing)
+        if where not in self._curves:
+            self._curves[where] = (rates.matmul_curve(job.precision), rates.stream_curve())
+        matmul, stream = self._curves[where]
+        tp, pp = job.parallel.tp, job.parallel.pp
+        cp, vocab = job.parallel.cp, vocab_ranks(job)
+        experts = _grid(job)
+        size = (job.seq_len, microbatch, cp, tp, pp, vocab, experts)
+        key = (work.shape, size, where, job.recompute, job.compile)
+        if key in self._passes:
+            return self._passes[key]
+        forward, backward = Pass(), Pass()
+        for op in ledger(
+            work.shape,
+            seq_len=job.seq_len,
+            microbatch=microbatch,
+            precision=job.precision,
+            style=_style(job, rates),
+            tp=tp,
+            pp=pp,
+            vocab=vocab,
+            experts=experts,
+        ):
+            once = op_pass(op, False, matmul, stream, job.precision, rates.is_cpu)
+            forward += once
+            backward += op_pass(op, True, matmul, stream, job.precision, rates.is_cpu)
+            if job.recompute == "stage" or (job.recompute == "full" and op.recomputed):
+                backward += once
+        forward, backward = forward.shared(cp), backward.shared(cp)
+        self._passes[key] = forward, backward
+        return forward, backward
+
+    def estimate(self, work: Work) -> Estimate:
+        """See :func:`estimate`."""
+        work = self._made(work)
+        job, shape, machine = work.job, work.shape, self.machine
+        if job.layers or job.parallel.stages:
+            from shoal.cost.training.layer_plan import estimate_layers
+
+            return estimate_layers(work, machine)
+        _check(work, machine)
+        rates = Rates(machine, job.parallel, job.threads)
+        dp, pp = job.parallel.dp, job.parallel.pp
+        held_by = sharers(job)
+        microbatch = microbatch_of(job)
+        passes = max(1, job.global_batch // dp // microbatch)
+        forward, backward = self._both(work, rates, microbatch)
+        both = forward + backward
+        launch = both.calls * machine.device.op_overhead_s * rates.crowding
+        # A GPU is told what to do while it works; only what it does not hide counts.
+        overhead = launch if rates.is_cpu else max(0.0, launch - both.device)
+
+        wire: dict[str, float] = {}
+        tensor_s = tensor_parallel_s(work, machine, microbatch, wire)
+        tensor_s = not_hidden_s(job, machine, tensor_s, both.matmul)
+        tensor_s += dispatch(job, shape, machine, microbatch, wire)
+        tensor_s = max(0.0, tensor_s - gained_s(job, shape, machine, microbatch))
+        pipe_s = self._pipeline(work, wire) / passes
+        schedule = self._part("schedule", job.parallel.schedule)
+        if pp > 1 and rates.is_cpu:
+            whole, busy = self._staged(work, rates.crowding)
+            bubble = whole - busy
+            # The fullest stage's operators were counted; ranks of one host share the work.
+            evenly = (busy / passes - tensor_s) / (both.device + overhead)
+            both, overhead = both.times(evenly), evenly * overhead
+        else:
+            idle = schedule.bubble(pp, passes, job.parallel.vpp) if pp > 1 else 0.0
+            bubble = idle * passes * (both.device + overhead + tensor_s + pipe_s)
+        context_s = self._context(work, wire)
+
+        shard = self._part("shard", job.shard)
+        divides: frozenset[str] = shard.divides
+        own = self._update(work)
+        experts, rest = held_parameters(shape, job.parallel)
+        update = own.terms_s.get("optimizer", 0.0) * rates.sharing
+        whole, mine = experts + rest, rest / held_by + experts / job.parallel.edp
+        moments = mine if "optimizer" in divides else whole
+        update *= moments / parameters(shape)
+        local = mine if "gradients" in divides else whole
+        # Zero the gradients, take their norm, scale them.
+        stream = self._curves[job.precision, rates.used, rates.sharing][1]
+        update += 16.0 * local / stream(4.0 * local)
+        trained = self._trained(work)
+        update *= trained
+        before = dict(wire)
+        collective = data_parallel_s(work, machine, shard, wire) * trained
+        for scope, sent in wire.items():
+            wire[scope] = before.get(scope, 0.0) + (sent - before.get(scope, 0.0)) * trained
+        if work.job.finetune is not None:
+            # No product for the gradient of weights that stand still.
+            both = replace(both, matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
+        if job.parallel.slices:
+            # What no slice takes travels when nothing else does; so do new parameters, a third of
+            # what ranks send that divide the optimizer.
+            summed = 4.0 * (rest + (experts if job.parallel.edp > 1 else 0.0))
+            gradients = 2.0 / 3.0 if "optimizer" in divides else 1.0
+            collective *= 1.0 - gradients * hidden_share(job, shape, summed)
+        elif not rates.is_cpu:
+            hidden = OVERLAP * backward.device * passes
+            collective = max(collective - hidden, 0.05 * collective)
+        collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)
+        placer = self._part("placer", job.parallel.placer)
+        collective += add_wire(placer.estimate(work, machine), wire)
+        if job.batching is not None:
+            assigner = self._part("assigner", job.batching)
+            collective += add_wire(assigner.estimate(work, machine), wire)
+
+        terms = {
+            "matmul": both.matmul * passes,
+            "attention": both.attention * passes,
+            "memory": both.memory * passes,
+            "overhead": overhead * passes,
+            "optimizer": update,
+            "collective": collective + (tensor_s + pipe_s) * passes + context_s,
+            "bubble": bubble,
+            "data": self._others(work),
+        }
+        if rates.is_cpu:
+            self._as_rehearsed(work, rates, terms)
+        if job.offload is not None:
+            away = self._part("offload", job.offload).estimate(work, machine).terms_s
+            terms["memory"] += away.get("memory", 0.0)
+            terms["optimizer"] = away.get("optimizer", terms["optimizer"])
+        saved = self._part("activation", job.activation).estimate(work, machine)
+        terms["memory"] += saved.terms_s.get("memory", 0.0)
+        step = sum(terms.values())
+        tokens = float(job.global_batch * job.seq_len)
+        interval = Interval.around(step, _spread(machine, terms, step))
+        ahead = forward.device / both.device if both.device else 0.3
+        total = total_of(job, interval, ahead)
+        if total is not None:
+            mode = self._part("save_mode", job.checkpoint.mode).estimate(work, machine)
+            total = total.shifted(saves_of(job) * sum(mode.terms_s.values()))
+        return Estimate(
+            step_s=interval,
+            terms_s=terms,
+            memory_bytes=self.memory(work),
+            wire_bytes=wire,
+            flops=flops_per_token(shape, job.seq_len) * tokens,
+            tokens=tokens,
+            total_s=total,
+            energy_j=energy_of(machine, job.parallel.world, total),
+            usd=price_of(machine, job.parallel.world, total),
+            bound=_bound(terms),
+        )
+
+    def _staged(self, work: Work, crowding: float) -> tuple[float, float]:
+        """(seconds of a step, mean seconds that a rank computes) of a pipeline on one host.
+
+        Where ranks share cores, one that waits leaves its core to another: the step takes as long
+        as the schedule would on cores of their own, or as all work on the cores that there are.
+        """
+        split = work.job.parallel
+        passes = max(1, work.job.global_batch // split.dp // microbatch_of(work.job))
+        # Of a long schedule the middle repeats.
+        few = min(passes, max(_SIMULATED, split.pp))
+        few -= few % split.pp if few > split.pp else 0
+        cost = self.passes(work)
+        part = self._part("schedule", split.schedule)
+
+        def told(count: int) -> tuple[float, float]:
+            timeline = simulate(part.build(split.pp, count, split.vpp), cost)
+            return timeline.makespan / crowding, sum(timeline.busy) / split.pp
+
+        whole, busy = told(few)
+        if few < passes:
+            before, less = told(few - split.pp)
+            whole += (passes - few) * (whole - before) / split.pp
+            busy += (passes - few) * (busy - less) / split.pp
+        return max(whole, busy), busy
+
+    def _as_rehearsed(self, work: Work, rates: Rates, terms: dict[str, float]) -> None:
+        """Change the seconds of a step on this host by what rehearsed steps really took."""
+        known = self._rehearsed
+        if known is None:
+            return
+        job = work.job
+        ranks = ranks_per_host(self.machine, job.parallel)
+        factor = known.factor(job.precision, ranks, rates.crowding)
+        for cause in _COMPUTE:
+            terms[cause] *= factor
+        # What meetings cost may be less than the links' formulas say.
+        met = known.meeting_s(events(job, work.shape), rates.crowding)
+        terms["collective"] = max(0.0, terms["collective"] + met)
+
+    @functools.cached_property
+    def _rehearsed(self) -> Rehearsed | None:
+        known = _LAST.get("machine")
+        if known is None or known[0] is not self.machine:
+            _LAST["machine"] = known = self.machine, _rehearsals(self.machine)
+        return known[1]
+
+    def memory(self, work: Work) -> dict[str, float]:
+        """Bytes of one rank, by cause; much faster than the whole estimate."""
+        work = self._made(work)
+        job = work.job
+        split, microbatch = job.parallel, microbatch_of(job)
+        held = 1.0
+        if job.offload is not None:
+            tiers = self._part("offload", job.offload).estimate(work, self.machine).memory_bytes
+            return {**tiers, "runtime": RUNTIME_BYTES[self.machine.device.kind]}
+        if split.pp > 1:
+            passes = max(1, job.global_batch // split.dp // microbatch)
+            held = self._part("schedule", split.schedule).in_flight(split.pp, passes, split.vpp)
+        shard = self._part("shard", job.shard)
+        levels = None
+        if hasattr(shard, "kept_bytes"):
+            levels = functools.partial(shard.kept_bytes, job, self.machine)
+        found = memory_of(
+            work,
+            Rates(self.machine, split, job.threads),
+            self._update(work).memory_bytes.get("optimizer", 0.0),
+            shard.divides,
+            microbatch,
+            held,
+            self._trained(work),
+            levels,
+        )
+        if "local_updates" in traits("sync", job.sync):
+            outer = self._part("sync", job.sync).kept_bytes(work)
+            found["optimizer"] = found.get("optimizer", 0.0) + outer
+        copied = self._part("placer", split.placer).estimate(work, self.machine).memory_bytes
+        found["activations"] += copied.get("activations", 0.0)
+        saved = self._part("activation", job.activation).estimate(work, self.machine)
+        leaving = min(found["activations"], saved.memory_bytes.get("disk", 0.0))
+        found["activations"] -= leaving
+        if job.finetune is not None:
+            found = tuned_memory(work, found, self._part("peft", job.finetune), microbatch)
+        return {**found, "disk": leaving} if leaving else found
+
+    def passes(self, work: Work) -> OpCosts:
+        """What each pass of the job's pipeline takes, stage by stage, tensor parallelism included.
+
+        The first stage has the embedding and the last one the output layer, unless all
+        ranks share the vocabulary in passes of their own.
+        """
+        job, shape = work.job, work.shape
+        split = job.parallel
+        rates = Rates(self.machine, split, job.threads)
+        microbatch = microbatch_of(job)
+        self._both(work, rates, microbatch)  # fills the curves
+        matmul, stream = self._curves[job.precision, rates.used, rates.sharing]
+        vocab = vocab_ranks(job)
+        launch = self.machine.device.op_overhead_s * rates.crowding if rates.is_cpu else 0.0
+        seconds: dict[tuple[str, bool], float] = {}
+        for op in ledger(
+            shape,
+            seq_len=job.seq_len,
+            microbatch=microbatch,
+            precision=job.precision,
+            style=_style(job, rates),
+            tp=split.tp,
+            pp=split.pp,
+            vocab=vocab,
+            experts=_grid(job),
+        ):
+            where = {"embedding": "embed", "logits": "head", "loss": "head", "final_norm": "norm"}
+            for late in (False, True):
+                found = op_pass(op, late, matmul, stream, job.precision, rates.is_cpu)
+                key = (where.get(op.name, "body"), late)
+                own = found.device / split.cp + found.calls * launch
+                seconds[key] = seconds.get(key, 0.0) + own
+        tensor = tensor_parallel_s(work, self.machine, microbatch, {}) / 2
+        tensor += dispatch(job, shape, self.machine, microbatch, {}) / 2
+        part = self._part("schedule", split.schedule)
+        steps = max(1, job.global_batch // split.dp // microbatch)
+        schedule: Schedule = part.build(split.pp, steps, split.vpp)
+        cells = schedule.num_cells - schedule.bare_head
+        again = 0.0 if job.recompute == "none" else 1.0
+        forward = (seconds["body", False] + tensor) * split.pp / cells
+        backward = (seconds["body", True] + tensor) * split.pp / cells + again * forward
+        ahead, behind = [forward] * cells, [backward] * cells
+        if schedule.bare_head:
+            ahead, behind = [*ahead, 0.0], [*behind, 0.0]
+        table: dict[str, tuple[float, ...]] = {}
+        ahead[-1] += seconds["norm", False]
+        behind[-1] += seconds["norm", True]
+        if split.vocab_split == "pp":
+            head = (seconds["head", False] + seconds["head", True]) / 2
+            table = dict.fromkeys(("S", "T"), (head,) * split.pp)
+            table["EF"] = (seconds["embed", False] / split.pp,) * split.pp
+            table["EB"] = (seconds["embed", True] / split.pp,) * split.pp
+        else:
+            ahead[0] += seconds["embed", False]
+            behind[0] += seconds["embed", True]
+            ahead[-1] += seconds["head", False]
+            behind[-1] += seconds["head", True]
+        each = schedule.cell_of
+        table |= {"F": tuple(ahead[c] for c in each), "B": tuple(behind[c] for c in each)}
+        table |= dict.fromkeys(("I", "W"), tuple(b / 2 for b in table["B"]))
+        width = 2.0 if job.precision == "bf16" else 4.0
+        tokens = microbatch * job.seq_len / split.cp
+        return OpCosts(seconds=table, boundary_bytes=width * tokens * shape.hidden / split.tp)
+
+    def _pipeline(self, work: Work, wire: dict[str, float]) -> float:
+        """Seconds in which a rank sends to its neighbours, all micro-batches."""
+        if work.job.parallel.pp == 1:
+            return 0.0
+        job = work.job
+        size = (job.seq_len, job.global_batch, job.microbatch, job.precision)
+        key = (id(job.parallel), work.shape.name, *size)
+        if key not in self._sent:
+            part = self._part("schedule", job.parallel.schedule)
+            own: dict[str, float] = {}
+            seconds = add_wire(part.estimate(work, self.machine), own)
+            seconds += tied_s(work, self.machine, own)
+            self._sent[key] = job.parallel, seconds, own
+        _, seconds, own = self._sent[key]
+        for scope, sent in own.items():
+            wire[scope] = wire.get(scope, 0.0) + sent
+        return seconds
+
+    def _context(self, work: Work, wire: dict[str, float]) -> float:
+        """Seconds of attention's own traffic, where ranks share the sequences."""
+        if work.job.parallel.cp == 1:
+            return 0.0
+        part = self._part("context", work.job.parallel.context)
+        return add_wire(part.estimate(work, self.machine), wire)
+
+
+# What the machine that was asked for last has rehearsed: pricers come and go.
+_LAST: dict[str, tuple[Machine, Rehearsed | None]] = {}
+
+
+def _rehearsals(machine: Machine) -> Rehearsed | None:
+    if all(m.probe != "steps" for m in machine.measurements):
+        return None
+    plain = Pricer(machine)
+    plain._rehearsed = None
+
+    def told(work: Work) -> Parts:
+        terms = plain.estimate(work).terms_s
+        compute = sum(terms[cause] for cause in _COMPUTE)
+        return Parts(compute, sum(terms.values()) - compute)
+
+    return Rehearsed(machine, told) or None
+
+
+def _check(work: Work, machine: Machine) -> None:
+    job, shape = work.job, work.shape
+    tp, pp = job.parallel.tp, job.parallel.pp
+    if machine.device.kind == "gpu":
+        require(
+            job.parallel.world <= machine.num_devices,
+            "parallel",
+            f"dp={job.parallel.dp} tp={tp} pp={pp}",
+            expected=f"at most {machine.num_devices} ranks, one for each device of {machine.name}",
+            error=PlanError,
+        )
+    require(
+        shape.num_heads % tp == 0
+        and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0),
+        "parallel.tp",
+        tp,
+        expected=f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key/value heads",
+        error=PlanError,
+    )
+    require(
+        pp <= shape.num_layers,
+        "parallel.pp",
+        pp,
+        expected=f"at most {shape.num_layers}, the number of blocks",
+        error=PlanError,
+    )
+
+
+def _spread(machine: Machine, terms: Mapping[str, float], step: float) -> float:
+    """Half-width of the 90 % interval, as a share: the model's error and the machine's noise."""
+    if machine.device.kind == "gpu":
+        # Networks included: so far were the predictions of published runs off.
+        return math.hypot(GPU_SPREAD, 2 * (machine.noise or 0.0))
+    own = 0.3 if machine.provenance == "declared" else 0.2
+    # Collectives depend on what else is on the network, and on how ranks drift apart.
+    wire = 0.3 * terms["collective"] / step if step else 0.0
+    return math.sqrt(own**2 + wire**2 + (2 * (machine.noise or 0.0)) ** 2)
+
+
+def _bound(terms: Mapping[str, float]) -> str:
+    groups = {
+        "compute": terms["matmul"] + terms["attention"],
+        "memory": terms["memory"] + terms["optimizer"],
+        "network": terms["collective"],
+        "bubble": terms["bubble"],
+        "overhead": terms["overhead"],
+    }
+    return max(groups, key=lambda name: groups[name])

@@ -1,0 +1,1 @@
+"""memory.activations: what autograd saves, and who keeps it where."""

@@ -1,0 +1,150 @@
+"""Fuyou: the optimizer works on the disk during the backward pass, and activations are swapped.
+
+Source: Liao et al., Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a Single
+GPU, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from shoal.core.errors import ConfigError, require
+from shoal.core.parts import part
+from shoal.core.sizes import Size, bytes_of
+from shoal.ir import Estimate, Machine, TrainJob, Work
+from shoal.memory.offload.options import (
+    LEAST_BUDGET,
+    UNLIMITED,
+    Count,
+    check_least,
+    place_of,
+    refuse_streamed,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from shoal.ir.comm import Comm
+    from shoal.memory.protocols import Offloaded
+
+__all__ = ["Fuyou"]
+
+_WORDS = ("auto", "all", "none")
+
+
+def _amount(amount: Any) -> Any:
+    """A word, or a size in bytes."""
+    return amount if amount in _WORDS else bytes_of(amount)
+
+
+@part
+class Fuyou:
+    """All state lies on a disk; a process of its own updates it during the backward pass.
+
+    Choose it on one device with a fast disk, where the optimizer's traffic after the backward pass
+    is what a step waits for. Losses and parameters are those of the run without it, to the bit; it
+    cannot clip gradients, because their norm is known when most of them have been used.
+
+    Args:
+        device_budget: bytes of the device that a step may use; all of it if not given.
+        host_budget: bytes of the host's memory, for staging and for activations; three quarters
+            of what there is if not given.
+        swap: bytes of activations of a micro-batch that leave the device, of those that are worth
+            most; the rest is computed again. auto measures a step and takes what makes it shortest;
+            all; none.
+        swap_capacity: bytes of the disk for activations that the host has no room for.
+        sub_group_numel: most elements of a parameter that are updated at once.
+        prefetch_numel: elements of parameters that are fetched ahead of their use; 0 for none.
+        path: directory for what lies on disk; the run's own if not given.
+    """
+
+    device_budget: Size | None = None
+    host_budget: Size | None = None
+    swap: Annotated[Literal["auto", "all", "none"] | int, BeforeValidator(_amount)] = "auto"
+    swap_capacity: Size = 4 * 2**30
+    sub_group_numel: Count = 2**19
+    prefetch_numel: Count = 10_000_000
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        where = "offload.fuyou"
+        check_least(
+            self,
+            where,
+            device_budget=LEAST_BUDGET,
+            host_budget=LEAST_BUDGET,
+            swap_capacity=LEAST_BUDGET,
+            sub_group_numel=2**14,
+            prefetch_numel=0,
+        )
+        require(
+            isinstance(self.swap, str) or self.swap >= 0,
+            f"{where}.swap",
+            self.swap,
+            expected="auto, all, none, or bytes from 0",
+        )
+
+    def check(self, job: TrainJob) -> None:
+        """Refuse what this does not compose with."""
+        refuse_streamed(job, "fuyou")
+        if job.grad_clip:
+            raise ConfigError(
+                f"offload: fuyou uses every gradient before the norm of all is known and grad_clip "
+                f"is {job.grad_clip:g}; use grad_clip: 0, or offload: zero_infinity"
+            )
+        if job.parallel.world > 1:
+            raise ConfigError(
+                f"offload: fuyou trains on one device and parallel asks for {job.parallel.world}; "
+                "use offload: zero_infinity"
+            )
+        if job.recompute != "none" or job.layers:
+            raise ConfigError(
+                "offload: fuyou decides itself what is computed again; leave recompute and layers "
+                "out, and say swap: none to have all of it done again"
+            )
+        if job.finetune is not None:
+            raise ConfigError(
+                f"offload: fuyou updates all weights and finetune is {job.finetune}; use offload: "
+                "zero_infinity"
+            )
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes by tier, and the seconds of a step that are not hidden behind its passes."""
+        from shoal.memory.fuyou.needs import predicted
+
+        return predicted(self, work, machine).estimate
+
+    def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
+        """What a plan should say: what binds a step, and budgets that are too small."""
+        from shoal.memory.fuyou.needs import notes, predicted
+
+        return notes(self, predicted(self, work, machine))
+
+    def apply(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        optimizer: object,
+        *,
+        place: Path,
+        device: torch.device | str = "cpu",
+        values: Callable[[str], Tensor] | None = None,
+    ) -> Offloaded:
+        """Move a model's state to the disk, and start the process that updates it."""
+        from shoal.memory.fuyou.build import WantedSwap, fuyou_model
+
+        wanted = WantedSwap(
+            device_bytes=self.device_budget or UNLIMITED,
+            host_bytes=self.host_budget,
+            sub_group_numel=self.sub_group_numel,
+            prefetch_numel=self.prefetch_numel,
+            swap=self.swap,
+            swap_bytes=self.swap_capacity,
+            path=place_of(self.path, place),
+        )
+        return fuyou_model(model, comm, optimizer, wanted, device=device, values=values)

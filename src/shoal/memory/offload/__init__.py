@@ -1,0 +1,1 @@
+"""memory.offload: techniques that train beyond the device's memory."""

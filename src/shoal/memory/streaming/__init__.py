@@ -1,0 +1,1 @@
+"""memory.streaming: parameters and gradients that come and go during a step."""

@@ -1,0 +1,1 @@
+"""memory.tiers: places with a budget of bytes, and what moves between them."""

@@ -1,0 +1,1 @@
+"""parallel.comm: ranks and the collectives between them, with every byte counted."""

@@ -1,0 +1,1 @@
+"""parallel.placed: any module's graph placed on a mesh of ranks."""

@@ -1,0 +1,1 @@
+"""parallel.tensor: layers of which every rank holds a part."""

@@ -1,0 +1,1 @@
+"""parallel.vocab: embedding and output layer split by vocabulary."""

@@ -1,0 +1,1 @@
+"""plan.balance.replicas: which replica answers a request."""

@@ -1,0 +1,37 @@
+"""The replica with the fewest open requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from shoal.core.parts import part
+
+__all__ = ["LeastLoaded", "LeastLoadedBalancer"]
+
+
+@part
+class LeastLoaded:
+    """A request goes to the replica with the fewest open ones, whatever its prompt is."""
+
+    def build(self) -> LeastLoadedBalancer:
+        """See :class:`~shoal.plan.balance.replicas.protocols.BalancerPart`."""
+        return LeastLoadedBalancer()
+
+
+class LeastLoadedBalancer:
+    """The balancer that :class:`LeastLoaded` builds; of equals, the one chosen least."""
+
+    def __init__(self) -> None:
+        self._chosen: Counter[int] = Counter()
+
+    def choose(
+        self, prompt: str | Sequence[int], loads: Mapping[int, int], *, salt: str = ""
+    ) -> int:
+        """See :class:`~shoal.plan.balance.replicas.protocols.Balancer`."""
+        best = min(loads, key=lambda replica: (loads[replica], self._chosen[replica], replica))
+        self._chosen[best] += 1
+        return best
+
+    def forget(self, replica: int) -> None:
+        """Nothing was remembered."""

@@ -1,0 +1,87 @@
+"""A prompt goes where the longest beginning of it was before, unless that replica is busy.
+
+What a replica has in its cache need not be computed again; what it has to do makes a request
+wait. Both are weighed in blocks of a prompt::
+
+    gain(replica) = blocks of the prompt that it has seen - open_blocks * its open requests
+
+The greatest gain wins, then the fewest open requests, then the replica that was chosen least.
+
+Sources: Srivatsa et al., Preble, 2024 (weighing reuse of a prefix against load, in the same
+unit); Zheng et al., SGLang, 2024 (a router that sends prompts to matching prefixes).
+
+Differs: the table is of hashes with a bound on its size, not a tree of all prompts; load is
+the number of open requests, since the length of an answer is not known before it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.plan.balance.replicas.prefixes import Prefixes, chain
+
+__all__ = ["PrefixAware", "PrefixAwareBalancer"]
+
+
+@part
+class PrefixAware:
+    """Prompts that begin alike go to the same replica, while it is not much busier than others.
+
+    Args:
+        block: characters, or tokens, of a block; shorter beginnings are not told apart.
+        most_blocks: blocks of a prompt that are looked at.
+        entries: blocks that are remembered.
+        open_blocks: blocks that must have been seen to make up for one open request more.
+    """
+
+    block: int = 64
+    most_blocks: int = 512
+    entries: int = 65_536
+    open_blocks: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("block", "most_blocks", "entries", "open_blocks"):
+            value = getattr(self, name)
+            require(value > 0, f"balancer.prefix_aware.{name}", value, expected="more than 0")
+
+    def build(self) -> PrefixAwareBalancer:
+        """See :class:`~shoal.plan.balance.replicas.protocols.BalancerPart`."""
+        return PrefixAwareBalancer(self)
+
+
+class PrefixAwareBalancer:
+    """The balancer that :class:`PrefixAware` builds.
+
+    Args:
+        options: of the part.
+    """
+
+    def __init__(self, options: PrefixAware) -> None:
+        self._options = options
+        self._prefixes = Prefixes(options.entries)
+        self._chosen: Counter[int] = Counter()
+
+    def choose(
+        self, prompt: str | Sequence[int], loads: Mapping[int, int], *, salt: str = ""
+    ) -> int:
+        """See :class:`~shoal.plan.balance.replicas.protocols.Balancer`."""
+        options = self._options
+        blocks = chain(prompt, options.block, options.most_blocks, salt=salt)
+        seen = self._prefixes.matches(blocks, list(loads))
+
+        def worth(replica: int) -> tuple[float, int, int, int]:
+            load = loads[replica]
+            gain = seen[replica] - options.open_blocks * load
+            return gain, -load, -self._chosen[replica], -replica
+
+        best = max(loads, key=worth)
+        self._prefixes.add(blocks, best)
+        self._chosen[best] += 1
+        return best
+
+    def forget(self, replica: int) -> None:
+        """See :class:`~shoal.plan.balance.replicas.protocols.Balancer`."""
+        self._prefixes.forget(replica)

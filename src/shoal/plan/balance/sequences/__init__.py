@@ -1,0 +1,1 @@
+"""plan.balance.sequences: which ranks compute which sequences of a batch."""

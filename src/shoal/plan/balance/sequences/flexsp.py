@@ -1,0 +1,182 @@
+"""FlexSP: groups of different degrees for every micro-batch, by an integer program.
+
+A batch that one pass cannot hold is cut in M micro-batches of similar lengths; for each M from
+the fewest that hold it to ten more, the groups are searched, and the best M is solved by
+:mod:`~shoal.plan.balance.sequences.groups` within what is left of the time. Groups are powers of
+two and aligned, big ones first, so that a small one spans no slow link.
+
+Source: Wang et al., FlexSP, 2024, sections 4.1 and 4.2.
+
+Differs: the solver gets the best two numbers of micro-batches, not all eleven, so that one limit
+holds for the whole batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import part
+from shoal.cost.training.sequences import SequenceCost
+from shoal.ir import Estimate, Machine, Work
+from shoal.plan.balance.sequences.assignment import (
+    Assignment,
+    MicroStep,
+    check_capacity,
+    lengths_of,
+)
+from shoal.plan.balance.sequences.estimated import assigned_estimate
+from shoal.plan.balance.sequences.groups import Groups, Pool, homogeneous, searched, solved
+
+__all__ = ["FlexSP", "Solution", "best_homogeneous"]
+
+# Numbers of micro-batches beyond the fewest, and how many of them are searched thoroughly.
+_MORE, _SEARCHED = 10, 3
+# s below which the solver is not asked.
+_LEAST_S = 0.01
+
+
+class Solution(NamedTuple):
+    """A whole batch.
+
+    Args:
+        seconds: of all micro-batches, one after another.
+        batches: numbers of the sequences of each micro-batch, and its groups by places in them.
+    """
+
+    seconds: float
+    batches: tuple[tuple[tuple[int, ...], Groups], ...]
+
+
+@part
+class FlexSP:
+    """Groups of powers of two, by an integer program: choose it where links are fast in a node.
+
+    With ranks that are no power of two the largest one below is used, and the others have nothing
+    to do but to sum gradients.
+
+    Args:
+        capacity_tokens: tokens that one rank holds in a pass, C.
+        buckets: lengths that the program tells apart, Q.
+        limit_s: s that the solver may take for a batch; 0 leaves the search without it.
+    """
+
+    capacity_tokens: int = 8192
+    buckets: int = 16
+    limit_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_capacity(self.capacity_tokens, "assigner.flexsp")
+        require(self.buckets >= 1, "assigner.flexsp.buckets", self.buckets, expected="at least 1")
+        require(self.limit_s >= 0, "assigner.flexsp.limit_s", self.limit_s, expected="at least 0 s")
+
+    def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
+        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
+        require(ranks >= 1, "assigner.flexsp: ranks", ranks, expected="at least 1", error=PlanError)
+        pool = Pool(1 << (ranks.bit_length() - 1), self.capacity_tokens, cost)
+        found = lengths_of(
+            lengths, ranks, self.capacity_tokens, pool.degrees[0], where="assigner.flexsp"
+        )
+        solution = self.solve(found.tolist(), pool)
+        steps = []
+        for members, groups in solution.batches:
+            first = 0
+            for degree, mine in sorted(groups.groups, key=lambda group: -group[0]):
+                chosen = tuple(members[number] for number in mine)
+                steps.append(MicroStep(chosen, tuple(range(first, first + degree))))
+                first += degree
+        return Assignment(tuple(found.tolist()), ranks, tuple(steps), "ulysses")
+
+    def solve(self, lengths: Sequence[int], pool: Pool) -> Solution:
+        """Micro-batches and their groups; never slower than one degree for all."""
+        begin = time.perf_counter()
+        # One degree for each micro-batch says which cuts are worth a search.
+        tried = _tried(_cuts(lengths, pool), lengths, pool, thorough=False)[:_SEARCHED]
+        tried += _tried([_members(one) for one in tried], lengths, pool, thorough=True)
+        require(
+            bool(tried),
+            "assigner.flexsp: micro-batches",
+            len(lengths),
+            expected="sequences that groups of powers of two hold in some cut",
+            hint="raise capacity_tokens",
+            error=PlanError,
+        )
+        tried.sort(key=lambda solution: solution.seconds)
+        chosen = tried[:1] + [x for x in tried if _members(x) != _members(tried[0])][:1]
+        still = sum(len(solution.batches) for solution in chosen)
+        better = []
+        for solution in chosen:
+            batches = []
+            for members, known in solution.batches:
+                left = self.limit_s - (time.perf_counter() - begin)
+                if left > _LEAST_S:
+                    here = [lengths[n] for n in members]
+                    limit_s = left / still
+                    known = solved(here, pool, buckets=self.buckets, limit_s=limit_s, known=known)
+                still -= 1
+                batches.append((members, known))
+            better.append(Solution(sum(g.seconds for _, g in batches), tuple(batches)))
+        return min(better, key=lambda solution: solution.seconds)
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
+        return assigned_estimate(dataclasses.replace(self, limit_s=0.0), work, machine)
+
+
+def best_homogeneous(lengths: Sequence[int], pool: Pool) -> tuple[int, float]:
+    """The single degree that takes the least time for the batch, and its seconds."""
+    best = (0, float("inf"))
+    for degree in pool.degrees:
+        for cut in _cuts(lengths, pool):
+            seconds = sum(
+                homogeneous([lengths[n] for n in members], pool, degree).seconds for members in cut
+            )
+            if seconds < best[1]:
+                best = (degree, seconds)
+    return best
+
+
+def _cuts(lengths: Sequence[int], pool: Pool) -> list[list[tuple[int, ...]]]:
+    """The batch in about M micro-batches of as many tokens and of similar lengths.
+
+    None has more than all ranks hold, so one group of all of them is always a way.
+    """
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    total, most = sum(lengths), pool.ranks * pool.capacity
+    fewest = -(-total // most)
+    found: list[list[tuple[int, ...]]] = []
+    for number in range(fewest, min(fewest + _MORE, len(lengths)) + 1):
+        limit = min(most, -(-total // number))
+        cut: list[list[int]] = []
+        tokens = limit
+        for one in order:
+            if tokens + lengths[one] > limit:
+                cut.append([])
+                tokens = 0
+            cut[-1].append(one)
+            tokens += lengths[one]
+        if (chosen := [tuple(members) for members in cut]) not in found:
+            found.append(chosen)
+    return found
+
+
+def _members(solution: Solution) -> list[tuple[int, ...]]:
+    return [members for members, _ in solution.batches]
+
+
+def _tried(
+    cuts: list[list[tuple[int, ...]]], lengths: Sequence[int], pool: Pool, *, thorough: bool
+) -> list[Solution]:
+    """Cuts with groups for each of their micro-batches, where all fit; the fastest first."""
+    found = []
+    for cut in cuts:
+        batches = []
+        for members in cut:
+            groups = searched([lengths[n] for n in members], pool, thorough=thorough)
+            batches.append((members, groups))
+        if all(groups.groups for _, groups in batches):
+            found.append(Solution(sum(g.seconds for _, g in batches), tuple(batches)))
+    return sorted(found, key=lambda solution: solution.seconds)

@@ -1,0 +1,89 @@
+"""The same group for every sequence: what systems with fixed degrees do, and the baseline.
+
+Ranks form dp groups of cp neighbours. Sequences are packed into buffers of C * cp tokens, each of
+which the cp ranks of a group share, so that keys and values of short sequences travel as those of
+long ones do. Buffers are dealt out in turn.
+
+Source: Dubey et al., The Llama 3 Herd of Models, 2024, section 3.3 (packing and context
+parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import part
+from shoal.cost.training.sequences import Exchange, SequenceCost
+from shoal.ir import Estimate, Machine, Work
+from shoal.plan.balance.sequences.assignment import (
+    Assignment,
+    MicroStep,
+    check_capacity,
+    lengths_of,
+)
+from shoal.plan.balance.sequences.estimated import assigned_estimate
+from shoal.plan.balance.sequences.fill import best_fit
+
+__all__ = ["Packed"]
+
+
+@part
+class Packed:
+    """Static dp x cp with packing: choose it where all sequences are about as long.
+
+    Args:
+        capacity_tokens: tokens that one rank holds in a pass, C.
+        cp: ranks that share every buffer, a divisor of the ranks; if not given, the smallest one
+            that holds the longest sequence.
+        exchange: how they share attention.
+    """
+
+    capacity_tokens: int = 8192
+    cp: int | None = None
+    exchange: Exchange = "ring"
+
+    def __post_init__(self) -> None:
+        check_capacity(self.capacity_tokens, "assigner.packed")
+        require(
+            self.cp is None or self.cp >= 1, "assigner.packed.cp", self.cp, expected="at least 1"
+        )
+
+    def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
+        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
+        largest = self.cp or max(
+            n for n in range(1, ranks + 1) if ranks % n == 0 and cost.legal(n, self.exchange)
+        )
+        require(
+            ranks % largest == 0,
+            "assigner.packed.cp",
+            self.cp,
+            expected=f"a divisor of {ranks} ranks",
+            error=PlanError,
+        )
+        found = lengths_of(lengths, ranks, self.capacity_tokens, largest, where="assigner.packed")
+        needed = -(-int(found.max()) // self.capacity_tokens)
+        cp = self.cp or next(
+            n for n in range(needed, ranks + 1) if ranks % n == 0 and cost.legal(n, self.exchange)
+        )
+        require(
+            cost.legal(cp, self.exchange),
+            "assigner.packed.cp",
+            cp,
+            expected=f"with exchange {self.exchange} a number that shares {cost.heads} heads and "
+            f"{cost.kv_heads} key/value heads",
+            error=PlanError,
+        )
+        order = np.argsort(-found, kind="stable").tolist()
+        buffers = best_fit(order, found.tolist(), cp * self.capacity_tokens)
+        steps = []
+        for number, buffer in enumerate(buffers):
+            first = number % (ranks // cp) * cp
+            steps.append(MicroStep(tuple(buffer), tuple(range(first, first + cp))))
+        return Assignment(tuple(found.tolist()), ranks, tuple(steps), self.exchange)
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
+        return assigned_estimate(self, work, machine)

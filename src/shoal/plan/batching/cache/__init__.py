@@ -1,0 +1,1 @@
+"""plan.batching.cache: who holds which block of the cache."""

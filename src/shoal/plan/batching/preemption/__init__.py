@@ -1,0 +1,1 @@
+"""plan.batching.preemption: how a request gives way."""

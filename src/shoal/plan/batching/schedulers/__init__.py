@@ -1,0 +1,1 @@
+"""plan.batching.schedulers: who runs in the next step."""

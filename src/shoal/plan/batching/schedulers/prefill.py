@@ -1,0 +1,99 @@
+"""The prefill phase: prompts in batches, and what they left in the cache until it is fetched.
+
+An instance of this phase computes prompts and the first token of each, and nothing else. It
+takes them in the order of arrival, several together up to the number of tokens from which a
+step is bound by arithmetic; beyond it nothing is won by waiting for company, and a longer
+prompt goes alone. A request that goes on after its first token is handed over: it is *held*,
+with its blocks, until a decode instance has fetched them. So the memory of this phase is the
+queue before the other one, and a burst of prompts cannot flood it.
+
+Source: Zhong et al., DistServe, 2024, sections 4.1 and 4.3.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.parts import part
+from shoal.ir import Chunk, KVManager, Limits, Output, Request, Step, StepResult
+from shoal.plan.batching.schedulers.prefill_first import PrefillFirstScheduler, check_batch
+
+__all__ = ["Prefill", "PrefillScheduler"]
+
+
+@part
+class Prefill:
+    """Whole prompts, batched up to a number of tokens and held until they are fetched.
+
+    Args:
+        batch_tokens: prompts share a step up to so many tokens; ``max_step_tokens`` if none.
+    """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"phase_prefill"})
+    batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_batch("phase.prefill.batch_tokens", self.batch_tokens)
+
+    def build(self, kv: KVManager, limits: Limits) -> PrefillScheduler:
+        """A scheduler without requests."""
+        return PrefillScheduler(kv, limits, batch_tokens=self.batch_tokens)
+
+
+class PrefillScheduler(PrefillFirstScheduler):
+    """The scheduler that :class:`Prefill` builds; see :class:`~shoal.ir.phases.Handing`.
+
+    Several steps may be under way at once, as in a pipeline: a prompt is planned once.
+
+    Args:
+        kv: bookkeeping of the cache.
+        limits: what to keep to.
+        batch_tokens: most tokens of several prompts in one step.
+    """
+
+    def __init__(self, kv: KVManager, limits: Limits, *, batch_tokens: int | None = None) -> None:
+        # Nothing grows here, so nothing has to stay free.
+        super().__init__(kv, limits, batch_tokens=batch_tokens, watermark=0.0)
+        self.held: dict[str, Request] = {}
+        # In a step that was planned and is not committed.
+        self._flying: set[str] = set()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks, those included that wait to be fetched."""
+        return len(self.running) + len(self.held)
+
+    def most_cached(self, request: Request) -> int:
+        """Tokens of the prompt: what is generated lies elsewhere."""
+        return request.n_prompt
+
+    def plan(self, now: float) -> Step:
+        """See :class:`~shoal.ir.engine.Scheduler`."""
+        prompts: list[Chunk] = []
+        budget = self._batch_tokens
+        # A prompt that is longer than a step goes on where it was cut.
+        for request in self.running.values():
+            if request.id not in self._flying and budget > 0:
+                left = len(request.tokens) - request.n_computed
+                budget -= self._cut(prompts, request, left, budget, empty=True)
+        self._admit(prompts, budget, empty=True)
+        self._flying.update(chunk.request.id for chunk in prompts)
+        return Step(tuple(prompts))
+
+    def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
+        """See :class:`~shoal.ir.engine.Scheduler`; who goes on is held."""
+        self._flying.difference_update(chunk.request.id for chunk in step.chunks)
+        outputs = super().commit(step, result, now)
+        for output in outputs:
+            if output.finish is None:
+                self.held[output.request_id] = self.running.pop(output.request_id)
+        return outputs
+
+    def release(self, request_id: str) -> None:
+        """See :class:`~shoal.ir.phases.Handing`."""
+        if request_id in self.held:
+            self._forget(self.held[request_id], keep=False)
+
+    def _forget(self, request: Request, *, keep: bool) -> None:
+        self.held.pop(request.id, None)
+        super()._forget(request, keep=keep)

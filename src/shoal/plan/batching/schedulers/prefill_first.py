@@ -1,0 +1,119 @@
+"""Prompts first: whole prompts in batches of their own, and decodes when no prompt waits.
+
+How servers batched before prompts were cut: as soon as a request that waits fits the cache,
+the next step computes prompts and nothing else, and everybody who generates waits for it. The
+first token comes soon; those after it come in fits and starts. A batch takes prompts in the
+order of arrival up to a number of tokens; a longer prompt goes alone, and in parts if it is
+longer than a step.
+
+Sources: Kwon et al., PagedAttention, 2023 (the policy of vLLM then); Agrawal et al.,
+Sarathi-Serve, 2024, section 3 (why it stalls generation).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.ir import Chunk, KVManager, Limits, Preemption, Request, Step
+from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
+
+__all__ = ["PrefillFirst", "PrefillFirstScheduler", "check_batch"]
+
+
+def check_batch(where: str, batch_tokens: int | None) -> None:
+    """Refuse batches of no tokens.
+
+    Raises:
+        ConfigError: the number is none.
+    """
+    require(
+        batch_tokens is None or 1 <= batch_tokens <= 2**24,
+        where,
+        batch_tokens,
+        expected="1 to 16,777,216 tokens, or none for max_step_tokens",
+    )
+
+
+@part
+class PrefillFirst:
+    """Steps of whole prompts before steps of decodes.
+
+    Args:
+        batch_tokens: prompts share a step up to so many tokens; ``max_step_tokens`` if none.
+        watermark: share of the cache that stays free when a request joins others.
+    """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"prompts_apart"})
+    batch_tokens: int | None = None
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_batch("scheduler.prefill_first.batch_tokens", self.batch_tokens)
+        require(
+            0 <= self.watermark < 1,
+            "scheduler.prefill_first.watermark",
+            self.watermark,
+            expected="a share in [0, 1)",
+        )
+
+    def build(
+        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+    ) -> PrefillFirstScheduler:
+        """See :class:`~shoal.ir.engine.SchedulerPart`."""
+        return PrefillFirstScheduler(
+            kv, limits, preemption, batch_tokens=self.batch_tokens, watermark=self.watermark
+        )
+
+
+class PrefillFirstScheduler(FcfsScheduler):
+    """The scheduler that :class:`PrefillFirst` builds.
+
+    Args:
+        kv: bookkeeping of the cache.
+        limits: what to keep to.
+        preemption: what becomes of a cache that is taken away.
+        batch_tokens: most tokens of several prompts in one step.
+        watermark: share of the cache to leave free on admission.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        limits: Limits,
+        preemption: Preemption | None = None,
+        *,
+        batch_tokens: int | None = None,
+        watermark: float = 0.01,
+    ) -> None:
+        super().__init__(kv, limits, preemption, watermark=watermark)
+        most = limits.max_step_tokens
+        self._batch_tokens = most if batch_tokens is None else min(batch_tokens, most)
+
+    def plan(self, now: float) -> Step:
+        """See :class:`~shoal.ir.engine.Scheduler`."""
+        prompts: list[Chunk] = []
+        budget = self._batch_tokens
+        # A prompt that is longer than a step goes on where it was cut.
+        for request in self.running.values():
+            left = len(request.tokens) - request.n_computed
+            if left > 1 and budget > 0 and request.state == "running":
+                budget -= self._cut(prompts, request, left, budget, empty=True)
+        self._admit(prompts, budget, empty=True)
+        preempted: list[Request] = []
+        chunks = prompts or self._decodes(preempted)
+        transfers, wait_for = self.preemption.launch(
+            now, computing=bool(chunks), busy=bool(self.requests)
+        )
+        return Step(tuple(chunks), tuple(preempted), transfers, wait_for, now, self._copies())
+
+    def _cut(
+        self, prompts: list[Chunk], request: Request, left: int, budget: int, *, empty: bool
+    ) -> int:
+        """Take all of a prompt or nothing; one that no batch holds goes alone."""
+        if left > budget and prompts:
+            return 0
+        length = min(left, self.limits.max_step_tokens)
+        prompts.append(Chunk(request, request.n_computed, length))
+        return length

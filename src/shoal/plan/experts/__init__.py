@@ -1,0 +1,1 @@
+"""plan.experts: how mixtures of experts are laid out, cut and overlapped."""

@@ -1,0 +1,133 @@
+"""``shoal explain moe-overlap``: in how many chunks should the tokens of experts travel?"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
+
+from shoal.core.parts import part
+from shoal.core.sizes import human_bytes
+from shoal.core.tables import Table
+from shoal.ir import Explanation, Machine, Progress
+from shoal.plan.experts.moe_overlap_picture import streams
+from shoal.plan.experts.moe_step import Planned, planned
+
+__all__ = ["MoeOverlapStudy"]
+
+_Count = Annotated[int, Ge(1)]
+
+
+@part
+class MoeOverlapStudy:
+    """Cut the tokens of a mixture's layer in chunks that travel while others are computed.
+
+    Links between nodes, links inside a node and devices work at once; forward and backward have
+    chunks of their own, and gradients are summed where the network would idle (FSMoE). Nothing
+    runs.
+
+    **Examples**
+
+        shoal explain moe-overlap Mixtral-8x7B-v0.1
+
+        shoal explain moe-overlap Qwen3-30B-A3B -m 32xA100 --tokens 2048 --picture streams.svg
+
+        shoal explain moe-overlap Mixtral-8x22B-v0.1 --ep 8 --etp 4 -o json
+
+        shoal explain moe-overlap Qwen3-30B-A3B --ep 64 --etp 1 --dispatch 2dh
+
+    Args:
+        model: a mixture of experts: name, directory or file.
+        tokens: of a rank and micro-batch.
+        seq_len: tokens of a sequence.
+        ep: ranks that share out the experts; a node each if not given.
+        etp: ranks that share an expert; all of a node if not given.
+        dispatch: way of tokens between nodes: flat, 1dh or 2dh.
+        most: chunks to look at.
+    """
+
+    subject: ClassVar = "model"
+    machine: ClassVar = "64xH100"
+
+    model: str
+    tokens: _Count = 4096
+    seq_len: _Count = 4096
+    ep: _Count | None = None
+    etp: _Count | None = None
+    dispatch: Literal["flat", "1dh", "2dh"] = "flat"
+    most: _Count = 32
+
+    def explain(self, machine: Machine, progress: Progress) -> Explanation:
+        """The chunks of both passes, what one takes, and a layer's streams uncut and as chosen."""
+        found = planned(
+            self.model,
+            machine,
+            tokens=self.tokens,
+            seq_len=self.seq_len,
+            ep=self.ep,
+            etp=self.etp,
+            dispatch=self.dispatch,
+            most=self.most,
+        )
+        split, layer = found.parallel, found.layer
+        passes = Table(
+            title=f"{self.model} on {machine.name}: ep {split.ep}, etp {split.etp}, "
+            f"{self.tokens} tokens of a rank",
+            columns=("pass", "chunks", "r in theory", "layer", "uncut", "faster", "held up by"),
+            rows=tuple(
+                (
+                    name,
+                    str(one.r),
+                    f"{one.relaxed:.2f}",
+                    f"{1e3 * one.seconds:.3g} ms",
+                    f"{1e3 * uncut:.3g} ms",
+                    f"{uncut / one.seconds:.2f}x",
+                    one.bound,
+                )
+                for name, one, uncut in found.rows()
+            ),
+            right=" rrrrr ",
+        )
+        return Explanation(
+            blocks=(passes, _tasks(found), *_sentences(found)),
+            data=found.told(),
+            picture=lambda: streams(layer.forward, layer.backward),
+        )
+
+
+def _tasks(found: Planned) -> Table:
+    layer = found.layer
+    named = zip(
+        ("exchange", "gather", "experts"), layer.forward[:3], layer.backward[:3], strict=True
+    )
+    return Table(
+        title="a task of one chunk: alpha + beta n / r",
+        columns=("task", "alpha", "all chunks", "of a forward chunk", "of a backward chunk"),
+        rows=tuple(
+            (
+                name,
+                f"{1e6 * there.alpha:.1f} us",
+                f"{1e3 * there.work:.3g} ms",
+                f"{1e6 * there.at(found.forward.r):.0f} us",
+                f"{1e6 * back.at(found.backward.r):.0f} us",
+            )
+            for name, there, back in named
+        ),
+        right=" rrrr",
+    )
+
+
+def _sentences(found: Planned) -> tuple[str, str, str]:
+    sums, split = found.gradients, found.parallel
+    way = "" if split.expert_dispatch == "flat" else f", expert_dispatch: {split.expert_dispatch}"
+    early = sum(one.bytes for one in sums.slices)
+    return (
+        f"{found.blocks} blocks: {1e3 * found.seconds:.3g} ms a micro-batch, "
+        f"{1e3 * found.uncut_s:.3g} ms uncut with the sums of gradients at the end "
+        f"({found.uncut_s / found.seconds:.2f}x)",
+        f"parallel: {{ep: {split.ep}, etp: {split.etp}, "
+        f"expert_chunks: [{found.forward.r}, {found.backward.r}]{way}}}",
+        f"gradients: {human_bytes(int(early))} can be summed between nodes during the backward "
+        f"pass in {len(sums.slices)} slices, {human_bytes(int(sums.tail))} after it "
+        f"({1e3 * sums.tail_s:.3g} ms), with gradient_slices: auto",
+    )

@@ -1,0 +1,1 @@
+"""plan.memory: what to swap, compute again, keep on the host and save."""

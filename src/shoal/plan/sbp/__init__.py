@@ -1,0 +1,1 @@
+"""plan.sbp: which placement every tensor of a graph takes."""

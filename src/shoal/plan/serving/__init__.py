@@ -1,0 +1,1 @@
+"""plan.serving: plans of serving jobs: split, cache, phases, guesses."""

@@ -1,0 +1,560 @@
+"""Plans of serving for goodput: one engine for both phases, or instances for each.
+
+Every way to split an instance of each phase over devices is served alone in virtual time, under
+its own target. The best of them are put together in the numbers that fill the devices, and served
+whole, beside engines that do both phases, with the same requests. What wins is what serves the
+highest rate at which enough requests meet both targets.
+
+Source: Zhong et al., DistServe, 2024, section 4.1 (instances on any devices) and algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from shoal.core.config import Value
+from shoal.core.errors import PlanError, require
+from shoal.core.parts import Choice, table
+from shoal.core.svg import Chart, Series
+from shoal.cost.serving.fleet import Instance, Wire, simulate_fleet
+from shoal.cost.serving.simulator import Served
+from shoal.cost.shapes import resolve
+from shoal.cost.step_cost.roofline import cache_bytes_per_token
+from shoal.cost.workloads.describe import describe
+from shoal.ir import (
+    Arrival,
+    Disagg,
+    Limits,
+    Machine,
+    ModelShape,
+    Phase,
+    ServeJob,
+    ServeParallel,
+    StepCost,
+)
+from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.plan.serving.goodput import FEWEST_REQUESTS, Goodput, Slo, poisson, replicas
+from shoal.plan.serving.memory import fillable, fixed_memory
+from shoal.plan.serving.plans import arrivals_of, positions, precision_of, sharded_costs
+
+__all__ = [
+    "GoodputReport",
+    "Setting",
+    "Tried",
+    "drifted",
+    "plan_goodput",
+]
+
+Costs = Callable[[int, int], StepCost]
+Progress = Callable[[float, float, str], None]
+
+# Splits of each phase that are put together, best first.
+_KEPT = 3
+# What is looked for among them is known to a tenth first, and to two percent at last.
+_COARSE, _FINE = 0.1, 0.02
+# Rates of the drawn curves, as shares of the goodput.
+_CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
+# From so many tokens on, twice as many take nearly twice as long: arithmetic binds a prompt.
+_LINEAR = 1.8
+# Requests at once of an engine that no limit of the job's keeps smaller.
+_UNLIMITED = 1e15
+
+
+class Setting(Value):
+    """A way to use devices.
+
+    Args:
+        scheduler: of engines that do both phases; None where each phase has its own.
+        both: their instances.
+        prefill: instances for prompts.
+        decode: instances that generate.
+    """
+
+    scheduler: Choice | None = None
+    both: Phase | None = None
+    prefill: Phase | None = None
+    decode: Phase | None = None
+
+    @property
+    def devices(self) -> int:
+        """Devices of all instances."""
+        return sum(one.devices for one in (self.both, self.prefill, self.decode) if one)
+
+    def __str__(self) -> str:
+        if self.both is not None:
+            return f"{self.scheduler} {_split(self.both)}"
+        assert self.prefill is not None
+        assert self.decode is not None
+        return f"prefill {_split(self.prefill)}, decode {_split(self.decode)}"
+
+
+def _split(phase: Phase) -> str:
+    shared = "".join(f" {name}{n}" for name, n in (("tp", phase.tp), ("pp", phase.pp)) if n > 1)
+    return f"{phase.count}x{shared}".replace("x ", " x ")
+
+
+class Tried(Value):
+    """A setting, and what it serves.
+
+    Args:
+        setting: the setting, in the numbers that fill the devices.
+        goodput: requests per second that all devices serve well enough.
+        per_device: the same for one of the devices there are, used or not.
+        curve: (rate per device, share of requests that meet both targets), for the best of a
+            kind.
+    """
+
+    setting: Setting
+    goodput: float
+    per_device: float
+    curve: tuple[tuple[float, float], ...] = ()
+
+
+class GoodputReport(Value):
+    """What serves a workload best under targets.
+
+    Args:
+        job: the job with the best setting.
+        machine: what the devices are.
+        devices: how many there are.
+        slo: the targets.
+        tried: settings, best first.
+        workload: numbers of the requests, as in ``describe``.
+        wanted: requests per second that shall be served; None if nobody said.
+        why: what the choice is, in a sentence.
+        notes: what a reader should know.
+    """
+
+    job: ServeJob
+    machine: Machine
+    devices: int
+    slo: Slo
+    tried: tuple[Tried, ...]
+    workload: dict[str, float] = {}
+    wanted: float | None = None
+    why: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Tried:
+        """The one to take."""
+        return self.tried[0]
+
+    def best_of(self, *, apart: bool) -> Tried | None:
+        """The best with, or without, instances for each phase."""
+        return next((t for t in self.tried if (t.setting.both is None) == apart), None)
+
+    def picture(self) -> str:
+        """Attainment over rate as SVG: the best of each kind, and the share that is wanted."""
+        return self.chart().render()
+
+    def chart(self, *more: Series, width: int = 640, height: int = 360) -> Chart:
+        """The same before it is drawn.
+
+        Args:
+            *more: further lines or points, such as what was measured.
+            width: of the picture, in px.
+            height: of the picture, in px.
+        """
+        drawn = [one for one in (self.best_of(apart=a) for a in (True, False)) if one]
+        rates = [rate for one in drawn for rate, _ in one.curve]
+        series = [
+            Series(
+                str(one.setting),
+                [rate for rate, _ in one.curve],
+                [share for _, share in one.curve],
+                points=True,
+            )
+            for one in drawn
+        ]
+        ends = (min(rates), max(rates))
+        series.append(Series("wanted", ends, (self.slo.share,) * 2, dashed=True))
+        return Chart(
+            title=f"{self.job.model} on {self.devices} x {self.machine.name}",
+            x_label="requests per second and device",
+            y_label=f"share within ttft {self.slo.ttft:g} s, tpot {self.slo.tpot:g} s",
+            series=[*series, *more],
+            width=width,
+            height=height,
+        )
+
+
+def plan_goodput(
+    job: ServeJob,
+    machine: Machine,
+    slo: Slo,
+    *,
+    devices: int | None = None,
+    costs: Costs | None = None,
+    requests: int = FEWEST_REQUESTS,
+    tolerance: float = 0.05,
+    wanted: float | None = None,
+    progress: Progress | None = None,
+) -> GoodputReport:
+    """Search settings for the highest rate under targets; needs no torch.
+
+    Args:
+        job: model, workload and limits of an instance.
+        machine: what the devices are.
+        slo: the targets.
+        devices: how many; None for all of the machine.
+        costs: (tp, pp) -> seconds of a step; None predicts them from the machine's rates.
+        requests: simulated, at least; twice as many where instances work together.
+        tolerance: of a rate, requests per second and device.
+        wanted: requests per second that shall be served.
+        progress: called with (done, total, text).
+
+    Raises:
+        PlanError: fewer than two devices, a model that fits no phase, or targets that not even a
+            request alone meets.
+    """
+    return _Search(job, machine, slo, devices, costs, requests, tolerance).report(wanted, progress)
+
+
+def drifted(planned: GoodputReport, seen: Sequence[Arrival], *, by: float = 0.3) -> str:
+    """How what arrives differs from what was planned for; empty if it does not.
+
+    Args:
+        planned: what was planned, with its workload's numbers.
+        seen: what arrived lately.
+        by: relative change of the rate (where one was wanted) or of a median length.
+    """
+    require(by > 0, "drift", by, expected="a share above 0")
+    now = describe(seen)
+    expected = {name: planned.workload.get(name, 0.0) for name in ("prompt_p50", "output_p50")}
+    if planned.wanted:
+        expected["rate"] = planned.wanted
+    words = {"prompt_p50": "median prompt", "output_p50": "median output", "rate": "rate"}
+    return "; ".join(
+        f"{words[name]} {now[name]:.4g} instead of {value:.4g}"
+        for name, value in expected.items()
+        if value and now[name] and abs(now[name] / value - 1) > by
+    )
+
+
+class _Search:
+    """The search of :func:`plan_goodput`."""
+
+    def __init__(
+        self,
+        job: ServeJob,
+        machine: Machine,
+        slo: Slo,
+        devices: int | None,
+        costs: Costs | None,
+        requests: int,
+        tolerance: float,
+    ) -> None:
+        self.machine, self.slo, self.tolerance = machine, slo, tolerance
+        self.devices = devices or machine.num_devices
+        require(
+            self.devices >= 2,
+            "--devices",
+            self.devices,
+            expected="at least 2, one for each phase",
+            hint="plan one device without --slo",
+            error=PlanError,
+        )
+        require(
+            requests >= FEWEST_REQUESTS,
+            "requests",
+            requests,
+            expected=f"at least {FEWEST_REQUESTS}; fewer say little about a tenth of them",
+            error=PlanError,
+        )
+        self.shape: ModelShape = resolve(job.model)
+        self.precision = precision_of(job)
+        self.job = job.model_copy(
+            update={
+                "precision": self.precision,
+                "max_position": positions(job, self.shape),
+                "parallel": ServeParallel(),  # which is searched
+            }
+        )
+        self.requests = requests
+        # A rate per device that was good enough: where to look next.
+        self._guess = 0.0
+        self.lengths = arrivals_of(self.job, self.shape, count=min(requests, 2000))
+        # Phases on any two devices: the slower link, where there are several nodes.
+        self.link = machine.link("node") or machine.link("device") or machine.link("loopback")
+        self.costs: Costs = costs or sharded_costs(job, machine)
+        self.limits = Limits(
+            max_running=job.max_running,
+            max_step_tokens=job.max_step_tokens,
+            max_position=self.job.max_position or 0,
+        )
+
+    def report(self, wanted: float | None, progress: Progress | None) -> GoodputReport:
+        """Search, and say what was found."""
+        splits = list(self._splits())
+        self._check(splits)
+        steps = 4 * len(splits) + _KEPT
+        done = 0
+
+        def tell(text: str) -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(min(done, steps), steps, text)
+
+        tried: list[tuple[Tried, Goodput]] = []
+        for scheduler in ("fcfs", "prefill_first"):
+            for tp, pp in splits:
+                if pp == 1:
+                    both = Phase(count=self.devices // tp, tp=tp)
+                    tried.append(self._try(Setting(scheduler=Choice(name=scheduler), both=both)))
+                tell(scheduler)
+        alone: dict[str, list[tuple[float, int, int]]] = {"prefill": [], "decode": []}
+        for phase, found in alone.items():
+            for tp, pp in splits:
+                found.append((self._alone(phase, tp, pp), tp, pp))
+                tell(f"{phase} alone")
+            found.sort(reverse=True)
+        for setting in self._together(alone["prefill"][:_KEPT], alone["decode"][:_KEPT]):
+            tried.append(self._try(setting))
+            tell(str(setting))
+        tried.sort(key=lambda one: -one[0].goodput)
+        if tried[0][0].goodput == 0:
+            raise PlanError(
+                f"--slo: no setting of {self.devices} devices has {self.slo.share:.0%} of the "
+                f"requests within ttft {self.slo.ttft:g} s and tpot {self.slo.tpot:g} s at any "
+                "rate; long prompts take longer than the median one: give looser targets"
+            )
+        return self._reported(tried, wanted)
+
+    def _reported(
+        self, tried: Sequence[tuple[Tried, Goodput]], wanted: float | None
+    ) -> GoodputReport:
+        rows = []
+        for apart in (True, False):
+            kind = [one for one in tried if (one[0].setting.both is None) == apart]
+            for place, (one, rates) in enumerate(kind):
+                if place == 0 and one.per_device:
+                    curve = tuple(rates.curve(self.slo, [s * one.per_device for s in _CURVE]))
+                    one = one.model_copy(update={"curve": curve})
+                rows.append(one)
+        rows.sort(key=lambda one: -one.goodput)
+        best = rows[0]
+        found = best.setting
+        both = found.both or Phase()
+        job = self.job.model_copy(
+            update={
+                "parallel": ServeParallel(tp=both.tp, pp=both.pp),
+                "scheduler": found.scheduler or self.job.scheduler,
+                "disagg": None
+                if found.prefill is None or found.decode is None
+                else Disagg(prefill=found.prefill, decode=found.decode),
+            }
+        )
+        other = next(
+            (r for r in rows if (r.setting.both is None) != (found.both is None) and r.goodput),
+            None,
+        )
+        kinds = ("one engine for both phases", "instances for each phase")
+        apart = found.both is None
+        why = f"{kinds[apart]} serve {best.goodput:.3g} requests/s"
+        if other is not None:
+            why += f", {best.goodput / other.goodput:.2f} times the best of {kinds[not apart]}"
+        notes = []
+        if wanted is not None:
+            copies = replicas(wanted, best.goodput)
+            notes.append(
+                f"{wanted:g} requests/s need {copies} times these {self.devices} devices"
+                if copies > 1
+                else f"{wanted:g} requests/s are served by these devices"
+            )
+        return GoodputReport(
+            job=job,
+            machine=self.machine,
+            devices=self.devices,
+            slo=self.slo,
+            tried=tuple(rows),
+            workload=describe(self.lengths),
+            wanted=wanted,
+            why=why,
+            notes=tuple(notes),
+        )
+
+    def _splits(self) -> Iterator[tuple[int, int]]:
+        """(tp, pp) of an instance that the model allows and that leaves a device to the other."""
+        for tp, pp in itertools.product(_powers(self.devices), _powers(self.devices)):
+            if tp * pp >= self.devices or tp > self.machine.devices_per_node:
+                continue
+            heads = self.shape.num_heads % tp or self.shape.num_layers % pp
+            if not heads and self._kv_tokens(tp, pp) >= self.limits.max_position:
+                yield tp, pp
+
+    def _kv_tokens(self, tp: int, pp: int) -> int:
+        """Tokens of the cache of an instance; 0 or less if the weights fill its devices."""
+        memory = fixed_memory(self.job, self.shape, self.machine, self.precision)
+        own = memory["weights"] / (tp * pp) + memory["activations"] / tp + memory["runtime"]
+        room = (fillable(self.job, self.machine) - own) * tp * pp
+        tokens = int(room / cache_bytes_per_token(self.shape, self.precision))
+        return min(tokens, self.job.kv_tokens or tokens)
+
+    def _check(self, splits: Sequence[tuple[int, int]]) -> None:
+        """Refuse what nothing can serve, with the numbers."""
+        if not splits:
+            memory = fixed_memory(self.job, self.shape, self.machine, self.precision)
+            room = fillable(self.job, self.machine)
+            raise PlanError(
+                f"{self.shape.name} fits no phase: an instance of at most {self.devices - 1} of "
+                f"{self.devices} devices of {room / 1e9:.1f} GB must hold "
+                f"{memory['weights'] / 1e9:.1f} GB of weights and the cache of a request of "
+                f"{self.limits.max_position} tokens; use more devices, or a smaller max_position"
+            )
+        prompt = sorted(len(one.prompt) for one in self.lengths)[len(self.lengths) // 2]
+        best = [self.costs(tp, pp) for tp, pp in splits]
+        first = min(cost.seconds([(0, prompt)]) for cost in best)
+        token = min(cost.seconds([(prompt, 1)]) for cost in best)
+        many = f"the median prompt ({prompt} tokens)"
+        for name, target, least, what in (
+            ("TTFT", self.slo.ttft, first, "prefill time"),
+            ("TPOT", self.slo.tpot, token, "time of a step alone"),
+        ):
+            if target < least:
+                after = "of" if name == "TTFT" else "after"
+                raise PlanError(
+                    f"{name} target {1e3 * target:.3g} ms is below the {what} "
+                    f"{1e3 * least:.3g} ms {after} {many} on {self.machine.name}; give a looser "
+                    "target, or plan for faster devices"
+                )
+
+    def _instances(
+        self, role: str, phase: Phase, scheduler: Choice | None = None
+    ) -> list[Instance]:
+        """Schedulers with their costs; a pipeline that generates is one for each of its stages.
+
+        As many groups of requests as stages take turns, each with its share of the cache.
+        """
+        cost = self.costs(phase.tp, phase.pp)
+        lanes = phase.pp if role == "decode" else 1
+        tokens = self._kv_tokens(phase.tp, phase.pp) // lanes
+        if scheduler is not None:
+            part = table("scheduler").build(scheduler)
+        elif role == "prefill":
+            batch = self._batch(cost)
+            part = table("phase").build({"name": role, "batch_tokens": batch})
+        else:
+            part = table("phase").build(role)
+        stages = phase.pp if role == "prefill" else 1
+        return [
+            Instance(
+                part.build(table("kv").build(self.job.kv).build(tokens), self.limits), cost, stages
+            )
+            for _ in range(phase.count * lanes)
+        ]
+
+    def _batch(self, cost: StepCost) -> int:
+        """Tokens from which on arithmetic binds a prompt, up to those of a step."""
+        tokens = 32
+        while tokens < self.limits.max_step_tokens:
+            if cost.seconds([(0, 2 * tokens)]) >= _LINEAR * cost.seconds([(0, tokens)]):
+                break
+            tokens *= 2
+        return min(tokens, self.limits.max_step_tokens)
+
+    def _wire(self) -> Wire:
+        link = self.link
+        return Wire(
+            bandwidth=link.bandwidth if link else _UNLIMITED,
+            latency_s=link.latency_s if link else 0.0,
+            token_bytes=cache_bytes_per_token(self.shape, self.precision),
+            layers=self.shape.num_layers,
+            overlap=True,
+        )
+
+    def _try(self, setting: Setting) -> tuple[Tried, Goodput]:
+        """The goodput of a setting: of the smallest group of instances that repeats."""
+        counts = [p.count for p in (setting.both, setting.prefill, setting.decode) if p]
+        copies = math.gcd(*counts)
+
+        def fewer(phase: Phase) -> Phase:
+            return phase.model_copy(update={"count": phase.count // copies})
+
+        def serve(arrivals: Sequence[Arrival]) -> Sequence[Served]:
+            if setting.both is not None:
+                fronts = self._instances("both", fewer(setting.both), setting.scheduler)
+                return simulate_fleet(fronts, [], LeastLoaded(len(fronts)), arrivals).served
+            assert setting.prefill is not None
+            assert setting.decode is not None
+            fronts = self._instances("prefill", fewer(setting.prefill))
+            backs = self._instances("decode", fewer(setting.decode))
+            dispatcher = LeastLoaded(len(fronts), len(backs))
+            return simulate_fleet(fronts, backs, dispatcher, arrivals, wire=self._wire()).served
+
+        used = setting.devices // copies
+        count = self.requests * min(2, sum(counts) // copies)
+        rates = Goodput(serve, poisson(self.lengths, count, self.job.seed), used)
+        found = rates.find(
+            self.slo, tolerance=self.tolerance, relative=_FINE, start=self._guess or 1.0
+        )
+        self._guess = found or self._guess
+        total = found * setting.devices
+        return Tried(setting=setting, goodput=total, per_device=total / self.devices), rates
+
+    def _alone(self, role: str, tp: int, pp: int) -> float:
+        """Goodput per device of an instance of one phase, under its own target alone."""
+        phase = Phase(tp=tp, pp=pp)
+        forever = 1e9
+        if role == "prefill":
+            slo = Slo(ttft=self.slo.ttft, tpot=forever, share=self.slo.share)
+            arrivals = [dataclasses.replace(one, output_tokens=1) for one in self.lengths]
+
+            def serve(arrivals: Sequence[Arrival]) -> Sequence[Served]:
+                fronts = self._instances("prefill", phase)
+                return simulate_fleet(fronts, [], LeastLoaded(len(fronts)), arrivals).served
+        else:
+            slo = Slo(ttft=forever, tpot=self.slo.tpot, share=self.slo.share)
+            arrivals = self.lengths
+
+            def serve(arrivals: Sequence[Arrival]) -> Sequence[Served]:
+                part = table("phase").build("prefill")
+                kv = table("kv").build(self.job.kv)
+                endless = kv.build(max(1, self.requests) * self.limits.max_position)
+                front = Instance(part.build(endless, self.limits), _Free())
+                backs = self._instances("decode", phase)
+                dispatcher = LeastLoaded(1, len(backs))
+                return simulate_fleet(
+                    [front], backs, dispatcher, arrivals, wire=self._wire()
+                ).served
+
+        rates = Goodput(serve, poisson(arrivals, self.requests, self.job.seed), tp * pp)
+        return rates.find(slo, tolerance=self.tolerance, relative=_COARSE, start=self._guess or 1.0)
+
+    def _together(
+        self, fronts: Sequence[tuple[float, int, int]], backs: Sequence[tuple[float, int, int]]
+    ) -> Iterator[Setting]:
+        """Both phases in the numbers of instances that should serve most, best first."""
+        made: list[tuple[float, Setting]] = []
+        for (front, ftp, fpp), (back, btp, bpp) in itertools.product(fronts, backs):
+            if not front or not back:
+                continue
+            most, found = 0.0, None
+            for prompts in range(1, self.devices // (ftp * fpp) + 1):
+                decodes = (self.devices - prompts * ftp * fpp) // (btp * bpp)
+                rate = min(prompts * ftp * fpp * front, decodes * btp * bpp * back)
+                if rate > most:
+                    most = rate
+                    found = Setting(
+                        prefill=Phase(count=prompts, tp=ftp, pp=fpp),
+                        decode=Phase(count=decodes, tp=btp, pp=bpp),
+                    )
+            if found is not None:
+                made.append((most, found))
+        made.sort(key=lambda one: -one[0])
+        yield from (setting for _, setting in made[:_KEPT])
+
+
+class _Free:
+    """Steps that take no time."""
+
+    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return 0.0
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if 2**n <= most]

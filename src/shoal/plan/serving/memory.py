@@ -1,0 +1,127 @@
+"""Memory of a serving job on one rank: what lies there by cause, and how large a cache fits.
+
+Ranks of a layer hold its heads and columns, ranks of the pipeline their layers; the ranks of a
+CPU share its memory. With fewer heads of keys and values than ranks, some ranks hold the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shoal.core.parts import table
+from shoal.cost.arithmetic import parameters
+from shoal.cost.price.rates import Rates
+from shoal.cost.step_cost.roofline import BYTES, activation_bytes, cache_bytes_per_token
+from shoal.ir import Expectation, Foretold, Machine, ModelShape, Parallel, ServeJob
+
+__all__ = [
+    "FILL",
+    "block_size",
+    "expectation",
+    "fillable",
+    "fixed_memory",
+    "free_tokens",
+    "memory_of",
+    "slot_length",
+    "token_bytes",
+]
+
+# Share of a device's memory that a plan may fill; the rest is for what nobody counted.
+FILL = {"gpu": 0.92, "cpu": 0.85}
+# What the engine's process holds before the model: framework, libraries, allocator.
+RUNTIME_BYTES = {"cpu": 0.45e9, "gpu": 1.5e9}
+
+
+def slot_length(job: ServeJob) -> float:
+    """Most tokens of a request by the job's cache bookkeeping alone: those of a slot, or no end."""
+    return float(getattr(table("kv").build(job.kv, where="kv"), "max_len", math.inf))
+
+
+def token_bytes(job: ServeJob, shape: ModelShape, precision: str) -> float:
+    """Bytes of the keys and values of one token on a rank of the job."""
+    split = job.parallel
+    heads = max(1, shape.num_kv_heads // split.tp) / shape.num_kv_heads
+    return cache_bytes_per_token(shape, precision) * heads / split.pp
+
+
+def memory_of(
+    job: ServeJob, shape: ModelShape, machine: Machine, precision: str, longest: int
+) -> tuple[dict[str, float], float, bool]:
+    """(bytes of a rank by cause, bytes that it may fill, whether they are enough)."""
+    memory = fixed_memory(job, shape, machine, precision)
+    free = free_tokens(job, shape, machine, precision)
+    wanted = job.kv_tokens or max(min(job.max_running * longest, free), _least(job, longest))
+    memory["cache"] = wanted * token_bytes(job, shape, precision)
+    if _caches(job, machine) == 2:
+        memory["host"] = memory["cache"]
+    most = fillable(job, machine)
+    return memory, most, sum(memory.values()) <= most
+
+
+def fixed_memory(
+    job: ServeJob, shape: ModelShape, machine: Machine, precision: str
+) -> dict[str, float]:
+    """Bytes of a rank by cause, the cache still empty."""
+    split = job.parallel
+    requests = min(job.max_running, job.max_step_tokens)
+    # The host tier of a CPU lies in the memory that the device fills too.
+    host = job.host_tokens or 0 if machine.device.kind == "cpu" else 0
+    drafter = expectation(job)
+    return {
+        "weights": parameters(shape) * BYTES[precision] / split.world,
+        "cache": 0.0,
+        "activations": activation_bytes(shape, job.max_step_tokens, requests, precision) / split.tp,
+        "runtime": RUNTIME_BYTES[machine.device.kind],
+        **({"drafter": drafter.weight_bytes} if drafter is not None else {}),
+        **({"host": host * token_bytes(job, shape, precision)} if host else {}),
+    }
+
+
+def expectation(job: ServeJob) -> Expectation | None:
+    """What the drafter of a job is expected to do; None where nobody guesses.
+
+    Raises:
+        ShoalError: its files are missing or damaged.
+    """
+    if job.speculative is None:
+        return None
+    part: Foretold = table("speculative").build(job.speculative, where="speculative")
+    return part.expects()
+
+
+def _caches(job: ServeJob, machine: Machine) -> int:
+    """How many times the memory of a device holds as much as the cache: a host tier doubles it."""
+    doubled = job.host_tokens is None and job.host_tokens_of(1) > 0
+    return 2 if doubled and machine.device.kind == "cpu" else 1
+
+
+def fillable(job: ServeJob, machine: Machine) -> float:
+    """Bytes of a device that one rank of a plan may fill."""
+    ranks = Parallel(tp=job.parallel.world * job.replicas)
+    capacity = Rates(machine, ranks, job.threads).capacity_bytes
+    return FILL[machine.device.kind] * capacity
+
+
+def free_tokens(job: ServeJob, shape: ModelShape, machine: Machine, precision: str) -> int:
+    """Tokens of the largest cache that fits, in whole blocks; 0 or less if there is no room."""
+    free = fillable(job, machine) - sum(fixed_memory(job, shape, machine, precision).values())
+    size = _unit(job)
+    token = token_bytes(job, shape, precision) * _caches(job, machine)
+    return math.floor(free / token / size) * size
+
+
+def _least(job: ServeJob, longest: int) -> int:
+    """Tokens of the smallest cache that serves a request of full length."""
+    size = _unit(job)
+    return -(-longest // size) * size
+
+
+def block_size(job: ServeJob) -> int:
+    """Tokens of a block of the job's cache bookkeeping; 1 for one that has no blocks."""
+    return int(getattr(table("kv").build(job.kv, where="kv"), "block_size", 1))
+
+
+def _unit(job: ServeJob) -> int:
+    """Tokens of what the job's cache is whole multiples of: slots, or blocks."""
+    slot = slot_length(job)
+    return int(slot) if math.isfinite(slot) else block_size(job)

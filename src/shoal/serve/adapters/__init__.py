@@ -1,0 +1,1 @@
+"""serve.adapters: fine-tuned adapters, loaded and served beside each other."""

@@ -1,0 +1,1 @@
+"""serve.bench: workloads replayed and measured, here or on another server."""

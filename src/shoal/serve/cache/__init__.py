@@ -1,0 +1,1 @@
+"""serve.cache: where keys, values and weights lie, and attention over them."""

@@ -1,0 +1,79 @@
+"""Serving a model that is larger than its device: blocks come when they are needed.
+
+See :mod:`shoal.memory.streaming.superpipeline`. The blocks compute with the library's operators:
+kernels that pack weights, or keep their addresses, cannot work with weights that come and go.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoal.core.errors import require
+from shoal.core.parts import part
+from shoal.core.sizes import Size
+
+if TYPE_CHECKING:
+    from shoal.memory.streaming.superpipeline import Superpipeline as Wrapped
+    from shoal.model.transformer import Transformer
+
+__all__ = ["Superpipeline"]
+
+
+@part
+class Superpipeline:
+    """A window of blocks lies on the device and moves along the model; the others are loaded.
+
+    Args:
+        k: blocks on the device; auto takes the smallest window that is fast enough, once a step
+            has been measured.
+        k_prime: blocks that are replaced at a time; half of k if not given.
+        device_budget: most bytes of weights on the device; no limit if not given.
+        goal: with auto, most time as a multiple of that with all blocks on the device.
+        bytes_per_s: speed of an emulated link; None copies as fast as the machine does.
+    """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"moves_weights"})
+    k: int | Literal["auto"] = "auto"
+    k_prime: int | None = None
+    device_budget: Size | None = None
+    goal: float = 1.1
+    bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        where = "memory.superpipeline"
+        require(self.k == "auto" or self.k >= 1, f"{where}.k", self.k, expected="at least 1")
+        require(
+            self.k_prime is None or self.k_prime >= 1,
+            f"{where}.k_prime",
+            self.k_prime,
+            expected="at least 1",
+        )
+        require(self.goal >= 1, f"{where}.goal", self.goal, expected="at least 1")
+        require(
+            self.bytes_per_s is None or self.bytes_per_s > 0,
+            f"{where}.bytes_per_s",
+            self.bytes_per_s,
+            expected="more than 0 B/s",
+        )
+
+    def apply(self, model: Transformer) -> Wrapped:
+        """See :class:`~shoal.serve.cache.weights.MemoryPart`.
+
+        Raises:
+            ConfigError: more blocks than the model has.
+            ModelError: the model has no chain of blocks with weights of their own.
+            PlanError: the budget is too small; says what is needed.
+        """
+        from shoal.memory.streaming.superpipeline import wrap
+        from shoal.memory.tiers.mover import EmulatedLink
+
+        return wrap(
+            model,
+            self.k,
+            self.k_prime,
+            device=str(model.embed.weight.device),
+            device_budget=self.device_budget,
+            goal=self.goal,
+            link=None if self.bytes_per_s is None else EmulatedLink(self.bytes_per_s),
+            methods=("forward", "flat"),
+        )

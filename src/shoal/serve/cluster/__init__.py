@@ -1,0 +1,1 @@
+"""serve.cluster: several engines as one server: replicas, phases, lent memory."""

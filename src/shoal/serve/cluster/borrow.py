@@ -1,0 +1,253 @@
+"""The engine of one instance of several that lend each other memory.
+
+It is the engine's loop with three things around it: full blocks are copied to lenders beside the
+steps, a step begins when its blocks have memory, and when a lender is gone the requests that had
+something there are computed again.
+
+Source: Lin et al., Infinite-LLM, 2024, section 4.2 (rManager).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from shoal.core.errors import ServeError
+from shoal.ir import Output, Request
+from shoal.plan.batching.cache.borrowing import Borrower
+from shoal.plan.batching.cache.distributed import DistributedBlocks, Lend
+from shoal.plan.batching.cache.ledger import Beat
+from shoal.plan.batching.common import Queues
+from shoal.serve.cluster.distattn import DistRunner
+from shoal.serve.cluster.lender import Creditor, LenderLostError
+from shoal.serve.engine.loop import Engine
+
+__all__ = ["BorrowingEngine"]
+
+
+class _Copies:
+    """Copies of blocks to lenders, one after the other in a thread of their own."""
+
+    def __init__(self, runner: DistRunner) -> None:
+        self._runner = runner
+        self.creditors: dict[int, Creditor] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shoal-lend")
+        self._under_way: list[tuple[Future[int], list[Lend]]] = []
+        self.moved_bytes = 0
+
+    def begin(self, lends: list[Lend]) -> None:
+        """Start to copy; those to one lender go together."""
+        for instance in sorted({lend.instance for lend in lends}):
+            some = [lend for lend in lends if lend.instance == instance]
+            blocks, targets = [one.block for one in some], [one.target for one in some]
+            put = self.creditors[instance].put
+            future = self._pool.submit(put, self._runner.cache, blocks, targets)
+            self._under_way.append((future, some))
+
+    def over(self, *, wait: bool = False) -> list[Lend]:
+        """Copies that have arrived.
+
+        Args:
+            wait: for the first of them.
+
+        Raises:
+            LenderLostError: one that cannot arrive; those before it are told first.
+        """
+        found: list[Lend] = []
+        while self._under_way and (self._under_way[0][0].done() or (wait and not found)):
+            future, lends = self._under_way[0]
+            if found and future.exception() is not None:
+                break  # it is told by the next call: what has arrived is not forgotten
+            del self._under_way[0]
+            self.moved_bytes += future.result()
+            found += lends
+        return found
+
+    def drop(self, instance: int) -> list[Lend]:
+        """Wait for what is under way; the others' copies, when those to an instance are lost."""
+        found: list[Lend] = []
+        for future, lends in self._under_way:
+            try:
+                self.moved_bytes += future.result()
+                found += lends
+            except ServeError:
+                continue  # to this instance, or to one whose loss is told next
+        self._under_way = []
+        gone = self.creditors.pop(instance, None)
+        if gone is not None:
+            gone.close()
+        return [lend for lend in found if lend.instance != instance]
+
+    def close(self) -> None:
+        """Finish what is under way, and leave all lenders."""
+        self._pool.shutdown(wait=True)
+        for lender in self.creditors.values():
+            lender.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way."""
+        return bool(self._under_way)
+
+
+class BorrowingEngine(Engine):
+    """An :class:`~shoal.serve.engine.loop.Engine` that borrows memory from other instances.
+
+    Args:
+        engine: what it is made of: its scheduler, its runner and its books.
+        instance: its number.
+        lock: of the books, which lenders' threads read, too.
+
+    Raises:
+        ServeError: a scheduler whose requests cannot be computed again.
+    """
+
+    runner: DistRunner
+    kv: DistributedBlocks
+
+    def __init__(self, engine: Engine, instance: int, lock: threading.Lock) -> None:
+        super().__init__(
+            engine.scheduler, engine.runner, kv=engine.kv, vocab_size=engine.vocab_size
+        )
+        if not isinstance(engine.scheduler, Queues):
+            raise ServeError(
+                f"scheduler = {type(engine.scheduler).__name__}: expected fcfs, fair or "
+                "prefill_first with a distributed cache"
+            )
+        self.instance, self._lock = instance, lock
+        self._borrower = Borrower(engine.scheduler, self.kv, instance)
+        self._copies = _Copies(self.runner)
+        self.runner.creditors = {}
+        # Tokens of all steps, those computed again too.
+        self._computed = 0
+
+    def meet(self, paths: Mapping[int, str], form: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Connect to all who lend: one connection for queries, one for copies.
+
+        Raises:
+            ServeError: one has another model or cache.
+        """
+        for instance, path in paths.items():
+            self.runner.creditors[instance], self._copies.creditors[instance] = (
+                Creditor(instance, path, self.instance, form, timeout_s=timeout_s) for _ in "ab"
+            )
+
+    def step(self) -> list[Output]:
+        """Plan, execute and commit one step; nothing when there is nothing to compute (yet)."""
+        try:
+            self._progress()
+            started = self.clock()
+            with self._lock:
+                step = self.scheduler.plan(started)
+            self._preemptions += len(step.preempted)
+            planned, step = step, self._borrower.fit(step, self._room)
+            self.last_chunks = step.chunks
+            if not step:
+                if planned.chunks:
+                    with self._lock:
+                        self._borrower.give_way()
+                return []
+            step = self._scrubbing(step)
+            result = self.runner.execute(step)
+        except LenderLostError as cause:
+            self.lose(cause.instance)
+            return []
+        self._computed += step.num_tokens
+        with self._lock:
+            return self._commit(step, result, started, self.scheduler.commit)
+
+    def close(self) -> None:
+        """Finish what is under way, and leave all lenders."""
+        self._copies.close()
+        for lender in self.runner.creditors.values():
+            lender.close()
+
+    def settle(self) -> bool:
+        """Between steps: take in copies, give back what is not used; whether more are under way."""
+        try:
+            self._progress()
+        except LenderLostError as cause:
+            self.lose(cause.instance)
+        return self._copies.busy
+
+    def borrow(self, creditor: int, blocks: int) -> None:
+        """Reserve blocks at a lender, which may grant fewer."""
+        lender = self.runner.creditors.get(creditor)
+        if lender is None:
+            return
+        try:
+            granted = lender.reserve(blocks)
+        except LenderLostError:
+            self.lose(creditor)
+            return
+        with self._lock:
+            self.kv.credit(creditor, granted)
+
+    def recall(self, creditor: int, blocks: int) -> None:
+        """See :meth:`~shoal.plan.batching.cache.borrowing.Borrower.recall`."""
+        with self._lock:
+            self._borrower.recall(creditor, blocks)
+        self.settle()
+
+    def lose(self, instance: int) -> None:
+        """An instance is gone: nothing is asked of it, and what it held is computed again."""
+        finished = self._copies.drop(instance)
+        lender = self.runner.creditors.pop(instance, None)
+        if lender is not None:
+            lender.close()
+        with self._lock:
+            for lend in finished:
+                self.kv.finish(lend)
+            self._borrower.lose(instance)
+
+    def beat(self) -> Beat:
+        """See :meth:`~shoal.plan.batching.cache.borrowing.Borrower.beat`."""
+        with self._lock:
+            return self._borrower.beat()
+
+    def stats(self) -> dict[str, float]:
+        """Those of every engine, and of what is lent, borrowed and moved."""
+        with self._lock:
+            own = self.kv.stats()
+            found = super().stats()
+        names = ("blocks_lent", "blocks_borrowed", "blocks_moved")
+        return {
+            **found,
+            **{name: own[name] for name in names},
+            "tokens_computed_total": self._computed,
+            "lend_bytes_total": self._copies.moved_bytes,
+            "helped_tokens_total": self.runner.helped_tokens,
+            "helped_bytes_total": self.runner.helped_bytes,
+            "spared_bytes_total": self.runner.spared_bytes,
+        }
+
+    def _progress(self) -> None:
+        """Take in copies that have arrived, begin others, give back what is not used."""
+        arrived = self._copies.over()
+        with self._lock:
+            for lend in arrived:
+                self.kv.finish(lend)
+            lends = [] if self._copies.busy else self._borrower.lends()
+            returned = self._borrower.returns()
+        self._copies.begin(lends)
+        for instance, blocks in returned.items():
+            lender = self.runner.creditors.get(instance)
+            if lender is not None:
+                lender.release(blocks)
+
+    def _room(self, request: Request, stop: int) -> int:
+        """Tokens of a request, up to ``stop``, that have memory once copies have made room."""
+        while True:
+            with self._lock:
+                backed, lends = self._borrower.missing(request, stop)
+            if backed >= stop:
+                return stop
+            self._copies.begin(lends)
+            arrived = self._copies.over(wait=True)
+            if not arrived:
+                return backed
+            with self._lock:
+                for lend in arrived:
+                    self.kv.finish(lend)

@@ -1,0 +1,77 @@
+"""The process of one instance of several: how it starts, and how it tells its end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.core.errors import ShoalError
+from shoal.ir import Request
+from shoal.serve.engine.process import Connection
+from shoal.serve.engine.wire import unpack_params
+
+__all__ = ["main_of", "request_of"]
+
+
+def request_of(message: Mapping[str, Any], n_prompt: int) -> Request:
+    """The request of an ``add`` message, which arrives now.
+
+    Args:
+        message: from the parent.
+        n_prompt: tokens of it that were not generated.
+    """
+    return Request(
+        id=message["id"],
+        tokens=list(message["tokens"]),
+        n_prompt=n_prompt,
+        params=unpack_params(message["params"]),
+        arrival=time.monotonic(),
+        priority=message["priority"],
+        adapter=message["adapter"],
+        salt=message["salt"],
+    )
+
+
+def main_of(
+    run: Callable[[Mapping[str, Any], Connection], None],
+    module: str,
+    description: str | None,
+    arguments: list[str] | None = None,
+) -> int:
+    """Take over the socket that the command line names, and run with the first message of it.
+
+    Args:
+        run: until the parent goes away, which is an EOFError.
+        module: that was started.
+        description: of it.
+        arguments: of the command line.
+
+    Returns:
+        The exit status: 0 where nobody is left to compute for, 2 for what the parent was told in
+        plain words. What nobody foresaw is told to the parent, and raised.
+    """
+    parser = argparse.ArgumentParser(prog=module, description=description)
+    parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
+    options = parser.parse_args(arguments)
+    with socket.socket(fileno=options.fd) as raw:
+        parent = Connection(raw)
+        try:
+            start: Mapping[str, Any] | None = None
+            while start is None:
+                start = next(iter(parent.receive(None)), None)
+            if start["cpus"]:
+                os.sched_setaffinity(0, start["cpus"])
+            run(start, parent)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return 0
+        except ShoalError as cause:
+            parent.tell_end(str(cause), known=True)
+            return 2
+        except Exception as cause:
+            parent.tell_end(f"{type(cause).__name__}: {cause}", known=False)
+            raise
+    return 0

@@ -1,0 +1,391 @@
+"""The drafter on the weak accelerator, the target on the host: two processes and a narrow way.
+
+Only token numbers and hidden states cross it, never weights. Verifying on a host costs by the row,
+so trees are small, and the drafter may be deep; what memory it leaves on the accelerator takes the
+target's first layers.
+
+Source: Zhang et al., Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference,
+2025.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from shoal.core.config import Kind as PartKind
+from shoal.core.errors import ServeError, require
+from shoal.core.parts import Choice, part
+from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
+from shoal.serve.decode.draft.part import check_tree
+
+if TYPE_CHECKING:
+    from shoal.ir import Request
+    from shoal.model.transformer import Transformer
+    from shoal.serve.cache.paged import PagedCache
+    from shoal.serve.decode.dovetail.layers import LaterCache, LaterLayers
+    from shoal.serve.decode.dovetail.wire import Head
+    from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+
+__all__ = ["Dovetail", "DovetailDrafter"]
+
+# How long a drafter may take to say that it is ready.
+_START_S = 60.0
+# Trees whose times are remembered.
+_REMEMBERED = 256
+# How long its exit code is waited for once its end is closed.
+_EXIT_S = 1.5
+
+
+@part
+class Dovetail:
+    """A feature drafter (``job: drafter`` with ``drafter: dovetail``) in a process of its own.
+
+    Args:
+        path: its directory.
+        depth: tokens that it looks ahead.
+        breadth: nodes that each level goes on from.
+        nodes: most guesses that are verified, the most probable ones.
+        draft_device: where the drafter computes.
+        cores: cores that its process is held to; none for any.
+        target_layers: first layers of the target that are computed there too, or ``auto``, which
+            takes as many as ``memory_cap`` has room for. The host then has neither their weights
+            nor their cache, and the states of a step's rows cross once.
+        memory_cap: most bytes of weights and cache there, of drafter and layers; 0 for no cap.
+        overlap: let it go on from its own best path while the target verifies.
+        link_s: s that each message is held up, to emulate a slower way.
+        link_bytes_per_s: bandwidth of that way; 0 leaves messages as fast as they are.
+        weights: format of the drafter's matrices, such as int8-g64, where it is computed by the
+            kernels of inference; a coarser one guesses a little worse, and changes no token.
+        accept: which guesses hold.
+    """
+
+    path: str
+    depth: int = 5
+    breadth: int = 4
+    nodes: int = 10
+    draft_device: str = "cpu"
+    cores: tuple[int, ...] = ()
+    target_layers: int | Literal["auto"] = 0
+    memory_cap: int = 0
+    overlap: bool = False
+    link_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    weights: str = "plain"
+    accept: Annotated[Choice, PartKind("accept")] = Choice(name="sample_match")
+
+    def __post_init__(self) -> None:
+        where = "speculative.dovetail"
+        check_tree("dovetail", self.depth, self.breadth, self.nodes)
+        require(self.nodes >= 1, f"{where}.nodes", self.nodes, expected=f"1 to {MAX_NODES}")
+        for name in ("memory_cap", "link_s", "link_bytes_per_s"):
+            value = getattr(self, name)
+            require(value >= 0, f"{where}.{name}", value, expected="0 (none) or more")
+        layers = self.target_layers
+        if layers == "auto":
+            require(self.memory_cap > 0, f"{where}.target_layers", layers,
+                    expected="a number of layers, or auto with a memory_cap")  # fmt: skip
+        else:
+            require(layers >= 0, f"{where}.target_layers", layers, expected="0 or more, or auto")
+        require(
+            not self.link_s or self.link_bytes_per_s > 0,
+            f"{where}.link_bytes_per_s",
+            self.link_bytes_per_s,
+            expected="above 0 with link_s",
+        )
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`."""
+        from pathlib import Path
+
+        from shoal.plan.trees.auto import Auto
+        from shoal.serve.decode.trained import config_of
+
+        config = config_of("dovetail", Path(self.path))
+        rows = tuple(row[: self.breadth] for row in config.calibration[: self.depth])
+        tokens = Auto(nodes=self.nodes).build(Calibration(rows)).expected()
+        weights = sum(file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
+        copies = 2.0 * config.vocab_size * config.hidden
+        return Expectation(tokens=tokens, weight_bytes=weights + copies, reads=self.depth)
+
+    def drafter(self, job: ServeJob, model: Transformer) -> DovetailDrafter:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`.
+
+        Raises:
+            ModelError: the drafter is of another kind, or for another model or tokenizer.
+            ConfigError: it does not fit in ``memory_cap`` with the target's layers, or cannot have
+                ``weights`` here.
+            ServeError: its process cannot be started.
+        """
+        from pathlib import Path
+
+        from shoal.serve.decode.dovetail.room import placed
+        from shoal.serve.decode.trained import stored
+
+        config, state = stored("dovetail", Path(self.path), job)
+        room = placed(self, job, model, int(config.options.get("layers", 1)), state)
+        target, dtype = model.config, model.weight.dtype
+        told = {
+            "path": str(Path(self.path).resolve()),
+            "model": str(Path(job.model).resolve()),
+            "dtype": str(dtype).removeprefix("torch."),
+            "itemsize": dtype.itemsize,
+            "hidden": target.hidden,
+            "device": self.draft_device,
+            "depth": self.depth,
+            "breadth": self.breadth,
+            "limit": job.max_position or target.max_position,
+            "overlap": self.overlap,
+            "fast": room.fast,
+            "target_layers": room.target_layers,
+            "ready": model.head is not None,
+            "weights": self.weights,
+            "job": job.model_dump(mode="json"),
+            "cores": list(self.cores),
+            "link": [self.link_bytes_per_s, self.link_s] if self.link_bytes_per_s else None,
+        }
+        return DovetailDrafter(told, self.nodes, room.nbytes)
+
+
+@dataclass
+class _Known:
+    """Of one request: its number with the drafter, and how many of its tokens that one has."""
+
+    request: Request
+    number: int
+    length: int = 0
+
+
+class DovetailDrafter:
+    """The verifier's side of a drafter in another process.
+
+    Args:
+        told: what that process is told, see :mod:`~shoal.serve.decode.dovetail.worker`.
+        nodes: most nodes of a tree.
+        nbytes: of the drafter's weights and of what it keeps of one request.
+
+    Raises:
+        ServeError: it cannot be started.
+
+    Attributes:
+        hidden: width of a hidden state.
+        itemsize: bytes of one of its numbers.
+        target_layers: first layers of the target that are computed there.
+        expected_bytes: that must have crossed the way by the formula.
+        drafts: passes and s of the drafter for each of the last trees, as it said; a tree that was
+            drafted ahead took none.
+    """
+
+    needs: ClassVar[Needs] = "all"
+
+    def __init__(self, told: dict[str, Any], nodes: int, nbytes: int) -> None:
+        import json
+        import socket
+        import subprocess
+        import weakref
+
+        from shoal.core import children
+        from shoal.memory.tiers.mover import EmulatedLink
+        from shoal.serve.decode.dovetail.wire import HEAD_BYTES, SPIN_S, Channel, Kind
+        from shoal.serve.engine.launched import PRIVATE
+        from shoal.serve.ranks.spinning import spin_briefly
+
+        self._nodes, self._bytes = nodes, nbytes
+        self.target_layers = told["target_layers"]
+        self.hidden, self.itemsize = told["hidden"], told["itemsize"]
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._numbers = 0
+        self.drafts: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        self.expected_bytes = HEAD_BYTES
+        own, theirs = socket.socketpair()
+        environment = children.environment(without=PRIVATE)
+        spin_briefly(environment)
+        with theirs:
+            self.process = children.start(
+                "shoal.serve.decode.dovetail.worker",
+                *("--fd", str(theirs.fileno()), "--told", json.dumps(told)),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+        self._end = own
+        self._closing = weakref.finalize(self, _close, own, self.process)
+        link = EmulatedLink(*told["link"]) if told["link"] else None
+        self.channel = Channel(own, link, SPIN_S if told["cores"] else 0.0)
+        own.settimeout(_START_S)
+        with self._alive():
+            head = self.channel.head()
+            if head.kind == Kind.FAILED:
+                words = self.channel.body(head.a).decode(errors="replace")
+                self.process.wait()
+                raise ServeError(f"the drafter cannot be loaded: {words}")
+        own.settimeout(None)
+
+    @contextlib.contextmanager
+    def _alive(self) -> Any:
+        """What is done while the drafter must live.
+
+        Raises:
+            ServeError: it has died; names its exit code.
+        """
+        import subprocess
+
+        try:
+            yield
+        except (OSError, EOFError) as cause:
+            try:
+                end = f"ended with exit code {self.process.wait(timeout=_EXIT_S)}"
+            except subprocess.TimeoutExpired:
+                end = f"does not answer ({cause})"
+            raise ServeError(
+                f"the drafter (process {self.process.pid}) {end}; restart the server, or serve "
+                "without speculative"
+            ) from None
+
+    def tell(self, head: Head, body: bytes = b"") -> None:
+        """Send a message; see :class:`~shoal.serve.decode.dovetail.layers.Peer`."""
+        with self._alive():
+            self.channel.send(head, body)
+
+    def left(self, model: Transformer, cache: PagedCache) -> tuple[LaterLayers, LaterCache]:
+        """See :class:`~shoal.serve.decode.protocols.Hosting`."""
+        from shoal.serve.decode.dovetail.layers import FirstLayers, LaterCache, LaterLayers
+
+        later = LaterCache(
+            FirstLayers(self, self.target_layers), cache.config, cache.num_blocks, cache.block_size,
+            dtype=cache.dtype, device=cache.device, form=cache.form,
+        )  # fmt: skip
+        return LaterLayers(model, self.target_layers), later
+
+    def states(self, rows: int) -> bytes:
+        """What comes out of the first layers; see :meth:`tell`."""
+        from shoal.serve.decode.dovetail.wire import Kind
+
+        with self._alive():
+            head = self.channel.head()
+            if head.kind != Kind.STATES or head.a != rows:
+                raise EOFError(
+                    f"a message of kind {head.kind} where states of {rows} rows were due"
+                )
+            return self.channel.body(rows * self.hidden * self.itemsize)
+
+    def close(self) -> None:
+        """End the drafter's process."""
+        self._closing()
+
+    def _of(self, request: Request) -> _Known:
+        known = self._known.get(request.id)
+        if known is None or known.request is not request:
+            self._numbers += 1
+            if known is not None:
+                self._forget(known)
+            known = self._known[request.id] = _Known(request, self._numbers)
+            while len(self._known) > 128:
+                _, old = self._known.popitem(last=False)
+                self._forget(old)
+        self._known.move_to_end(request.id)
+        return known
+
+    def _forget(self, known: _Known) -> None:
+        from shoal.serve.decode.dovetail.wire import HEAD_BYTES, Head, Kind
+
+        self.tell(Head(Kind.DROP, known.number))
+        self.expected_bytes += HEAD_BYTES
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Tell the drafter what is certain, with its features."""
+        import numpy as np
+        import torch
+
+        from shoal.serve.decode.dovetail.wire import Head, Kind, verdict_bytes
+
+        for one in seen:
+            known = self._of(one.request)
+            skip = known.length - one.start
+            if one.hidden is None or skip < 0 or skip >= len(one.tokens):
+                continue  # its beginning was cached and never computed here, or is known already
+            tokens = one.tokens[skip:]
+            hidden = one.hidden[skip:].contiguous().cpu()
+            body = np.array(tokens, dtype=np.uint32).tobytes()
+            body += hidden.view(torch.uint8).numpy().tobytes()
+            root = 0 if one.root is None else one.root + 1
+            head = Head(Kind.VERDICT, known.number, known.length, len(tokens), root)
+            self.tell(head, body)
+            known.length += len(tokens)
+            self.expected_bytes += verdict_bytes(len(tokens), self.hidden, self.itemsize)
+
+    def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
+        from shoal.serve.decode.dovetail.wire import Head, Kind, draft_bytes
+
+        asked = []
+        for guess in guesses:
+            known, place = self._of(guess.request), len(guess.request.tokens)
+            ready = known.length == place - 1
+            asked.append(ready)
+            if ready:
+                nodes = min(self._nodes, guess.nodes)
+                self.tell(Head(Kind.ASK, known.number, place, nodes))
+        found: list[TokenTree | None] = []
+        for guess, ready in zip(guesses, asked, strict=True):
+            tree = self._draft(guess.request) if ready else None
+            found.append(tree)
+            if ready:
+                self.expected_bytes += draft_bytes(0 if tree is None else tree.nodes)
+        return found
+
+    def _draft(self, request: Request) -> TokenTree | None:
+        import numpy as np
+
+        from shoal.serve.decode.dovetail.wire import Kind
+        from shoal.serve.decode.protocols import TokenTree, branches
+
+        with self._alive():
+            head = self.channel.head()
+            if head.kind != Kind.DRAFT or head.b > MAX_NODES:
+                raise EOFError(f"a message of kind {head.kind} where a draft was due")
+            if not head.b:
+                return None
+            self.drafts.append((head.c, 1e-6 * head.d))
+            tokens = np.frombuffer(self.channel.body(4 * head.b), dtype=np.uint32)
+            parents = np.frombuffer(self.channel.body(head.b), dtype=np.uint8)
+        return TokenTree(
+            np.array([request.tokens[-1], *tokens.tolist()]), branches((-1, *parents.tolist()))
+        )
+
+    @property
+    def level_s(self) -> float:
+        """Median s of a level, of the trees of late; 0 before there was one."""
+        each = [seconds / passes for passes, seconds in self.drafts if passes]
+        return statistics.median(each) if each else 0.0
+
+    @property
+    def tree_s(self) -> float:
+        """Median s of a tree that was not there already, of late; 0 before there was one."""
+        whole = [seconds for passes, seconds in self.drafts if passes]
+        return statistics.median(whole) if whole else 0.0
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that crossed the way, in both directions."""
+        return self.channel.sent + self.channel.received
+
+    def memory_bytes(self) -> int:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
+        return self._bytes
+
+
+def _close(end: Any, process: Any) -> None:
+    """Hang up; the drafter leaves by itself, or is ended."""
+    import subprocess
+
+    end.close()
+    try:
+        process.wait(timeout=_EXIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,1 @@
+"""serve.decode.draft: smaller models that guess for a larger one."""

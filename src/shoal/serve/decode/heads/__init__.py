@@ -1,0 +1,1 @@
+"""serve.decode.heads: guesses by what was trained onto the target itself."""

@@ -1,0 +1,160 @@
+"""Heads on the target's last hidden state guess the tokens behind the next one.
+
+No second model and no second cache: the hidden state that chose the root is all that the heads
+read. Their best guesses fill a tree whose shape follows from how often each of them was right.
+
+Shapes: B requests, K heads, V vocabulary, D hidden, W guesses of a head.
+
+Source: Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
+Heads, 2024, sections 2.1 and 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from shoal.core.config import Kind
+from shoal.core.errors import require
+from shoal.core.parts import Choice, part, table
+from shoal.ir import Calibration, Expectation, ServeJob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.ir import Request, TreePart, TreeSpec
+    from shoal.model.drafters.files import DrafterConfig
+    from shoal.model.drafters.medusa import MedusaHeads
+    from shoal.model.transformer import Transformer
+    from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+
+__all__ = ["Medusa", "MedusaDrafter"]
+
+
+@part
+class Medusa:
+    """Heads that were trained for the served model (``job: drafter``).
+
+    Args:
+        path: their directory.
+        heads: use the first so many; 0 for all.
+        tree: which of their guesses are verified together.
+        weights: format of their matrices, such as int8-g128; a coarser one guesses a little
+            worse, faster, and changes no token.
+        accept: which guesses hold.
+    """
+
+    path: str
+    heads: int = 0
+    tree: Annotated[Choice, Kind("tree")] = Choice(name="auto")
+    weights: str = "plain"
+    accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
+
+    def __post_init__(self) -> None:
+        require(self.heads >= 0, "speculative.medusa.heads", self.heads, expected="0 (all) or more")
+
+    def drafter(self, job: ServeJob, model: Transformer) -> MedusaDrafter:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`.
+
+        Raises:
+            ModelError: the heads are of another kind, or were trained for another model.
+            ConfigError: more heads than there are, or a tree that needs more.
+        """
+        from shoal.model.drafters.medusa import MedusaHeads
+        from shoal.serve.decode.trained import stored
+
+        config, state = stored("medusa", Path(self.path), job)
+        heads = MedusaHeads(len(config.calibration), config.hidden, config.vocab_size)
+        heads.load_state_dict(state)
+        heads.heads = heads.heads[: self._used(config)]
+        return MedusaDrafter(heads, self._spec(config), model.weight, self.weights)
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`; weights as if in bf16."""
+        from shoal.serve.decode.trained import config_of
+
+        config = config_of("medusa", Path(self.path))
+        used = self._used(config)
+        numbers = config.hidden * (config.hidden + config.vocab_size + 1)
+        return Expectation(tokens=self._spec(config).expected(), weight_bytes=2.0 * used * numbers)
+
+    def _used(self, config: DrafterConfig) -> int:
+        there = len(config.calibration)
+        require(
+            self.heads <= there,
+            "speculative.medusa.heads",
+            self.heads,
+            expected=f"at most {there}, those in {self.path}",
+        )
+        return self.heads or there
+
+    def _spec(self, config: DrafterConfig) -> TreeSpec:
+        tree: TreePart = table("tree").build(self.tree, where="speculative.medusa.tree")
+        return tree.build(Calibration(config.calibration[: self._used(config)]))
+
+
+class MedusaDrafter:
+    """The drafter that :class:`Medusa` builds.
+
+    Args:
+        heads: of the target.
+        spec: the tree.
+        like: dtype and device of what it computes.
+        weights: format of the matrices.
+    """
+
+    needs: ClassVar[Needs] = "last"
+
+    def __init__(
+        self, heads: MedusaHeads, spec: TreeSpec, like: Tensor, weights: str = "plain"
+    ) -> None:
+        from shoal.serve.decode.heads.fast import FastHeads
+        from shoal.serve.decode.heads.shaped import Filler
+        from shoal.serve.engine.adjust import Book
+
+        heads = heads.to(like.device, like.dtype).requires_grad_(False)
+        self._bytes = sum(one.numel() * one.element_size() for one in heads.parameters())
+        self._heads = FastHeads(heads, spec.width, weights)
+        self._filler = Filler(spec)
+        self._known = Book(_Known)
+
+    def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
+        known = self._known.of([guess.request for guess in guesses])
+        ready = [
+            (guess, one.hidden)
+            for guess, one in zip(guesses, known, strict=True)
+            if one.hidden is not None and one.place == len(guess.request.tokens)
+        ]
+        if not ready:
+            return [None] * len(guesses)
+        best_BKW = self._heads([hidden for _, hidden in ready])
+        trees = {
+            guess.request.id: self._filler.tree(guess.request.tokens[-1], best_KW, guess.nodes)
+            for (guess, _), best_KW in zip(ready, best_BKW, strict=True)
+        }
+        return [trees.get(guess.request.id) for guess in guesses]
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Keep the state that chose the next token of each request."""
+        known = self._known.of([one.request for one in seen])
+        for one, kept in zip(seen, known, strict=True):
+            if one.root is None or one.hidden is None:
+                kept.hidden = None
+            else:
+                kept.place = one.start + len(one.tokens) + 1
+                kept.hidden = one.hidden[-1]
+
+    def memory_bytes(self) -> int:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
+        return self._heads.nbytes
+
+
+class _Known:
+    """Of one request: the state that chose its last token, which has this place in its tokens."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.place = -1
+        self.hidden: Any = None

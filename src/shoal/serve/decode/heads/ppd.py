@@ -1,0 +1,235 @@
+"""The model's own weights guess on behind embeddings that were learned for it.
+
+Below every guess of a tree hang some prompt tokens, which no other row sees. Whichever guess is
+accepted last, the outputs at its prompt tokens are the guesses of the next step: one pass both
+verifies and drafts. What is kept for it are a few embeddings, and nothing in the cache: the rows
+of prompt tokens are overwritten by the next step as those of wrong guesses are.
+
+Shapes: m prompt tokens, E members of each, P prompt rows of a tree, D hidden, V vocabulary, W
+guesses of a prompt token.
+
+Source: Chen et al., Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration of
+LLM Inference, 2024, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import numpy as np
+
+from shoal.core.config import Kind
+from shoal.core.errors import ConfigError, ModelError, require
+from shoal.core.parts import Choice, part, table
+from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.ir import Request
+    from shoal.model.drafters.files import DrafterConfig
+    from shoal.model.transformer import Transformer
+    from shoal.plan.trees.dynamic import AskingTree, DynamicTrees
+    from shoal.serve.decode.protocols import (
+        Asking,
+        Branches,
+        Guess,
+        Needs,
+        Seen,
+        TokenTree,
+    )
+
+__all__ = ["Ppd", "PpdDrafter"]
+
+
+@part
+class Ppd:
+    """Prompt tokens that were trained for the served model (``job: drafter``).
+
+    Args:
+        path: their directory.
+        prompts: use the first so many; 0 for all.
+        tree: which guesses are the best ones of every depth; how many of them, and how many
+            prompt tokens below each, follows from what is likely to be accepted and what rows cost.
+        accept: which guesses hold.
+    """
+
+    path: str
+    prompts: int = 0
+    tree: Annotated[Choice, Kind("tree")] = Choice(name="hardware")
+    accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
+
+    def __post_init__(self) -> None:
+        require(
+            self.prompts >= 0, "speculative.ppd.prompts", self.prompts, expected="0 (all) or more"
+        )
+
+    def expects(self) -> Expectation:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`; rows are all that guesses take."""
+        from shoal.serve.decode.trained import config_of
+
+        trees = self._trees(config_of("ppd", Path(self.path)))
+        return Expectation(tokens=trees.expected(), reads=0)
+
+    def drafter(self, job: ServeJob, model: Transformer) -> PpdDrafter:
+        """See :class:`~shoal.serve.decode.protocols.Speculator`.
+
+        Raises:
+            ModelError: the drafter is of another kind, or was trained for another model.
+            ConfigError: more prompt tokens than there are, or a tree that needs more.
+        """
+        from shoal.serve.decode.trained import stored
+
+        config, state = stored("ppd", Path(self.path), job)
+        trees = self._trees(config)
+        if job.max_step_tokens < trees.fewest:
+            raise ConfigError(
+                f"max_step_tokens = {job.max_step_tokens}: a token and {trees.prompts} prompt "
+                f"tokens of {trees.ensemble} are {trees.fewest} rows; give more, or fewer prompts"
+            )
+        embeddings = state["embeddings"][: trees.prompts]
+        if embeddings.shape[:2] != (trees.prompts, trees.ensemble):
+            raise ModelError(
+                f"{self.path}: {len(embeddings)} prompt tokens of {embeddings.shape[1]}, and its "
+                f"config says {trees.prompts} of {trees.ensemble}; train it again"
+            )
+        weight = model.weight
+        return PpdDrafter(
+            embeddings.to(weight.device, weight.dtype), trees, model.config.vocab_size
+        )
+
+    def _trees(self, config: DrafterConfig) -> DynamicTrees:
+        from shoal.plan.trees.dynamic import DynamicTrees
+        from shoal.plan.trees.hardware import Hardware
+
+        there = len(config.calibration)
+        if there < 1:
+            raise ModelError(f"{self.path}: no prompt token; train at least one")
+        require(
+            self.prompts <= there,
+            "speculative.ppd.prompts",
+            self.prompts,
+            expected=f"at most {there}, those in {self.path}",
+        )
+        tree = table("tree").build(self.tree, where="speculative.ppd.tree")
+        most = tree.rows if isinstance(tree, Hardware) else MAX_NODES + 1
+        calibration = Calibration(config.calibration[: self.prompts or there])
+        return DynamicTrees(calibration, tree, int(config.options.get("ensemble", 1)), most)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """A tree before it has tokens.
+
+    Args:
+        level: of each candidate; ``rank`` beside it.
+        shape: of root, candidates and prompt rows.
+        asking: the prompt rows.
+    """
+
+    level: np.ndarray
+    rank: np.ndarray
+    shape: Branches
+    asking: Asking
+
+
+class PpdDrafter:
+    """The drafter that :class:`Ppd` builds.
+
+    Args:
+        embeddings: [m, E, D] of the prompt tokens.
+        trees: of every number of rows, and of every number of guesses at hand.
+        vocab_size: V.
+    """
+
+    needs: ClassVar[Needs] = "nothing"
+
+    def __init__(self, embeddings: Tensor, trees: DynamicTrees, vocab_size: int) -> None:
+        from shoal.serve.engine.adjust import Book
+
+        self._embeddings, self.trees = embeddings, trees
+        self._width = min(vocab_size, trees.width)
+        self._forms: dict[tuple[int, int], _Form] = {}
+        self._known = Book(_Known)
+
+    def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`."""
+        from shoal.serve.decode.protocols import TokenTree
+
+        found: list[TokenTree | None] = []
+        known = self._known.of([guess.request for guess in guesses])
+        for guess, one in zip(guesses, known, strict=True):
+            if guess.nodes + 1 < self.trees.fewest:
+                found.append(None)
+                continue
+            tokens = guess.request.tokens
+            ahead = one.guesses if one.place == len(tokens) else None
+            rows = min(guess.nodes + 1, self.trees.most)
+            form = self._form(rows, 0 if ahead is None else len(ahead))
+            filled = np.full(len(form.shape), -1)
+            filled[0] = tokens[-1]
+            if ahead is not None:
+                filled[1 : 1 + len(form.level)] = ahead[form.level, form.rank]
+            found.append(TokenTree(filled, form.shape, asking=form.asking))
+        return found
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Keep the best tokens of the prompt rows below the last accepted guess."""
+        known = self._known.of([one.request for one in seen])
+        for one, kept in zip(seen, known, strict=True):
+            if one.asked is None:
+                kept.guesses = None
+                continue
+            said_PV = one.asked
+            if self.trees.ensemble > 1:
+                said_PV = said_PV.view(-1, self.trees.ensemble, said_PV.shape[1]).mean(1)
+            kept.guesses = said_PV.topk(self._width, -1).indices.cpu().numpy()
+            kept.place = one.start + len(one.tokens) + 1
+
+    def _form(self, rows: int, state: int) -> _Form:
+        found = self._forms.get((rows, state))
+        if found is None:
+            tree = self.trees.of(rows).trees[state]
+            found = self._forms[rows, state] = self._formed(tree)
+        return found
+
+    def _formed(self, tree: AskingTree) -> _Form:
+        """Prompt row (i, j) hangs below row (i - 1, j), and the first ones below their guess."""
+        import torch
+
+        from shoal.serve.decode.protocols import Asking, branches
+
+        members = self.trees.ensemble
+        parent = [-1, *(above + 1 for above in tree.spec.parent)]
+        below: list[tuple[int, ...]] = []
+        inputs: list[Tensor] = []
+        for row, prompts in enumerate(tree.prompts):
+            first = len(parent)
+            for number in range(prompts):
+                above = [row] * members if not number else range(len(parent) - members, len(parent))
+                parent += above
+            below.append(tuple(range(first, len(parent))))
+            inputs.append(self._embeddings[:prompts].flatten(0, 1))
+        spec = tree.spec
+        return _Form(
+            np.array(spec.level, dtype=int),
+            np.array(spec.rank, dtype=int),
+            branches(tuple(parent)),
+            Asking(torch.cat(inputs), tuple(below)),
+        )
+
+    def memory_bytes(self) -> int:
+        """See :class:`~shoal.serve.decode.protocols.Drafter`: the embeddings alone."""
+        return self._embeddings.numel() * self._embeddings.element_size()
+
+
+class _Known:
+    """Of one request: guesses [s, W] behind its last token, which has this place in its tokens."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.place = -1
+        self.guesses: np.ndarray | None = None

@@ -1,0 +1,197 @@
+"""Scores before a token is chosen by them: penalties, bias, and tokens that must not come yet.
+
+Only rows of requests that want any of it are touched, and of these only the tokens that
+something happens to. What a request has generated is counted as it grows; the counts can
+be made again from its tokens, so nobody has to say when a request has ended.
+
+Shapes: R rows, V vocabulary, E changed scores.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.ir import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from shoal.serve.text.grammar import Grammars
+
+__all__ = ["Adjuster", "Book"]
+
+# Requests that are remembered besides those of the last step.
+_REMEMBERED = 256
+
+
+class _OfRequest(Protocol):
+    """What is known of a request."""
+
+    request: Request
+
+
+_T = TypeVar("_T", bound=_OfRequest)
+
+
+class Book(Generic[_T]):
+    """What is known of the latest requests; what was forgotten is made again.
+
+    Args:
+        make: from a request, as it is now.
+    """
+
+    def __init__(self, make: Callable[[Request], _T]) -> None:
+        self._make = make
+        self._known: OrderedDict[str, _T] = OrderedDict()
+
+    def of(self, requests: Sequence[Request]) -> list[_T]:
+        """What is known of these."""
+        found = [self._one(request) for request in requests]
+        while len(self._known) > len(requests) + _REMEMBERED:
+            self._known.popitem(last=False)
+        return found
+
+    def _one(self, request: Request) -> _T:
+        known = self._known.get(request.id)
+        if known is None or known.request is not request:
+            known = self._known[request.id] = self._make(request)
+        self._known.move_to_end(request.id)
+        return known
+
+
+class _History:
+    """The tokens of a request whose scores change, each with how often it was generated."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._fed = request.n_prompt
+        params = request.params
+        prompt = request.tokens[: request.n_prompt] if params.repetition_penalty != 1 else []
+        biased = dict(params.logit_bias)
+        ids = list({*prompt, *biased})
+        self._place = {token: place for place, token in enumerate(ids)}
+        self._ids = np.array(ids, dtype=np.int64)
+        # Generated so often; in prompt or output; bias.
+        self._values = np.zeros((3, len(ids)))
+        self._values[1] = np.isin(self._ids, list(set(prompt)))
+        self._values[2] = [biased.get(token, 0.0) for token in ids]
+        self._counts = _counts(params)
+
+    def changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [E], and their three numbers [3, E]."""
+        if self._counts:
+            for token in self.request.tokens[self._fed :]:
+                self._count(token)
+            self._fed = len(self.request.tokens)
+        number = len(self._place)
+        return self._ids[:number], self._values[:, :number]
+
+    def _count(self, token: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):  # twice the room, so that growing is rare
+            room = max(64, place)
+            self._ids = np.concatenate([self._ids, np.zeros(room, dtype=np.int64)])
+            self._values = np.concatenate([self._values, np.zeros((3, room))], axis=1)
+        self._ids[place] = token
+        self._values[0, place] += 1
+        self._values[1, place] = 1
+
+
+def _counts(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+    )
+
+
+class Adjuster:
+    """Changes scores as :func:`shoal.model.generate.adjust` does, all rows together.
+
+    Args:
+        grammars: knows which tokens the grammars of requests allow.
+    """
+
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        self._histories: Book[_History] = Book(_History)
+        self._grammars = grammars
+
+    def __call__(
+        self, logits_RV: Tensor, requests: Sequence[Request]
+    ) -> tuple[Tensor, dict[str, str]]:
+        """Scores [R, V] to choose by, and why requests cannot go on.
+
+        The scores are the same tensor if no request changes any.
+
+        Args:
+            logits_RV: scores of all tokens; left as they are.
+            requests: whose rows they are.
+        """
+        scored = [
+            row for row, one in enumerate(requests) if one.params.logit_bias or _counts(one.params)
+        ]
+        early = [
+            (row, token)
+            for row, one in enumerate(requests)
+            if one.n_generated < one.params.min_tokens
+            for token in one.params.stop_ids
+        ]
+        formed = [row for row, one in enumerate(requests) if one.params.grammar is not None]
+        if not scored and not early and not formed:
+            return logits_RV, {}
+        scores_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32), copy=True)
+        if scored:
+            self._penalise(scores_RV, scored, [requests[row] for row in scored])
+        if early:
+            row_E, token_E = torch.tensor(early, device=scores_RV.device).unbind(-1)
+            scores_RV[row_E, token_E] = float("-inf")
+        failed = self._keep_form(scores_RV, formed, requests) if formed else {}
+        return scores_RV, failed
+
+    def _keep_form(
+        self, scores_RV: Tensor, rows: list[int], requests: Sequence[Request]
+    ) -> dict[str, str]:
+        if self._grammars is None:
+            reason = "its grammar: this engine has no tokenizer; leave the form of the answer out"
+            return {requests[row].id: reason for row in rows}
+        allowed, failed = self._grammars.allowed(
+            [requests[row] for row in rows], scores_RV.shape[-1]
+        )
+        banned_RV = torch.from_numpy(~allowed).to(scores_RV.device)
+        scores_RV[rows] = scores_RV[rows].masked_fill(banned_RV, float("-inf"))
+        for row in rows:
+            if requests[row].id in failed:  # whatever is chosen now is for nobody
+                scores_RV[row] = 0.0
+        return failed
+
+    def _penalise(self, scores_RV: Tensor, rows: list[int], requests: list[Request]) -> None:
+        changes = [history.changes() for history in self._histories.of(requests)]
+        sizes = [len(ids) for ids, _ in changes]
+        settings = [
+            (row, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            for row, p in zip(rows, [one.params for one in requests], strict=True)
+        ]
+        table = np.concatenate(
+            [
+                np.concatenate([values for _, values in changes], axis=1),
+                np.repeat(np.array(settings), sizes, axis=0).T,
+            ]
+        )
+        device = scores_RV.device
+        token_E = torch.from_numpy(np.concatenate([ids for ids, _ in changes])).to(device)
+        count_E, seen_E, bias_E, row_E, repetition_E, frequency_E, presence_E = torch.from_numpy(
+            table
+        ).to(device)
+        row_E = row_E.long()
+        # In the order and the precision of the reference, so that the last bit is the same.
+        score_E = scores_RV[row_E, token_E].double()
+        repeated_E = torch.where(score_E > 0, score_E / repetition_E, score_E * repetition_E)
+        score_E = torch.where(seen_E > 0, repeated_E, score_E)
+        score_E -= count_E * frequency_E + presence_E * (count_E > 0)
+        changed_E = score_E + bias_E
+        most = torch.finfo(torch.float32).max
+        sound_E = scores_RV[row_E, token_E].isfinite()
+        changed_E = torch.where(sound_E, changed_E.clamp(-most, most), changed_E)
+        scores_RV[row_E, token_E] = changed_E.to(scores_RV.dtype)

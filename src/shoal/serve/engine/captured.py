@@ -1,0 +1,134 @@
+"""Steps in which every request computes one token, recorded once for each number of them.
+
+What changes from step to step, the tokens, their places, and the blocks that they see, is
+written to tensors that stay where they are; the kernels of the whole model are then asked by one
+call. A recording is believed only if it gives the same bits as the step that it was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.ir import Chunk
+from shoal.kernel.protocols import Ready
+from shoal.kernel.tape import Tape, record
+from shoal.model.transformer import Transformer
+from shoal.serve.cache.paged import PagedCache
+
+__all__ = ["Captured"]
+
+# Steps of more tokens take so long that asking the kernels is little beside.
+_MOST = 64
+
+
+class _Inputs:
+    """What a step of N single tokens is about, in memory that stays: tokens, places, blocks."""
+
+    def __init__(self, rows: int, width: int, hidden: Tensor) -> None:
+        self.fed = torch.zeros(4, rows, dtype=torch.int64)  # token, position, slot, length
+        self.blocks = torch.zeros(rows, width, dtype=torch.int32)
+        self.x_ND = hidden.new_zeros(rows, hidden.shape[1])
+        self._fed, self._blocks = self.fed.numpy(), self.blocks.numpy()
+        self._held: list[Sequence[int]] = [()] * rows
+
+    def write(self, chunks: Sequence[Chunk], block_size: int) -> None:
+        """The tokens of these requests."""
+        columns = []
+        for row, chunk in enumerate(chunks):
+            first, blocks = chunk.start, chunk.request.blocks
+            place, offset = divmod(first, block_size)
+            columns.append(
+                (chunk.request.tokens[first], first, blocks[place] * block_size + offset, first + 1)
+            )
+            seen = blocks[: place + 1]
+            if seen != self._held[row]:
+                self._blocks[row, : len(seen)] = seen
+                self._held[row] = seen
+        self._fed[:] = np.array(columns, dtype=np.int64).T
+
+
+class Captured:
+    """Scores of single tokens, by recorded steps of a model.
+
+    Args:
+        model: whole, in this process; its weights stay where they are.
+        cache: its own.
+        attention: kernel of ``paged_attention`` for single tokens.
+        longest: most tokens of a request.
+    """
+
+    def __init__(
+        self, model: Transformer, cache: PagedCache, attention: Ready, longest: int
+    ) -> None:
+        self._model, self._cache, self._attention = model, cache, attention
+        self._weight = model.weight  # a look-up of every module is saved in every step
+        self._longest = longest
+        self._seen: set[int] = set()
+        self._inputs: dict[int, _Inputs] = {}
+        self._tapes: dict[int, Tape] = {}
+        self.reasons: dict[int, str] = {}  # why steps of so many tokens are not recorded
+
+    def over(self, cache: PagedCache) -> Captured:
+        """The same for another cache of the model, with nothing recorded yet."""
+        return Captured(self._model, cache, self._attention, self._longest)
+
+    def __call__(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Logits [N, V] of the tokens of a step; None where it must be computed as others are.
+
+        Args:
+            chunks: of the step; longest context first.
+        """
+        rows = len(chunks)
+        if rows in self.reasons or rows > _MOST or chunks[0].stop > self._longest:
+            return None
+        if any(chunk.length > 1 for chunk in chunks):
+            return None
+        if rows not in self._seen:
+            # The first step of a kind may prepare kernels, which nobody wants repeated.
+            self._seen.add(rows)
+            return None
+        if rows not in self._inputs:
+            width = -(-self._longest // self._cache.block_size)
+            self._inputs[rows] = _Inputs(rows, width, self._weight)
+        inputs = self._inputs[rows]
+        inputs.write(chunks, self._cache.block_size)
+        self._embed(inputs)
+        tape = self._tapes.get(rows)
+        if tape is None:
+            return self._record(inputs)
+        return tape.result if tape.play() else None
+
+    def _embed(self, inputs: _Inputs) -> None:
+        torch.index_select(self._weight, 0, inputs.fed[0], out=inputs.x_ND)
+
+    def _record(self, inputs: _Inputs) -> Tensor:
+        """Compute a step, and keep what was asked if that gives the same again."""
+        model, cache = self._model, self._cache
+        _, position_N, slots_N, lengths_N = inputs.fed
+
+        def mixer(layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
+            cache.write(layer, slots_N, k_NKd, v_NKd)
+            out: Tensor = self._attention(
+                q_NHd, *cache.sides(layer), inputs.blocks, lengths_N, None
+            )
+            return out
+
+        def compute() -> Tensor:
+            return model.logits(model.finished(*model.through(inputs.x_ND, position_N, mixer)))
+
+        result, tape = record(compute)
+        rows = len(lengths_N)
+        if isinstance(tape, str):
+            self.reasons[rows] = tape
+            return result
+        computed = result.clone()
+        self._embed(inputs)
+        if tape.play() and torch.equal(result, computed):
+            self._tapes[rows] = tape
+        else:
+            self.reasons[rows] = "a kernel that is not seen"
+        return computed

@@ -1,0 +1,267 @@
+"""The engine's own process: it owns model and cache and computes, and does nothing else.
+
+``python -m shoal.serve.engine.process --fd N`` talks to the HTTP process through a socket that it
+inherits. It loads what the first message says. Then it takes in what has come (without waiting
+while there is work), runs one step, and sends what the step gave, again and again. It ends when
+its parent does.
+
+Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
+fork_of), ``abort`` (id), ``adapter`` (number, do, name, path: load, unload, merge or unmerge it),
+``views`` (number: what concurrent workers see), ``ping`` (number). Messages out: ``answer``
+(number, answer: to ``views``, or what went wrong with an adapter), ``ready`` (what the model is),
+``outputs``, ``refused`` (a request that cannot be served, with the reason), ``error`` (one that the
+engine failed on), ``vector`` (of a text), ``began`` (ids, and when their first step began),
+``pong`` (number, stats), ``failed`` (why the process ends).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shoal.core.config import parse
+from shoal.core.errors import ServeError, ShoalError
+from shoal.core.parts import load_object, table
+from shoal.core.traits import traits
+from shoal.ir.serve_job import ServeJob
+from shoal.ir.serving import Output, Request
+from shoal.serve.decode.protocols import DecodePart
+from shoal.serve.engine.failure import failure
+from shoal.serve.engine.wire import Decoder, encode, pack_output, unpack_params
+
+if TYPE_CHECKING:
+    from shoal.model.config import ModelConfig
+    from shoal.serve.adapters.loaded import AdapterBank
+
+__all__ = [
+    "DEFAULT_FACTORY",
+    "Connection",
+    "EngineLike",
+    "factory_of",
+    "main",
+    "serve",
+]
+
+DEFAULT_FACTORY = "shoal.serve.engine.build:build_engine"
+
+
+def factory_of(job: ServeJob) -> str:
+    """What builds the engine of a job: one that computes, or one made of several processes."""
+    decode: DecodePart = table("decode").build(job.decode, where="decode")
+    factory = decode.factory()
+    if factory is not None:
+        return factory
+    if job.parallel.world > 1:
+        return "shoal.serve.ranks.workers:build_engine"
+    if "lends_blocks" in traits("kv", job.kv):
+        return "shoal.serve.cluster.distkv:build_engine"
+    return DEFAULT_FACTORY if job.disagg is None else "shoal.serve.cluster.disagg:build_engine"
+
+
+log = logging.getLogger("shoal.serve")
+
+_READ_BYTES = 2**20
+
+
+class EngineLike(Protocol):
+    """What the process needs of an engine."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would compute something."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ServeError if it can never run."""
+        ...
+
+    def abort(self, request_id: str) -> Output | None:
+        """Forget a request."""
+        ...
+
+    def step(self) -> list[Output]:
+        """Plan, execute, commit."""
+        ...
+
+    def told(self) -> list[dict[str, Any]]:
+        """Messages ``refused``, ``error``, ``vector`` and ``began`` of the last steps."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters for metrics."""
+        ...
+
+
+class Connection:
+    """The connection to the process that gives the work.
+
+    Args:
+        connection: a stream of messages.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._decoder = Decoder()
+
+    def receive(
+        self, timeout_s: float | None, others: Sequence[socket.socket] = ()
+    ) -> Iterator[dict[str, Any]]:
+        """Messages that are here, or come within the time; EOFError when the parent is gone.
+
+        Args:
+            timeout_s: how long to wait; None for as long as it takes.
+            others: sockets whose messages end the wait, too.
+        """
+        readable, _, _ = select.select([self._socket, *others], [], [], timeout_s)
+        if self._socket not in readable:
+            return
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise EOFError
+        yield from self._decoder.feed(data)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send, waiting until the parent has room."""
+        self._socket.sendall(encode(message))
+
+    def tell_end(self, reason: str, known: bool) -> None:
+        """Send the reason of the end; a parent that is gone too needs none."""
+        try:
+            self.send({"kind": "failed", "message": reason, "known": known})
+        except OSError:
+            print(f"error: {reason}", file=sys.stderr)
+
+
+def serve(connection: socket.socket) -> None:
+    """Load what the parent says and answer its messages until it goes away.
+
+    Args:
+        connection: to the parent.
+
+    Raises:
+        ShoalError: the model cannot be loaded, or a step failed; the parent was told.
+    """
+    parent = Connection(connection)
+    try:
+        start: Mapping[str, Any] | None = None
+        while start is None:
+            start = next(parent.receive(None), None)
+        engine = _start(start, parent)
+        while True:
+            # An engine of several processes has work when one of them has something to say.
+            others: Sequence[socket.socket] = getattr(engine, "sockets", ())
+            for message in parent.receive(0.0 if engine.busy else None, others):
+                _handle(engine, message, parent)
+            if engine.busy:
+                outputs = engine.step()
+                for message in engine.told():
+                    parent.send(message)
+                if outputs:
+                    parent.send({"kind": "outputs", "outputs": [pack_output(o) for o in outputs]})
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # nobody is left to compute for
+    except Exception as cause:
+        known = isinstance(cause, ShoalError)
+        reason = str(cause) if known else f"{type(cause).__name__}: {cause}"
+        parent.tell_end(reason, known)
+        raise
+
+
+def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
+    job = parse(ServeJob, start["job"], where="job")
+    engine: EngineLike
+    config: ModelConfig
+    engine, config = load_object(start["factory"])(job)
+    parent.send(
+        {
+            "kind": "ready",
+            "vocab_size": config.vocab_size,
+            "max_position": min(job.max_position or config.max_position, config.max_position),
+            "eos_ids": sorted(config.eos_ids),
+            "workers": getattr(engine, "workers", 1),
+            "streams": getattr(engine, "streams", 1),
+            "shares": getattr(engine, "shares", False),
+        }
+    )
+    return engine
+
+
+def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) -> None:
+    kind = message.get("kind")
+    if kind == "add":
+        tokens = list(message["tokens"])
+        request = Request(
+            id=message["id"],
+            tokens=tokens,
+            n_prompt=len(tokens),
+            params=unpack_params(message["params"]),
+            arrival=time.monotonic(),
+            priority=message["priority"],
+            adapter=message["adapter"],
+            salt=message["salt"],
+            fork_of=message["fork_of"],
+        )
+        try:
+            engine.add(request)
+        except ServeError as cause:
+            parent.send({"kind": "refused", "id": request.id, "message": str(cause)})
+        except Exception as cause:  # of a request, which ends alone
+            log.exception("request %s could not be queued", request.id)
+            engine.abort(request.id)
+            parent.send({"kind": "error", "id": request.id, "message": failure(cause)})
+    elif kind == "abort":
+        engine.abort(message["id"])
+    elif kind == "ping":
+        parent.send({"kind": "pong", "number": message["number"], "stats": dict(engine.stats())})
+    elif kind == "adapter":
+        error = _adapter(engine, message["do"], message["name"], message["path"])
+        parent.send({"kind": "answer", "number": message["number"], "answer": error})
+    elif kind == "views":
+        views: Callable[[], list[dict[str, Any]]] = getattr(engine, "views", list)
+        parent.send({"kind": "answer", "number": message["number"], "answer": views()})
+    else:
+        raise ServeError(
+            f"message to the engine = {kind!r}: expected add, abort, adapter, views or ping"
+        )
+
+
+def _adapter(engine: EngineLike, what: str, name: str, path: str) -> str | None:
+    """Change an adapter; what went wrong, if anything."""
+    bank: AdapterBank | None = getattr(engine, "adapters", None)
+    if bank is None:
+        return "this engine has no room for adapters; serve with --max-adapters"
+    try:
+        if what == "load":
+            bank.load(name, Path(path))
+        else:
+            {"unload": bank.unload, "merge": bank.merge, "unmerge": bank.unmerge}[what](name)
+    except ServeError as cause:
+        return str(cause)
+    except Exception as cause:  # of an adapter, which is not there then
+        log.exception("adapter %s: cannot %s it", name, what)
+        return f"adapter {name!r}: the engine failed to {what} it ({failure(cause)})"
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Take over the socket that the command line names, and serve."""
+    parser = argparse.ArgumentParser(prog="shoal.serve.engine.process", description=__doc__)
+    parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
+    options = parser.parse_args(arguments)
+    with socket.socket(fileno=options.fd) as connection:
+        try:
+            serve(connection)
+        except ShoalError:
+            return 2  # the parent was told the reason
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""serve.http: OpenAI's endpoints: connections, limits, requests, answers and their streams."""

@@ -1,0 +1,265 @@
+"""What stands before every route: hosts, origins, the key, sizes, and the last resort.
+
+It is the outermost layer of the application, so that nothing behind it is reached without
+the key, and no error leaves in another shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.core.errors import ServeError, require
+from shoal.serve.http.door import Door
+from shoal.serve.http.errors import ApiError, as_api_error, error_response
+from shoal.serve.http.limits import HttpLimits
+
+__all__ = ["Access", "Guard", "is_loopback"]
+
+log = logging.getLogger("shoal.serve")
+
+# The only route that answers without a key: load balancers and containers ask it.
+OPEN = frozenset({"/health"})
+
+# Whoever watches a server that ends may go on.
+_WHILE_DRAINING = frozenset({"/metrics"})
+
+# What is counted for a client that left before there was an answer.
+_LEFT = 499
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may call.
+
+    Args:
+        key: what ``Authorization: Bearer`` must have; None lets everybody on this machine in.
+        hosts: names besides those of this machine that ``Host`` may have; ``*`` for any.
+        origins: web pages that may call, such as ``http://localhost:3000``.
+    """
+
+    key: str | None = None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.key is None
+            or (
+                self.key.isascii()
+                and self.key.isprintable()
+                and " " not in self.key
+                and len(self.key) >= 8
+            ),
+            "the API key",
+            "***",
+            expected="at least 8 printable ASCII characters without spaces",
+            hint="make one with: openssl rand -hex 16",
+            error=ServeError,
+        )
+        for origin in self.origins:
+            parts = urlsplit(origin)
+            require(
+                parts.scheme in ("http", "https") and bool(parts.netloc) and not parts.path,
+                "allowed origin",
+                origin,
+                expected="scheme and host such as http://localhost:3000",
+                error=ServeError,
+            )
+
+
+class Guard:
+    """The outermost layer.
+
+    Args:
+        app: what it guards.
+        access: who may call.
+        limits: sizes of headers.
+        count: called with (path, status) of every request.
+        door: closed while the server drains.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        limits: HttpLimits,
+        count: Callable[[str, int], None],
+        door: Door,
+    ) -> None:
+        self._app = app
+        self._door = door
+        self._limits = limits
+        self._count = count
+        self._origins = frozenset(access.origins)
+        self._hosts = _LOCAL_NAMES | {host.lower() for host in access.hosts}
+        # Compared as digests: equal lengths, so that the time tells nothing about the key.
+        self._digest = _digest(access.key.encode()) if access.key is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or let through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = name
+                if origin in self._origins:
+                    out = MutableHeaders(scope=message)
+                    out["access-control-allow-origin"] = origin
+                    out["vary"] = "Origin"
+            await send(message)
+
+        # Whoever asks may name the request, so that both logs have the same name.
+        given = headers.get("x-request-id", "")
+        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = name
+        try:
+            await self._guarded(scope, headers, receive, watched)
+        except ServeError as cause:
+            await self._answer(as_api_error(cause), status, scope, receive, watched)
+        except Exception:
+            log.exception("%s %s failed (request %s)", scope["method"], scope["path"], name)
+            error = ApiError(
+                "the server failed on this request; its log has the reason",
+                status=500,
+                code="server_error",
+            )
+            await self._answer(error, status, scope, receive, watched)
+        finally:
+            log.debug("%s %s %d (request %s)", scope["method"], scope["path"], status, name)
+            self._count(scope["path"], status or _LEFT)
+
+    async def _answer(
+        self, error: ApiError, status: int, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if status:
+            raise error  # an answer has begun; the connection is cut, so nobody takes it for whole
+        await error_response(error)(scope, receive, send)
+
+    async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        self._check_size(scope)
+        self._check_host(headers.getlist("host"))
+        if self._check_origin(headers) and scope["method"] == "OPTIONS":
+            await _preflight(send)
+            return
+        if scope["path"] not in OPEN:
+            self._check_key(headers)
+        if self._door.closed and scope["path"] not in _WHILE_DRAINING:
+            raise ApiError(
+                "the server is stopping and takes no more requests; ask another one",
+                status=503,
+                code="draining",
+                retry_after_s=1,
+            )
+        self._door.inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._door.inside -= 1
+
+    def _check_size(self, scope: Scope) -> None:
+        fields: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        size += sum(len(name) + len(value) + 4 for name, value in fields)
+        if size > self._limits.header_bytes or len(fields) > self._limits.headers:
+            raise ApiError(
+                f"headers of {len(fields)} fields and {size} B: expected at most "
+                f"{self._limits.headers} fields and {self._limits.header_bytes} B",
+                status=431,
+                code="headers_too_large",
+            )
+
+    def _check_host(self, given: list[str]) -> None:
+        name = _host_name(given[0]) if len(given) == 1 else None
+        if "*" not in self._hosts and name not in self._hosts:
+            raise ApiError(
+                f"Host = {', '.join(given)[:80]!r}: expected a name of this server; "
+                "allow more with --allow-host",
+                status=403,
+                code="host_not_allowed",
+            )
+
+    def _check_origin(self, headers: Headers) -> bool:
+        """Whether the request comes from a web page that may call."""
+        origin = headers.get("origin")
+        if origin is None:
+            return False
+        parts = urlsplit(origin)
+        own = parts.scheme in ("http", "https") and parts.netloc == headers.get("host")
+        if not own and origin not in self._origins:
+            raise ApiError(
+                f"Origin = {origin[:80]!r}: web pages of other sites may not call this server; "
+                "allow one with --allow-origin",
+                status=403,
+                code="origin_not_allowed",
+            )
+        return True
+
+    def _check_key(self, headers: Headers) -> None:
+        if self._digest is None:
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip().encode("latin-1", "replace"))
+        if not hmac.compare_digest(given, self._digest) or scheme.lower() != "bearer":
+            raise ApiError(
+                "wrong or missing API key: expected the header Authorization: Bearer KEY with the "
+                "key that the server was started with",
+                status=401,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _host_name(host: str) -> str | None:
+    """The name in a ``Host`` header, without port and brackets."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+async def _preflight(send: Callable[[Message], Awaitable[None]]) -> None:
+    """Tell a browser what an allowed page may send."""
+    headers = [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", b"Authorization, Content-Type"),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})

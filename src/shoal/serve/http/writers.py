@@ -1,0 +1,251 @@
+"""Pieces of answers as the JSON of each endpoint, whole or in chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from shoal.ir.serving import SamplingParams
+from shoal.serve.http.answer import Answer, Piece
+from shoal.serve.http.logprobs import chat_logprobs, completion_logprobs, usage
+from shoal.serve.http.openai import Ask
+from shoal.serve.text.tools import CallReader
+
+__all__ = ["ChatWriter", "CompletionWriter", "Job", "Prompt", "Writer"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is ready for the engine.
+
+    Args:
+        tokens: its ids.
+        text: what it says, where that is known: it is echoed, and offsets count from its start.
+    """
+
+    tokens: Sequence[int]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that an HTTP request makes the engine do.
+
+    Args:
+        id: of the answer.
+        created: s since 1970.
+        ask: what was asked.
+        prompts: each gets ``ask.best_of`` answers.
+        params: of each answer.
+        answers: what has come of each.
+    """
+
+    id: str
+    created: int
+    ask: Ask
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    answers: list[Answer]
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt that an answer belongs to."""
+        return self.prompts[index // self.ask.best_of]
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; of a prompt with several answers, those that its first one found."""
+        return usage(
+            sum(len(prompt.tokens) for prompt in self.prompts),
+            sum(answer.num_tokens for answer in self.answers),
+            sum(answer.num_cached for answer in self.answers[:: self.ask.best_of]),
+        )
+
+
+class Writer(Protocol):
+    """How the pieces of a job become JSON."""
+
+    def chunk(self, choices: list[dict[str, Any]], *, last: bool = False) -> dict[str, Any]:
+        """A chunk of a stream; the last one, without choices, has the usage."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice that comes before an answer's first piece, if there is one."""
+        ...
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """The choice of a piece; None if it has nothing to tell yet."""
+        ...
+
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        """All answers at once."""
+        ...
+
+
+class _Writer:
+    """What both endpoints share."""
+
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self._job = job
+        self._name = name
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._job.id,
+            "object": kind,
+            "created": self._job.created,
+            "model": self._name,
+            "choices": choices,
+        }
+
+    def chunk(self, choices: list[dict[str, Any]], *, last: bool = False) -> dict[str, Any]:
+        """A chunk of a stream; the last one has the usage."""
+        frame = self._frame(self.chunk_kind, choices)
+        if self._job.ask.include_usage:
+            frame["usage"] = self._job.usage() if last else None
+        return frame
+
+    def _silent(self, piece: Piece) -> bool:
+        return not (piece.text or piece.entries or piece.finish or self._job.ask.token_ids)
+
+    def _ids(self, index: int, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
+        ids: dict[str, Any] = {} if self._job.params[index].workers == 1 else {"worker": index}
+        if not self._job.ask.token_ids:
+            return ids
+        ids["token_ids"] = piece.tokens
+        if with_prompt:
+            ids["prompt_token_ids"] = list(self._job.prompt_of(index).tokens)
+        return ids
+
+
+class CompletionWriter(_Writer):
+    """``/v1/completions``."""
+
+    kind = chunk_kind = "text_completion"
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The prompt, where it is echoed."""
+        return self._choice(index, Piece(text=self._echo(index))) if self._echo(index) else None
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """A piece of text."""
+        return None if self._silent(piece) else self._choice(index, piece)
+
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        """All answers at once."""
+        choices = []
+        for place, index in enumerate(self._kept(answers)):
+            choice = {**self._choice(index, answers[index], whole=True), "index": place}
+            choice["text"] = self._echo(index) + choice["text"]
+            choices.append(choice)
+        return {**self._frame(self.kind, choices), "usage": self._job.usage()}
+
+    def _kept(self, answers: Sequence[Piece]) -> list[int]:
+        """The answers to give: of each prompt those that are likeliest by the token."""
+        ask = self._job.ask
+        if ask.best_of == ask.n:
+            return list(range(len(answers)))
+
+        def likely(index: int) -> float:
+            logprobs = [entry.logprob for entry in answers[index].entries]
+            return sum(logprobs) / len(logprobs) if logprobs else -math.inf
+
+        kept = []
+        for first in range(0, len(answers), ask.best_of):
+            group = range(first, first + ask.best_of)
+            kept += sorted(group, key=likely, reverse=True)[: ask.n]
+        return kept
+
+    def _echo(self, index: int) -> str:
+        return (self._job.prompt_of(index).text or "") if self._job.ask.echo else ""
+
+    def _choice(self, index: int, piece: Piece, *, whole: bool = False) -> dict[str, Any]:
+        wanted = self._job.ask.logprobs is not None
+        start = len(self._job.prompt_of(index).text or "")
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": completion_logprobs(piece.entries, start) if wanted else None,
+            "finish_reason": piece.finish,
+            **self._ids(index, piece, with_prompt=whole),
+        }
+
+
+class ChatWriter(_Writer):
+    """``/v1/chat/completions``."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job, name)
+        tools = job.ask.tools is not None
+        self._readers = [CallReader() if tools else None for _ in job.params]
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Who speaks."""
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """A piece of text, or calls."""
+        if self._silent(piece):
+            return None
+        text, calls = self._read(index, piece)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = calls
+        if not delta and self._silent(replace(piece, text="")):
+            return None  # the text may be part of a call
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": self._finish(index, piece),
+            **self._ids(index, piece, with_prompt=False),
+        }
+
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        """All answers at once."""
+        choices = [self._message(index, piece) for index, piece in enumerate(answers)]
+        return {**self._frame(self.kind, choices), "usage": self._job.usage()}
+
+    def _message(self, index: int, piece: Piece) -> dict[str, Any]:
+        text, _ = self._read(index, piece)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        reader = self._readers[index]
+        if reader is not None and reader.calls:
+            calls = [call.as_json() for call in reader.calls]
+            message |= {"content": text or None, "tool_calls": calls}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": self._finish(index, piece),
+            **self._ids(index, piece, with_prompt=True),
+        }
+
+    def _read(self, index: int, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """Words and parts of calls of a piece."""
+        reader = self._readers[index]
+        if reader is None:
+            return piece.text, []
+        text, parts = reader.feed(piece.text, last=piece.finish is not None)
+        return text, [part.as_json() for part in parts]
+
+    def _finish(self, index: int, piece: Piece) -> str | None:
+        reader, tools = self._readers[index], self._job.ask.tools
+        # Of a function that the request named, the model has not chosen to call it.
+        called = reader is not None and bool(reader.calls) and not (tools and tools.named)
+        return "tool_calls" if called and piece.finish == "stop" else piece.finish
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        wanted = self._job.ask.logprobs is not None
+        return chat_logprobs(piece.entries) if wanted else None

@@ -1,0 +1,1 @@
+"""serve.text: prompts and answers as text: tokens, templates, tools, grammars."""
