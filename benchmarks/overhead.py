@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal.core.measure import bootstrap, interleave
 from shoal.ir import Request, SamplingParams, ServeJob
 from shoal.model.config import ModelConfig
-from shoal.serve.engine.build import engine_of, prepare
 from shoal.serve.engine import runner as runners
+from shoal.serve.engine.build import engine_of, prepare
 from shoal.train import zoo
 
 # The shape of the comparison with other engines.

@@ -386,7 +386,9 @@ PRECISIONS = {
 
 @pytest.mark.parametrize("row", PRECISIONS)
 def test_recorded_steps_of_kernels(row, home):
-    if "exact" in row and (reason := kernels_of("linear")["cpp"].refuses(Linear(1, 64, 64, "fp32"))):
+    if "exact" in row and (
+        reason := kernels_of("linear")["cpp"].refuses(Linear(1, 64, 64, "fp32"))
+    ):
         pytest.skip(reason)
     engine = shipped(home, PRECISIONS[row], model_of(dtype=torch.float32))
     if "ngram" in row:

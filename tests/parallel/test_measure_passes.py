@@ -14,6 +14,7 @@ from shoal.parallel.check import Fresh
 from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
+from shoal.parallel.pipeline import measure_passes as measured
 from shoal.parallel.pipeline.measure_passes import (
     Alone,
     Cheap,
@@ -23,7 +24,6 @@ from shoal.parallel.pipeline.measure_passes import (
     pass_costs,
     send_times,
 )
-from shoal.parallel.pipeline import measure_passes as measured
 
 
 @pytest.mark.parametrize(

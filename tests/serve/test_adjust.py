@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.model.generate import adjust, sample  # noqa: E402
-from shoal.serve.engine.adjust import Adjuster  # noqa: E402
 from shoal.serve.engine import adjust as module  # noqa: E402
+from shoal.serve.engine.adjust import Adjuster  # noqa: E402
 from shoal.serve.engine.sampler import choose  # noqa: E402
 
 VOCAB = 40

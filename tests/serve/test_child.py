@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from shoal.core.errors import ServeError
-from shoal.serve.engine.child import Child, readable
 from shoal.serve.engine import child as module
+from shoal.serve.engine.child import Child, readable
 
 pytestmark = pytest.mark.multi
 
