@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 from parallel_splits import AXES, FOUR, config, job, pairs
 
 from shoal.core.errors import ShoalError
+from shoal.core.traits import traits
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.check import same_as_one
 from shoal.parallel.engine import Engine
+from shoal.plan.schedules import SCHEDULES
+
+WHOLE = [name for name in SCHEDULES if "skips_stages" not in traits("schedule", name)]
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +42,12 @@ def _splits(draw: st.DrawFn, most: int) -> tuple[dict[str, Any], dict[str, Any]]
     if tp > 1:
         parallel["sp"] = draw(st.booleans())
     if pp > 1:
-        schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "vhalf"]))
-        parallel["schedule"] = schedule
-        parallel["vpp"] = 2 if schedule in ("zbv", "vhalf", "interleaved") and pp <= 4 else 1
-        if parallel["vpp"] == 1 and schedule in ("zbv", "vhalf", "interleaved"):
-            parallel["schedule"] = "1f1b"
+        several = pp <= 4
+        names = [
+            name for name in WHOLE if several or "several_stages" not in traits("schedule", name)
+        ]
+        parallel["schedule"] = draw(st.sampled_from(names))
+        parallel["vpp"] = 2 if "several_stages" in traits("schedule", parallel["schedule"]) else 1
     vocab = ["auto", "none"] + (["pp"] if pp > 1 else [])
     parallel["vocab"] = draw(st.sampled_from(vocab))
     if parallel["vocab"] == "pp":
@@ -50,7 +55,7 @@ def _splits(draw: st.DrawFn, most: int) -> tuple[dict[str, Any], dict[str, Any]]
     if parallel["cp"] > 1:
         parallel["context"] = draw(st.sampled_from(["ring", "zigzag"]))
     parallel["order"] = "-".join(draw(st.permutations(AXES)))
-    split = parallel.get("schedule") in ("zb_h1", "zbv", "vhalf")
+    split = "splits_backward" in traits("schedule", parallel.get("schedule", "1f1b"))
     shards = ["replicated", "zero1"]
     if not split and parallel["vocab"] != "pp" and dp * parallel["cp"] > 1:
         shards += ["zero2", "zero3"]

@@ -18,7 +18,7 @@ from shoal.plan.schedules.common import looped, sends, vee
 from shoal.plan.schedules.torch_csv import from_torch_csv, to_torch_csv
 from shoal.plan.schedules.vocab import with_vocabulary
 
-V_SHAPED = ("zbv", "vhalf")
+V_SHAPED = tuple(name for name in SCHEDULES if SCHEDULES.build(name).chunks == 2)
 
 
 def build(name: str, pp: int, microbatches: int, vpp: int = 2) -> Schedule:
@@ -57,9 +57,10 @@ def test_bubble_is_what_the_simulator_finds(schedule: Schedule) -> None:
     assert part.bubble(schedule.ranks, schedule.microbatches, vpp) == pytest.approx(found)
 
 
+@pytest.mark.parametrize("name", V_SHAPED)
 @pytest.mark.parametrize("pp", range(1, 18))
-def test_bubble_of_vhalf_holds_for_any_number_of_ranks(pp: int) -> None:
-    part = SCHEDULES.build("vhalf")
+def test_bubble_of_a_v_holds_for_any_number_of_ranks(name: str, pp: int) -> None:
+    part = SCHEDULES.build(name)
     for microbatches in range(1, pp + 4):
         found = simulate(part.build(pp, microbatches, 2), OpCosts.uniform(2 * pp)).bubble
         assert part.bubble(pp, microbatches, 2) == pytest.approx(found)
@@ -116,6 +117,14 @@ def test_zbv_has_no_bubble_but_the_slope(pp: int, more: int) -> None:
     schedule = build("zbv", pp, microbatches)
     assert unit(schedule) == 6 * microbatches + pp - 1
     assert max(schedule.in_flight()) <= 2 * pp
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(V_SHAPED), st.integers(1, 18), st.integers(1, 24))
+def test_a_v_holds_what_it_says(name: str, pp: int, microbatches: int) -> None:
+    part, schedule = SCHEDULES.build(name), build(name, pp, microbatches)
+    assert max(schedule.in_flight()) <= 2 * part.in_flight(pp, microbatches, 2)
+    assert schedule.place == vee(pp)
 
 
 @settings(max_examples=60, deadline=None)

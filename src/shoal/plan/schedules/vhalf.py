@@ -16,13 +16,11 @@ from shoal.core.parts import part
 from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
-from shoal.ir.schedule import Op, Schedule
+from shoal.ir.schedule import Schedule
+from shoal.plan.schedules.blocks import PERIOD, Block, repeated
 from shoal.plan.schedules.common import boundary_estimate, check_numbers, vee
 
 __all__ = ["VHalf"]
-
-# Passes of one micro-batch on one rank: F, I and W of two chunks, each one unit long.
-PERIOD = 6
 
 
 @part
@@ -35,16 +33,13 @@ class VHalf:
     def build(self, pp: int, microbatches: int, vpp: int = 2) -> Schedule:
         """Passes of rank r sorted by the block's offset plus six times the micro-batch."""
         check_numbers("vhalf", pp, microbatches, vpp, self.chunks)
-        programs = []
-        for rank in range(pp):
-            block = _block(pp, rank)
-            timed = sorted(
-                (at + PERIOD * mb, Op(kind, stage, mb))
-                for mb in range(microbatches)
-                for at, kind, stage in block
-            )
-            programs.append(tuple(op for _, op in timed))
-        return Schedule("vhalf", tuple(programs), vee(pp), microbatches)
+        gap = 3 if pp % 2 == 0 else 0
+
+        def block(rank: int) -> Block:
+            up = 3 * pp + gap + 2 * rank - 1
+            return Block(2 * rank, 3 * pp - rank - 2, up, 6 * pp + gap - rank - 2)
+
+        return repeated("vhalf", pp, microbatches, block)
 
     def bubble(self, pp: int, microbatches: int, vpp: int = 2) -> float:
         """About ``7 pp / 2`` of the units that F, I and W take each, where 1F1B has ``6 pp``.
@@ -63,30 +58,3 @@ class VHalf:
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes of the boundaries of both chunks; the turn of the V stays on its rank."""
         return boundary_estimate(work, machine, vee(work.job.parallel.pp))
-
-
-def _block(pp: int, rank: int) -> list[tuple[int, str, int]]:
-    """(time, kind, stage) of the first micro-batch's passes on ``rank``."""
-    gap = 3 if pp % 2 == 0 else 0
-    down, up = 2 * rank, 3 * pp - rank - 2
-    back_up, back_down = 3 * pp + gap + 2 * rank - 1, 6 * pp + gap - rank - 2
-    free = sorted(set(range(PERIOD)) - {at % PERIOD for at in (down, up, back_up, back_down)})
-    # Two places of the period are left for the weights; sooner holds less.
-    weights = min(
-        ((_next(back_up, one), _next(back_down, other)) for one, other in (free, free[::-1])),
-        key=sum,
-    )
-    lower, upper = rank, 2 * pp - 1 - rank
-    return [
-        (down, "F", lower),
-        (up, "F", upper),
-        (back_up, "I", upper),
-        (back_down, "I", lower),
-        (weights[0], "W", upper),
-        (weights[1], "W", lower),
-    ]
-
-
-def _next(after: int, residue: int) -> int:
-    """The first time beyond ``after`` that is ``residue`` within the period."""
-    return after + 1 + (residue - after - 1) % PERIOD
