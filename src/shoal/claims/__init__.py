@@ -43,6 +43,11 @@ STUDIES = PartTable(
         "topology": "shoal.plan.topology.topology_study:TopologyStudy",
         "tune": "shoal.plan.tune.tune_study:TuneStudy",
     },
+    about=(
+        "A calculation about a technique; nothing of a job runs. Chosen by the word after "
+        "`shoal explain`."
+    ),
+    protocol="shoal.ir.explanation:Study",
 )
 
 CLAIMS = PartTable(
@@ -115,4 +120,6 @@ CLAIMS = PartTable(
         "peft": "shoal.claims.experiments.peft:PeftClaim",
         "tune_serving": "shoal.claims.experiments.tune_serving:TuneServing",
     },
+    about="One experiment that judges a paper's claim here. Run by `shoal claims run`.",
+    protocol="shoal.claims.protocols:Experiment",
 )

@@ -11,4 +11,9 @@ JOBS = PartTable(
         "serve": "shoal.serve.kind:Serve",
         "drafter": "shoal.train.drafters.kind:Drafter",
     },
+    about=(
+        "A kind of job: what is planned, run and scored. Chosen by the first word after "
+        "`shoal plan` and `shoal run`."
+    ),
+    protocol="shoal.ir.job_kind:JobKind",
 )

@@ -24,6 +24,11 @@ ACTIVATIONS = PartTable(
         "keep": "shoal.memory.activation:Keep",
         "ssdtrain": "shoal.memory.ssdtrain:SSDTrain",
     },
+    about=(
+        "Where that lies which a forward pass saves for the backward pass. Chosen by the key "
+        "`activation` of a job."
+    ),
+    protocol="shoal.memory.activation:Activation",
 )
 
 OFFLOADS = PartTable(
@@ -34,4 +39,9 @@ OFFLOADS = PartTable(
         "fuyou": "shoal.memory.fuyou:Fuyou",
         "deep_optimizer_states": "shoal.memory.deep_optimizer_states:DeepOptimizerStates",
     },
+    about=(
+        "What of a model's state lies in host memory or on disk. Chosen by the key `offload` "
+        "of a job."
+    ),
+    protocol="shoal.memory.protocols:Offload",
 )
