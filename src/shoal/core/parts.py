@@ -121,6 +121,7 @@ KINDS: dict[str, str] = {
     "drafter": "shoal.train:DRAFTERS",
     "locator": "shoal.train.watch:LOCATORS",
     "memory_code": "shoal.checkpoint.inmemory:MEMORY_CODES",
+    "clusterer": "shoal.fields.data.cluster:CLUSTERERS",
     "claim": "shoal.claims:CLAIMS",
 }
 
