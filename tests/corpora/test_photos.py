@@ -54,5 +54,5 @@ def test_it_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="photo_descriptors.n"):
+    with pytest.raises(ConfigError, match=r"photo_descriptors\.n"):
         photo_descriptors(0)

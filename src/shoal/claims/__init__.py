@@ -74,6 +74,7 @@ CLAIMS = PartTable(
         "infinite_llm": "shoal.claims.experiments.infinite_llm:InfiniteLLM",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "fuyou": "shoal.claims.experiments.fuyou:FuyouClaim",
+        "fasterpam": "shoal.claims.experiments.fasterpam:FasterPAMClaim",
         "fsmoe": "shoal.claims.experiments.fsmoe:FsmoeClaim",
         "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",
         "marlin": "shoal.claims.experiments.marlin:MarlinClaim",
