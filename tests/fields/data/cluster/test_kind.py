@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -189,3 +191,17 @@ def test_the_command_line(data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         assert text in done.output
     scored = CliRunner().invoke(app, ["score"])
     assert "cluster" in scored.output
+
+
+def test_neither_plan_nor_run_loads_torch(data: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path\n"
+        "from shoal.fields.data.cluster.kind import Cluster\n"
+        "from shoal.machine import load\n"
+        "kind = Cluster()\n"
+        f"plan = kind.plan(kind.job_type(data={str(data)!r}, k=4), load('laptop'))[0]\n"
+        f"assert kind.run(plan, Path({str(tmp_path / 'run')!r})).measured['loss'] > 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
