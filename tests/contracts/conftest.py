@@ -8,12 +8,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from shoal.core.config import Kind
 from shoal.core.parts import KINDS, table
-from shoal.ir import Device, Link, Machine, MemoryTier, ServeJob, TrainJob
+from shoal.ir import Device, Link, Machine, MemoryTier, ServeJob, TrainJob, kinds
 
 # Requests made up for these tests, in the forms of the public traces.
 TRACES = Path(__file__).with_name("traces")
@@ -65,89 +66,35 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("workload", "trace"): {"path": str(TRACES / "trace.jsonl")},
 }
 
-# What a part of each kind promises, in the protocols of its room. Complete over KINDS.
-PROTOCOLS: dict[str, str] = {
-    "job": "shoal.ir.job_kind:JobKind",
-    "study": "shoal.ir.explanation:Study",
-    "sink": "shoal.core.meter.protocols:Sink",
-    "pool": "shoal.core.pool.protocols:PoolPart",
-    "probe": "shoal.machine.protocols:Probe",
-    "law": "shoal.cost.scaling.protocols:Law",
-    "log": "shoal.cost.imports.protocols:LogReader",
-    "planner": "shoal.plan.strategy.protocols:Planner",
-    "tuner": "shoal.plan.tune.protocols:Tuner",
-    "emitter": "shoal.plan.emit.protocols:Emitter",
-    "path_planner": "shoal.plan.paths.protocols:PathPlanner",
-    "mapper": "shoal.plan.mapping.protocols:Mapper",
-    "workload": "shoal.cost.workloads.protocols:Workload",
-    "scheduler": "shoal.ir.engine:SchedulerPart",
-    "phase": "shoal.ir.phases:PhasePart",
-    "kv": "shoal.ir.engine:KVPart",
-    "preempt": "shoal.ir.engine:PreemptPart",
-    "balancer": "shoal.plan.balance.replicas.protocols:BalancerPart",
-    "placer": "shoal.plan.placement.protocols:ExpertPlacer",
-    "assigner": "shoal.plan.balance.sequences.assignment:SequenceAssigner",
-    "memory": "shoal.serve.cache.weights:MemoryPart",
-    "speculative": "shoal.serve.decode.protocols:Speculator",
-    "accept": "shoal.serve.decode.protocols:Acceptance",
-    "tree": "shoal.ir.decoding:TreePart",
-    "decode": "shoal.serve.decode.protocols:DecodePart",
-    "unmask": "shoal.serve.decode.diffusion.protocols:Unmask",
-    "refresh": "shoal.serve.decode.diffusion.protocols:Refresh",
-    "iteration": "shoal.serve.decode.diffusion.protocols:Iteration",
-    "hogwild_layout": "shoal.serve.decode.hogwild.protocols:HogwildLayout",
-    "kernel": "shoal.kernel.protocols:Kernel",
-    "weight_format": "shoal.kernel.protocols:WeightFormat",
-    "kv_format": "shoal.kernel.protocols:KVFormat",
-    "family": "shoal.model.protocols:Family",
-    "gate": "shoal.model.protocols:Gate",
-    "attention_kernel": "shoal.model.protocols:AttentionKernelPart",
-    "quantizer": "shoal.model.protocols:Quantizer",
-    "corpus": "shoal.corpora.protocols:Corpus",
-    "packing": "shoal.corpora.protocols:Packing",
-    "optimizer": "shoal.train.protocols:Optimizer",
-    "lr_schedule": "shoal.train.protocols:LrSchedule",
-    "pattern": "shoal.checkpoint.universal.protocols:Pattern",
-    "checkpoint_format": "shoal.checkpoint.formats.protocols:CheckpointFormat",
-    "shard": "shoal.parallel.protocols:Shard",
-    "sync": "shoal.parallel.protocols:Sync",
-    "offload": "shoal.memory.protocols:Offload",
-    "activation": "shoal.memory.activations.protocol:Activation",
-    "schedule": "shoal.ir.schedule:SchedulePart",
-    "context": "shoal.parallel.protocols:ContextPart",
-    "save_mode": "shoal.checkpoint.protocols:SaveMode",
-    "launch": "shoal.train.protocols:Launcher",
-    "peft": "shoal.train.peft.protocols:PeftMethod",
-    "drafter": "shoal.train.drafters.protocols:DrafterPart",
-    "locator": "shoal.train.watch.protocols:FaultLocator",
-    "memory_code": "shoal.checkpoint.inmemory.protocols:MemoryCode",
-    "claim": "shoal.claims.protocols:Experiment",
-}
+
+def _choosers() -> dict[str, str]:
+    """Kind of part -> the job that has a key for it, where exactly one has."""
+    found: dict[str, set[str]] = {}
+    for kind in kinds().values():
+        for field in kind.job_type.model_fields.values():
+            inside = [
+                m for one in get_args(field.annotation) for m in getattr(one, "__metadata__", ())
+            ]
+            for note in (*field.metadata, *inside):
+                if isinstance(note, Kind):
+                    found.setdefault(note.kind, set()).add(kind.job_type.__name__)
+    return {kind: jobs.pop() for kind, jobs in found.items() if len(jobs) == 1}
+
 
 # How the parts of a kind come into play. The name of a Job says that a key of it chooses
 # them, checked against the jobs themselves; the others name the verb that reaches them.
 # Complete over KINDS.
 REACHED: dict[str, str] = {
+    **_choosers(),
     "job": "plan KIND, run KIND",
     "study": "explain",
     "corpus": "TrainJob",
-    "packing": "TrainJob",
-    "optimizer": "TrainJob",
     "lr_schedule": "TrainJob",
-    "shard": "TrainJob",
-    "sync": "TrainJob",
-    "assigner": "TrainJob",
-    "offload": "TrainJob",
-    "activation": "TrainJob",
     "schedule": "TrainJob",
     "context": "TrainJob",
     "placer": "TrainJob",
     "save_mode": "TrainJob",
-    "drafter": "DrafterJob",
-    "workload": "ServeJob",
-    "scheduler": "ServeJob",
     "phase": "serve --disagg, plan serve --slo",
-    "kv": "ServeJob",
     "probe": "probe -> Machine -> every Plan",
     "law": "claims, model size and data of a Plan",
     "planner": "plan --planner",
@@ -157,25 +104,18 @@ REACHED: dict[str, str] = {
     "mapper": "explain mapping --mapper",
     "kernel": "serve --set kernel.OPERATOR=BACKEND, bench kernels",
     "weight_format": "model quantize, ServeJob.weights",
-    "preempt": "ServeJob",
-    "balancer": "ServeJob",
-    "memory": "ServeJob",
-    "speculative": "ServeJob",
     "accept": "ServeJob.speculative.accept",
     "tree": "ServeJob.speculative.tree",
-    "decode": "ServeJob",
     "unmask": "decode.unmask of a ServeJob",
     "refresh": "decode.refresh of a ServeJob",
     "iteration": "decode.iteration of a ServeJob",
     "hogwild_layout": "serve --set decode.layout=LAYOUT",
-    "kv_format": "ServeJob",
     "family": "model directories of a Job, export of a Run",
     "gate": "architecture.moe.gate of a TrainJob, model convert --architecture moe.gate=GATE",
     "attention_kernel": "bench attention --kernels",
     "quantizer": "model quantize --method",
     "log": "score --import",
     "sink": "what a Run writes",
-    "pool": "ServeJob",
     "pattern": "model convert --spec",
     "checkpoint_format": "model convert --to, train --from",
     "launch": "files that start a Plan",

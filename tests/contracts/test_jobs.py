@@ -12,34 +12,19 @@ from shoal.app.cli import app
 from shoal.core.config import resolve
 from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError
 from shoal.core.files import to_yaml
-from shoal.core.parts import table
 from shoal.cost.score import Score
 from shoal.ir import Job, Plan, compared, kind_named, kinds, predictions
 from shoal.plan.saved import read_plan
 
 from .conftest import small_machine
 
-# The least that a job of each kind says.
-JOBS: dict[str, dict[str, Any]] = {
-    "train": {"model": "shoal-4m", "steps": 10},
-    "serve": {
-        "model": "shoal-4m",
-        "max_position": 256,
-        "workload": {"name": "chat", "requests": 8},
-    },
-    "drafter": {"model": "shoal-4m", "tokens": 100_000},
-}
 KINDS = sorted(kinds())
 RUN = CliRunner()
 
 
 def planned(name: str) -> list[Plan[Any]]:
     kind = kind_named(name)
-    return list(kind.plan(kind.job_type.model_validate(JOBS[name]), small_machine()))
-
-
-def test_every_kind_has_an_example() -> None:
-    assert set(JOBS) == set(table("job"))
+    return list(kind.plan(kind.job_type.model_validate(kind.example), small_machine()))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -59,7 +44,7 @@ def test_facts(name: str) -> None:
 def test_a_flag_sets_what_it_says(name: str, tmp_path: Path) -> None:
     """Each names a value of the job: one that is wrong is refused, and not as unknown."""
     kind = kind_named(name)
-    base = kind.job_type.model_validate(JOBS[name])
+    base = kind.job_type.model_validate(kind.example)
     for flag in kind.flags:
         with pytest.raises(ConfigError, match=flag.path) as caught:  # of no value of a job
             resolve(kind.job_type, base=base, environment={}, flags={flag.path: [[]]})
@@ -109,7 +94,7 @@ def test_a_report_is_scored_and_read_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_command_line_knows_it(name: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text(to_yaml({"job": name, **JOBS[name]}))
+    file.write_text(to_yaml({"job": name, **kind_named(name).example}))
     shown = RUN.invoke(app, ["run", name, str(file), "--dry-run", "-m", "laptop", "-o", "json"])
     assert shown.exit_code == 0, shown.output
     assert f'"job": "{name}"' in shown.stdout
@@ -122,7 +107,7 @@ def test_the_command_line_knows_it(name: str, tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
     other = next(kind for kind in KINDS if kind != name)
     file = tmp_path / "job.yaml"
-    file.write_text(to_yaml({"job": other, **JOBS[other]}))
+    file.write_text(to_yaml({"job": other, **kind_named(other).example}))
     done = RUN.invoke(app, ["run", name, str(file), "--dry-run"])
     assert isinstance(done.exception, ConfigError)
     assert f"shoal run {other} {file}" in str(done.exception)

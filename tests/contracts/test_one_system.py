@@ -20,17 +20,20 @@ from shoal.ir import (
     Interval,
     Job,
     Machine,
+    Plan,
     ServeJob,
     ServePlan,
     TrainJob,
     TrainPlan,
     Work,
     kinds,
+    predictions,
 )
 
 from .conftest import PARTS, REACHED, choice, small_job, small_machine, small_serve_job
 
 JOBS: list[type[Job]] = [kind.job_type for kind in kinds().values()]
+NAMES = {job.__name__ for job in JOBS}
 
 
 def choices_of(job: type[Value]) -> dict[str, str]:
@@ -44,7 +47,7 @@ def choices_of(job: type[Value]) -> dict[str, str]:
             perhaps = []
         for annotation in (*field.metadata, *perhaps):
             if isinstance(annotation, Kind) and (
-                annotation in field.metadata or REACHED[annotation.kind] in ("TrainJob", "ServeJob")
+                annotation in field.metadata or REACHED[annotation.kind] in NAMES
             ):
                 found[name] = annotation.kind
         inner = field.annotation
@@ -110,14 +113,22 @@ def plan(job: TrainJob, planner: str = "search") -> TrainPlan:
 
 
 @functools.cache
-def plan_of(kind: str, name: str) -> TrainPlan | ServePlan | DrafterPlan:
+def plan_of(kind: str, name: str) -> Plan[Any]:
     """The plan of a small job that chooses this part."""
     chosen = stated(kind, name)
     if REACHED[kind] == "TrainJob":
         return plan(small_job(**chosen))
     if REACHED[kind] == "DrafterJob":
         return drafter_plan(**chosen)
-    return serve_plan(small_serve_job(**chosen))
+    if REACHED[kind] == "ServeJob":
+        return serve_plan(small_serve_job(**chosen))
+    return first_plan(REACHED[kind], **chosen)
+
+
+def first_plan(job: str, **chosen: Any) -> Plan[Any]:
+    """The best plan of the example of a kind of job."""
+    kind = next(one for one in kinds().values() if one.job_type.__name__ == job)
+    return kind.plan(kind.job_type.model_validate({**kind.example, **chosen}), small_machine())[0]
 
 
 def serve_plan(job: ServeJob) -> ServePlan:
@@ -219,6 +230,11 @@ def test_every_job_has_competing_planners(job: type[Value]) -> None:
         # What is trained is chosen, and each says what it would cost.
         assert len(table("drafter")) >= 2
         assert drafter_plan().estimate is not None
+        return
+    if job is not TrainJob:
+        # What competes are the parts that it chooses; the best of them is planned and predicted.
+        assert max(len(table(kind)) for kind in choices_of(job).values()) >= 2
+        assert predictions(first_plan(job.__name__))
         return
     assert len(table("planner")) >= 2
     found = {planner: plan(small_job(), planner) for planner in table("planner")}

@@ -18,7 +18,7 @@ import pytest
 from shoal.core.errors import ConfigError, UnknownKeyError
 from shoal.core.parts import KINDS, Choice, PartTable, load_object, options_of, table
 
-from .conftest import EXAMPLES, PARTS, PROTOCOLS, choice
+from .conftest import EXAMPLES, PARTS, choice
 
 # Kinds whose parts are techniques somebody published.
 SOURCED = ("family", "law", "peft", "optimizer", "lr_schedule", "shard", "packing")
@@ -36,6 +36,8 @@ def test_every_kind_has_a_table(kind: str) -> None:
     assert isinstance(found, PartTable)
     assert found.kind == kind
     assert len(found) >= 1
+    assert found.protocol, "no protocol"
+    assert found.about, "nothing for the reference"
     module, _, attribute = KINDS[kind].partition(":")
     assert attribute in sys.modules[module].__all__
 
@@ -128,14 +130,14 @@ def test_refuses_an_option_of_the_wrong_type(kind: str, name: str) -> None:
 
 @each_part
 def test_keeps_the_promises_of_its_kind(kind: str, name: str) -> None:
-    protocol = load_object(PROTOCOLS[kind])
+    protocol = load_object(table(kind).protocol)
     cls = table(kind).load(name)
     promised = [
         (method, function)
         for method, function in vars(protocol).items()
         if inspect.isfunction(function) and not method.startswith("_")
     ]
-    assert promised, f"{PROTOCOLS[kind]} promises nothing"
+    assert promised, f"{table(kind).protocol} promises nothing"
     for attribute in vars(protocol).get("__annotations__", {}):
         assert hasattr(cls, attribute), f"no attribute {attribute}"
     for method, function in promised:
@@ -147,10 +149,6 @@ def test_keeps_the_promises_of_its_kind(kind: str, name: str) -> None:
             assert actual[parameter.name].kind == parameter.kind
         extra = set(actual) - {parameter.name for parameter in expected} - {"self"}
         assert all(actual[key].default is not inspect.Parameter.empty for key in extra)
-
-
-def test_protocols_are_complete() -> None:
-    assert set(PROTOCOLS) == set(KINDS)
 
 
 @each_part

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,13 @@ from shoal.core.parts import KINDS, table
 from shoal.ir import kind_named, kinds
 
 PACKAGE = ROOT / "src" / "shoal"
-ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+
+
+def _rooms(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir() if (path / "__init__.py").exists())
+
+
+ROOMS, FIELDS = _rooms(PACKAGE), _rooms(PACKAGE / "fields")
 
 
 def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -136,7 +143,8 @@ def test_every_error_is_documented() -> None:
 
 
 def test_every_room_has_a_page_and_a_row() -> None:
-    assert sorted(page.stem for page in (DOCS / "rooms").glob("*.md")) == ROOMS
+    pages = sorted(page.stem for page in (DOCS / "rooms").glob("*.md"))
+    assert pages == sorted([*ROOMS, *FIELDS])
     for text in ((ROOT / "README.md").read_text(), (DOCS / "architecture.md").read_text()):
         for room in ROOMS:
             assert f"rooms/{room}.md" in text

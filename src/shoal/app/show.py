@@ -174,13 +174,13 @@ class WorkBar:
 class TrainingBar:
     """Shows the events of a run: a live bar on a terminal, a line now and then in a pipe."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, before: str = "reading text") -> None:
         self._quiet = quiet
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total = 0
         self._line = 0.0
-        self._prepare = WorkBar("reading text", quiet=quiet)
+        self._prepare = WorkBar(before, quiet=quiet)
 
     def __enter__(self) -> TrainingBar:
         self._prepare.__enter__()

@@ -43,6 +43,11 @@ STUDIES = PartTable(
         "topology": "shoal.plan.topology.topology_study:TopologyStudy",
         "tune": "shoal.plan.tune.tune_study:TuneStudy",
     },
+    about=(
+        "A calculation about a technique; nothing of a job runs. Chosen by the word after "
+        "`shoal explain`."
+    ),
+    protocol="shoal.ir.explanation:Study",
 )
 
 CLAIMS = PartTable(
@@ -69,6 +74,7 @@ CLAIMS = PartTable(
         "infinite_llm": "shoal.claims.experiments.infinite_llm:InfiniteLLM",
         "learning_curves": "shoal.claims.experiments.learning_curves:LearningCurves",
         "fuyou": "shoal.claims.experiments.fuyou:FuyouClaim",
+        "fasterpam": "shoal.claims.experiments.fasterpam:FasterPAMClaim",
         "fsmoe": "shoal.claims.experiments.fsmoe:FsmoeClaim",
         "galvatron": "shoal.claims.experiments.galvatron:GalvatronClaim",
         "marlin": "shoal.claims.experiments.marlin:MarlinClaim",
@@ -115,4 +121,6 @@ CLAIMS = PartTable(
         "peft": "shoal.claims.experiments.peft:PeftClaim",
         "tune_serving": "shoal.claims.experiments.tune_serving:TuneServing",
     },
+    about="One experiment that judges a paper's claim here. Run by `shoal claims run`.",
+    protocol="shoal.claims.protocols:Experiment",
 )

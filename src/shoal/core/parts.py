@@ -121,6 +121,7 @@ KINDS: dict[str, str] = {
     "drafter": "shoal.train:DRAFTERS",
     "locator": "shoal.train.watch:LOCATORS",
     "memory_code": "shoal.checkpoint.inmemory:MEMORY_CODES",
+    "clusterer": "shoal.fields.data.cluster:CLUSTERERS",
     "claim": "shoal.claims:CLAIMS",
 }
 
@@ -198,10 +199,16 @@ class PartTable(Mapping[str, str]):
     Args:
         kind: what the parts are, as spelled in :data:`KINDS` and in error messages.
         entries: the room's own parts.
+        about: what such a part decides and where it is chosen, in Markdown, for the reference.
+        protocol: ``"module:Class"``, what a part of the kind promises.
     """
 
-    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+    def __init__(
+        self, kind: str, entries: Mapping[str, str], *, about: str = "", protocol: str = ""
+    ) -> None:
         self.kind = kind
+        self.about = about
+        self.protocol = protocol
         self._own = dict(entries)
 
     def __getitem__(self, name: str) -> str:

@@ -24,6 +24,8 @@ CORPORA = PartTable(
         "mixed": "shoal.corpora.mixed:Mixed",
         "tasks": "shoal.corpora.tasks:Tasks",
     },
+    about="Where the text comes from. Chosen by the key `data` of a job.",
+    protocol="shoal.corpora.protocols:Corpus",
 )
 
 PACKINGS = PartTable(
@@ -33,4 +35,6 @@ PACKINGS = PartTable(
         "document": "shoal.corpora.packing.document:DocumentMask",
         "padded": "shoal.corpora.packing.padded:Padded",
     },
+    about="How documents fill sequences. Chosen by the key `packing` of a job.",
+    protocol="shoal.corpora.protocols:Packing",
 )

@@ -10,5 +10,11 @@ JOBS = PartTable(
         "train": "shoal.train.kind:Train",
         "serve": "shoal.serve.kind:Serve",
         "drafter": "shoal.train.drafters.kind:Drafter",
+        "cluster": "shoal.fields.data.cluster.kind:Cluster",
     },
+    about=(
+        "A kind of job: what is planned, run and scored. Chosen by the first word after "
+        "`shoal plan` and `shoal run`."
+    ),
+    protocol="shoal.ir.job_kind:JobKind",
 )

@@ -129,6 +129,7 @@ class JobKind(Protocol):
         quantities: what it predicts and measures, in the order in which people read them.
         flags: what the command line sets without ``--set``; the first argument sets ``subject``.
         subject: path of the value that a user names first, such as ``model``.
+        example: the least that such a job says, small enough to be planned in a second.
     """
 
     summary: ClassVar[str]
@@ -138,6 +139,7 @@ class JobKind(Protocol):
     quantities: ClassVar[tuple[Quantity, ...]]
     flags: ClassVar[tuple[Flag, ...]]
     subject: ClassVar[str]
+    example: ClassVar[Mapping[str, Any]]
 
     def plan(self, job: Any, machine: Machine) -> Sequence[Plan[Any]]:
         """The ways to do it on a machine, best first, each with what it is predicted to take.
@@ -189,7 +191,10 @@ class JobKind(Protocol):
 
 
 _METHODS = ("plan", "run", "report", "predictions", "describe", "results")
-_FACTS = ("summary", "job_type", "plan_type", "report_type", "quantities", "flags", "subject")
+_FACTS = (
+    *("summary", "job_type", "plan_type", "report_type", "quantities", "flags", "subject"),
+    "example",
+)
 
 
 @functools.cache

@@ -77,6 +77,12 @@ KERNELS = PartTable(
         "spgemm.hash_v1": "shoal.kernel.spgemm.hash:HashV1",
         "spgemm.hash_v2": "shoal.kernel.spgemm.hash:HashV2",
     },
+    about=(
+        "One way to compute one operator, called OPERATOR.BACKEND. `kernel: {OPERATOR: "
+        "BACKEND}` of a serving job chooses; dispatch takes the one with the lowest estimate "
+        "where nothing is said."
+    ),
+    protocol="shoal.kernel.protocols:Kernel",
 )
 
 WEIGHT_FORMATS = PartTable(
@@ -89,6 +95,11 @@ WEIGHT_FORMATS = PartTable(
         "bfp": "shoal.kernel.formats.bfp:Bfp",
         "nf": "shoal.kernel.formats.normal:Nf",
     },
+    about=(
+        "How a matrix is stored in few bits. Chosen by `shoal model quantize --format` and by "
+        "the key `weights` of a serving job, in short texts such as `int4-g128`."
+    ),
+    protocol="shoal.kernel.protocols:WeightFormat",
 )
 
 KV_FORMATS = PartTable(
@@ -98,4 +109,8 @@ KV_FORMATS = PartTable(
         "int8": "shoal.kernel.kv.int8:Int8",
         "bfp": "shoal.kernel.kv.bfp:Bfp",
     },
+    about=(
+        "How the paged cache keeps keys and values. Chosen by the key `kv_format` of a serving job."
+    ),
+    protocol="shoal.kernel.protocols:KVFormat",
 )

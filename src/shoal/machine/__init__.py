@@ -42,6 +42,8 @@ PROBES = PartTable(
         "system": "shoal.machine.probes.system:System",
         "gemm": "shoal.machine.probes.gemm:Gemm",
     },
+    about="One microbenchmark of this machine. `shoal probe` runs all of them.",
+    protocol="shoal.machine.protocols:Probe",
 )
 
 _HANDED_ON = {

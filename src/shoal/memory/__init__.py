@@ -24,6 +24,11 @@ ACTIVATIONS = PartTable(
         "keep": "shoal.memory.activations.protocol:Keep",
         "ssdtrain": "shoal.memory.activations.ssdtrain:SSDTrain",
     },
+    about=(
+        "Where that lies which a forward pass saves for the backward pass. Chosen by the key "
+        "`activation` of a job."
+    ),
+    protocol="shoal.memory.activations.protocol:Activation",
 )
 
 OFFLOADS = PartTable(
@@ -34,4 +39,9 @@ OFFLOADS = PartTable(
         "fuyou": "shoal.memory.fuyou.part:Fuyou",
         "deep_optimizer_states": "shoal.memory.offload.deep_optimizer_states:DeepOptimizerStates",
     },
+    about=(
+        "What of a model's state lies in host memory or on disk. Chosen by the key `offload` "
+        "of a job."
+    ),
+    protocol="shoal.memory.protocols:Offload",
 )

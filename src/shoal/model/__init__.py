@@ -23,6 +23,11 @@ FAMILIES = PartTable(
         "parallel": "shoal.model.families.parallel:ParallelBlock",
         "mdlm": "shoal.model.families.mdlm:MaskedDiffusion",
     },
+    about=(
+        "How a Hugging Face directory corresponds to the model. Found from the directory's "
+        "`config.json`."
+    ),
+    protocol="shoal.model.protocols:Family",
 )
 
 GATES = PartTable(
@@ -35,6 +40,12 @@ GATES = PartTable(
         "expert_choice": "shoal.model.gates.expert_choice:ExpertChoice",
         "xmoe": "shoal.model.gates.xmoe:XMoE",
     },
+    about=(
+        "Which experts of a mixture a token goes to, and with what weights. Chosen by "
+        "`architecture.moe.gate` of a training job, of `shoal model convert`, and of a shape "
+        "file."
+    ),
+    protocol="shoal.model.protocols:Gate",
 )
 
 ATTENTION_KERNELS = PartTable(
@@ -48,6 +59,10 @@ ATTENTION_KERNELS = PartTable(
         "varlen": "shoal.model.attention_kernels.varlen:Varlen",
         "chunked": "shoal.model.attention_kernels.chunked:Chunked",
     },
+    about=(
+        "How attention under a mask is computed on one device. Compared by `shoal bench attention`."
+    ),
+    protocol="shoal.model.protocols:AttentionKernelPart",
 )
 
 QUANTIZERS = PartTable(
@@ -57,4 +72,9 @@ QUANTIZERS = PartTable(
         "gptq": "shoal.model.quantize.gptq:GPTQ",
         "awq": "shoal.model.quantize.awq:AWQ",
     },
+    about=(
+        "How the codes of weights of few bits are chosen. Chosen by `shoal model quantize "
+        "--method`."
+    ),
+    protocol="shoal.model.protocols:Quantizer",
 )

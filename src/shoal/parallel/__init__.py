@@ -20,6 +20,10 @@ SHARDS = PartTable(
         "hybrid": "shoal.parallel.shard.hybrid:Hybrid",
         "topo3": "shoal.parallel.shard.topo3:Topo3",
     },
+    about=(
+        "What each data-parallel rank holds only its share of. Chosen by the key `shard` of a job."
+    ),
+    protocol="shoal.parallel.protocols:Shard",
 )
 
 CONTEXTS = PartTable(
@@ -34,6 +38,11 @@ CONTEXTS = PartTable(
         "usp": "shoal.parallel.context.usp:USP",
         "double_ring": "shoal.parallel.context.double_ring:DoubleRing",
     },
+    about=(
+        "How attention reaches the whole sequence where ranks share it. Chosen by the key "
+        "`parallel.context` of a job."
+    ),
+    protocol="shoal.parallel.protocols:ContextPart",
 )
 
 SYNCS = PartTable(
@@ -44,4 +53,9 @@ SYNCS = PartTable(
         "diloco": "shoal.parallel.outer.diloco:DiLoCo",
         "co2": "shoal.parallel.outer.co2:CO2",
     },
+    about=(
+        "How often data-parallel workers agree: in every step, or once a round of steps. "
+        "Chosen by the key `sync` of a job."
+    ),
+    protocol="shoal.parallel.protocols:Sync",
 )

@@ -16,4 +16,6 @@ MEMORIES = PartTable(
         "peer": "shoal.serve.cache.weights:Peer",
         "superpipeline": "shoal.serve.cache.superpipeline:Superpipeline",
     },
+    about=("Where the weights of the layers lie. Chosen by the key `memory` of a serving job."),
+    protocol="shoal.serve.cache.weights:MemoryPart",
 )

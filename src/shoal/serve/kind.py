@@ -30,6 +30,11 @@ class Serve:
     plan_type: ClassVar = ServePlan
     report_type: ClassVar = ServeReport
     subject: ClassVar = "model"
+    example: ClassVar = {
+        "model": "shoal-4m",
+        "max_position": 256,
+        "workload": {"name": "chat", "requests": 8},
+    }
     flags: ClassVar = (
         Flag(name="workload", path="workload", help="chat, code, summary, multiturn ..."),
         Flag(name="rate", path="workload.rate", help="Requests per second."),

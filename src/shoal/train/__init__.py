@@ -17,6 +17,8 @@ OPTIMIZERS = PartTable(
         "muon": "shoal.train.optimizers.muon:Muon",
         "lamb": "shoal.train.optimizers.lamb:Lamb",
     },
+    about="The update rule. Chosen by the key `optimizer` of a job.",
+    protocol="shoal.train.protocols:Optimizer",
 )
 
 LR_SCHEDULES = PartTable(
@@ -25,6 +27,8 @@ LR_SCHEDULES = PartTable(
         "cosine": "shoal.train.lr_schedules.cosine:Cosine",
         "wsd": "shoal.train.lr_schedules.wsd:WarmupStableDecay",
     },
+    about="The course of the learning rate. Chosen by the key `lr_schedule` of a job.",
+    protocol="shoal.train.protocols:LrSchedule",
 )
 
 LAUNCHERS = PartTable(
@@ -35,4 +39,6 @@ LAUNCHERS = PartTable(
         "kubernetes": "shoal.train.launchers.kubernetes:Kubernetes",
         "ray": "shoal.train.launchers.ray:Ray",
     },
+    about="Files that start a plan elsewhere. Chosen by `shoal train --launch`.",
+    protocol="shoal.train.protocols:Launcher",
 )

@@ -9,21 +9,22 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shoal.core.errors import ConfigError
-from shoal.ir import TrainPlan
+from shoal.ir import Plan
 from shoal.train.layout import RunDir
 
 __all__ = ["alone"]
 
 _P = ParamSpec("_P")
+_J = TypeVar("_J", bound="Plan[Any]")
 _R = TypeVar("_R")
 
 
 def alone(
-    run: Callable[Concatenate[TrainPlan, Path, _P], _R],
-) -> Callable[Concatenate[TrainPlan, Path, _P], _R]:
+    run: Callable[Concatenate[_J, Path, _P], _R],
+) -> Callable[Concatenate[_J, Path, _P], _R]:
     """Let ``run(plan, directory, ...)`` begin only where no other process runs.
 
     The lock belongs to the open file and ends with the process, however that ends.
@@ -32,7 +33,7 @@ def alone(
         ConfigError: another process runs in the directory, which is named, or it cannot be made.
     """
 
-    def locked(plan: TrainPlan, run_dir: Path, /, *args: _P.args, **options: _P.kwargs) -> _R:
+    def locked(plan: _J, run_dir: Path, /, *args: _P.args, **options: _P.kwargs) -> _R:
         path = RunDir(run_dir).lock
         new = [place for place in (path.parent, *path.parent.parents) if not place.exists()]
         try:

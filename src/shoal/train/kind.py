@@ -25,6 +25,7 @@ class Train:
     plan_type: ClassVar = TrainPlan
     report_type: ClassVar = TrainReport
     subject: ClassVar = "model"
+    example: ClassVar = {"model": "shoal-4m", "steps": 10}
     flags: ClassVar = (
         Flag(name="tokens", path="tokens", help="Training tokens, such as 300M.", read=count),
         Flag(

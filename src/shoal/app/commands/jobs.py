@@ -221,7 +221,7 @@ def run_command(name: str, kind: JobKind) -> Callable[..., None]:
             _show_plan(kind, chosen, output)
             return
         say_if_slower()
-        with _continuable(name, directory), TrainingBar(quiet=quiet) as bar:
+        with _continuable(name, directory), TrainingBar(quiet=quiet, before=name) as bar:
             report = kind.run(chosen, directory, resume=resume, watch=bar, anyway=anyway)
         show_report(report, directory, output)
 

@@ -18,4 +18,9 @@ FORMATS = PartTable(
         "deepspeed": "shoal.checkpoint.formats.deepspeed:DeepSpeedFormat",
         "megatron": "shoal.checkpoint.formats.megatron:MegatronFormat",
     },
+    about=(
+        "Checkpoints of this and other systems, read and written. Chosen by `shoal model "
+        "convert --to`, and by FORMAT:PATH wherever a checkpoint is named."
+    ),
+    protocol="shoal.checkpoint.formats.protocols:CheckpointFormat",
 )

@@ -19,4 +19,9 @@ MEMORY_CODES = PartTable(
         "rs": "shoal.checkpoint.inmemory.rs:ReedSolomon",
         "copies": "shoal.checkpoint.inmemory.copies:Copies",
     },
+    about=(
+        "How the newest state of a run is spread over the memory of several nodes. Chosen by "
+        "the key `checkpoint.memory` of a training job."
+    ),
+    protocol="shoal.checkpoint.inmemory.protocols:MemoryCode",
 )

@@ -27,4 +27,9 @@ PATTERNS = PartTable(
         "fused": "shoal.checkpoint.universal.patterns.fused:Fused",
         "moe": "shoal.checkpoint.universal.patterns.moe:Moe",
     },
+    about=(
+        "How the fragments that ranks hold of a parameter combine. Chosen by the rules of a "
+        "spec, `shoal model convert --spec`."
+    ),
+    protocol="shoal.checkpoint.universal.protocols:Pattern",
 )

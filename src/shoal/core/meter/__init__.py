@@ -19,4 +19,9 @@ SINKS = PartTable(
         "prometheus": "shoal.core.meter.prometheus:Prometheus",
         "tensorboard": "shoal.core.meter.tensorboard:TensorBoard",
     },
+    about=(
+        "Where the numbers of a run go. Every run writes its own `events.jsonl`; the key "
+        "`sinks` of a job adds others."
+    ),
+    protocol="shoal.core.meter.protocols:Sink",
 )

@@ -22,4 +22,9 @@ LOGS = PartTable(
         "tensorboard": "shoal.cost.imports.tensorboard:TensorBoardLog",
         "wandb": "shoal.cost.imports.wandb:WandbLog",
     },
+    about=(
+        "The log of another engine, read as measured quantities. Chosen by `shoal score "
+        "--import`, with `--format` where it should not be guessed."
+    ),
+    protocol="shoal.cost.imports.protocols:LogReader",
 )

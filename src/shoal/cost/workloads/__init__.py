@@ -20,4 +20,9 @@ WORKLOADS = PartTable(
         "mooncake": "shoal.cost.workloads.mooncake:Mooncake",
         "trace": "shoal.cost.workloads.trace:Trace",
     },
+    about=(
+        "What requests arrive, and when. Chosen by the key `workload` of a serving job, and "
+        "by `--workload`."
+    ),
+    protocol="shoal.cost.workloads.protocols:Workload",
 )

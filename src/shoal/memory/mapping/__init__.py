@@ -18,4 +18,9 @@ MAPPERS = PartTable(
         "muzero": "shoal.memory.mapping.muzero:MuZero",
         "hybrid": "shoal.memory.mapping.hybrid:Hybrid",
     },
+    about=(
+        "Which buffer is in fast memory when, and at which address. Chosen by `shoal explain "
+        "mapping --mapper`."
+    ),
+    protocol="shoal.plan.mapping.protocols:Mapper",
 )

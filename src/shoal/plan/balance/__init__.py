@@ -15,6 +15,11 @@ BALANCERS = PartTable(
         "least_loaded": "shoal.plan.balance.replicas.least_loaded:LeastLoaded",
         "round_robin": "shoal.plan.balance.replicas.round_robin:RoundRobin",
     },
+    about=(
+        "Which of several replicas answers a request. Chosen by `balancer` of a serving job, "
+        "or `shoal serve --balancer`."
+    ),
+    protocol="shoal.plan.balance.replicas.protocols:BalancerPart",
 )
 
 ASSIGNERS = PartTable(
@@ -24,4 +29,9 @@ ASSIGNERS = PartTable(
         "bytescale": "shoal.plan.balance.sequences.bytescale:ByteScale",
         "flexsp": "shoal.plan.balance.sequences.flexsp:FlexSP",
     },
+    about=(
+        "Which ranks compute which sequences of a batch. Chosen by the key `batching` of a "
+        "job; compared by `shoal explain balance`."
+    ),
+    protocol="shoal.plan.balance.sequences.assignment:SequenceAssigner",
 )

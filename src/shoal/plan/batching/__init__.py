@@ -18,6 +18,8 @@ SCHEDULERS = PartTable(
         "static": "shoal.plan.batching.schedulers.static:Static",
         "temporal_fusion": "shoal.plan.batching.schedulers.temporal_fusion:TemporalFusion",
     },
+    about=("Which requests run in the next step. Chosen by the key `scheduler` of a serving job."),
+    protocol="shoal.ir.engine:SchedulerPart",
 )
 
 PHASES = PartTable(
@@ -26,6 +28,12 @@ PHASES = PartTable(
         "prefill": "shoal.plan.batching.schedulers.prefill:Prefill",
         "decode": "shoal.plan.batching.schedulers.decode:Decode",
     },
+    about=(
+        "Which requests run in the next step of an instance that does one phase of serving. "
+        "Chosen by the keys `disagg.prefill.scheduler` and `disagg.decode.scheduler` of a "
+        "serving job."
+    ),
+    protocol="shoal.ir.phases:PhasePart",
 )
 
 KV_MANAGERS = PartTable(
@@ -37,6 +45,8 @@ KV_MANAGERS = PartTable(
         "distributed": "shoal.plan.batching.cache.distributed:Distributed",
         "slots": "shoal.plan.batching.cache.slots:Slots",
     },
+    about="Who holds which block of the cache. Chosen by the key `kv` of a serving job.",
+    protocol="shoal.ir.engine:KVPart",
 )
 
 PREEMPTIONS = PartTable(
@@ -46,4 +56,9 @@ PREEMPTIONS = PartTable(
         "swap": "shoal.plan.batching.preemption.swap:Swap",
         "auto": "shoal.plan.batching.preemption.auto:Auto",
     },
+    about=(
+        "What becomes of the cache of a request that gives its blocks back. Chosen by "
+        "`preempt` of a serving job."
+    ),
+    protocol="shoal.ir.engine:PreemptPart",
 )

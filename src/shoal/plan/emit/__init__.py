@@ -19,4 +19,9 @@ EMITTERS = PartTable(
         "sglang": "shoal.plan.emit.sglang:SGLang",
         "llamacpp": "shoal.plan.emit.llamacpp:LlamaCpp",
     },
+    about=(
+        "The launch files of another engine, written from a plan. Chosen by `shoal plan train "
+        "--emit` and `shoal plan serve --emit`."
+    ),
+    protocol="shoal.plan.emit.protocols:Emitter",
 )

@@ -14,4 +14,9 @@ PLACERS = PartTable(
         "owners": "shoal.plan.placement.owners:Owners",
         "fssdp": "shoal.plan.placement.fssdp:FSSDP",
     },
+    about=(
+        "Which expert-parallel ranks have copies of popular experts, for a step. Chosen by "
+        "the key `parallel.placer` of a job."
+    ),
+    protocol="shoal.plan.placement.protocols:ExpertPlacer",
 )

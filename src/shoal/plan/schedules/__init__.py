@@ -15,4 +15,9 @@ SCHEDULES = PartTable(
         "vhalf": "shoal.plan.schedules.vhalf:VHalf",
         "skippipe": "shoal.plan.schedules.skippipe:SkipPipe",
     },
+    about=(
+        "In which order the stages of a pipeline work. Chosen by the key `parallel.schedule` "
+        "of a job; drawn by `shoal explain schedule`."
+    ),
+    protocol="shoal.ir.schedule:SchedulePart",
 )

@@ -15,4 +15,6 @@ PLANNERS = PartTable(
         "galvatron": "shoal.plan.strategy.galvatron:Galvatron",
         "megatron": "shoal.plan.strategy.megatron:Megatron",
     },
+    about="How plans are found. Chosen by `shoal plan train --planner`.",
+    protocol="shoal.plan.strategy.protocols:Planner",
 )

@@ -17,4 +17,9 @@ TREES = PartTable(
         "hardware": "shoal.plan.trees.hardware:Hardware",
         "paths": "shoal.plan.trees.paths:Paths",
     },
+    about=(
+        "Which guesses are verified together. Chosen by `tree` of a part of kind "
+        "[speculative](#speculative)."
+    ),
+    protocol="shoal.ir.decoding:TreePart",
 )

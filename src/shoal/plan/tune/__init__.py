@@ -17,4 +17,9 @@ TUNERS = PartTable(
         "halving": "shoal.plan.tune.halving:Halving",
         "exhaustive": "shoal.plan.tune.exhaustive:Exhaustive",
     },
+    about=(
+        "In which order configurations are tried, and which not. Chosen by `shoal explain "
+        "tune --tuner`."
+    ),
+    protocol="shoal.plan.tune.protocols:Tuner",
 )

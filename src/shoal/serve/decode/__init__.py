@@ -20,6 +20,11 @@ SPECULATORS = PartTable(
         "ngram": "shoal.serve.decode.ngram:Ngram",
         "ppd": "shoal.serve.decode.heads.ppd:Ppd",
     },
+    about=(
+        "Who guesses several tokens a step, which the model verifies. Chosen by the key "
+        "`speculative` of a serving job."
+    ),
+    protocol="shoal.serve.decode.protocols:Speculator",
 )
 
 ACCEPTANCES = PartTable(
@@ -30,6 +35,11 @@ ACCEPTANCES = PartTable(
         "sample_match": "shoal.serve.decode.accept.sample_match:SampleMatch",
         "typical": "shoal.serve.decode.accept.typical:Typical",
     },
+    about=(
+        "Which guessed tokens hold. Chosen by `accept` of a part of kind "
+        "[speculative](#speculative)."
+    ),
+    protocol="shoal.serve.decode.protocols:Acceptance",
 )
 
 DECODES = PartTable(
@@ -39,6 +49,8 @@ DECODES = PartTable(
         "diffusion": "shoal.serve.decode.diffusion.part:Diffusion",
         "hogwild": "shoal.serve.decode.hogwild.part:Hogwild",
     },
+    about="How scores become text. Chosen by the key `decode` of a serving job.",
+    protocol="shoal.serve.decode.protocols:DecodePart",
 )
 
 HOGWILD_LAYOUTS = PartTable(
@@ -48,4 +60,9 @@ HOGWILD_LAYOUTS = PartTable(
         "interleaved": "shoal.serve.decode.hogwild.interleaved:Interleaved",
         "combined": "shoal.serve.decode.hogwild.combined:Combined",
     },
+    about=(
+        "What a concurrent worker sees, in which order. Chosen by `layout` of `decode: "
+        "hogwild` in a serving job."
+    ),
+    protocol="shoal.serve.decode.hogwild.protocols:HogwildLayout",
 )

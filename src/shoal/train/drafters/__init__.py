@@ -16,4 +16,9 @@ DRAFTERS = PartTable(
         "ppd": "shoal.train.drafters.ppd:Ppd",
         "dovetail": "shoal.train.drafters.dovetail:Dovetail",
     },
+    about=(
+        "What is trained to guess tokens for a model. Chosen by the key `drafter` of a job "
+        "with `job: drafter`."
+    ),
+    protocol="shoal.train.drafters.protocols:DrafterPart",
 )

@@ -34,6 +34,7 @@ class Drafter:
     plan_type: ClassVar = DrafterPlan
     report_type: ClassVar = DrafterReport
     subject: ClassVar = "model"
+    example: ClassVar = {"model": "shoal-4m", "tokens": 100_000}
     flags: ClassVar = (
         Flag(name="drafter", path="drafter", help="Which kind of draft model."),
         Flag(name="tokens", path="tokens", help="Training tokens, such as 300K.", read=count),

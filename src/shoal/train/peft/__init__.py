@@ -40,4 +40,9 @@ PEFTS = PartTable(
         "offsite": "shoal.train.peft.offsite:Offsite",
         "mezo": "shoal.train.peft.mezo:MeZO",
     },
+    about=(
+        "How a trained model is fine-tuned while almost all of it stands still. Chosen by the "
+        "key `finetune` of a training job."
+    ),
+    protocol="shoal.train.peft.protocols:PeftMethod",
 )

@@ -15,4 +15,9 @@ LOCATORS = PartTable(
         "c4d": "shoal.train.watch.c4d:C4D",
         "megascale": "shoal.train.watch.megascale:MegaScale",
     },
+    about=(
+        "Who hangs and who is slow, from what the ranks have recorded. Chosen by `--locator` "
+        "of `shoal train --robust` and `shoal train diagnose`."
+    ),
+    protocol="shoal.train.watch.protocols:FaultLocator",
 )

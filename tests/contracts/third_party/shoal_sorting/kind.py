@@ -50,6 +50,7 @@ class Sorting:
     plan_type: ClassVar = SortingPlan
     report_type: ClassVar = SortingReport
     subject: ClassVar = "name"
+    example: ClassVar = {"numbers": 100}
     flags: ClassVar = (Flag(name="numbers", path="numbers", help="How many numbers."),)
     quantities: ClassVar = (
         Quantity(

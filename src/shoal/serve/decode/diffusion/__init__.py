@@ -22,6 +22,11 @@ UNMASKS = PartTable(
         "hierarchical": f"{_HERE}.unmask.hierarchical:Hierarchical",
         "credit": f"{_HERE}.unmask.credit:Credit",
     },
+    about=(
+        "Which guesses of a masked-diffusion model are kept in an iteration. Chosen by "
+        "`decode.unmask` of a serving job with `decode` diffusion."
+    ),
+    protocol="shoal.serve.decode.diffusion.protocols:Unmask",
 )
 
 REFRESHES = PartTable(
@@ -32,6 +37,11 @@ REFRESHES = PartTable(
         "dual": f"{_HERE}.refresh.dual:Dual",
         "vicinity": f"{_HERE}.refresh.vicinity:Vicinity",
     },
+    about=(
+        "What an iteration of diffusion computes again, and what it reads from the cache. "
+        "Chosen by `decode.refresh` of a serving job with `decode` diffusion."
+    ),
+    protocol="shoal.serve.decode.diffusion.protocols:Refresh",
 )
 
 ITERATIONS = PartTable(
@@ -40,4 +50,9 @@ ITERATIONS = PartTable(
         "hard": f"{_HERE}.iteration.hard:Hard",
         "smooth": f"{_HERE}.iteration.smooth:Smooth",
     },
+    about=(
+        "What a masked-diffusion model sees where a mask stands. Chosen by `decode.iteration` "
+        "of a serving job with `decode` diffusion."
+    ),
+    protocol="shoal.serve.decode.diffusion.protocols:Iteration",
 )

@@ -1,0 +1,119 @@
+"""[47] FasterPAM: is sharing and eager swapping hundreds of times faster than PAM, at its loss?
+
+Source: Schubert, Rousseeuw, Fast and Eager k-Medoids Clustering: O(k) Runtime Improvement of the
+PAM, CLARA, and CLARANS Algorithms, 2021.
+
+Only the swaps are timed: dissimilarities of descriptors of photographs and the start are the same
+for all. PAM is the textbook's, by the same compiler and as many objects at a time; it is held
+against the authors' own. The A/A run puts PAM, and the authors' FasterPAM, in the place of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.core.extras import import_extra
+from shoal.core.measure import interleave
+from shoal.core.native import compiler
+from shoal.core.parts import part, table
+from shoal.core.random import generator
+from shoal.corpora.photos import photo_descriptors
+from shoal.fields.data.cluster.protocols import Clusterer, Found, Problem
+from shoal.fields.data.cluster.storage import Matrix, Vectors
+
+__all__ = ["FasterPAMClaim"]
+
+_PAM, _PEER, _MOST = "textbook PAM", "kmedoids.fasterpam(n_cpu=1)", 10_000
+
+
+@part
+class FasterPAMClaim:
+    """The swaps of FasterPAM, FastPAM1 and PAM, and of the authors' package.
+
+    Args:
+        pairs: rounds of each timing.
+    """
+
+    pairs: int = 7
+
+    rows: ClassVar[tuple[int, ...]] = (47,)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric.speedup("over_pam", 100, _PAM, peer="kmedoids.pam", paper="458x at k = 100"),
+        Metric.speedup("over_package_k100", 2, _PEER),
+        Metric.speedup("over_package_k200", 2, _PEER),
+        Metric.counted("compared_over_pam", ">=", 100, _PAM),
+        Metric.counted("loss_over_pam", "<=", 1.02, _PAM, paper="the same quality"),
+        Metric.counted("fastpam1_other_medoids", "<=", 0, _PAM, quick=False),
+        Metric.counted("loss_apart", "<=", 1e-6, _PEER, statistic="max", quick=False),
+    )
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+
+    def refuses(self, context: Context) -> str | None:
+        """Compiled code is what is timed."""
+        return None if compiler() else "there is no C++ compiler"
+
+    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+        """Count; the full run times PAM for some minutes, then the package."""
+        small = (*context.remember("small", partial(_given, 2000)), _start(2000, 100, context))
+        eager, steep = _found("fasterpam", *small), _found("fastpam1", *small)
+        # PAM compares all objects for each medoid and candidate; FasterPAM for each candidate.
+        work = 1.0 if as_baseline else 100 * steep.passes / eager.passes
+        loss = 1.0 if as_baseline else eager.loss / steep.loss
+        metrics = {"compared_over_pam": Paired(method=(work,))}
+        metrics["loss_over_pam"] = Paired(method=(loss,))
+        if quick:
+            return Samples(metrics=metrics)
+        context.progress("timing PAM", 0.1)
+        textbook = partial(_found, "pam", *small)
+        pam = context.remember("pam", textbook)
+        other = set(pam.medoids.tolist()) ^ set(steep.medoids.tolist())
+        metrics["fastpam1_other_medoids"] = Paired(method=(float(len(other)),))
+        ours = textbook if as_baseline else partial(_found, "fasterpam", *small)
+        metrics["over_pam"] = self._timed(ours, textbook)
+        package: Any = import_extra("kmedoids", extra="bench", purpose="the peer of the claim")
+        first = (small[1].whole, small[2].astype(np.uint64), 3)  # swaps
+        beside = partial(self._timed, partial(textbook, 3), partial(package.pam, *first))
+        peer = context.remember("peer", beside).model_dump()
+        rates = Paired.model_validate({arm: [1 / s for s in peer[arm]] for arm in peer})
+        large, apart = context.remember("large", partial(_given, 8000)), []
+        for k in (100, 200):
+            context.progress(f"timing the package, k = {k}", 0.4 + k / 500)
+            start = _start(8000, k, context)
+            chosen = (large[1].whole, start.astype(np.uint64), _MOST)
+            theirs = partial(package.fasterpam, *chosen, n_cpu=1)
+            ours = partial(_found, "fasterpam", *large, start)
+            metrics[f"over_package_k{k}"] = self._timed(theirs if as_baseline else ours, theirs)
+            apart.append(abs(ours().loss / theirs().loss - 1))
+        metrics["loss_apart"] = Paired(method=tuple(apart))
+        return Samples(metrics=metrics, peers={"over_pam": rates})
+
+    def _timed(self, method: Callable[[], Any], baseline: Callable[[], Any]) -> Paired:
+        """Seconds of both, turn by turn; the quick one several times in its turn."""
+        begin = time.perf_counter()
+        method()
+        times = max(1, min(20, round(0.3 / (time.perf_counter() - begin))))
+        runs = {"method": lambda: [method() for _ in range(times)], "baseline": baseline}
+        seconds = interleave(runs, self.pairs, warmup=0).seconds
+        each = tuple(taken / times for taken in seconds["method"])
+        return Paired(method=each, baseline=seconds["baseline"])
+
+
+def _given(n: int) -> tuple[Vectors, Matrix]:
+    """Descriptors, and their dissimilarities."""
+    objects = Vectors(photo_descriptors(n).vectors)
+    return objects, Matrix(objects)
+
+
+def _start(n: int, k: int, context: Context) -> Any:
+    return generator(context.seed, purpose="start", index=k).choice(n, k, replace=False)
+
+
+def _found(name: str, objects: Vectors, rows: Matrix, start: Any, most: int = _MOST) -> Found:
+    method: Clusterer = table("clusterer").build(name)
+    return method.search(Problem(objects, len(start), start=start, max_iter=most, rows=rows))

@@ -1,0 +1,167 @@
+"""What a method of k-medoids is, what it is given, and what it returns.
+
+A method reads rows of dissimilarities and moves medoids until no move that it knows improves the
+loss, the sum over all objects of the dissimilarity to their nearest medoid. It keeps no state: what
+it has reached so far is handed to ``Problem.tick`` several times a second, as plain JSON, and a
+search that is given such a state goes on from there to the medoids that it would have ended with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+
+from shoal.core.config import Value
+from shoal.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.fields.data.cluster.storage import Objects, Rows, Storage
+    from shoal.ir import Estimate, Interval, Machine
+
+__all__ = [
+    "ClusterError",
+    "ClusterRates",
+    "ClusterWork",
+    "Clusterer",
+    "Found",
+    "Problem",
+    "State",
+    "Tick",
+]
+
+State: TypeAlias = dict[str, Any]
+"""Where a search stands, as JSON: always ``medoids`` and ``swaps``."""
+
+Tick: TypeAlias = "Callable[[float, float, State], None]"
+"""Called with (share that is surely done, loss so far, state to go on from)."""
+
+
+class ClusterError(ConfigError, ValueError):
+    """Objects, or a number of clusters, that cannot be used."""
+
+
+class ClusterRates(Value):
+    """How fast a machine does what the methods do, each with one thread.
+
+    Args:
+        scan_s: seconds to read one dissimilarity of a row and hold it against its object's second.
+        expand_s: seconds to unfold one dissimilarity of a condensed matrix.
+        textbook_s: seconds of one object in the textbook's change of one pair.
+        repair_s: seconds of one object when a swap is made.
+        distance_s: seconds to compute one dissimilarity.
+        spread: half-width of the 90 % interval of a sum of them, as a share.
+        measured: on this machine, or derived from its description.
+    """
+
+    scan_s: float
+    expand_s: float
+    textbook_s: float
+    repair_s: float
+    distance_s: float
+    spread: float
+    measured: bool
+
+
+class ClusterWork(Value):
+    """What is clustered, as the methods' estimates see it.
+
+    Args:
+        n: objects.
+        k: clusters.
+        dim: numbers of one vector; 0 where the dissimilarities are given.
+        threads: threads that compute.
+        init: the start.
+        max_iter: most passes.
+        rates: of the machine.
+    """
+
+    n: int
+    k: int
+    dim: int = 0
+    threads: int = 1
+    init: Literal["random", "build", "lab"] = "random"
+    max_iter: int = 100
+    rates: ClusterRates
+
+
+@dataclass
+class Problem:
+    """One search for k medoids.
+
+    Args:
+        objects: what is clustered.
+        k: clusters, 2 to n - 1; fewer and more need no search.
+        start: int64 [k] medoids to begin with, or None for ``init``.
+        init: ``random``, ``build`` or ``lab``.
+        max_iter: most passes over the candidates.
+        seed: of everything random.
+        threads: threads that compute.
+        state: where a search that was stopped stood.
+        tick: told how far it is.
+        computing: told which share of the kept dissimilarities is computed.
+    """
+
+    objects: Objects
+    k: int
+    start: Any = None
+    init: Literal["random", "build", "lab"] = "random"
+    max_iter: int = 100
+    seed: int = 0
+    threads: int = 1
+    state: State | None = None
+    tick: Tick = lambda done, loss, state: None
+    computing: Callable[[float], None] = lambda done: None
+    rows: Rows | None = None
+
+    def kept(self, storage: Storage) -> Rows:
+        """The dissimilarities, kept as a method wants them."""
+        from shoal.fields.data.cluster.storage import kept
+
+        return self.rows if self.rows is not None else kept(self.objects, storage, self.computing)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a search ended.
+
+    Args:
+        medoids: int64 [k], objects.
+        loss: sum of the dissimilarities to the nearest medoid, as the swaps kept it up.
+        swaps: swaps made.
+        passes: passes over the candidates, or rounds.
+        converged: no swap that the method knows improves the loss.
+        details: anything else.
+    """
+
+    medoids: Any
+    loss: float
+    swaps: int
+    passes: int
+    converged: bool = True
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Clusterer(Protocol):
+    """A part of kind ``clusterer``: one way to find medoids."""
+
+    def estimate(self, work: ClusterWork, machine: Machine) -> Estimate:
+        """Seconds of the whole search, dissimilarities included, and bytes by cause."""
+        ...
+
+    def excess(self, work: ClusterWork) -> Interval:
+        """Loss over that of FasterPAM, minus one: an assumption from the runs in ``docs``."""
+        ...
+
+    def candidates(self, work: ClusterWork, machine: Machine) -> Iterator[Self]:
+        """With which options it is worth trying here; nothing, if it is not."""
+        ...
+
+    def search(self, problem: Problem) -> Found:
+        """Find medoids.
+
+        Raises:
+            ClusterError: there is not enough memory for what it keeps.
+        """
+        ...
