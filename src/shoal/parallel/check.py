@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.random import generator
+from shoal.ir.hooks import TrainStep
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
@@ -167,7 +168,8 @@ def one_process(
     model = weights.model()
     dropout = Dropout(job.dropout, job.seed) if job.dropout else None
     routing = StepRouting(job.seed, 0, 0, job.global_batch) if weights.config.num_experts else None
-    routers = Routers(model, weights.config.num_layers, job.global_batch)
+    shape = weights.config
+    routers = Routers(model, shape.num_layers, shape.num_experts, job.global_batch, None)
     optimizer = adamw(list(model.parameters()))
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
@@ -191,8 +193,8 @@ def one_process(
             }
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), job.grad_clip)))
         optimizer.step()
-        routers.gather(None, weights.config.num_experts)
-        routers.settle()
+        routers.finish()
+        routers.published(TrainStep(step, steps))
         losses.append(float(loss.detach()) / count)
     return Outcome(losses, norms, gradients, {n: p.detach() for n, p in model.named_parameters()})
 
@@ -221,7 +223,7 @@ def on_rank(
     for step in range(steps):
         everything = tokens(job, weights.config.vocab_size, step, documents=documents)
         count = int((everything.targets != -100).sum())
-        replica, replicas = engine.reads
+        replica, replicas = engine.reads or (0, 1)
         rows = _share(everything, replicas, replica)
         size = job.microbatch or len(rows.inputs)
         loss = engine.backward(rows, size, count)
@@ -237,9 +239,7 @@ def on_rank(
             updated[name].grad = None if parameter.grad is None else _local(parameter.grad)
         if optimizer is not None:
             optimizer.step()
-        engine.reshard(step, lambda: _state(optimizer, updated))
-        engine.sharded.publish()
-        engine.routers.settle()
+        engine.publish(TrainStep(step, steps, state=lambda: _state(optimizer, updated)))
         comm.all_reduce(loss, tag="loss").wait()
         losses.append(float(loss) / count)
         norms.append(float(norm))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir import ModelShape
+    from shoal.train.loop import StepMethod, Trainer
 
 __all__ = ["PeftHandle", "PeftMethod"]
 
@@ -83,6 +84,10 @@ class PeftHandle(Protocol):
 
     def loaded(self) -> None:
         """Called when parameters or buffers were written from outside."""
+        ...
+
+    def step_method(self, trainer: Trainer) -> StepMethod:
+        """What takes a step of a trainer from rows to gradients, where it is not the trainer's."""
         ...
 
     def before_step(self, step: int, total: int) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import CheckpointError, ModelError, ShoalError, require
 from shoal.train.peft.run.sites import Adapted, Rows, Site, SitePart, dense
+
+if TYPE_CHECKING:
+    from shoal.train.loop import StepMethod, Trainer
 
 __all__ = ["Handle"]
 
@@ -321,6 +324,10 @@ class Handle:
         return self.model
 
     # ------------------------------------------------------------------ training
+
+    def step_method(self, trainer: Trainer) -> StepMethod:
+        """The trainer's own: by gradients."""
+        return trainer.method
 
     def before_step(self, step: int, total: int) -> None:
         """Tell every part that wants to know."""
