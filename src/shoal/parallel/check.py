@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.core.random import generator
 from shoal.ir.hooks import TrainStep
+from shoal.kernel.tensors import local
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
@@ -213,7 +214,7 @@ def on_rank(
     engine = Engine(job, schedule, weights, comm, dtype=dtype)
     owned = engine.sharded.owned()
     # Detached: the local part of a distributed tensor is no leaf, and shares its memory.
-    updated = {name: _local(p).detach() for name, p in owned.items()}
+    updated = {name: local(p).detach() for name, p in owned.items()}
     optimizer = adamw(list(updated.values())) if updated else None
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
@@ -230,13 +231,13 @@ def on_rank(
         engine.finish()
         norm = engine.grad_norm()
         if not gradients:
-            found = {n: _local(p.grad) for n, p in owned.items() if p.grad is not None}
+            found = {n: local(p.grad) for n, p in owned.items() if p.grad is not None}
             trained = {n: s for n, s in shapes.items() if n not in unlearnt}
             gradients = assemble(engine.boxes(found), trained, comm, dtype)
         factor = (job.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         engine.sharded.scale_gradients(factor)
         for name, parameter in owned.items():
-            updated[name].grad = None if parameter.grad is None else _local(parameter.grad)
+            updated[name].grad = None if parameter.grad is None else local(parameter.grad)
         if optimizer is not None:
             optimizer.step()
         engine.publish(TrainStep(step, steps, state=lambda: _state(optimizer, updated)))
@@ -355,8 +356,3 @@ def _state(
     optimizer: torch.optim.Optimizer | None, updated: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
     return {} if optimizer is None else {n: optimizer.state[p] for n, p in updated.items()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found

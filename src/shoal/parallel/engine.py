@@ -50,7 +50,9 @@ from shoal.parallel.tensor.rows import Rows, Weights
 from shoal.parallel.tensor.slices import is_expert
 
 if TYPE_CHECKING:
+    from shoal.core.parts import Choice
     from shoal.ir import Machine, TrainJob
+    from shoal.memory.protocols import Offloaded
     from shoal.memory.streaming.tiling import Tile
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm, Ranks, Sharded
@@ -135,7 +137,7 @@ class Engine:
         recomputed = job.recomputed(self.config.num_layers) if job.layers else frozenset()
         self.whole: Transformer | None = None
         self.local: nn.Module
-        self.part: SplitPart | WholePart
+        self.part: WholePart
         stages: Mapping[int, Any] = {}
         if self.split:
             self.part = part = SplitPart(
@@ -213,7 +215,7 @@ class Engine:
         )
         self._compute = self._by_schedule
         if job.batching is not None:
-            self._assign_sequences(stages[0], cost)
+            self._assign_sequences(job.batching, stages[0], cost)
 
     def _sharded(self, weights: Weights, place: Path | None, machine: Machine | None) -> Sharded:
         """The part that sums gradients over replicas, around the local model."""
@@ -227,7 +229,7 @@ class Engine:
         self._lent = self._parameters
         found: Sharded
         if job.offload is not None:
-            found = (
+            offloaded: Offloaded = (
                 table("offload")
                 .build(job.offload)
                 .apply(
@@ -239,11 +241,10 @@ class Engine:
                     values=lambda name: self.part.value(name, weights),
                 )
             )
-            hook = OffloadHook(found)
+            hook = OffloadHook(offloaded)
             self.hooks.add(hook)
-            self._lent, self._tiles = hook.lent, found.tiles
+            found, self._lent, self._tiles = offloaded, hook.lent, offloaded.tiles
         elif ranks.experts is not None:
-            assert isinstance(self.part, SplitPart)
             owned = lambda: self.sharded.owned()  # noqa: E731
             self.hooks.add(Resharding(self.local, ranks.experts.ep, self.part.slices, owned))
             ledger = lending(self.local, Work(shape=self.config.shape(), job=job), machine)
@@ -259,11 +260,11 @@ class Engine:
             found = shard.apply(self.local, ranks.data, whole_matrices=whole_matrices)
         return found
 
-    def _assign_sequences(self, stage: Any, cost: SequenceCost | None) -> None:
+    def _assign_sequences(self, choice: Choice, stage: Any, cost: SequenceCost | None) -> None:
         """Compute steps by a plan of each batch, in the place of the schedule."""
         job, world = self.job, self.ranks.world
         cost = cost or SequenceCost.of(self.config.shape(), 1e12, [(world.world, 1e10)])
-        assigner = table("assigner").build(job.batching)
+        assigner = table("assigner").build(choice)
         hybrid = HybridRuntime(
             assigner,
             cost,

@@ -38,7 +38,7 @@ class Evaluating(RunHook):
             self._late = False
             self._evaluate(run, done, run.plan.job.evaluation.tokens)
 
-    def finish(self, run: Run) -> None:
+    def completed(self, run: Run) -> None:
         """Score all of it."""
         if run.plan.job.evaluation.final:
             self._evaluate(run, run.total, None)

@@ -10,6 +10,7 @@ from shoal.checkpoint.finite import Finite, of_tensors
 from shoal.checkpoint.peers import CommPeers
 from shoal.core.errors import NonFiniteError
 from shoal.ir.hooks import StepHook, TrainStep
+from shoal.kernel.tensors import local
 from shoal.memory.protocols import UpdatesEarly
 
 if TYPE_CHECKING:
@@ -46,19 +47,21 @@ class FiniteStep(StepHook):
         Raises:
             NonFiniteError: the loss or the norm is not.
         """
-        peers = self._engine.ranks.peers
-        # The norm is of the gradients of all ranks: one of them that is not finite makes it so.
-        for what, value in (("loss is", step.loss), ("norm of the gradients is", float(step.norm))):
-            if not math.isfinite(value):
-                if what == "loss is":
-                    origin = bad_loss(self._engine, self._updater, peers, step.own)
-                else:
-                    origin = bad_gradients(self._engine, peers)
-                detail = f"; not finite: {origin}" if origin else ""
-                raise NonFiniteError(
-                    f"step {step.number}: the {what} {value}{detail}; lower optimizer.lr "
-                    f"(now {self._lr:g}) or use precision: fp32, and continue with --resume"
-                )
+        engine, peers, norm = self._engine, self._engine.ranks.peers, float(step.norm)
+        if not math.isfinite(step.loss):
+            what = f"the loss is {step.loss}"
+            origin = bad_loss(engine, self._updater, peers, step.own)
+        elif not math.isfinite(norm):
+            # It is of the gradients of all ranks: one of them that is not finite makes it so.
+            what = f"the norm of the gradients is {norm}"
+            origin = bad_gradients(engine, peers)
+        else:
+            return
+        detail = f"; not finite: {origin}" if origin else ""
+        raise NonFiniteError(
+            f"step {step.number}: {what}{detail}; lower optimizer.lr (now {self._lr:g}) or use "
+            "precision: fp32, and continue with --resume"
+        )
 
 
 def non_finite(pieces: Mapping[str, Sequence[Piece]]) -> str:
@@ -124,11 +127,7 @@ def _gradients(engine: Engine) -> list[tuple[str, Tensor]]:
     if squares is not None:
         return [(engine.saved_as(name), squares(name)) for name in engine.sharded.owned()]
     own = engine.sharded.owned() if engine.gathers else dict(engine.local.named_parameters())
-    return [
-        (name, getattr(p.grad, "to_local", lambda grad=p.grad: grad)())
-        for name, p in own.items()
-        if p.grad is not None
-    ]
+    return [(name, local(p.grad)) for name, p in own.items() if p.grad is not None]
 
 
 def _described(found: Finite, what: str) -> str:

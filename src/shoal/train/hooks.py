@@ -54,7 +54,7 @@ class RunHook(Hook):
     def step_done(self, run: Run, number: int, result: StepResult) -> None:
         """A step is over, on all ranks."""
 
-    def finish(self, run: Run) -> None:
+    def completed(self, run: Run) -> None:
         """The last step of the plan is done and saved."""
 
 

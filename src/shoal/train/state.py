@@ -14,6 +14,7 @@ import torch
 from shoal.checkpoint.loading import LoadReport, load_pieces
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.saved import Saved
+from shoal.kernel.tensors import local
 from shoal.parallel.protocols import Held
 
 if TYPE_CHECKING:
@@ -121,9 +122,8 @@ def fill(
         for key in keys.get(engine.saved_as(name), []):
             stored = _state_as(engine, name, key)
             if saved.shape(stored) != ():
-                like = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 there = held.get(name, {}).get(key)
-                entries[key] = torch.zeros_like(like) if there is None else there
+                entries[key] = torch.zeros_like(local(parameter)) if there is None else there
                 boxes = engine.boxes({name: entries[key]})[name]
                 wanted.setdefault(stored, []).extend(_pieces(boxes))
             elif checkpoint is None:

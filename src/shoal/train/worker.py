@@ -58,7 +58,7 @@ def run_rank(directory: RunDir, *, resume: bool, sinks: Sequence[Sink] = ()) -> 
             run.saves.end()
         if not stopped:
             for hook in run.hooks:
-                hook.finish(run)
+                hook.completed(run)
         run.saves.drain()
         run.event("stop" if stopped else "end", step=run.total)
 

@@ -6,7 +6,7 @@ one replica share. Its values may be filled in one by one, where they live in ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.boxes import Box
+from shoal.kernel.tensors import local
 from shoal.parallel.pipeline.stage import LocalModel
 from shoal.parallel.protocols import Held
 from shoal.parallel.tensor.slices import Slices, take
@@ -34,31 +35,38 @@ Lent = Callable[[Collection[str]], AbstractContextManager[dict[str, Tensor]]]
 
 
 class WholePart:
-    """The whole model."""
+    """The whole model, and what other parts override.
 
-    vocab: VocabShard | None = None
-    slices: Mapping[str, Slices] = {}
+    Attributes:
+        slices: parameter -> what this rank holds of it.
+        vocab: its shard of the vocabulary, where the pipeline's ranks share that.
+    """
+
+    def __init__(self) -> None:
+        self.slices: dict[str, Slices] = {}
+        self.vocab: VocabShard | None = None
+
+    def value(self, name: str, weights: Weights) -> Tensor:
+        """What this rank's slice of a parameter starts from."""
+        whole = weights.whole(name)
+        return take(whole, self.slices[name]) if name in self.slices else whole
 
     def begin(self, batches: Sequence[MicroBatch], count: float) -> None:
-        """A step begins; see :class:`SplitPart`."""
+        """A step begins, with these micro-batches and ``count`` counted tokens on all ranks."""
 
     def sum_gradients(self, lent: Lent) -> None:
-        """No rank of the replica shares any."""
+        """Sum what ranks of one replica share, after the sums over replicas."""
 
     def first_holder(self, name: str) -> bool:
-        """Nobody else of the replica holds a parameter."""
+        """This rank is the first of those in its model group that hold this part of ``name``."""
         return True
 
     def boxes(self, name: str, part: Held) -> list[Held]:
         """A parameter's part, as the boxes of the whole one that it is."""
         return [part]
 
-    def value(self, name: str, weights: Weights) -> Tensor:
-        """What a parameter starts from."""
-        return weights.whole(name)
 
-
-class SplitPart:
+class SplitPart(WholePart):
     """The cells of one rank.
 
     Args:
@@ -73,8 +81,6 @@ class SplitPart:
     Attributes:
         local: the cells' layers; their parameters are empty until :meth:`fill`.
         stages: stage -> what computes it.
-        slices: parameter -> what this rank holds of it.
-        vocab: its shard of the vocabulary, where the pipeline's ranks share that.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class SplitPart:
         dtype: torch.dtype,
         **options: Any,
     ) -> None:
+        super().__init__()
         self._schedule, self._ranks, self._device = schedule, ranks, device
         place, parallel = schedule.place, job.parallel
         layers = cells_for(
@@ -108,8 +115,7 @@ class SplitPart:
             **options,
         )
         self.stages = {stage: self.local.stages[cell] for stage, cell in cells.items()}
-        self.slices: dict[str, Slices] = dict(self.local.slices)
-        self.vocab: VocabShard | None = None
+        self.slices = dict(self.local.slices)
         if schedule.vocab_barriers:
             compute = torch.bfloat16 if job.precision == "bf16" else dtype
             self.vocab = self._vocabulary(config, compute)
@@ -156,11 +162,6 @@ class SplitPart:
             self._copies = frozenset(self.slices)
         self._cell = {f"blocks.{n}.": cell for cell, blocks in enumerate(layers) for n in blocks}
 
-    def value(self, name: str, weights: Weights) -> Tensor:
-        """What this rank's slice of a parameter starts from."""
-        whole = weights.whole(name)
-        return take(whole, self.slices[name]) if name in self.slices else whole
-
     def fill(self, weights: Weights, dtype: torch.dtype) -> None:
         """Give every parameter its value, on the device."""
         for name in self.slices:
@@ -169,12 +170,7 @@ class SplitPart:
             setattr(self.local.get_submodule(owner), leaf, nn.Parameter(value))
 
     def begin(self, batches: Sequence[MicroBatch], count: float) -> None:
-        """A step begins: where micro-batches skip cells, count the tokens that visit each.
-
-        Args:
-            batches: of this rank's replica.
-            count: counted tokens of the whole batch.
-        """
+        """Where micro-batches skip cells, count the tokens that visit each."""
         if not self._schedule.cells:
             return
         visited = torch.zeros(self._schedule.num_cells, dtype=torch.float64, device=self._device)
@@ -186,10 +182,7 @@ class SplitPart:
         self._shares = (count / visited.clamp(min=1.0)).tolist()
 
     def sum_gradients(self, lent: Lent) -> None:
-        """Sum what ranks of one replica share, after the sums over replicas.
-
-        Every rank sums what it has, so that all of them see the same norm.
-        """
+        """Every rank sums what it has, so that all of them see the same norm."""
         with lent(self._partial | ({"embed.weight"} if self._tied is not None else set())) as here:
             _sum([here[n] for n in sorted(self._partial & here.keys())], self._ranks.tp)
             if self._tied is not None and "embed.weight" in here:
@@ -204,13 +197,13 @@ class SplitPart:
                     parameter.grad.mul_(self._shares[cell])
 
     def first_holder(self, name: str) -> bool:
-        """This rank is the first of those in its model group that hold this part of ``name``."""
+        """See the whole part."""
         if name in self._copies:
             return False
         return not self.slices[name].replicated or self._ranks.tp.rank == 0
 
     def boxes(self, name: str, part: Held) -> list[Held]:
-        """A parameter's part, as the boxes of the whole one that it is."""
+        """See the whole part."""
         whole = self.slices[name]
         mine = Box(part.offset, tuple(part.tensor.shape))
         return [
@@ -221,8 +214,7 @@ class SplitPart:
 
 def _sum(parameters: Sequence[Tensor], comm: Comm) -> None:
     """All-reduce gradients in one message."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    gradients = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if comm.world == 1 or not gradients:
         return
     flat = torch.cat([g.reshape(-1) for g in gradients])
