@@ -66,8 +66,8 @@ def _rank(wanted, comm):
         losses.append(float(loss))
     written = 0
     for hook in engine.hooks:
-        written = hook.policy.stats.offloaded
-        assert hook.policy.disk.stats.used == 0
+        written = hook.stats.offloaded
+        assert hook.disk.stats.used == 0
         hook.close()
     shapes = {n: tuple(weights.whole(n).shape) for n in weights._shapes}
     return losses, assemble(engine.held(), shapes, comm, torch.float32), written

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from shoal.parallel.tensor.rows import Rows
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
+    from shoal.model.dropout import Dropout
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm, Held
 
@@ -159,16 +160,45 @@ def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=eps, weight_decay=DECAY)
 
 
-def one_process(
-    job: TrainJob, weights: Fresh, *, steps: int = 3, documents: bool = False
-) -> Outcome:
-    """The reference: the plain transformer on the whole batch."""
-    from shoal.model.dropout import Dropout
+Backward: TypeAlias = "Callable[[Transformer, Rows, Dropout | None], float]"
+"""Forward and backward passes of a whole batch, and its mean loss."""
+
+
+def _plainly(job: TrainJob) -> Backward:
+    """The transformer's own passes, in one piece."""
     from shoal.model.routing import StepRouting
 
+    routing = StepRouting(job.seed, 0, 0, job.global_batch)
+
+    def backward(model: Transformer, rows: Rows, dropout: Dropout | None) -> float:
+        count = int((rows.targets != -100).sum())
+        loss = model.loss_sum(
+            rows.inputs,
+            rows.targets,
+            documents_BT=rows.documents,
+            dropout=dropout.at(rows.step, 0) if dropout is not None else None,
+            routing=replace(routing, step=rows.step) if model.config.num_experts else None,
+        )
+        (loss / count).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()) / count
+
+    return backward
+
+
+def one_process(
+    job: TrainJob,
+    weights: Fresh,
+    *,
+    steps: int = 3,
+    documents: bool = False,
+    backward: Backward | None = None,
+) -> Outcome:
+    """The reference: the plain transformer on the whole batch, or with other passes."""
+    from shoal.model.dropout import Dropout
+
+    backward = backward or _plainly(job)
     model = weights.model()
     dropout = Dropout(job.dropout, job.seed) if job.dropout else None
-    routing = StepRouting(job.seed, 0, 0, job.global_batch) if weights.config.num_experts else None
     shape = weights.config
     routers = Routers(model, shape.num_layers, shape.num_experts, job.global_batch, None)
     optimizer = adamw(list(model.parameters()))
@@ -176,16 +206,8 @@ def one_process(
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
         rows = tokens(job, weights.config.vocab_size, step, documents=documents)
-        count = int((rows.targets != -100).sum())
         optimizer.zero_grad()
-        loss = model.loss_sum(
-            rows.inputs,
-            rows.targets,
-            documents_BT=rows.documents,
-            dropout=dropout.at(step, 0) if dropout is not None else None,
-            routing=routing and replace(routing, step=step),
-        )
-        (loss / count).backward()  # type: ignore[no-untyped-call]
+        losses.append(backward(model, rows, dropout))
         if not gradients:
             gradients = {
                 n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -196,7 +218,6 @@ def one_process(
         optimizer.step()
         routers.finish()
         routers.published(TrainStep(step, steps))
-        losses.append(float(loss.detach()) / count)
     return Outcome(losses, norms, gradients, {n: p.detach() for n, p in model.named_parameters()})
 
 

@@ -29,7 +29,7 @@ from shoal.ir import Work
 from shoal.ir.hooks import ORDER, StepHook, TrainStep
 from shoal.ir.schedule import Schedule
 from shoal.kernel.tensors import name_of
-from shoal.memory.hooks import ActivationHook, OffloadHook
+from shoal.memory.offload.hook import OffloadHook
 from shoal.model.dropout import Dropout
 from shoal.model.initialise import empty
 from shoal.model.routing import StepRouting
@@ -188,7 +188,7 @@ class Engine:
             stages = {0: WholeStage(self.whole, job.compile, dropout, recomputed, known)}
         saved = table("activation").build(job.activation).apply(self.local)
         if saved is not None:
-            self.hooks.add(ActivationHook(saved))
+            self.hooks.add(saved)
             stages = {number: HintedStage(stage, saved) for number, stage in stages.items()}
         if workers is not None:
             self.hooks.add(sync.apply(self.local, self.sharded.owned(), self.ranks))

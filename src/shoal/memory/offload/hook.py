@@ -1,4 +1,4 @@
-"""Offloading at the moments of a training step: of a model's state, and of activations."""
+"""A model's offloaded state at the moments of a training step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from shoal.memory.protocols import UpdatesEarly
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.memory.activations.protocol import ActivationPolicy
     from shoal.memory.protocols import Offloaded
 
-__all__ = ["ActivationHook", "OffloadHook"]
+__all__ = ["OffloadHook"]
 
 
 class OffloadHook(StepHook):
@@ -56,24 +55,3 @@ class OffloadHook(StepHook):
     def close(self) -> None:
         """Give the places back."""
         self.offloaded.close()
-
-
-class ActivationHook(StepHook):
-    """Keeps what passes save for their backward passes.
-
-    Args:
-        policy: where it is kept.
-    """
-
-    kind = "activation"
-
-    def __init__(self, policy: ActivationPolicy) -> None:
-        self.policy = policy
-
-    def passes(self, what: str, *inputs: Tensor | None) -> AbstractContextManager[None]:
-        """Around the passes with gradients."""
-        return self.policy.step() if what == "train" else nullcontext()
-
-    def close(self) -> None:
-        """Give everything back."""
-        self.policy.close()
