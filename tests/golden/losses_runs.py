@@ -139,13 +139,16 @@ def on_rank(row: Row, dtype: str, comm: Any, place: Path) -> dict[str, Any]:
         machine=MACHINE,
     )
     with contextlib.closing(trainer):
-        results = [trainer.step(step) for step in range(STEPS)]
+        results, rounds = [], []
+        for step in range(STEPS):
+            results.append(trainer.step(step))
+            rounds += [event["loss"] for kind, event in trainer.events().items() if kind == "round"]
         sent = wire(comm.meter)
         pieces = trainer.pieces()
         return {
             "losses": [result.loss.hex() for result in results],
             "norm": [results[-1].grad_norm.hex()],
-            "rounds": [r.round_loss.hex() for r in results if r.round_loss is not None],
+            "rounds": [loss.hex() for loss in rounds],
             "sent": sent,
             "weights": digest({n: p for n, p in pieces.items() if n.startswith("model.")}),
             "state": digest({n: p for n, p in pieces.items() if not n.startswith("model.")}),

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from shoal.core.parts import table
 from shoal.ir import TrainJob
+from shoal.memory.protocols import UpdatesEarly
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh, assemble, tokens
 from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import Rows
-from shoal.train.protocols import UpdatesEarly
 
 BUDGETS = {"device_budget": "8MiB", "host_budget": "64MiB"}
 
@@ -79,7 +79,7 @@ def _rank(wanted: TrainJob, model: ModelConfig, comm: Any, place: Path, steps: i
     weights = Fresh(model, wanted.seed)
     engine = Engine(wanted, schedule, weights, comm, place=place)
     optimizer = table("optimizer").build(wanted.optimizer)
-    updater = engine.offloaded or optimizer.build(engine.sharded.owned())
+    updater = engine.updater(optimizer)
     losses, norms = [], []
     size = wanted.global_batch // engine.replicas
     part = slice(engine.replica * size, (engine.replica + 1) * size)
@@ -104,12 +104,12 @@ def _rank(wanted: TrainJob, model: ModelConfig, comm: Any, place: Path, steps: i
     parameters = assemble(engine.held(), shapes, comm, torch.float32)
     state = {n: {k: v.clone() for k, v in s.items()} for n, s in updater.state().items()}
     peaks: dict[str, int] = {}
-    if engine.offloaded is not None:
-        peaks = engine.offloaded.tiers.peaks()
-        left = engine.offloaded.tiers.used()["device"]
+    if wanted.offload is not None:
+        peaks = updater.tiers.peaks()
+        left = updater.tiers.used()["device"]
         # What streams is gone between steps; a window stays.
         assert left < 2**16 or getattr(wanted.offload, "name", "") == "superpipeline"
-        engine.offloaded.close()
+        updater.close()
     return Run(losses, norms, parameters, state, peaks, scored)
 
 

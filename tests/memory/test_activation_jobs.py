@@ -65,10 +65,10 @@ def _rank(wanted, comm):
         comm.all_reduce(loss, tag="loss").wait()
         losses.append(float(loss))
     written = 0
-    if engine.saved is not None:
-        written = engine.saved.stats.offloaded
-        assert engine.saved.disk.stats.used == 0
-        engine.saved.close()
+    for hook in engine.hooks:
+        written = hook.stats.offloaded
+        assert hook.disk.stats.used == 0
+        hook.close()
     shapes = {n: tuple(weights.whole(n).shape) for n in weights._shapes}
     return losses, assemble(engine.held(), shapes, comm, torch.float32), written
 

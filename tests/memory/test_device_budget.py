@@ -29,8 +29,7 @@ def peak(place: Path, steps: int = 3, **offload: Any) -> int:
     def on(comm: Any) -> int:
         engine = Engine(wanted, check_split(wanted, MODEL.shape()), Fresh(MODEL, 0), comm,
                         place=place)  # fmt: skip
-        model = engine.offloaded
-        assert model is not None
+        model: Any = engine.sharded
         try:
             for step in range(steps):
                 drawn = tokens(wanted, MODEL.vocab_size, step, documents=False)

@@ -10,12 +10,12 @@ import torch
 from offload_runs import config, job
 
 from shoal.core.parts import table
+from shoal.memory.protocols import UpdatesEarly
 from shoal.parallel.check import Fresh, tokens
 from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import Rows
-from shoal.train.protocols import UpdatesEarly
 
 MODEL = config(num_layers=2)
 
@@ -34,7 +34,7 @@ def trained(place: Path, parallel: dict[str, int], **changes: Any) -> dict[str, 
             dtype=torch.float64,
         )
         optimizer = table("optimizer").build(wanted.optimizer)
-        updater = engine.offloaded or optimizer.build(engine.sharded.owned())
+        updater = engine.updater(optimizer)
         for step in range(3):
             drawn = tokens(wanted, MODEL.vocab_size, step, documents=False)
             rows = Rows(drawn.inputs, drawn.targets, None, 0, step)
@@ -55,8 +55,8 @@ def trained(place: Path, parallel: dict[str, int], **changes: Any) -> dict[str, 
             for key, value in entries.items()
             if key != "step"
         }
-        if engine.offloaded is not None:
-            engine.offloaded.close()
+        for hook in engine.hooks:
+            hook.close()
         return held | moments
 
     return run_ranks(wanted.parallel.world, on)[0]

@@ -19,6 +19,7 @@ from shoal.machine.described import load
 from shoal.parallel.check import Fresh, same_as_one
 from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.engine import Engine
+from shoal.parallel.expert.gradients import GradientSlices
 from shoal.parallel.legal import check_split
 from shoal.parallel.shard.replicated import ReplicatedModel
 from shoal.parallel.tensor.rows import Rows
@@ -115,7 +116,9 @@ def _step(whole: Any, before: Any = None) -> list[tuple[dict[str, torch.Tensor],
         engine.finish()
         engine.grad_norm()
         named = engine.local.named_parameters()
-        return {n: p.grad.clone() for n, p in named}, engine.sent_gradients()
+        told = [h.events()["step"] for h in engine.hooks if isinstance(h, GradientSlices)]
+        sent = tuple(told[0].values()) if told else None
+        return {n: p.grad.clone() for n, p in named}, sent
 
     return run_ranks(2, on)
 

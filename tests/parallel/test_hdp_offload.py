@@ -96,9 +96,10 @@ def test_bytes_kept_and_sent_are_those_of_the_plan(ratio: float) -> None:
         schedule = check_split(chosen, model().shape())
         engine = Engine(chosen, schedule, weights, comm, dtype=torch.float32, cost=price)
         engine.backward(tokens(chosen, 53, 0, documents=False), 1, 100.0)
-        assert engine.hybrid is not None and engine.hybrid.host is not None
-        host, plan = engine.hybrid.host, engine.hybrid.plan
-        engine.hybrid.close()
+        hybrid = engine.hooks["sequences"]
+        assert isinstance(hybrid, HybridRuntime) and hybrid.host is not None
+        host, plan = hybrid.host, hybrid.plan
+        hybrid.close()
         assert plan is not None
         return host.kept_bytes, host.sent_bytes, plan
 
@@ -137,8 +138,9 @@ def test_what_went_takes_no_room() -> None:
         )
         rows = tokens(chosen, 53, 0, documents=False)
         plan = Assignment((LENGTH,), 1, (MicroStep((0,), (0,)),))
-        assert engine.hybrid is not None
-        batch = engine.hybrid.microbatch(rows, sequences_of(rows), plan.steps[0], plan)
+        hybrid = engine.hooks["sequences"]
+        assert isinstance(hybrid, HybridRuntime)
+        batch = hybrid.microbatch(rows, sequences_of(rows), plan.steps[0], plan)
         found = []
         for ratio in (0.0, 0.5, 1.0):
             host = HostShare(engine.local, units(engine.local)[0], device="cpu", host_bytes=2**26)
@@ -146,7 +148,7 @@ def test_what_went_takes_no_room() -> None:
             assert host._tiers is not None
             with host._tiers.scope as scope:
                 with host.during(ratio):
-                    loss = engine.hybrid.stage(None, batch)
+                    loss = hybrid.stage(None, batch)
                 found.append((scope.live_bytes, host.sent_bytes))
                 loss.backward()
             host.close()

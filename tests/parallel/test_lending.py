@@ -17,6 +17,7 @@ from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.cost.shapes import find
 from shoal.ir import TrainJob, Work
+from shoal.ir.hooks import TrainStep
 from shoal.machine import load
 from shoal.model.attention import Attention
 from shoal.parallel.check import Fresh, same_as_one, tokens
@@ -123,7 +124,7 @@ def _passes(again, precision, meter):
         one = next(m for m in engine.local.modules() if isinstance(m, CopiedExperts))
         size = sum(p[0].nbytes for p in (one.gate_up_proj, one.down_proj))
         travels = len(sent_copies(one.owner_E, one.held, one.devices))
-        return engine.lent, size, travels
+        return engine.hooks["copies"], size, travels
 
     return run_ranks(4, on, meter=meter, ranks_per_node=2)
 
@@ -142,9 +143,10 @@ def test_bytes_and_room_are_those_of_the_table(again, precision):
         assert ledger.bytes == 0
         # Three copies a layer, of all three layers or of one.
         assert ledger.peak_bytes == (1 if again == "on" else 3) * 3 * share * size
-        told = ledger.told()
-        assert told.peak_bytes == ledger.peak_bytes
-        assert told.exposed_s > 0 == ledger.exposed_s
+        told = ledger.events()["step"]
+        assert told["copies_bytes"] == ledger.peak_bytes
+        ledger.before_step(TrainStep(1, 2))
+        assert told["copies_exposed_s"] > 0 == ledger.exposed_s
 
 
 def test_copies_travel_while_attention_computes_and_gradients_while_it_goes_back(monkeypatch):

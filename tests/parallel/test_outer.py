@@ -13,6 +13,7 @@ from shoal.core.errors import CheckpointError, ConfigError, PlanError, RankError
 from shoal.core.meter import Meter
 from shoal.core.parts import Choice, table
 from shoal.ir import Parallel
+from shoal.ir.hooks import TrainStep
 from shoal.parallel.check import Fresh, _share, tokens
 from shoal.parallel.comm.ranks import ranks_of
 from shoal.parallel.comm.threads import run_ranks
@@ -73,6 +74,21 @@ class Nothing(torch.nn.Module):
     """A model without running statistics."""
 
 
+class Kept(dict[str, torch.Tensor]):
+    """What rounds have saved."""
+
+    names = dict.keys
+    tensor = dict.__getitem__
+
+    def shape(self, name):
+        return tuple(self[name].shape)
+
+
+def begun(part, owned, comm):
+    """The rounds of ranks that each are a worker of their own."""
+    return part.apply(Nothing(), owned, ranks_of(comm, Parallel(dp=comm.world), comm.world))
+
+
 def run(part, workers, steps, *, meter=None, state=None, first=0, inner=adamw, stop=None):
     """Parameters at each round's start on every rank, and what each keeps at the end."""
 
@@ -80,16 +96,14 @@ def run(part, workers, steps, *, meter=None, state=None, first=0, inner=adamw, s
         step_of = inner()
         parameters = [x.clone() for x in (start() if state is None else state[comm.rank][0])]
         owned = {str(n): p for n, p in enumerate(parameters)}
-        rounds = part.apply(Nothing(), owned, comm)
+        rounds = begun(part, owned, comm)
         if state is not None:
-            rounds.load(state[comm.rank][1])
+            rounds.load(Kept(state[comm.rank][1]))
         told, heard = [[p.clone() for p in parameters]], []
         for step in range(first, steps):
             step_of(comm.rank, step, parameters)
             asks = stop == (comm.rank, step)
-            rounds.after_update(
-                step, loss=float(comm.rank + step), stop=asks, last=step + 1 == steps
-            )
+            rounds.after_update(TrainStep(step, steps, stop=asks, loss=float(comm.rank + step)))
             if rounds.settled:
                 told.append([p.clone() for p in parameters])
             heard.append((step, rounds.loss, rounds.stop))
@@ -233,17 +247,17 @@ def goes_on(made):
     def two_parts(comm):
         step_of = adamw()
         parameters = start()
-        rounds = made.apply(Nothing(), {str(n): p for n, p in enumerate(parameters)}, comm)
+        rounds = begun(made, {str(n): p for n, p in enumerate(parameters)}, comm)
         for step in range(6):
             step_of(comm.rank, step, parameters)
-            rounds.after_update(step, loss=0.0, stop=comm.rank == 0, last=False)
+            rounds.after_update(TrainStep(step, 99, stop=comm.rank == 0))
         kept = {n: t.clone() for n, t in rounds.state().items()}
         again = [p.clone() for p in parameters]
-        rounds = made.apply(Nothing(), {str(n): p for n, p in enumerate(again)}, comm)
-        rounds.load(kept)
+        rounds = begun(made, {str(n): p for n, p in enumerate(again)}, comm)
+        rounds.load(Kept(kept))
         for step in range(6, 12):
             step_of(comm.rank, step, again)
-            rounds.after_update(step, loss=0.0, stop=False, last=step == 11)
+            rounds.after_update(TrainStep(step, 12))
             assert not rounds.stop, "who has stopped and goes on is not stopped again"
         return again
 
@@ -252,7 +266,7 @@ def goes_on(made):
     if isinstance(made, LocalSGD):
         return  # what is averaged at once leaves nothing behind
     with pytest.raises(CheckpointError, match="new run"):
-        run_ranks(2, lambda comm: made.apply(Nothing(), {"a": start()[0]}, comm).load({}))
+        run_ranks(2, lambda comm: begun(made, {"a": start()[0]}, comm).load(Kept()))
 
 
 def test_all_hear_of_losses_and_of_the_wish_to_stop():
@@ -271,11 +285,11 @@ def test_all_hear_of_losses_and_of_the_wish_to_stop():
 def test_a_rank_that_leaves_within_a_round_ends_the_run():
     def on(comm):
         parameters = start()
-        rounds = CO2(tau=2).apply(Nothing(), {str(n): p for n, p in enumerate(parameters)}, comm)
+        rounds = begun(CO2(tau=2), {str(n): p for n, p in enumerate(parameters)}, comm)
         for step in range(6):
             if comm.rank == 1 and step == 3:
                 raise RankError("gone")
-            rounds.after_update(step, loss=0.0, stop=False, last=False)
+            rounds.after_update(TrainStep(step, 99))
 
     with pytest.raises(RankError, match="rank 1: gone"):
         run_ranks(2, on)
@@ -302,9 +316,7 @@ def train(now, comm, steps, model):
         norm = engine.grad_norm()
         engine.sharded.scale_gradients((now.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         updater.step()
-        if engine.outer is not None:
-            engine.outer.after_update(step, loss=float(loss), stop=False, last=step + 1 == steps)
-        engine.sharded.publish()
+        engine.publish(TrainStep(step, steps, loss=float(loss)))
     return {n: h[0].tensor.clone() for n, h in engine.held().items()}
 
 

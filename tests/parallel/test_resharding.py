@@ -13,11 +13,12 @@ from parallel_splits import config, job
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
+from shoal.ir.hooks import TrainStep
 from shoal.parallel.check import Fresh, assemble, same_as_one, tokens
 from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert import resharding
-from shoal.parallel.expert.resharding import TAG, Layer, move
+from shoal.parallel.expert.resharding import TAG, Layer, Resharding, move
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import Rows
 from shoal.plan.placement import PLACERS
@@ -143,11 +144,10 @@ def _train(comm, jobs, steps, weights):
             engine.finish()
             updater.step(1.0)
             places = {n: [id(t) for t in kept.values()] for n, kept in updater.state().items()}
-            moved.append(engine.reshard(number, updater.state))
+            engine.publish(TrainStep(number, 10**6, state=updater.state))
+            moved.append(next((h.last for h in engine.hooks if isinstance(h, Resharding)), None))
             after = {n: [id(t) for t in kept.values()] for n, kept in updater.state().items()}
             assert after == places
-            engine.sharded.publish()
-            engine.routers.settle()
             number += 1
     shapes = {n: tuple(p.shape) for n, p in weights.model().named_parameters()}
     return assemble(engine.held(), shapes, comm, torch.float64), moved

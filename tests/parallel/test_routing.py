@@ -11,6 +11,7 @@ import torch
 from parallel_splits import config, job
 
 from shoal.core.errors import PlanError
+from shoal.ir.hooks import TrainStep
 from shoal.model.routing import StepRouting
 from shoal.parallel.check import Fresh, same_as_one, tokens
 from shoal.parallel.comm.threads import run_ranks
@@ -156,15 +157,16 @@ def test_a_router_that_sends_all_to_one_expert_runs_and_is_reported(factor, drop
         rows = Rows(whole.inputs[part], whole.targets[part], None, 2 * engine.replica, 0)
         loss = engine.backward(rows, 1, count)
         engine.finish()
-        balance = engine.routers.balance
-        engine.routers.settle()
+        routers: Any = engine.hooks["routers"]
+        balance = routers.balance
+        engine.publish(TrainStep(0, 1))
         comm.all_reduce(loss, tag="loss").wait()
-        return float(loss), balance, engine.routers.kept["blocks.1.mlp.router_bias"].clone()
+        return float(loss), balance, routers.kept["blocks.1.mlp.router_bias"].clone()
 
     one = weights.model()
     wanted = one.loss_sum(whole.inputs, whole.targets, routing=StepRouting(0, 0, 0, 4))
-    alone = Routers(one, 2, 4)
-    alone.gather(None, 4)
+    alone = Routers(one, 2, 4, 4, None)
+    alone.finish()
     for loss, balance, bias in run_ranks(2, on):
         assert loss == pytest.approx(float(wanted.detach()), rel=1e-12)
         assert balance == alone.balance
@@ -229,7 +231,7 @@ def _worst(routing: dict[str, Any]) -> float:
             block.mlp.router.weight.mul_(8.0)
             if hasattr(block.mlp, "router_bias"):
                 block.mlp.router_bias.zero_()
-    routers, of = Routers(model, 2, 8), StepRouting(0, 0, 0, 8)
+    routers, of = Routers(model, 2, 8, 8, None), StepRouting(0, 0, 0, 8)
     updates = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     found = []
     for step in range(60):
@@ -238,7 +240,7 @@ def _worst(routing: dict[str, Any]) -> float:
         loss = model.loss_sum(rows.inputs, rows.targets, routing=replace(of, step=step))
         (loss / int((rows.targets != -100).sum())).backward()
         updates.step()
-        routers.gather(None, 8)
-        routers.settle()
+        routers.finish()
+        routers.published(TrainStep(step, 60))
         found.append(routers.balance.imbalance)
     return sum(found[-10:]) / 10

@@ -15,7 +15,7 @@ from shoal.core.errors import ShoalError
 from shoal.core.traits import traits
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.check import same_as_one
-from shoal.parallel.engine import Engine
+from shoal.parallel.pipeline import part
 from shoal.plan.schedules import SCHEDULES
 
 WHOLE = [name for name in SCHEDULES if "skips_stages" not in traits("schedule", name)]
@@ -136,13 +136,13 @@ def test_single_precision():
     [({"tp": 2, "sp": True}, {}), ({"tp": 2}, {"family": "qwen3", "qk_norm": True})],
 )
 def test_a_norm_whose_gradient_is_not_summed_is_found(monkeypatch, split, model):
-    monkeypatch.setattr(Engine, "_sum", staticmethod(lambda _parameters, _comm: None))
+    monkeypatch.setattr(part, "_sum", lambda _parameters, _comm: None)
     with pytest.raises(AssertionError, match=r"norm\.weight: ranks that hold the same"):
         same_as_one(job(split), config(**model))
 
 
 def test_clipping_by_a_norm_that_counts_copies_is_found(monkeypatch):
-    monkeypatch.setattr(Engine, "_first_holder", lambda _self, _name: True)
+    monkeypatch.setattr(part.SplitPart, "first_holder", lambda _self, _name: True)
     found = same_as_one(job({"tp": 2}), config())
     assert found.gradient < 1e-9
     assert found.norm > 1e-4
@@ -150,7 +150,7 @@ def test_clipping_by_a_norm_that_counts_copies_is_found(monkeypatch):
 
 
 def test_tied_embeddings_whose_gradients_are_not_summed_are_found(monkeypatch):
-    monkeypatch.setattr(Engine, "_sum", staticmethod(lambda _parameters, _comm: None))
+    monkeypatch.setattr(part, "_sum", lambda _parameters, _comm: None)
     with pytest.raises(AssertionError, match=r"embed\.weight"):
         same_as_one(job({"pp": 2}), config(tied=True))
 

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import NonFiniteError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import TrainJob, TrainPlan  # noqa: E402
+from shoal.memory.protocols import UpdatesEarly  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.parallel.check import Fresh, tokens  # noqa: E402
 from shoal.parallel.comm.threads import run_ranks  # noqa: E402
@@ -25,7 +26,6 @@ from shoal.parallel.legal import check_split  # noqa: E402
 from shoal.parallel.tensor.rows import Rows  # noqa: E402
 from shoal.train.finite import bad_gradients, bad_loss  # noqa: E402
 from shoal.train.layout import RunDir  # noqa: E402
-from shoal.train.protocols import UpdatesEarly  # noqa: E402
 from shoal.train.run import execute, prepare_run  # noqa: E402
 
 CONFIG = ModelConfig(
@@ -67,7 +67,7 @@ def described(
             job, check_split(job, CONFIG.shape()), Fresh(CONFIG, job.seed), comm, place=place
         )
         optimizer = table("optimizer").build(job.optimizer)
-        updater = engine.offloaded or optimizer.build(engine.sharded.owned())
+        updater = engine.updater(optimizer)
         if isinstance(updater, UpdatesEarly):
             updater.begin(1.0)
         before(engine, comm.rank)
@@ -83,8 +83,8 @@ def described(
             said = bad_gradients(engine, comm)
         else:
             said = bad_loss(engine, updater, comm, loss)
-        if engine.offloaded is not None:
-            engine.offloaded.close()
+        for hook in engine.hooks:
+            hook.close()
         return said, norm
 
     found = run_ranks(job.parallel.world, rank)

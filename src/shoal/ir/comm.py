@@ -11,16 +11,16 @@ before it goes backward, so ragged micro-batches need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.core.meter import Meter
 
-__all__ = ["Comm", "Held", "Pending", "Sharded"]
+__all__ = ["Comm", "Held", "Pending", "Sharded", "Updater"]
 
 
 class Pending(Protocol):
@@ -160,4 +160,21 @@ class Sharded(Protocol):
 
     def writes(self, name: str) -> bool:
         """Whether this rank saves its part of the parameter ``name``."""
+        ...
+
+
+@runtime_checkable
+class Updater(Protocol):
+    """An optimizer at work on one rank's parameters."""
+
+    def step(self, factor: float) -> None:
+        """Update every parameter from its gradient; ``factor`` scales the learning rate."""
+        ...
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Parameter name -> state name -> tensor; a 0-d tensor is not split with the parameter."""
+        ...
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over a state with the same names and shapes."""
         ...

@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal.core.errors import KernelError, require
 from shoal.kernel.calls import Dtype
 
-__all__ = ["compute_dtype", "constant", "dtype_of", "finite", "name_of"]
+__all__ = ["compute_dtype", "constant", "dtype_of", "finite", "local", "name_of"]
 
 _DTYPES: dict[Dtype, torch.dtype] = {
     "fp64": torch.float64,
@@ -41,6 +41,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local part of a distributed tensor, or the tensor itself."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
 
 
 def constant(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

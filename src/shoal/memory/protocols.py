@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from shoal.ir import Estimate, Machine, TrainJob, Work
-from shoal.ir.comm import Comm, Sharded
+from shoal.ir.comm import Comm, Sharded, Updater
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from shoal.memory.streaming.tiling import Tile
     from shoal.memory.tiers.places import Tiers
 
-__all__ = ["Offload", "Offloaded"]
+__all__ = ["Offload", "Offloaded", "UpdatesEarly"]
 
 
-class Offloaded(Sharded, Protocol):
+class Offloaded(Sharded, Updater, Protocol):
     """A model in training whose state lies in tiers.
 
     Attributes:
@@ -61,20 +61,23 @@ class Offloaded(Sharded, Protocol):
         """Keep the gradients of what was lent."""
         ...
 
-    def step(self, factor: float) -> None:
-        """Update every parameter from its gradient; ``factor`` scales the learning rate."""
-        ...
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Parameter name -> state name -> tensor; a 0-d tensor is not split."""
-        ...
-
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over a state with the same names and shapes."""
-        ...
-
     def close(self) -> None:
         """End what runs and give the places back."""
+        ...
+
+
+@runtime_checkable
+class UpdatesEarly(Protocol):
+    """An offloaded model that has used a gradient before the backward pass is over."""
+
+    def begin(self, factor: float, ready: Callable[[], None] | None = None) -> None:
+        """A step begins, whose update has this factor of the learning rate.
+
+        Args:
+            factor: scales the learning rate.
+            ready: called before anything changes; returns when weights and state may change. It
+                may be called again.
+        """
         ...
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shoal.core.random import generator
+from shoal.ir.hooks import TrainStep
+from shoal.kernel.tensors import local
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
@@ -25,6 +27,7 @@ from shoal.parallel.tensor.rows import Rows
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
+    from shoal.model.dropout import Dropout
     from shoal.model.transformer import Transformer
     from shoal.parallel.protocols import Comm, Held
 
@@ -157,32 +160,54 @@ def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=eps, weight_decay=DECAY)
 
 
-def one_process(
-    job: TrainJob, weights: Fresh, *, steps: int = 3, documents: bool = False
-) -> Outcome:
-    """The reference: the plain transformer on the whole batch."""
-    from shoal.model.dropout import Dropout
+Backward: TypeAlias = "Callable[[Transformer, Rows, Dropout | None], float]"
+"""Forward and backward passes of a whole batch, and its mean loss."""
+
+
+def _plainly(job: TrainJob) -> Backward:
+    """The transformer's own passes, in one piece."""
     from shoal.model.routing import StepRouting
 
+    routing = StepRouting(job.seed, 0, 0, job.global_batch)
+
+    def backward(model: Transformer, rows: Rows, dropout: Dropout | None) -> float:
+        count = int((rows.targets != -100).sum())
+        loss = model.loss_sum(
+            rows.inputs,
+            rows.targets,
+            documents_BT=rows.documents,
+            dropout=dropout.at(rows.step, 0) if dropout is not None else None,
+            routing=replace(routing, step=rows.step) if model.config.num_experts else None,
+        )
+        (loss / count).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()) / count
+
+    return backward
+
+
+def one_process(
+    job: TrainJob,
+    weights: Fresh,
+    *,
+    steps: int = 3,
+    documents: bool = False,
+    backward: Backward | None = None,
+) -> Outcome:
+    """The reference: the plain transformer on the whole batch, or with other passes."""
+    from shoal.model.dropout import Dropout
+
+    backward = backward or _plainly(job)
     model = weights.model()
     dropout = Dropout(job.dropout, job.seed) if job.dropout else None
-    routing = StepRouting(job.seed, 0, 0, job.global_batch) if weights.config.num_experts else None
-    routers = Routers(model, weights.config.num_layers, job.global_batch)
+    shape = weights.config
+    routers = Routers(model, shape.num_layers, shape.num_experts, job.global_batch, None)
     optimizer = adamw(list(model.parameters()))
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
         rows = tokens(job, weights.config.vocab_size, step, documents=documents)
-        count = int((rows.targets != -100).sum())
         optimizer.zero_grad()
-        loss = model.loss_sum(
-            rows.inputs,
-            rows.targets,
-            documents_BT=rows.documents,
-            dropout=dropout.at(step, 0) if dropout is not None else None,
-            routing=routing and replace(routing, step=step),
-        )
-        (loss / count).backward()  # type: ignore[no-untyped-call]
+        losses.append(backward(model, rows, dropout))
         if not gradients:
             gradients = {
                 n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -191,9 +216,8 @@ def one_process(
             }
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), job.grad_clip)))
         optimizer.step()
-        routers.gather(None, weights.config.num_experts)
-        routers.settle()
-        losses.append(float(loss.detach()) / count)
+        routers.finish()
+        routers.published(TrainStep(step, steps))
     return Outcome(losses, norms, gradients, {n: p.detach() for n, p in model.named_parameters()})
 
 
@@ -211,7 +235,7 @@ def on_rank(
     engine = Engine(job, schedule, weights, comm, dtype=dtype)
     owned = engine.sharded.owned()
     # Detached: the local part of a distributed tensor is no leaf, and shares its memory.
-    updated = {name: _local(p).detach() for name, p in owned.items()}
+    updated = {name: local(p).detach() for name, p in owned.items()}
     optimizer = adamw(list(updated.values())) if updated else None
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
@@ -221,25 +245,23 @@ def on_rank(
     for step in range(steps):
         everything = tokens(job, weights.config.vocab_size, step, documents=documents)
         count = int((everything.targets != -100).sum())
-        replica, replicas = engine.reads
+        replica, replicas = engine.reads or (0, 1)
         rows = _share(everything, replicas, replica)
         size = job.microbatch or len(rows.inputs)
         loss = engine.backward(rows, size, count)
         engine.finish()
         norm = engine.grad_norm()
         if not gradients:
-            found = {n: _local(p.grad) for n, p in owned.items() if p.grad is not None}
+            found = {n: local(p.grad) for n, p in owned.items() if p.grad is not None}
             trained = {n: s for n, s in shapes.items() if n not in unlearnt}
             gradients = assemble(engine.boxes(found), trained, comm, dtype)
         factor = (job.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         engine.sharded.scale_gradients(factor)
         for name, parameter in owned.items():
-            updated[name].grad = None if parameter.grad is None else _local(parameter.grad)
+            updated[name].grad = None if parameter.grad is None else local(parameter.grad)
         if optimizer is not None:
             optimizer.step()
-        engine.reshard(step, lambda: _state(optimizer, updated))
-        engine.sharded.publish()
-        engine.routers.settle()
+        engine.publish(TrainStep(step, steps, state=lambda: _state(optimizer, updated)))
         comm.all_reduce(loss, tag="loss").wait()
         losses.append(float(loss) / count)
         norms.append(float(norm))
@@ -355,8 +377,3 @@ def _state(
     optimizer: torch.optim.Optimizer | None, updated: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
     return {} if optimizer is None else {n: optimizer.state[p] for n, p in updated.items()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 
 from shoal.ir import Estimate, Machine, Work
-from shoal.ir.comm import Comm, Held, Pending, Sharded
+from shoal.ir.comm import Comm, Held, Pending, Sharded, Updater
+from shoal.ir.hooks import StepHook
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,10 +30,10 @@ __all__ = [
     "Nodes",
     "Pending",
     "Ranks",
-    "Rounds",
     "Shard",
     "Sharded",
     "Sync",
+    "Updater",
 ]
 
 
@@ -92,6 +93,16 @@ class Ranks(NamedTuple):
     experts: ExpertRanks | None = None
     outer: Comm | None = None
     worker: Comm | None = None
+
+    @property
+    def peers(self) -> Comm:
+        """The ranks that make an update together."""
+        return self.worker or self.world
+
+    @property
+    def prefix(self) -> str:
+        """Before the names of what workers with rounds save of their optimizers: all but one."""
+        return f"worker{self.outer.rank}." if self.outer is not None and self.outer.rank else ""
 
 
 class MicroBatch(NamedTuple):
@@ -190,50 +201,6 @@ class Shard(Protocol):
         ...
 
 
-class Rounds(Protocol):
-    """The rounds of a run, on one rank; all ranks make the same calls.
-
-    Attributes:
-        settled: the last step ended a round: parameters are the same in all workers.
-        stop: some worker asked to stop, as all know since the last round ended.
-        loss: mean loss of all workers, where the last step brought the news of a round; else None.
-        exposed_s: seconds so far in which this rank waited for the other workers.
-        divided: each worker keeps a state of its own; else all keep the same.
-    """
-
-    settled: bool
-    stop: bool
-    loss: float | None
-    exposed_s: float
-    divided: bool
-
-    def after_update(self, step: int, *, loss: float, stop: bool, last: bool) -> None:
-        """The optimizer has made global step ``step``; changes the parameters at a round's end.
-
-        Args:
-            step: number of the step.
-            loss: of this worker's batch.
-            stop: somebody in this worker asks to stop.
-            last: it is the run's last step, which ends the round and applies what travels.
-
-        Raises:
-            RankError: a worker is gone.
-        """
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """At a round's start: what is kept beside the parameters, by name; nothing is copied."""
-        ...
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a round's start, with parameters that are loaded already.
-
-        Raises:
-            CheckpointError: the state is of other workers.
-        """
-        ...
-
-
 class Sync(Protocol):
     """A part of kind ``sync``."""
 
@@ -257,8 +224,8 @@ class Sync(Protocol):
         """Bytes a rank sends to other workers in one step, and the seconds not hidden."""
         ...
 
-    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], comm: Comm) -> Rounds | None:
-        """Begin the first round of parameters ``owned`` between the workers ``comm``.
+    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], ranks: Ranks) -> StepHook | None:
+        """Begin the first round of parameters ``owned`` between the workers; None without rounds.
 
         Raises:
             ConfigError: the model has a state that workers would not share.

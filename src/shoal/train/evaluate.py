@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.corpora import heldout
+from shoal.train.hooks import Run, RunHook
 from shoal.train.masking import masked
+from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import StepResult, Trainer
 
-__all__ = ["bits_per_byte", "sample"]
+__all__ = ["Evaluating", "bits_per_byte", "sample"]
 
 # Enough rows a pass that per-operator overhead is small, few enough that logits fit.
 _BATCH_TOKENS = 8192
+
+
+class Evaluating(RunHook):
+    """Scores held-out text every so many steps, where ranks agree, and at the end."""
+
+    kind = "evaluate"
+
+    def __init__(self) -> None:
+        self._late = False
+
+    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+        """Score some of it, where that is due."""
+        done, every = number + 1, run.plan.job.evaluation.every
+        self._late = self._late or (every > 0 and done % every == 0)
+        if self._late and run.trainer.settled and done < run.total:
+            self._late = False
+            self._evaluate(run, done, run.plan.job.evaluation.tokens)
+
+    def completed(self, run: Run) -> None:
+        """Score all of it."""
+        if run.plan.job.evaluation.final:
+            self._evaluate(run, run.total, None)
+
+    def _evaluate(self, run: Run, step: int, max_tokens: int | None) -> None:
+        length, begin, text = run.plan.job.evaluation.sample_tokens, time.perf_counter(), ""
+        with phase(run.comm, "evaluate"):
+            found = bits_per_byte(run.trainer, run.tokens, max_tokens=max_tokens)
+            if length and run.chief:
+                text = sample(run.trainer, run.tokens, length)
+            run.comm.barrier()
+        seconds = time.perf_counter() - begin
+        run.event("eval", step=step, final=max_tokens is None, seconds=seconds, **found)
+        if text:
+            run.event("sample", step=step, text=text)
 
 
 @torch.no_grad()
@@ -40,7 +77,7 @@ def bits_per_byte(
     context = min(engine.config.max_position, max(512, trainer.job.seq_len))
     # A device with a budget has room for what training gives it.
     most = _BATCH_TOKENS
-    if engine.offloaded is not None:
+    if trainer.job.offload is not None:
         most = max(context, trainer.microbatch * trainer.job.seq_len)
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     engine.train(False)

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 from shoal.checkpoint.finite import Finite, of_tensors
 from shoal.checkpoint.peers import CommPeers
-from shoal.train.protocols import UpdatesEarly
+from shoal.core.errors import NonFiniteError
+from shoal.ir.hooks import StepHook, TrainStep
+from shoal.kernel.tensors import local
+from shoal.memory.protocols import UpdatesEarly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,10 +21,47 @@ if TYPE_CHECKING:
     from shoal.parallel.engine import Engine
     from shoal.train.protocols import Updater
 
-__all__ = ["bad_gradients", "bad_loss", "non_finite"]
+__all__ = ["FiniteStep", "bad_gradients", "bad_loss", "non_finite"]
 
 # Tensors, and groups of ranks, named in a message.
 _NAMED = 3
+
+
+class FiniteStep(StepHook):
+    """Ends a run before an update by a loss or a gradient that is not finite.
+
+    Args:
+        engine: whose steps.
+        updater: of its weights.
+        lr: peak learning rate, for the message.
+    """
+
+    kind = "finite"
+
+    def __init__(self, engine: Engine, updater: Updater, lr: float) -> None:
+        self._engine, self._updater, self._lr = engine, updater, lr
+
+    def before_update(self, step: TrainStep) -> None:
+        """All ranks have the same numbers; where one is not finite, all look for its origin.
+
+        Raises:
+            NonFiniteError: the loss or the norm is not.
+        """
+        engine, peers, norm = self._engine, self._engine.ranks.peers, float(step.norm)
+        if not math.isfinite(step.loss):
+            what = f"the loss is {step.loss}"
+            origin = bad_loss(engine, self._updater, peers, step.own)
+        elif not math.isfinite(norm):
+            # It is of the gradients of all ranks: one of them that is not finite makes it so.
+            what = f"the norm of the gradients is {norm}"
+            origin = bad_gradients(engine, peers)
+        else:
+            return
+        detail = f"; not finite: {origin}" if origin else ""
+        raise NonFiniteError(
+            f"step {step.number}: {what}{detail}; lower optimizer.lr (now {self._lr:g}) or use "
+            "precision: fp32, and continue with --resume"
+        )
 
 
 def non_finite(pieces: Mapping[str, Sequence[Piece]]) -> str:
@@ -83,15 +123,11 @@ def bad_loss(engine: Engine, updater: Updater, comm: Comm, own: Tensor | None = 
 
 def _gradients(engine: Engine) -> list[tuple[str, Tensor]]:
     """By the names of whole parameters; where they are gone already, sums of their squares."""
-    offloaded = engine.offloaded
-    if offloaded is not None:
-        return [(engine.saved_as(name), offloaded.squares(name)) for name in offloaded.owned()]
+    squares = getattr(engine.sharded, "squares", None)
+    if squares is not None:
+        return [(engine.saved_as(name), squares(name)) for name in engine.sharded.owned()]
     own = engine.sharded.owned() if engine.gathers else dict(engine.local.named_parameters())
-    return [
-        (name, getattr(p.grad, "to_local", lambda grad=p.grad: grad)())
-        for name, p in own.items()
-        if p.grad is not None
-    ]
+    return [(name, local(p.grad)) for name, p in own.items() if p.grad is not None]
 
 
 def _described(found: Finite, what: str) -> str:

@@ -10,6 +10,8 @@ from shoal.checkpoint.inmemory.layout import coding_groups
 from shoal.checkpoint.store import Store
 from shoal.core.errors import ConfigError, require
 from shoal.core.meter import SINKS, Meter
+from shoal.ir.hooks import StepHook, TrainStep
+from shoal.train.hooks import Run, RunHook
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.fleet import Fleet
@@ -18,9 +20,16 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.machine.emulate import Network
     from shoal.train.layout import RunDir
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import StepResult, Trainer
 
-__all__ = ["Hosts", "MemoryLevel", "check_memory", "snapshots_of", "version_in_memory"]
+__all__ = [
+    "Hosts",
+    "MemoryHook",
+    "MemoryLevel",
+    "check_memory",
+    "snapshots_of",
+    "version_in_memory",
+]
 
 # Ranks that differ in these hold the same part of the model.
 _REPLICAS = ("dp", "cp")
@@ -167,6 +176,42 @@ class MemoryLevel:
             meter.event(kind, **what)
         if self.watch is not None:
             self.watch({"kind": kind, **what})
+
+
+class MemoryHook(StepHook, RunHook):
+    """Copies the state into memory between steps, while the next one makes its passes.
+
+    Args:
+        run: of this rank.
+    """
+
+    kind = "memory"
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._snapshots = run, snapshots_of(run.trainer)
+
+    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+        """Begin to copy; it is settled before the next update."""
+        from shoal.train.resuming import meta_of
+        from shoal.train.state import held_by
+
+        if self._snapshots.due(number + 1) and not run.ends(number, result):
+            trainer, done = run.trainer, number + 1
+            held = held_by(trainer.engine, trainer.updater)
+            self._snapshots.begin(done, held, meta_of(trainer, run.plan.job, done))
+
+    def after_backward(self, step: TrainStep) -> None:
+        """Wait until the snapshot is coded, and tell what it has cost.
+
+        When a rank updates its state, all ranks have returned from here.
+        """
+        settled = self._snapshots.settle()
+        if settled is not None and settled.step % self._run.plan.job.log_every == 0:
+            self._run.event("snapshot", **settled._asdict())
+
+    def close(self) -> None:
+        """End the copying."""
+        self._snapshots.close()
 
 
 def snapshots_of(trainer: Trainer) -> Snapshots:

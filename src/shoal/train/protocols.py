@@ -7,51 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from shoal.ir import Estimate, Machine, TrainPlan, TrainReport, Work
+from shoal.ir.comm import Updater
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Chooses", "Launcher", "LrSchedule", "Optimizer", "Starter", "Updater", "UpdatesEarly"]
-
-
-class Updater(Protocol):
-    """An optimizer at work on one rank's parameters."""
-
-    def step(self, factor: float) -> None:
-        """Update every parameter from its gradient; ``factor`` scales the learning rate."""
-        ...
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Parameter name -> state name -> tensor; a 0-d tensor is not split with the parameter."""
-        ...
-
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over a state with the same names and shapes."""
-        ...
-
-
-@runtime_checkable
-class UpdatesEarly(Protocol):
-    """An updater that has used a gradient before the backward pass is over."""
-
-    def begin(self, factor: float, ready: Callable[[], None] | None = None) -> None:
-        """A step begins, whose update has this factor of the learning rate.
-
-        Args:
-            factor: scales the learning rate.
-            ready: called before anything changes; returns when weights and state may change. It
-                may be called again.
-        """
-        ...
-
-
-@runtime_checkable
-class Chooses(Protocol):
-    """An updater that measures a step and chooses how it goes on."""
-
-    def choice(self) -> dict[str, object] | None:
-        """What it has chosen, with what it expects of it, in numbers; once, and None otherwise."""
-        ...
+__all__ = ["Launcher", "LrSchedule", "Optimizer", "Starter", "Updater"]
 
 
 class Optimizer(Protocol):

@@ -26,11 +26,13 @@ from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import Machine, ModelShape, TrainJob
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy.galvatron import Galvatron, to_job
+from shoal.train.hooks import Run, RunHook
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
+    from shoal.train.loop import StepResult
 
-__all__ = ["Change", "Replanner", "measure_links"]
+__all__ = ["Change", "Replanner", "Replanning", "measure_links"]
 
 # Steps that are not measured: memory and threads are cold.
 _WARMUP = 2
@@ -284,6 +286,52 @@ class Replanner:
         self.job = job
         self.mean_s = self._reference = self._best = None
         self._seen = self.wins = self._since_probe = 0
+
+
+class Replanning(RunHook):
+    """Goes over to another plan after a step, where that pays.
+
+    Args:
+        run: of this rank, with at least one other.
+    """
+
+    kind = "replan"
+
+    def __init__(self, run: Run) -> None:
+        plan = run.plan
+        self._replanner = Replanner(plan.job, plan.machine, plan.shape, run.comm)
+
+    def step_begins(self, run: Run, number: int) -> bool:
+        """Every step says how long ranks compute."""
+        return True
+
+    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+        """Compare plans, and change over."""
+        if run.ends(number, result):
+            return
+        passes = run.trainer.engine.runtime.events or []
+        busy = sum(event.end - event.start for event in passes)
+        change = self._replanner.observe(result.seconds, busy)
+        if change is None:
+            return
+        from shoal.train.reshard import switch
+
+        begin = time.perf_counter()
+        run.saves.changing()
+        trainer, sent = switch(run.trainer, change.job, run.tokens, run.comm)
+        run.go_on(trainer)
+        self._replanner.changed(change.job)
+        run.event(
+            "replan",
+            step=number,
+            seconds=time.perf_counter() - begin,
+            gain=change.gain,
+            reason=change.reason,
+            moved_bytes=sent,
+            parallel=change.job.parallel.model_dump(mode="json", exclude_defaults=True),
+            shard=str(change.job.shard),
+            microbatch=change.job.microbatch,
+        )
 
 
 class _Paced(NamedTuple):

@@ -159,9 +159,8 @@ def _not_finite(trainer: Trainer, saves: Saves, step: int, store: Store) -> Chec
 def identity(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued by this run."""
     found = dict(trainer.engine.config.model_dump(mode="json", exclude={"name"}))
-    tuned, job = trainer.tuned, trainer.job
-    if tuned is not None and job.finetune is not None:
-        found |= {"finetune": job.finetune.model_dump(mode="json"), "base": tuned.base}
+    for hook in trainer.hooks:
+        found |= hook.identity()
     return found
 
 
@@ -184,7 +183,7 @@ def _run_of(trainer: Trainer) -> dict[str, Any]:
         "global_batch": job.global_batch,
         "seq_len": job.seq_len,
         "optimizer": job.optimizer.name,
-        **({} if trainer.engine.outer is None else {"sync": _sync_of(job)}),
+        **({} if trainer.engine.ranks.outer is None else {"sync": _sync_of(job)}),
     }
 
 

@@ -13,8 +13,12 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import NonFiniteError
 from shoal.core.meter import read_events
 from shoal.core.parts import table
+from shoal.ir.hooks import StepHook
 from shoal.train.finite import non_finite
+from shoal.train.hooks import Run, RunHook
 from shoal.train.resuming import meta_of
+from shoal.train.watch.selfcheck import check_arithmetic
+from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
     from shoal.checkpoint.protocols import Saver
@@ -23,12 +27,12 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.parallel.comm.collectives import TorchComm
     from shoal.train.layout import RunDir
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import StepResult, Trainer
 
 __all__ = ["Saves"]
 
 
-class Saves:
+class Saves(StepHook, RunHook):
     """Saves a run; all ranks make the same calls.
 
     Args:
@@ -48,6 +52,8 @@ class Saves:
     Raises:
         CheckpointError: another run is saving there, or the place refuses.
     """
+
+    kind = "saves"
 
     def __init__(
         self, directory: RunDir, job: TrainJob, comm: TorchComm, meter: Meter, *, device: str
@@ -77,20 +83,37 @@ class Saves:
         self._interval = FIRST_STEPS if every == "auto" else every
         self._saved_at = self._first = 0
         self._stall_s = 0.0
+        self._late = False
         self._unsaved: ShoalError | None = None
 
-    def begin(self, first: int) -> None:
+    def begin(self, run: Run, first: int) -> None:
         """The run begins with this step."""
         self._saved_at = self._first = first
 
-    def due(self, done: int) -> bool:
+    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+        """Save where that is due, at the end of a round of workers, or where the run ends."""
+        done = number + 1
+        self._late = self._late or self._due(done)
+        if run.ends(number, result) or (self._late and run.trainer.settled):
+            self._late = False
+            if self._job.watch.record and self._job.watch.check_every:
+                # What a unit that computes wrongly has spoilt must not become a checkpoint.
+                check_arithmetic(self._comm.device, seed=done)
+            with phase(self._comm, "checkpoint"):
+                self.save(run.trainer, done)
+        self._tell()
+        if self._auto and self._first < self._saved_at == done - 1:
+            # The step after a save has shown all that the save held up.
+            self._choose_interval(done, result.seconds)
+
+    def _due(self, done: int) -> bool:
         """Whether a checkpoint is due when so many steps are done."""
         if self._auto:
             return done - self._saved_at >= self._interval
         return bool(self._interval) and done % self._interval == 0
 
-    def before_update(self, names: Collection[str] | None = None) -> None:
-        """See :class:`~shoal.checkpoint.protocols.Saver`."""
+    def changing(self, names: Collection[str] | None = None) -> None:
+        """Wait for what is still copied of these, or of all."""
         self._saver.before_update(names)
 
     def save(self, trainer: Trainer, step: int) -> None:
@@ -121,18 +144,6 @@ class Saves:
                 self._comm.barrier,
                 keep=self._job.checkpoint.keep,
             )
-
-    def tell(self, done: int, step_s: float) -> None:
-        """Say which saves are over, after each step; one that failed does not end the run.
-
-        Args:
-            done: steps done.
-            step_s: seconds of the last one.
-        """
-        self._tell()
-        if self._auto and self._first < self._saved_at == done - 1:
-            # The step after a save has shown all that the save held up.
-            self._choose_interval(done, step_s)
 
     def end(self) -> None:
         """Wait for what is under way.

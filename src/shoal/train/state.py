@@ -6,43 +6,24 @@ whatever split the run has; every tensor lies in pieces that say where in the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.checkpoint.loading import LoadReport, load_pieces
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.saved import Saved
+from shoal.kernel.tensors import local
 from shoal.parallel.protocols import Held
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
+    from shoal.ir.hooks import Stored
     from shoal.parallel.engine import Engine
     from shoal.train.protocols import Updater
 
-__all__ = ["Stored", "fill", "held_by", "pieces_of"]
-
-
-class Stored(Protocol):
-    """Where tensors are read from, box by box: a checkpoint, or other ranks."""
-
-    def names(self) -> Collection[str]:
-        """Every tensor's name."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor."""
-        ...
-
-    def tensor(
-        self,
-        name: str,
-        offset: tuple[int, ...] | None = None,
-        shape: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
-        """A box of a tensor; all of it if no box is given."""
-        ...
+__all__ = ["fill", "held_by", "pieces_of", "saved_names"]
 
 
 def pieces_of(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
@@ -72,11 +53,10 @@ def _held(
             if value.dim():
                 kinds.setdefault(key, {})[name] = value
             else:
-                saved = f"optimizer.{engine.saved_as(name)}.{key}"
-                found[saved] = _pieces([Held(value, (), ())])
+                found[_state_as(engine, name, key)] = _pieces([Held(value, (), ())])
     for key, tensors in kinds.items():
         for name, boxes in engine.boxes(tensors).items():
-            found.setdefault(f"optimizer.{engine.saved_as(name)}.{key}", []).extend(_pieces(boxes))
+            found.setdefault(_state_as(engine, name, key), []).extend(_pieces(boxes))
     order = {name: number for number, name in enumerate(engine.held())}
     return dict(sorted(found.items(), key=lambda item: order.get(_weight_of(item[0]), len(order))))
 
@@ -85,7 +65,23 @@ def _weight_of(saved: str) -> str:
     """The weight that a saved tensor is, or is the state of."""
     if saved.startswith("model."):
         return saved.removeprefix("model.")
-    return saved.removeprefix("optimizer.").rpartition(".")[0]
+    return saved.partition("optimizer.")[2].rpartition(".")[0]
+
+
+def _state_as(engine: Engine, name: str, key: str) -> str:
+    """What the optimizer's state of a parameter is saved as; workers with rounds have their own."""
+    return f"{engine.ranks.prefix}optimizer.{engine.saved_as(name)}.{key}"
+
+
+def saved_names(
+    engine: Engine, state: Mapping[str, Mapping[str, torch.Tensor]], names: Iterable[str]
+) -> list[str]:
+    """The names under which parameters, and what an optimizer keeps of them, are saved."""
+    found = []
+    for name in names:
+        states = (_state_as(engine, name, key) for key in state.get(name, {}))
+        found += [f"model.{engine.saved_as(name)}", *states]
+    return found
 
 
 @torch.no_grad()
@@ -94,8 +90,6 @@ def fill(
     updater: Updater,
     saved: Stored,
     comm: Comm | None = None,
-    *,
-    prefix: str = "",
 ) -> LoadReport | None:
     """Fill weights and optimizer state of a rank with what is stored, whatever split stored it.
 
@@ -104,7 +98,6 @@ def fill(
         updater: its optimizer.
         saved: where everything is read from.
         comm: ranks that fill theirs from the same checkpoint now; they share the reading.
-        prefix: before the names of the optimizer state of this rank's worker.
 
     Returns:
         What it has cost, where it was a checkpoint of our own.
@@ -116,9 +109,10 @@ def fill(
     for name, boxes in engine.held().items():
         wanted.setdefault(f"model.{name}", []).extend(_pieces(boxes))
     keys: dict[str, list[str]] = {}
+    prefix = f"{engine.ranks.prefix}optimizer."
     for entry in saved.names():
-        if entry.startswith(f"{prefix}optimizer."):
-            name, _, key = entry.removeprefix(f"{prefix}optimizer.").rpartition(".")
+        if entry.startswith(prefix):
+            name, _, key = entry.removeprefix(prefix).rpartition(".")
             keys.setdefault(name, []).append(key)
     state: dict[str, Mapping[str, torch.Tensor]] = {}
     # What the optimizer holds already is filled where it lies.
@@ -126,11 +120,10 @@ def fill(
     for name, parameter in engine.sharded.owned().items():
         entries: dict[str, torch.Tensor] = {}
         for key in keys.get(engine.saved_as(name), []):
-            stored = f"{prefix}optimizer.{engine.saved_as(name)}.{key}"
+            stored = _state_as(engine, name, key)
             if saved.shape(stored) != ():
-                like = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 there = held.get(name, {}).get(key)
-                entries[key] = torch.zeros_like(like) if there is None else there
+                entries[key] = torch.zeros_like(local(parameter)) if there is None else there
                 boxes = engine.boxes({name: entries[key]})[name]
                 wanted.setdefault(stored, []).extend(_pieces(boxes))
             elif checkpoint is None:

@@ -312,6 +312,9 @@ def _unlike(*, local: bool) -> list[int]:
     """Elements in which workers that are threads differ from their simulation, by setting."""
     import torch
 
+    from shoal.ir import Parallel
+    from shoal.ir.hooks import TrainStep
+    from shoal.parallel.comm.ranks import ranks_of
     from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.outer.averaging import Averaging
     from shoal.parallel.outer.co2 import CO2
@@ -336,11 +339,11 @@ def _unlike(*, local: bool) -> list[int]:
         def on(comm: Any, ours: Averaging = ours) -> list[Tensor]:
             mine = [x.clone() for x in start]
             owned = {str(number): x for number, x in enumerate(mine)}
-            rounds = ours.apply(torch.nn.Module(), owned, comm)
-            assert rounds is not None
+            ranks = ranks_of(comm, Parallel(dp=comm.world), comm.world)
+            rounds = ours.apply(torch.nn.Module(), owned, ranks)
             for step in range(10):
                 inner(comm.rank, step, mine)
-                rounds.after_update(step, loss=0.0, stop=False, last=step == 9)
+                rounds.after_update(TrainStep(step, 10))
             return mine
 
         for mine in run_ranks(workers, on):

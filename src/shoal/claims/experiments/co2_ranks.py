@@ -13,10 +13,12 @@ import torch
 from shoal.claims.experiments.arch_training import Recipe, batch, heldout, text
 from shoal.core.parts import table
 from shoal.ir import TrainJob
+from shoal.ir.hooks import TrainStep
 from shoal.model.config import ModelConfig
 from shoal.parallel.check import Fresh
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
+from shoal.parallel.outer.rounds import Rounds
 from shoal.parallel.tensor.rows import Rows
 from shoal.train.allocator import keep_freed_memory
 
@@ -64,20 +66,13 @@ class Worker:
         engine.sharded.scale_gradients((job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         decayed = 0.525 + 0.475 * math.cos(math.pi * self.done / self.total)
         self.updater.step(min(1.0, (self.done + 1) / (_WARM * self.total)) * decayed)
+        engine.publish(TrainStep(self.done, self.total, loss=float(loss) / tokens))
         self.done += 1
-        if engine.outer is not None:
-            engine.outer.after_update(
-                self.done - 1,
-                loss=float(loss) / tokens,
-                stop=False,
-                last=self.done == self.total,
-            )
-        engine.sharded.publish()
 
     @property
     def exposed_s(self) -> float:
         """Seconds so far in which it waited for other workers."""
-        return 0.0 if self.engine.outer is None else self.engine.outer.exposed_s
+        return sum(h.exposed_s for h in self.engine.hooks if isinstance(h, Rounds))
 
 
 def time_rounds(
@@ -118,8 +113,8 @@ def time_rounds(
                 worker.step()
             seconds = time.perf_counter() - begin
             found[at].append([seconds / steps[at], (worker.exposed_s - waited) / seconds])
-            if worker.engine.outer is not None:
-                worker.engine.outer.state()  # the next job finds an idle link
+            for hook in worker.engine.hooks:
+                hook.state()  # the next job finds an idle link
             comm.barrier()
     return found
 

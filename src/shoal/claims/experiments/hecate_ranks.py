@@ -80,6 +80,7 @@ def copied(placer: Any, seed: int) -> Copied:
     from shoal.core.meter import Meter
     from shoal.core.parts import Choice
     from shoal.ir import Parallel
+    from shoal.ir.hooks import TrainStep
     from shoal.model.config import ModelConfig
     from shoal.model.routing import StepRouting
     from shoal.parallel.comm.ranks import ranks_of
@@ -108,7 +109,7 @@ def copied(placer: Any, seed: int) -> Copied:
                 parameter.zero_()
             layer.router.weight.copy_(router)
         most, said, place = 0, 0.0, torch.arange(_TOKENS)
-        routers = Routers(layer, 1, _RANKS)
+        routers = Routers(layer, 1, _EXPERTS, _RANKS, comm)
         size = sum(p[0].numel() * 4 for p in (layer.gate_up_proj, layer.down_proj))
         for step, x_RND in enumerate(x_SRND):
             if isinstance(layer, CopiedExperts):
@@ -120,8 +121,8 @@ def copied(placer: Any, seed: int) -> Copied:
             of = StepRouting(seed, step, comm.rank, _RANKS)
             tokens = of.over(place, _TOKENS, 1, training=True)
             torch.autograd.backward(layer(x_RND[comm.rank], tokens=tokens).sum())
-            routers.gather(comm, _EXPERTS)
-            routers.settle()
+            routers.finish()
+            routers.published(TrainStep(step, _STEPS))
         return most, said
 
     found = run_ranks(_RANKS, on, meter=meter, ranks_per_node=_PER_NODE)

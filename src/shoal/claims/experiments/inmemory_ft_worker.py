@@ -11,11 +11,13 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.files import write_json
 from shoal.core.janitor import leave
+from shoal.ir.hooks import StepHook
 
 if TYPE_CHECKING:
     from shoal.train.loop import Trainer
@@ -32,15 +34,23 @@ def main() -> int:
     from shoal.checkpoint.inmemory.snapshot import Settled
     from shoal.train import worker
     from shoal.train.layout import RunDir
+    from shoal.train.memory import snapshots_of
     from shoal.train.state import held_by
 
     directory = RunDir(Path(sys.argv[1]))
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     settled: list[Settled | None] = []
-    with worker._joined(directory) as rank:
-        trainer, memory = rank.trainer, rank.memory
-        assert memory is not None
-        trainer.before_update = lambda: settled.append(memory.settle())
+
+    class Settles(StepHook):
+        kind = "saves"
+
+        def changing(self, names: Collection[str] | None) -> None:
+            settled.append(memory.settle())
+
+    with worker.joined(directory) as rank:
+        trainer = rank.trainer
+        memory = snapshots_of(trainer)
+        trainer.hooks.add(Settles())
         for step in range(rank.total):
             mode = MODES[step % len(MODES)]
             rank.comm.barrier()

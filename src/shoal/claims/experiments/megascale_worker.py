@@ -39,14 +39,16 @@ def break_here(kind: str, step: int) -> None:
 
     Trainer.step = counted  # type: ignore[method-assign, assignment]
     if kind == "stall":
-        rows = Trainer._rows
+        from shoal.train.batches import BatchSource
 
-        def stalled(self: Trainer, number: int) -> Any:
+        rows = BatchSource.read
+
+        def stalled(self: BatchSource, number: int) -> Any:
             if number >= step:
                 time.sleep(_FOR_EVER_S)
             return rows(self, number)
 
-        Trainer._rows = stalled  # type: ignore[method-assign, assignment]
+        BatchSource.read = stalled  # type: ignore[method-assign]
     elif kind == "hang":
         all_reduce = TorchComm.all_reduce
 

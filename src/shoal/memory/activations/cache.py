@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import MachineError, ModelError, ShoalError
+from shoal.ir.hooks import StepHook
 from shoal.memory.activations.protocol import (
     Kept,
     Phase,
@@ -65,8 +66,8 @@ class _Stays(Kept):
         self.at = at
 
 
-class TensorCache:
-    """See :mod:`shoal.memory.activations.ssdtrain`; a context manager around each training step.
+class TensorCache(StepHook):
+    """See :mod:`shoal.memory.activations.ssdtrain`; a context manager around the passes of a step.
 
     Args:
         model: its blocks are the scopes.
@@ -77,6 +78,8 @@ class TensorCache:
         depth: scopes read ahead.
         links: to and from the disk, for emulation.
     """
+
+    kind = "activation"
 
     def __init__(
         self,
@@ -166,9 +169,9 @@ class TensorCache:
             self._choose(list(records.values())[-1])
         self._reap()
 
-    def step(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward and backward passes of a step: the cache itself."""
-        return self
+    def passes(self, what: str, *inputs: Tensor | None) -> contextlib.AbstractContextManager[Any]:
+        """The cache itself, around the passes with gradients."""
+        return self if what == "train" else contextlib.nullcontext()
 
     def written(self) -> None:
         """Wait until what was saved so far is on the disk, and let go of it."""

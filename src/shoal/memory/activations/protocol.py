@@ -1,14 +1,13 @@
 """What autograd saves for the backward pass, and who keeps it where.
 
-A policy is asked for every tensor that is saved (``pack``) and for every one that is needed again
+A cache is asked for every tensor that is saved (``pack``) and for every one that is needed again
 (``unpack``), and told where the run is (``on_module``). What it hands to autograd never refers to
 the tensor that was saved: a node that held its own result would never be freed.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shoal.core.errors import ModelError
 from shoal.core.parts import part
@@ -17,9 +16,10 @@ from shoal.ir import Estimate, Interval, Machine, Work
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from shoal.memory.activations.cache import TensorCache
+
 __all__ = [
     "Activation",
-    "ActivationPolicy",
     "Keep",
     "Kept",
     "Phase",
@@ -28,34 +28,6 @@ __all__ = [
 ]
 
 Phase = Literal["enter", "leave"]
-
-
-class ActivationPolicy(Protocol):
-    """Keeps what is saved, around training steps: a context manager."""
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Take a tensor that the backward pass will need; what stands for it."""
-        ...
-
-    def unpack(self, handle: Any) -> Tensor:
-        """The tensor again, bit for bit."""
-        ...
-
-    def on_module(self, name: str, phase: Phase) -> None:
-        """The forward pass enters or leaves a block."""
-        ...
-
-    def microbatch(self, number: int) -> None:
-        """What is saved from now on is of this micro-batch."""
-        ...
-
-    def step(self) -> AbstractContextManager[None]:
-        """Around the forward and backward passes of a step."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
 
 
 class Activation(Protocol):
@@ -69,8 +41,8 @@ class Activation(Protocol):
         """What a plan of a job with steps of so many s should say of it."""
         ...
 
-    def apply(self, model: nn.Module) -> ActivationPolicy | None:
-        """The policy for a model in training; None if autograd keeps what it saves.
+    def apply(self, model: nn.Module) -> TensorCache | None:
+        """What keeps it, for a model in training; None if autograd does.
 
         Raises:
             ConfigError: it cannot work with this model.

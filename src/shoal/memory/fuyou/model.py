@@ -64,7 +64,7 @@ class FuyouModel(OffloadedModel):
         self._told = False
 
     def begin(self, factor: float, ready: Callable[[], None] | None = None) -> None:
-        """A step begins; see :class:`~shoal.train.protocols.UpdatesEarly`."""
+        """A step begins; see :class:`~shoal.memory.protocols.UpdatesEarly`."""
         self.stream.factor, self.stream.ready = factor, ready
 
     @contextlib.contextmanager

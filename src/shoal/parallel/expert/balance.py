@@ -5,10 +5,12 @@ Shapes: L layers, E experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from shoal.ir.hooks import StepHook, TrainStep
 from shoal.model.feedforward import Experts
 
 if TYPE_CHECKING:
@@ -37,21 +39,28 @@ class Balance(NamedTuple):
     loss: float | None
 
 
-class Routers:
-    """The routers of a model on one rank.
+class Routers(StepHook):
+    """The routers of a model on one rank: what they did is summed, and their gates learn from it.
 
     Args:
         model: as this rank has it; what gates keep without a gradient loses its own.
         layers: blocks L of the whole model.
+        experts: E; 0 for a dense model, in which nothing happens.
         sequences: of a step.
+        comm: ranks that make a step together; None for a single process.
 
     Attributes:
         kept: parameters that gates change themselves, by name.
         balance: of the step that was gathered last.
     """
 
-    def __init__(self, model: nn.Module, layers: int, sequences: int) -> None:
+    kind = "routers"
+
+    def __init__(
+        self, model: nn.Module, layers: int, experts: int, sequences: int, comm: Comm | None
+    ) -> None:
         self._layers, self._sequences = layers, sequences
+        self._count, self._comm = experts, comm
         # A rank may know a layer as part of a stage and of the model: it is one.
         self._experts = {
             module.layer: module for module in model.modules() if isinstance(module, Experts)
@@ -66,13 +75,9 @@ class Routers:
         self._load_LE: Tensor | None = None
 
     @torch.no_grad()
-    def gather(self, comm: Comm | None, experts: int) -> None:
-        """Sum what the routers of all ranks did since the last time; all ranks call it.
-
-        Args:
-            comm: ranks that make a step together; None for a single process.
-            experts: E; nothing happens where it is 0.
-        """
+    def finish(self) -> None:
+        """Sum what the routers of all ranks did since the last time."""
+        comm, experts = self._comm, self._count
         if not experts:
             return
         device = None if comm is None else comm.device
@@ -96,10 +101,18 @@ class Routers:
         )
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def published(self, step: TrainStep) -> None:
         """The step that was gathered has updated the model: gates update what they keep."""
         if self._load_LE is None:
             return
         for layer, one in self._experts.items():
             one.settle(self._load_LE[layer])
         self._load_LE = None
+
+    def events(self) -> Mapping[str, Mapping[str, Any]]:
+        """How even the last step was."""
+        if self.balance is None:
+            return {}
+        loss = {} if self.balance.loss is None else {"balance": self.balance.loss}
+        even = {"imbalance": self.balance.imbalance, "dropped": self.balance.dropped}
+        return {"step": even | loss}

@@ -16,10 +16,11 @@ Source: Pan et al., FSMoE, 2025, section 5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shoal.ir.hooks import StepHook
 from shoal.parallel.expert.dispatch import DispatchedExperts
 
 if TYPE_CHECKING:
@@ -28,16 +29,14 @@ if TYPE_CHECKING:
     from shoal.parallel.shard.folded import FoldedModel
     from shoal.parallel.shard.replicated import ReplicatedModel
 
-__all__ = ["slice_gradients"]
+__all__ = ["GradientSlices"]
 
 # What is done before the last block's backward pass begins.
 _HEAD = ("norm", "output")
 
 
-def slice_gradients(
-    local: nn.Module, sharded: FoldedModel, slices: Sequence[tuple[int, int]], layers: int
-) -> None:
-    """Let slices of the gradients travel in the backward passes of layers of experts.
+class GradientSlices(StepHook):
+    """Lets slices of the gradients travel in the backward passes of layers of experts.
 
     Args:
         local: the model of this rank, all of whose blocks are here.
@@ -47,19 +46,33 @@ def slice_gradients(
         layers: blocks.
     """
 
-    def done(name: str) -> int:
-        """The place of a parameter in the order in which gradients are done."""
-        first, *rest = name.split(".")
-        if first == "blocks":
-            return layers - int(rest[0])
-        return 0 if first in _HEAD else layers + 1
+    kind = "slices"
 
-    sums = sharded.sliced()
-    sums.slice_in(done)
-    for number, block in local.blocks.items():  # type: ignore[operator, union-attr]
-        if isinstance(block.mlp, DispatchedExperts):
-            pair = slices[int(number) if len(slices) > 1 else 0]
-            block.mlp.holes = partial(_fill, sums, layers - int(number), pair)
+    def __init__(
+        self,
+        local: nn.Module,
+        sharded: FoldedModel,
+        slices: Sequence[tuple[int, int]],
+        layers: int,
+    ) -> None:
+        def done(name: str) -> int:
+            """The place of a parameter in the order in which gradients are done."""
+            first, *rest = name.split(".")
+            if first == "blocks":
+                return layers - int(rest[0])
+            return 0 if first in _HEAD else layers + 1
+
+        self._sharded, sums = sharded, sharded.sliced()
+        sums.slice_in(done)
+        for number, block in local.blocks.items():  # type: ignore[operator, union-attr]
+            if isinstance(block.mlp, DispatchedExperts):
+                pair = slices[int(number) if len(slices) > 1 else 0]
+                block.mlp.holes = partial(_fill, sums, layers - int(number), pair)
+
+    def events(self) -> Mapping[str, Mapping[str, Any]]:
+        """Bytes of all gradients that were sent in the backward passes, and after them."""
+        hidden, after = self._sharded.sent
+        return {"step": {"gradients_hidden_bytes": hidden, "gradients_after_bytes": after}}
 
 
 def _fill(sums: ReplicatedModel, before: int, pair: tuple[int, int], hole: int) -> None:

@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shoal.ir.hooks import StepHook, TrainStep
 from shoal.kernel.tensors import compute_dtype
 
 if TYPE_CHECKING:
@@ -44,26 +45,16 @@ __all__ = ["TAG", "Ledger", "Lent", "gathered"]
 TAG = "expert_copies"
 
 
-class Told(NamedTuple):
-    """What copies cost.
-
-    Args:
-        exposed_s: seconds in which they, or their gradients, were waited for.
-        peak_bytes: most bytes of copies that there were at once.
-    """
-
-    exposed_s: float
-    peak_bytes: int
-
-
-class Ledger:
+class Ledger(StepHook):
     """What copies have cost this rank, of all layers.
 
     Attributes:
         peak_bytes: most bytes of copies that there were at once.
-        exposed_s: seconds in which they, or their gradients, were waited for.
+        exposed_s: seconds in which they, or their gradients, were waited for in this step.
         last: what was begun last.
     """
+
+    kind = "copies"
 
     def __init__(self) -> None:
         self.peak_bytes, self.exposed_s = 0, 0.0
@@ -83,11 +74,14 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return rows
 
-    def told(self) -> Told:
-        """What copies have cost since the last time; the most bytes ever."""
-        found = Told(self.exposed_s, self.peak_bytes)
+    def before_step(self, step: TrainStep) -> None:
+        """Nothing was waited for."""
         self.exposed_s = 0.0
-        return found
+
+    def events(self) -> Mapping[str, Mapping[str, Any]]:
+        """What copies have cost in the last step; the most bytes ever."""
+        cost = {"copies_exposed_s": self.exposed_s, "copies_bytes": self.peak_bytes}
+        return {"step": cost}
 
     def wait(self, pending: Pending) -> None:
         """Wait, and count for how long."""

@@ -13,15 +13,17 @@ Source: Hecate, 2025, section 4.2 (heterogeneous sharding).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.core.errors import PlanError, require
+from shoal.ir.hooks import StepHook, TrainStep
 from shoal.parallel.expert.fssdp import CopiedExperts
+from shoal.parallel.tensor.slices import Slices, is_expert
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,12 +58,10 @@ class Reshuffled(NamedTuple):
     Args:
         experts: that did, of all layers of this rank's stages.
         sent_bytes: that this rank sent.
-        owners: prefix of the parameters of a layer -> its owners now [E].
     """
 
     experts: int
     sent_bytes: int
-    owners: dict[str, Ints]
 
 
 @torch.no_grad()
@@ -114,39 +114,47 @@ def _bytes(rows: Tensor) -> Tensor:
     return rows.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-class Resharding:
-    """Chooses and changes the owners of a model's experts.
+class Resharding(StepHook):
+    """Chooses and changes the owners of a model's experts, after some updates.
 
     Args:
         model: as this rank has it.
         comm: the ranks that share out the experts.
+        slices: what this rank holds of each parameter; changes with the owners.
+        owned: parameters that this rank's optimizer updates, by name.
+
+    Attributes:
+        last: what the last step moved; None where no owners were chosen.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm) -> None:
-        self._comm, self.rank = comm, comm.rank
+    kind = "owners"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        slices: dict[str, Slices],
+        owned: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        self._comm, self._slices, self._owned = comm, slices, owned
+        self.last: Reshuffled | None = None
         self._layers = {
             f"{name}.": module
             for name, module in model.named_modules()
             if isinstance(module, CopiedExperts) and module.placer.every
         }
 
-    def due(self, step: int) -> bool:
-        """Owners change after the update of this step."""
-        return any((step + 1) % one.placer.every == 0 for one in self._layers.values())
-
-    def reshard(
-        self, owned: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]
-    ) -> Reshuffled:
-        """Choose owners, and bring experts and their state to them; all ranks call it.
-
-        Args:
-            owned: parameters that this rank's optimizer updates, by name.
-            state: of each, what the optimizer keeps; changed in place.
+    def after_update(self, step: TrainStep) -> None:
+        """Choose owners where that is due, and bring experts and their state to them.
 
         Raises:
             PlanError: an optimizer keeps of experts what is not of their shape, or a placer gave
                 a rank more or fewer experts than it has.
         """
+        self.last = None
+        if not any((step.number + 1) % one.placer.every == 0 for one in self._layers.values()):
+            return
+        owned, state = self._owned(), step.state()
         moves, owners = [], {}
         for prefix, one in self._layers.items():
             new_E = one.placer.owners(one.expected.loads_E, one.devices, one.owner_E)
@@ -170,7 +178,17 @@ class Resharding:
             one = self._layers[prefix]
             count += int((one.owner_E != new_E).sum())
             one.moved(new_E)
-        return Reshuffled(count, sent, owners)
+            mine = np.flatnonzero(new_E == self._comm.rank).tolist()
+            for name, whole in self._slices.items():
+                if name.startswith(prefix) and is_expert(name):
+                    self._slices[name] = whole.of_rows(mine)
+        self.last = Reshuffled(count, sent)
+
+    def events(self) -> Mapping[str, Mapping[str, Any]]:
+        """What has moved in the last step."""
+        if self.last is None:
+            return {}
+        return {"step": {"moved_experts": self.last.experts, "moved_bytes": self.last.sent_bytes}}
 
 
 def _of(

@@ -12,19 +12,21 @@ Source: Ge et al., ByteScale, 2025, section 4; Wang et al., FlexSP, 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shoal.cost.training.sequences import Exchange, SequenceCost
+from shoal.ir.hooks import StepHook
 from shoal.parallel.hdp.attention import mix_of
 from shoal.parallel.hdp.offload import HostShare
 from shoal.parallel.hdp.slices import Segment, segments, shares
 from shoal.parallel.protocols import Comm, MicroBatch
 from shoal.plan.balance.sequences.assignment import Assignment, MicroStep, SequenceAssigner
+from shoal.plan.balance.sequences.predicted import predict
 
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.runtime import Span, StageLike
@@ -37,8 +39,8 @@ _EXCHANGES: tuple[Exchange, ...] = ("ring", "ulysses")
 _WHOLE = 10**9
 
 
-class HybridRuntime:
-    """Makes and executes plans on one rank.
+class HybridRuntime(StepHook):
+    """Makes and executes plans on one rank, in the place of a schedule's passes.
 
     Args:
         assigner: deals the sequences out.
@@ -54,6 +56,8 @@ class HybridRuntime:
     Attributes:
         plan: of the last step.
     """
+
+    kind = "sequences"
 
     def __init__(
         self,
@@ -83,6 +87,25 @@ class HybridRuntime:
         """The plan of a batch; needs no other rank, and may be asked for ahead."""
         lengths = [one.length for one in sequences_of(rows)]
         return self.assigner.assign(lengths, self.world.world, self.cost)
+
+    def prepare(self, rows: Rows) -> Rows:
+        """Rows with the plan that all ranks will go by, on the first rank; may be called ahead."""
+        return rows if self.world.rank else rows._replace(plan=self.planned(rows))
+
+    def events(self) -> Mapping[str, Mapping[str, Any]]:
+        """How the sequences of the last step were shared out, and where activations went."""
+        plan, host = self.plan, self.host
+        if plan is None:
+            return {}
+        step = {
+            "sequences": len(plan.lengths),
+            "shared_sequences": sum(len(s.sequences) for s in plan.steps if len(s.ranks) > 1),
+            "micro_steps": len(plan.steps),
+            "idle_share": predict(plan, self.cost).idle_share,
+        }
+        if host is not None:
+            step |= {"kept_bytes": host.kept_bytes, "offloaded_bytes": host.sent_bytes}
+        return {"step": step}
 
     def step(self, rows: Rows, scale: float) -> Tensor:
         """Forward and backward passes of this rank's micro-steps; gradients are not yet summed.

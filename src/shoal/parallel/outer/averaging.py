@@ -19,8 +19,9 @@ from shoal.ir import Estimate, Interval, Machine, Work
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from shoal.parallel.outer.rounds import Rounds
     from shoal.parallel.outer.rule import Rule, Segments
-    from shoal.parallel.protocols import Comm, Rounds
+    from shoal.parallel.protocols import Ranks
 
 __all__ = ["LONGEST", "Averaging", "check_outer"]
 
@@ -121,13 +122,13 @@ class Averaging(ABC):
             memory_bytes={"optimizer": self.kept_bytes(work)},
         )
 
-    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], comm: Comm) -> Rounds | None:
+    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], ranks: Ranks) -> Rounds:
         """Begin the first round.
 
         Args:
             model: of this rank.
             owned: the parameters that this rank's optimizer updates.
-            comm: the ranks with this one's place in the other workers.
+            ranks: of this rank; the rounds are between those of ``outer``.
 
         Raises:
             ConfigError: the model keeps running statistics, or no plan has chosen ``tau``.
@@ -147,9 +148,9 @@ class Averaging(ABC):
                     "would have its own; use sync: every_step, or a norm without statistics"
                 )
         if self.sharded:
-            return ShardedRounds(owned, comm, self.rule, tau=self.tau, delayed=self.delayed)
+            return ShardedRounds(owned, ranks, self.rule, tau=self.tau, delayed=self.delayed)
         return WholeRounds(
-            owned, comm, self.rule, tau=self.tau, delayed=self.delayed, half=self.dtype == "bf16"
+            owned, ranks, self.rule, tau=self.tau, delayed=self.delayed, half=self.dtype == "bf16"
         )
 
     def _wire(self, work: Work) -> float:

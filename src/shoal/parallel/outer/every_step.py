@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shoal.parallel.protocols import Comm, Rounds
+    from shoal.parallel.protocols import Ranks
 
 __all__ = ["EveryStep"]
 
@@ -35,6 +35,5 @@ class EveryStep:
         """Nothing: what sums the gradients is the part of kind ``shard``."""
         return Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})
 
-    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], comm: Comm) -> Rounds | None:
+    def apply(self, model: nn.Module, owned: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Nothing is to be done after an update."""
-        return None

@@ -15,18 +15,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal.core.errors import CheckpointError
+from shoal.ir.hooks import StepHook, Stored, TrainStep
 from shoal.parallel.outer.rule import TAG, Rule, Segments
 
 if TYPE_CHECKING:
-    from shoal.parallel.protocols import Comm, Pending
+    from shoal.parallel.protocols import Pending, Ranks
 
-__all__ = ["ShardedRounds", "WholeRounds"]
+__all__ = ["Rounds", "ShardedRounds", "WholeRounds"]
 
 _T = TypeVar("_T")
 
@@ -34,18 +35,38 @@ _T = TypeVar("_T")
 _TOLD = 2
 
 
-class _Rounds(ABC):
-    """See :class:`~shoal.parallel.protocols.Rounds`."""
+class Rounds(StepHook, ABC):
+    """The rounds of a run on one rank, which agree on parameters after the update that ends one.
 
+    Args:
+        owned: what this rank's optimizer updates.
+        ranks: of this rank; those of ``outer`` have the same place in all workers.
+        tau: steps of a round.
+        delayed: an average is applied a round late.
+        room: what travels is padded to a multiple of so many elements.
+
+    Attributes:
+        stop: some worker asked to stop, as all know since the last round ended.
+        loss: mean loss of all workers, where the last step brought the news of a round; else None.
+        exposed_s: seconds so far in which this rank waited for the other workers.
+    """
+
+    kind = "outer"
     divided: bool
+    """Each worker keeps a state of its own; else all keep the same."""
 
     def __init__(
-        self, owned: Mapping[str, Tensor], comm: Comm, *, tau: int, delayed: bool, room: int
+        self, owned: Mapping[str, Tensor], ranks: Ranks, *, tau: int, delayed: bool, room: int
     ) -> None:
-        self.comm, self.tau = comm, tau
+        assert ranks.outer is not None
+        self.comm, self.tau = ranks.outer, tau
+        # Ranks with one place in all workers share a state, unless each has its own.
+        self._place = f"outer.place{0 if ranks.worker is None else ranks.worker.rank}."
+        if self.divided:
+            self._place += f"worker{self.comm.rank}."
         self.settled, self.stop = True, False
         self.loss: float | None = None
-        self.exposed_s = 0.0
+        self.exposed_s = self._before_s = 0.0
         self._delayed = delayed
         self._tensors = [p.detach() for p in owned.values()]
         self._sizes = [p.numel() for p in self._tensors]
@@ -63,19 +84,30 @@ class _Rounds(ABC):
         return [part.view_as(p) for part, p in zip(parts, self._tensors, strict=True)]
 
     @torch.no_grad()
-    def after_update(self, step: int, *, loss: float, stop: bool, last: bool) -> None:
-        self._losses.append(loss)
-        self._asked |= stop
-        self.settled = last or (step + 1) % self.tau == 0
-        self.loss = None
+    def after_update(self, step: TrainStep) -> None:
+        """Change the parameters where a round ends; workers learn there who asks to stop.
+
+        Raises:
+            RankError: a worker is gone.
+        """
+        self._losses.append(step.loss)
+        self._asked |= step.stop
+        self.settled = step.last or (step.number + 1) % self.tau == 0
+        self.loss, self._before_s = None, self.exposed_s
         if self.settled:
             told = self._sent.new_tensor(
                 [sum(self._losses) / len(self._losses), float(self._asked)]
             )
             self._losses, self._asked = [], False
-            self._turn(told, last=last)
-        elif (step % self.tau) + 1 == -(-self.tau // 2):
+            self._turn(told, last=step.last)
+        elif (step.number % self.tau) + 1 == -(-self.tau // 2):
             self._halfway()
+        step.stop = self.settled and self.stop
+
+    def events(self) -> Mapping[str, Mapping[str, Any]]:
+        """Seconds of the step in which others were waited for; a round's mean loss."""
+        step = {"outer_exposed_s": self.exposed_s - self._before_s}
+        return {"step": step} | ({} if self.loss is None else {"round": {"loss": self.loss}})
 
     @abstractmethod
     def _turn(self, told: Tensor, *, last: bool) -> None:
@@ -97,32 +129,42 @@ class _Rounds(ABC):
         loss, stops = told.tolist()
         self.loss, self.stop = loss, stops > 0
 
+    def state(self) -> dict[str, Tensor]:
+        """At a round's start: what is kept beside the parameters, by the name it is saved under."""
+        return {f"{self._place}{name}": value for name, value in self._state().items()}
+
     @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a round's start; the parameters are there already.
+    def load(self, saved: Stored) -> None:
+        """Go on from a round's start.
 
         Raises:
-            CheckpointError: something is missing.
+            CheckpointError: something is missing, or of other workers.
         """
+        names = set(saved.names())
         for name, mine in self.state().items():
-            if name not in state or state[name].shape != mine.shape:
+            if name not in names or saved.shape(name) != mine.shape:
                 raise CheckpointError(
-                    f"outer.{name}: the checkpoint has no such state of these workers; go on with "
+                    f"{name}: the checkpoint has no such state of these workers; go on with "
                     "the sync and the parallel that it was saved with, or start a new run"
                 )
-            mine.copy_(state[name])
+            mine.copy_(saved.tensor(name))
+        self._loaded()
 
     @abstractmethod
-    def state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Tensor]:
         """What is kept between rounds, by name, after what travels has come."""
 
+    @abstractmethod
+    def _loaded(self) -> None:
+        """The parameters and the state are those of a round's start."""
 
-class WholeRounds(_Rounds):
+
+class WholeRounds(Rounds):
     """Every worker keeps all of x and of the outer state.
 
     Args:
         owned: what this rank's optimizer updates.
-        comm: the same place in all workers.
+        ranks: of this rank.
         rule: makes the outer update.
         tau: steps of a round.
         delayed: an average is applied a round late.
@@ -134,14 +176,14 @@ class WholeRounds(_Rounds):
     def __init__(
         self,
         owned: Mapping[str, Tensor],
-        comm: Comm,
+        ranks: Ranks,
         rule: Callable[[Tensor, Segments], Rule],
         *,
         tau: int,
         delayed: bool,
         half: bool = False,
     ) -> None:
-        super().__init__(owned, comm, tau=tau, delayed=delayed, room=1)
+        super().__init__(owned, ranks, tau=tau, delayed=delayed, room=1)
         self._wire: Tensor | None = None
         if half:
             self._wire = self._sent.new_empty(self._size, dtype=torch.bfloat16)
@@ -202,25 +244,23 @@ class WholeRounds(_Rounds):
         self._hear(self._sent[self._size :])
         return self._sent[: self._size]
 
-    def state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Tensor]:
         """The sum that travels, and what the rule keeps."""
         self._come()
         travels = {"sum": self._sent, "waiting": self._waiting} if self._delayed else {}
         return {**travels, **self._rule.state()}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a round's start; the parameters are there already."""
-        super().load(state)
+    def _loaded(self) -> None:
         self._sent[self._size + 1] = 0.0  # who wished to stop has stopped
         self._keep()
 
 
-class ShardedRounds(_Rounds):
+class ShardedRounds(Rounds):
     """Every worker keeps a chunk of x and of the outer state; one whole copy travels.
 
     Args:
         owned: what this rank's optimizer updates.
-        comm: the same place in all workers.
+        ranks: of this rank.
         rule: makes the outer update.
         tau: steps of a round.
         delayed: an average is applied a round late.
@@ -231,13 +271,15 @@ class ShardedRounds(_Rounds):
     def __init__(
         self,
         owned: Mapping[str, Tensor],
-        comm: Comm,
+        ranks: Ranks,
         rule: Callable[[Tensor, Segments], Rule],
         *,
         tau: int,
         delayed: bool,
     ) -> None:
-        super().__init__(owned, comm, tau=tau, delayed=delayed, room=comm.world)
+        assert ranks.outer is not None
+        comm = ranks.outer
+        super().__init__(owned, ranks, tau=tau, delayed=delayed, room=comm.world)
         chunk = len(self._sent) // comm.world
         self._start = chunk * comm.rank
         stop = max(self._start, min(self._size, self._start + chunk))
@@ -311,7 +353,7 @@ class ShardedRounds(_Rounds):
             self._hear(self._sent[self._size : self._size + _TOLD])
         self._waiting.zero_()
 
-    def state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Tensor]:
         """This worker's chunk of the sum that travels, and what the rule keeps."""
         self._arrive()
         if not self._delayed:
@@ -319,9 +361,7 @@ class ShardedRounds(_Rounds):
         travels = {"sum": self._part, "base": self._base, "waiting": self._waiting}
         return {**travels, **self._rule.state()}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a round's start; the parameters are there already."""
-        super().load(state)
+    def _loaded(self) -> None:
         stop = self._size + 1 - self._start
         if 0 <= stop < len(self._part):
             self._part[stop] = 0.0  # who wished to stop has stopped

@@ -15,17 +15,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shoal.parallel.check import (
-    Comparison,
-    Fresh,
-    Outcome,
-    adamw,
-    compare,
-    on_rank,
-    tokens,
-)
+from shoal.parallel.check import Comparison, Fresh, Outcome, compare, on_rank, one_process
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import Rows
 from shoal.plan.partition import cells_for
@@ -128,29 +120,13 @@ def one_process_masked(
     job: TrainJob, weights: Fresh, *, steps: int = 3, documents: bool = False
 ) -> Outcome:
     """The reference of :func:`same_as_masked`."""
-    from shoal.model.dropout import Dropout
-
     schedule = check_split(job, weights.config.shape())
     routes = layer_routes(weights.config.shape(), schedule)
-    model = weights.model()
-    dropout = Dropout(job.dropout, job.seed) if job.dropout else None
-    optimizer = adamw(list(model.parameters()))
-    losses, norms = [], []
-    gradients: dict[str, Tensor] = {}
-    for step in range(steps):
-        rows = tokens(job, weights.config.vocab_size, step, documents=documents)
-        optimizer.zero_grad()
-        losses.append(
-            masked_backward(model, rows, routes, replicas=job.parallel.dp, dropout=dropout)
-        )
-        if not gradients:
-            gradients = {
-                n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for n, p in model.named_parameters()
-            }
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), job.grad_clip)))
-        optimizer.step()
-    return Outcome(losses, norms, gradients, {n: p.detach() for n, p in model.named_parameters()})
+
+    def backward(model: Transformer, rows: Rows, dropout: Dropout | None) -> float:
+        return masked_backward(model, rows, routes, replicas=job.parallel.dp, dropout=dropout)
+
+    return one_process(job, weights, steps=steps, documents=documents, backward=backward)
 
 
 def same_as_masked(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shoal.memory.activations.protocol import ActivationPolicy
+    from shoal.memory.activations.cache import TensorCache
     from shoal.model.dropout import Dropout
     from shoal.model.routing import StepRouting
     from shoal.model.transformer import Transformer
@@ -52,7 +52,7 @@ class WholeStage:
 class HintedStage:
     """A stage that tells whose passes it runs."""
 
-    def __init__(self, stage: Any, saved: ActivationPolicy) -> None:
+    def __init__(self, stage: Any, saved: TensorCache) -> None:
         self._stage, self._saved = stage, saved
 
     def __call__(self, x: Tensor | None, mb: MicroBatch, *, recompute: bool) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal.train.optimizers.torch_state import local
+from shoal.kernel.tensors import local
 
 __all__ = ["LambStep"]
 

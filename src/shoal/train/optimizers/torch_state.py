@@ -6,18 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import CheckpointError
+from shoal.kernel.tensors import local
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["TorchUpdater", "local"]
-
-
-def local(tensor: Any) -> Tensor:
-    """The local part of a DTensor, or the tensor itself."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+__all__ = ["TorchUpdater"]
 
 
 # Long enough for the kernel that updates it, short enough to begin while others are copied.

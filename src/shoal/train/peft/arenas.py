@@ -23,7 +23,7 @@ from shoal.memory.tiers.tier import MemoryTier
 from shoal.train.peft.run.mezo import ZerothOrder
 
 if TYPE_CHECKING:
-    from shoal.train.peft.protocols import PeftHandle
+    from shoal.train.peft.run.handle import Handle
 
 __all__ = ["Arenas"]
 
@@ -39,7 +39,7 @@ class Arenas:
         handle: of the method.
     """
 
-    def __init__(self, model: nn.Module, handle: PeftHandle) -> None:
+    def __init__(self, model: nn.Module, handle: Handle) -> None:
         self._model, self._handle = model, handle
         self._activations = 0
 

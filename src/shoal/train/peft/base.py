@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.protocols import PeftHandle
     from shoal.train.peft.run.handle import Handle
     from shoal.train.peft.run.sites import Site, SitePart
 
@@ -83,7 +82,7 @@ class SiteMethod:
     def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
         """The part for one site."""
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.handle import Handle
         from shoal.train.peft.run.sites import find_sites

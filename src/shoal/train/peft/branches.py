@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.protocols import PeftHandle
     from shoal.train.peft.run.branches import Branch
     from shoal.train.peft.run.handle import Handle
 
@@ -67,7 +66,7 @@ class BranchMethod:
         for branch in branches:
             hook(handle, branch, self.module(handle, branch, seed))
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.handle import Handle
 

@@ -20,7 +20,8 @@ from shoal.core.parts import Choice, table
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.train.peft.protocols import PeftHandle, PeftMethod
+    from shoal.train.peft.protocols import PeftMethod
+    from shoal.train.peft.run.handle import Handle
 
 __all__ = ["CONFIG", "WEIGHTS", "Stored", "is_adapter", "load", "read", "write"]
 
@@ -64,8 +65,8 @@ class _Form:
     kind: str
     write: Callable[[Mapping[str, Any]], dict[str, Any]]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
-    state: Callable[[PeftHandle], dict[str, Tensor]] = lambda handle: handle.state()
-    more: Callable[[PeftHandle, Names], dict[str, Any]] = lambda handle, state: {}
+    state: Callable[[Handle], dict[str, Tensor]] = lambda handle: handle.state()
+    more: Callable[[Handle, Names], dict[str, Any]] = lambda handle, state: {}
 
 
 def _lora_keys(o: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def _prompt_keys(o: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_virtual_tokens": o["tokens"], "num_transformer_submodules": 1}
 
 
-def _ia3_more(handle: PeftHandle, state: Names) -> dict[str, Any]:
+def _ia3_more(handle: Handle, state: Names) -> dict[str, Any]:
     return {
         "feedforward_modules": [
             name for name in _targets(state) if state[f"{name}.ia3_l"].shape[0] == 1
@@ -140,7 +141,7 @@ def _ia3_more(handle: PeftHandle, state: Names) -> dict[str, Any]:
     }
 
 
-def _prompt_more(handle: PeftHandle, state: Names) -> dict[str, Any]:
+def _prompt_more(handle: Handle, state: Names) -> dict[str, Any]:
     from shoal.train.peft.run.prompts import sizes
 
     layers, heads, _, _ = sizes(handle.model)
@@ -151,7 +152,7 @@ def _prompt_more(handle: PeftHandle, state: Names) -> dict[str, Any]:
     }
 
 
-def _prefix_state(handle: PeftHandle) -> dict[str, Tensor]:
+def _prefix_state(handle: Handle) -> dict[str, Tensor]:
     """Without the perceptron that made them."""
     from shoal.train.peft.run.prompts import PrefixTokens
 
@@ -160,7 +161,7 @@ def _prefix_state(handle: PeftHandle) -> dict[str, Tensor]:
     return {"prompt_embeddings": prefix.embeddings().detach()}
 
 
-def _prefix_more(handle: PeftHandle, state: Names) -> dict[str, Any]:
+def _prefix_more(handle: Handle, state: Names) -> dict[str, Any]:
     from shoal.train.peft.run.prompts import sizes
 
     layers, heads, width, _ = sizes(handle.model)
@@ -216,7 +217,7 @@ def _name_of(config: Mapping[str, Any]) -> str:
     return next((name for name, form in FORMS.items() if form.kind == kind), "")
 
 
-def write(directory: Path, handle: PeftHandle, *, base: str = "") -> None:
+def write(directory: Path, handle: Handle, *, base: str = "") -> None:
     """Write an adapter directory, whole or not at all.
 
     Args:
@@ -357,7 +358,7 @@ def read(directory: Path) -> Stored:
     return Stored(method, state, base)
 
 
-def load(model: nn.Module, directory: Path) -> PeftHandle:
+def load(model: nn.Module, directory: Path) -> Handle:
     """Put the adapter of a directory into a model.
 
     Raises:

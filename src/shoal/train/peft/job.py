@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.parallel.tensor.rows import Weights
     from shoal.train.layout import RunDir
-    from shoal.train.peft.protocols import PeftHandle, PeftMethod
+    from shoal.train.peft.protocols import PeftMethod
+    from shoal.train.peft.run.handle import Handle
 
 __all__ = ["FineTuned", "check_finetune", "export", "fingerprint"]
 
@@ -117,7 +118,7 @@ class FineTuned:
     def __init__(self, weights: Weights, job: TrainJob) -> None:
         self.config: ModelConfig = weights.config
         self._weights, self._job = weights, job
-        self.handle: PeftHandle | None = None
+        self.handle: Handle | None = None
         self.base = ""
 
     def model(self) -> Transformer:

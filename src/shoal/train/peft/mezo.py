@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.protocols import PeftHandle
+    from shoal.train.peft.run.handle import Handle
 
 __all__ = ["MeZO"]
 
@@ -52,7 +52,7 @@ class MeZO:
 
         return float(parameters(shape))
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.mezo import ZerothOrder
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.protocols import PeftHandle
+    from shoal.train.peft.run.handle import Handle
 
 __all__ = ["Offsite"]
 
@@ -67,7 +67,7 @@ class Offsite:
         rest = shape.model_copy(update={"num_layers": shape.num_layers - ends})
         return float(parameters(shape) - parameters(rest))
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`.
 
         Raises:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.train.peft.protocols import PeftHandle
     from shoal.train.peft.run.handle import Handle
 
 __all__ = ["PromptMethod"]
@@ -28,7 +27,7 @@ class PromptMethod:
     def put_into(self, handle: Handle, seed: int) -> None:
         """Put the tokens before the model of a handle."""
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> PeftHandle:
+    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`.
 
         Raises:

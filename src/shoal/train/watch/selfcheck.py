@@ -15,13 +15,15 @@ import time
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import MachineError
+from shoal.ir.hooks import StepHook, TrainStep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shoal.parallel.comm.collectives import TorchComm
     from shoal.parallel.protocols import Comm
 
-__all__ = ["check_arithmetic", "check_neighbours", "check_rank", "loopback_rate"]
+__all__ = ["WatchHook", "check_arithmetic", "check_neighbours", "check_rank", "loopback_rate"]
 
 _ROWS, _INNER, _COLUMNS = 64, 256, 64
 _MOST = 7
@@ -60,6 +62,31 @@ def check_arithmetic(device: str = "cpu", *, seed: int = 0) -> None:
             f"self-check: {wrong} of {exact.numel()} elements of a matrix product are wrong; this "
             "device computes wrongly, exclude it"
         )
+
+
+class WatchHook(StepHook):
+    """Tells watchers which step a rank is in, and checks its arithmetic now and then.
+
+    Args:
+        comm: all ranks; its recorder, where it has one, is told, too.
+        every: steps between checks of a watched rank; 0 for none.
+        device: where the rank computes.
+    """
+
+    kind = "watch"
+
+    def __init__(self, comm: TorchComm, every: int, device: str) -> None:
+        self._comm, self._every, self._device = comm, every, device
+
+    def before_step(self, step: TrainStep) -> None:
+        """Raises a MachineError where the device computes wrongly."""
+        if self._comm.beat is not None:
+            self._comm.beat.step(step.number)
+        recorder = getattr(self._comm, "recorder", None)
+        if recorder is not None:
+            recorder.step = step.number
+            if self._every and step.number % self._every == self._every - 1:
+                check_arithmetic(self._device, seed=step.number)
 
 
 def loopback_rate() -> float:

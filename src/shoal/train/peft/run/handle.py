@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from shoal.core.errors import CheckpointError, ModelError, ShoalError, require
 from shoal.train.peft.run.sites import Adapted, Rows, Site, SitePart, dense
 
+if TYPE_CHECKING:
+    from shoal.train.loop import StepMethod, Trainer
+
 __all__ = ["Handle"]
 
 
 class Handle:
-    """See :class:`~shoal.train.peft.protocols.PeftHandle`.
+    """A method at work in a model: what is trained, what is stored, and the way back.
 
     Args:
         model: what the method is put into.
@@ -25,6 +28,9 @@ class Handle:
         method: the part, whose fields are its options.
         targets: what was matched, if other than the option.
         mergeable: whether it can be merged.
+
+    Attributes:
+        looks: batches that the method looks at before the first step.
     """
 
     def __init__(
@@ -40,7 +46,7 @@ class Handle:
         self.sites: dict[str, tuple[Site, SitePart]] = {}
         self.modules: dict[str, nn.Module] = {}
         self.shared: dict[str, Tensor] = {}
-        self.looks = 0  # batches that the method looks at before the first step
+        self.looks = 0
         self.begin: dict[str, tuple[Tensor, Tensor]] = {}
         self.is_merged = False
         self._stays = False
@@ -162,7 +168,7 @@ class Handle:
         self.loaded()
 
     def buffers(self) -> dict[str, Tensor]:
-        """What a run that goes on needs beside parameters."""
+        """What a run that goes on needs beside parameters; :meth:`restore` writes it in place."""
         found: dict[str, Tensor] = {}
         for name, (_, part) in self.sites.items():
             found |= {f"{name}.{leaf}": value for leaf, value in part.named_buffers()}
@@ -322,16 +328,20 @@ class Handle:
 
     # ------------------------------------------------------------------ training
 
+    def step_method(self, trainer: Trainer) -> StepMethod:
+        """The trainer's own: by gradients."""
+        return trainer.method
+
     def before_step(self, step: int, total: int) -> None:
-        """Tell every part that wants to know."""
+        """Tell every part that wants to know, before the passes of step ``step`` of ``total``."""
         self._tell("before_step", step, total)
 
     def before_update(self, step: int, total: int) -> None:
-        """Tell every part that wants to know."""
+        """The same when gradients are whole, before the optimizer uses them."""
         self._tell("before_update", step, total)
 
     def after_update(self, step: int, total: int) -> None:
-        """Tell every part that wants to know."""
+        """The same when the optimizer has made its step."""
         self._tell("after_update", step, total)
 
     def _tell(self, what: str, step: int, total: int) -> None:

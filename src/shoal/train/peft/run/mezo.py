@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,12 @@ from shoal.core.errors import ConfigError, ModelError, require
 from shoal.core.random import seed64
 from shoal.train.peft.base import matches
 from shoal.train.peft.run.handle import Handle
+from shoal.train.watch.watched import phase
 
 if TYPE_CHECKING:
+    from shoal.ir.hooks import TrainStep
+    from shoal.parallel.tensor.rows import Rows
+    from shoal.train.loop import StepMethod, Trainer
     from shoal.train.peft.mezo import MeZO
 
 __all__ = ["ZerothOrder"]
@@ -112,6 +117,31 @@ class ZerothOrder(Handle):
         slope = (above - below) / (2 * self._eps)
         self._move(step, -lr * slope)
         return (above + below) / 2, slope
+
+    def step_method(self, trainer: Trainer) -> StepMethod:
+        """By forward passes alone."""
+        return partial(self._step, trainer)
+
+    def _step(self, trainer: Trainer, step: TrainStep, rows: Rows) -> None:
+        """Two losses of a batch; the weights have moved when it returns."""
+        engine, size = trainer.engine, trainer.microbatch
+        shared = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+
+        def loss() -> float:
+            shared.zero_()
+            for at in range(0, len(rows.inputs), size):
+                part = slice(at, at + size)
+                shared[0] += engine.loss_sum(rows.inputs[part], rows.targets[part])
+            shared[1] = float(step.stop)
+            trainer.comm.all_reduce(shared, tag="loss").wait()
+            return float(shared[0]) / step.count
+
+        step.changing()
+        with engine.around("step"), phase(trainer.comm, "forward"):
+            lr = trainer.peak_lr * step.factor
+            step.loss, slope = self.estimate(step.number, loss, lr)
+        step.norm = torch.tensor(abs(slope), dtype=torch.float64)
+        step.stop = float(shared[1]) > 0
 
     def merge(self, *, dequantise: bool = False) -> None:
         """Nothing: the weights are what was learned."""

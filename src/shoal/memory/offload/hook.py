@@ -1,0 +1,57 @@
+"""A model's offloaded state at the moments of a training step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from shoal.ir.hooks import StepHook, TrainStep
+from shoal.memory.protocols import UpdatesEarly
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.memory.protocols import Offloaded
+
+__all__ = ["OffloadHook"]
+
+
+class OffloadHook(StepHook):
+    """Brings a model's state to the device around passes, and tells what its tiers held.
+
+    Args:
+        offloaded: the model's state in tiers, which updates itself.
+    """
+
+    kind = "offload"
+
+    def __init__(self, offloaded: Offloaded) -> None:
+        self.offloaded = offloaded
+
+    def before_step(self, step: TrainStep) -> None:
+        """What updates during the passes is told by which factor."""
+        if isinstance(self.offloaded, UpdatesEarly):
+            self.offloaded.begin(step.factor, step.changing)
+
+    def passes(self, what: str, *inputs: Tensor | None) -> AbstractContextManager[None]:
+        """Around the engine's passes, with gradients or without."""
+        return nullcontext() if what == "step" else self.offloaded.passes(what, *inputs)
+
+    @contextlib.contextmanager
+    def lent(self, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
+        """Parameters of these names whose gradients may be changed meanwhile."""
+        here = self.offloaded.lend(names)
+        yield here
+        self.offloaded.take_back(here)
+
+    def events(self) -> Mapping[str, Mapping[str, Any]]:
+        """Most bytes of each tier, and how steps go on where that was just chosen."""
+        choice = getattr(self.offloaded, "choice", lambda: None)()
+        peaks = {"step": {"tier_bytes": self.offloaded.tiers.peaks()}}
+        return peaks if choice is None else {**peaks, "swap": choice}
+
+    def close(self) -> None:
+        """Give the places back."""
+        self.offloaded.close()
