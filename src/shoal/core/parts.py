@@ -183,6 +183,8 @@ class Choice(BaseModel):
         return {"name": self.name, **self.options} if self.options else self.name
 
     def __hash__(self) -> int:
+        if not self.options:  # of most; planners hash them often
+            return hash(self.name)
         return hash((self.name, json.dumps(self.options, sort_keys=True, default=str)))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Search: price every legal plan and sort."""
+"""Search: the best of all legal plans."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
-from shoal.ir import Machine, ModelShape, TrainJob, TrainPlan, Work
+from shoal.ir import Machine, ModelShape, TrainJob, TrainPlan
 from shoal.plan.strategy.beyond import NONE, names_of, refusal, ways
-from shoal.plan.strategy.judge import Judged, describe, fits, may_fit, rank, to_plan
+from shoal.plan.strategy.bounded import Found, best_of
+from shoal.plan.strategy.judge import describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
-from shoal.plan.strategy.space import candidates
 
 __all__ = ["Search"]
 
@@ -39,14 +39,14 @@ class Search:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
         found = self._found(job, shape, machine)
-        if not found:
+        if not found.priced:
             raise PlanError(
                 f"{job.model} on {machine.name}: no split of {machine.num_devices} device(s) is "
                 f"legal for {shape.num_heads} heads, {shape.num_kv_heads} key/value heads, "
                 f"{shape.num_layers} blocks and global_batch = {job.global_batch}; change "
                 "global_batch or microbatch, or leave parallel open"
             )
-        ordered = rank(found, machine)[: self.keep]
+        ordered = rank(found.priced, machine)[: self.keep]
         notes: tuple[str, ...] = ()
         if not fits(ordered[0][0], machine, ordered[0][1]):
             notes = remedies(job, shape, machine, ordered[0])
@@ -60,7 +60,7 @@ class Search:
                     item,
                     machine,
                     place=place,
-                    first=f"{BEST[job.objective]} of {len(found)} plans priced",
+                    first=f"{BEST[job.objective]} of {found.number} plans priced",
                     best=ordered[0],
                 ),
                 notes=notes,
@@ -68,27 +68,17 @@ class Search:
             for place, item in enumerate(ordered, 1)
         ]
 
-    def _found(self, job: TrainJob, shape: ModelShape, machine: Machine) -> list[Judged]:
-        """Legal concrete jobs with their estimates: those that fit, or all where none does.
+    def _found(self, job: TrainJob, shape: ModelShape, machine: Machine) -> Found:
+        """The best legal jobs with their estimates.
 
         Raises:
             PlanError: other ways are searched too, and none of them fits.
         """
+        pricer = Pricer(machine)
         if not self.offload:
-            return price_all(job, shape, machine)
-        tried = ways(job, shape, machine, names_of(self.offload), Pricer(machine))
+            return best_of(job, shape, machine, self.keep, pricer)
+        tried = ways(job, shape, machine, names_of(self.offload), pricer)
         found = [item for way in tried if way.fits for item in way.found]
         if not found:
             raise refusal(job, machine, tried)
-        return found
-
-
-def price_all(job: TrainJob, shape: ModelShape, machine: Machine) -> list[Judged]:
-    """Legal concrete jobs with their estimates: those that fit, or all where none does."""
-    pricer = Pricer(machine)
-    works = [
-        Work.model_construct(shape=shape, job=candidate)
-        for candidate in candidates(job, machine, shape=shape)
-    ]
-    fitting = [work for work in works if may_fit(work, pricer)]
-    return [(work.job, pricer.estimate(work)) for work in fitting or works]
+        return Found(found, len(found))

@@ -8,7 +8,7 @@ are open otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
@@ -19,8 +19,10 @@ from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
 from shoal.plan.experts.moe_auto import Chooser
 
 __all__ = [
+    "Family",
     "candidates",
     "divisors",
+    "families",
     "legal_parallel",
     "most_ranks",
     "needs_whole_matrices",
@@ -163,6 +165,27 @@ def worlds(job: TrainJob, machine: Machine) -> list[int]:
     return sorted({*divisors(most), *powers}, reverse=True)
 
 
+class Family(NamedTuple):
+    """Concrete jobs that differ in micro-batch, recomputation and precision.
+
+    Args:
+        job: with everything else chosen.
+        sizes: micro-batches that go, ascending.
+        recomputes: what may be computed again.
+        precisions: of computing.
+    """
+
+    job: TrainJob
+    sizes: tuple[int, ...]
+    recomputes: tuple[Literal["none", "full", "stage"], ...]
+    precisions: tuple[Literal["bf16", "fp32"], ...]
+
+    def member(self, microbatch: int, recompute: str, precision: str) -> TrainJob:
+        """One of the jobs."""
+        update = {"microbatch": microbatch, "recompute": recompute, "precision": precision}
+        return self.job.model_copy(update=update)
+
+
 def candidates(
     job: TrainJob, machine: Machine, *, shape: ModelShape | None = None
 ) -> Iterator[TrainJob]:
@@ -172,6 +195,20 @@ def candidates(
         PlanError: the stated split is not legal.
     """
     shape = shape or shape_of(job)
+    chooser = Chooser(shape, machine)
+    for family in families(job, machine, shape):
+        for size in family.sizes:
+            for recompute in family.recomputes:
+                for precision in family.precisions:
+                    yield chooser.planned(family.member(size, recompute, precision))
+
+
+def families(job: TrainJob, machine: Machine, shape: ModelShape) -> Iterator[Family]:
+    """The same, those of a split and a sharding together; chunks may be left open.
+
+    Raises:
+        PlanError: the stated split is not legal.
+    """
     _possible(job, shape)
     if "parallel" in job.model_fields_set:
         _stated(job, shape, machine)
@@ -182,8 +219,9 @@ def candidates(
         ]
     fixed = job.model_fields_set
     precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
-    recomputes = (job.recompute,) if "recompute" in fixed else ("none", "full")
-    chooser = Chooser(shape, machine)
+    recomputes: tuple[Literal["none", "full", "stage"], ...] = ("none", "full")
+    if "recompute" in fixed:
+        recomputes = (job.recompute,)
     apart = "local_updates" in traits("sync", job.sync)
     for parallel in every:
         share = job.global_batch // parallel.dp
@@ -199,21 +237,10 @@ def candidates(
             tokens = table("assigner").build(job.batching, where="batching").capacity_tokens
             sizes = [max((n for n in sizes if n * job.seq_len <= tokens), default=1)]
         for shard in sharding_choices(job, parallel, machine, shape):
-            for size in sizes:
-                if not _goes(parallel, shard, share // size):
-                    continue
-                for recompute in recomputes:
-                    for precision in precisions:
-                        one = job.model_copy(
-                            update={
-                                "parallel": parallel,
-                                "shard": shard,
-                                "microbatch": size,
-                                "recompute": recompute,
-                                "precision": precision,
-                            }
-                        )
-                        yield chooser.planned(one)
+            legal = tuple(size for size in sizes if _goes(parallel, shard, share // size))
+            if legal:
+                one = job.model_copy(update={"parallel": parallel, "shard": shard})
+                yield Family(one, legal, recomputes, precisions)
 
 
 def _goes(parallel: Parallel, shard: Choice, passes: int) -> bool:
