@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
 from shoal.cost.price.expert_hops import Exchange, hops
@@ -20,6 +21,7 @@ from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
 
 __all__ = [
     "dispatch",
+    "dispatches",
     "exchange_s",
     "first_groups",
     "held_parameters",
@@ -66,6 +68,18 @@ def first_groups(grid: Layout, axis: str, most: int) -> tuple[tuple[int, ...], .
     each = math.prod(size for name, size in inner if name != axis)
     few = Layout(((outer, min(stages, -(-most // each))), *inner))
     return tuple(few.groups(axis)[:most])
+
+
+def dispatches(machine: Machine, split: Parallel) -> tuple[str, ...]:
+    """Ways of tokens to experts that are worth trying: by node where groups lie on several."""
+    near = ranks_per_node(machine, split)
+    if near is None or split.ep == 1:
+        return ("flat",)
+    group = first_groups(split.experts(), "ep", 1)[0]
+    nodes = Counter(rank // near for rank in group)
+    evenly = len(set(nodes.values())) == 1 and 1 < len(nodes) < len(group)
+    # Over a node's first rank (1dh) its one port carries what 2dh has all ports carry.
+    return ("flat", "2dh") if evenly else ("flat",)
 
 
 def dispatch(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from shoal.core.errors import PlanError, require
@@ -333,7 +332,7 @@ class Pricer:
             wire[scope] = before.get(scope, 0.0) + (sent - before.get(scope, 0.0)) * trained
         if work.job.finetune is not None:
             # No product for the gradient of weights that stand still.
-            both = replace(both, matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
+            both = both._replace(matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
         if job.parallel.slices:
             # What no slice takes travels when nothing else does; so do new parameters, a third of
             # what ranks send that divide the optimizer.

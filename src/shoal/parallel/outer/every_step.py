@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["EveryStep"]
 
 
+_NOTHING = Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})
+
+
 @part
 class EveryStep:
     """All ranks make one update together; choose it wherever the network keeps up."""
@@ -33,7 +36,7 @@ class EveryStep:
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Nothing: what sums the gradients is the part of kind ``shard``."""
-        return Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})
+        return _NOTHING
 
     def apply(self, model: nn.Module, owned: Mapping[str, Tensor], comm: Comm) -> Rounds | None:
         """Nothing is to be done after an update."""

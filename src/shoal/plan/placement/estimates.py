@@ -8,6 +8,8 @@ cores that compute, so there nothing is hidden.
 
 from __future__ import annotations
 
+import functools
+
 from shoal.core.parts import table
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
 from shoal.cost.price.expert_hops import exchange
@@ -145,6 +147,7 @@ def _spread(work: Work, machine: Machine, size: float) -> tuple[float, dict[str,
     return exchange_s(sent, machine), wire
 
 
+@functools.cache
 def nothing() -> Estimate:
     """Of what is not done."""
     return Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 from shoal.plan.experts.moe_auto import Chooser
-from shoal.plan.strategy.judge import EQUAL, Judged, beyond_room, excess, missed, tier_room
+from shoal.plan.strategy.judge import EQUAL, Judged, beyond_room, excess, missed, usable_bytes
 from shoal.plan.strategy.objective import check_objective, worth
 from shoal.plan.strategy.space import Family, families
 
@@ -90,7 +90,7 @@ def _fitting(space: list[Family], shape: ModelShape, pricer: Pricer) -> Iterator
     """Jobs that fit. A larger micro-batch needs no less memory than a smaller one."""
     machine = pricer.machine
     for number, family in enumerate(space):
-        room = tier_room(family.job, machine)["device"]
+        room = usable_bytes(family.job, machine)
         plain = pricer.is_plain(family.job)
         for p, precision in enumerate(family.precisions):
             work = _work(family, precision, shape)

@@ -158,22 +158,24 @@ def rank(found: Sequence[Judged], machine: Machine) -> list[Judged]:
     def worth_of(item: Judged) -> float:
         return worth(item[0], machine, item[1].step_s.value)
 
+    fitting = {id(item): fits(item[0], machine, item[1]) for item in found}
+
     def key(item: Judged) -> tuple[object, ...]:
         job, cost = item
-        if not fits(job, machine, cost):
+        if not fitting[id(item)]:
             missing = excess(job, machine, cost.memory_bytes)
             return (1, missed(missing), worth_of(item))
         return (0, worth_of(item), cost.memory_total)
 
     ordered = sorted(found, key=key)
-    good = [item for item in ordered if fits(item[0], machine, item[1])]
+    good = [item for item in ordered if fitting[id(item)]]
     worths = [worth_of(item) for item in good]
     out: list[Judged] = []
     while len(out) < len(good):
         # In order of worth: the equal ones stand together.
         equal = good[len(out) : bisect.bisect_right(worths, EQUAL * worths[len(out)])]
         out.extend(sorted(equal, key=lambda item: (_complexity(item[0]), worth_of(item))))
-    return out + [item for item in ordered if not fits(item[0], machine, item[1])]
+    return out + [item for item in ordered if not fitting[id(item)]]
 
 
 def to_plan(

@@ -7,12 +7,13 @@ are open otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
+from shoal.cost.price.experts import dispatches
 from shoal.cost.price.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
@@ -70,12 +71,13 @@ def splits(job: TrainJob, shape: ModelShape, machine: Machine, world: int) -> It
     """Those of :func:`legal_parallel`, with shared sequences, and under every schedule."""
     for cp in (1, *_context_degrees(job, world)):
         for plain in legal_parallel(job, shape, machine, world // cp):
-            for way in _ways(plain.model_copy(update={"cp": cp}), job, shape, machine):
+            plain = plain.model_copy(update={"cp": cp})
+            for way in _ways(plain, job, shape, machine):
                 yield way
-                yield from _folds(way, shape)
+                yield from _folds(way, shape, machine)
 
 
-def _folds(way: Parallel, shape: ModelShape) -> Iterator[Parallel]:
+def _folds(way: Parallel, shape: ModelShape, machine: Machine) -> Iterator[Parallel]:
     """The split with a grid of the experts' own, each of them whole or cut as the rest is."""
     if not shape.num_experts or (way.tp > 1 and not way.sp):
         return
@@ -83,7 +85,9 @@ def _folds(way: Parallel, shape: ModelShape) -> Iterator[Parallel]:
     for ep in divisors(shape.num_experts)[1:]:
         for etp in sorted({1, way.tp}):
             if inner % (ep * etp) == 0:
-                yield way.model_copy(update={"ep": ep, "etp": etp})
+                folded = way.model_copy(update={"ep": ep, "etp": etp})
+                for by in dispatches(machine, folded):
+                    yield folded.model_copy(update={"expert_dispatch": by})
 
 
 def _context_degrees(job: TrainJob, ranks: int) -> list[int]:
@@ -96,10 +100,16 @@ def _context_degrees(job: TrainJob, ranks: int) -> list[int]:
 def _ways(
     plain: Parallel, job: TrainJob, shape: ModelShape, machine: Machine
 ) -> Iterator[Parallel]:
-    """The split, with and without the residual stream shared, under the schedules that go."""
+    """The split, with and without the residual stream shared, under all contexts and schedules."""
     ways = [plain]
     if plain.tp > 1 and job.seq_len % (plain.tp * plain.cp) == 0:
         ways.append(plain.model_copy(update={"sp": True}))
+    if plain.cp > 1:
+        ways = [
+            way.model_copy(update={"context": choice})
+            for way in ways
+            for choice, _ in _offered("context", job, way, shape, machine)
+        ]
     for way in ways:
         yield way
         if plain.pp == 1:
@@ -113,14 +123,9 @@ def _offered(
     kind: str, job: TrainJob, split: Parallel, shape: ModelShape, machine: Machine
 ) -> Iterator[tuple[Choice, Any]]:
     """What the parts of a kind offer for a split, in the order of their table."""
-    parts = table(kind)
     # Both are values already; to check them again for every split takes longer than to price it.
     work = Work.model_construct(shape=shape, job=job.model_copy(update={"parallel": split}))
-    for name in parts:
-        offer = getattr(parts.load(name), "candidates", None)
-        for one in () if offer is None else offer(work, machine):
-            part, more = one if isinstance(one, tuple) else (one, None)
-            yield parts.spell(part), more
+    return table(kind).offered(work, machine)
 
 
 def needs_whole_matrices(job: TrainJob) -> bool:
@@ -237,19 +242,19 @@ def families(job: TrainJob, machine: Machine, shape: ModelShape) -> Iterator[Fam
             tokens = table("assigner").build(job.batching, where="batching").capacity_tokens
             sizes = [max((n for n in sizes if n * job.seq_len <= tokens), default=1)]
         for shard in sharding_choices(job, parallel, machine, shape):
-            legal = tuple(size for size in sizes if _goes(parallel, shard, share // size))
+            legal = _going(parallel, shard, share, sizes)
             if legal:
                 one = job.model_copy(update={"parallel": parallel, "shard": shard})
                 yield Family(one, legal, recomputes, precisions)
 
 
-def _goes(parallel: Parallel, shard: Choice, passes: int) -> bool:
-    """The schedule takes this many micro-batches, and goes with this sharding."""
+def _going(parallel: Parallel, shard: Choice, share: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Micro-batches, of a rank's share of sequences, of which the schedule takes so many."""
     schedule = traits("schedule", parallel.schedule)
     if "groups_of_microbatches" in schedule:
-        return passes % parallel.pp == 0
+        return tuple(size for size in sizes if share // size % parallel.pp == 0)
     whole = "splits_backward" in schedule or parallel.vocab == "pp"
-    return not (whole and "shards_gradients" in traits("shard", shard))
+    return () if whole and "shards_gradients" in traits("shard", shard) else tuple(sizes)
 
 
 def _precisions(machine: Machine) -> tuple[Literal["bf16", "fp32"], ...]:
