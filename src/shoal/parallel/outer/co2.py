@@ -9,10 +9,12 @@ it, so the penalty needs no message of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.ir import Machine, Work
 from shoal.parallel.outer.averaging import Averaging, check_outer
 
 if TYPE_CHECKING:
@@ -61,6 +63,11 @@ class CO2(Averaging):
             self.clip,
             expected="above 0, or none for no clipping",
         )
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Where nodes or sites can be workers; see :meth:`Averaging.rounds`."""
+        yield from cls.rounds(work, machine)
 
     def rule(self, like: Tensor, segments: Segments) -> Rule:
         """Heavy-ball momentum on the penalised and clipped mean."""

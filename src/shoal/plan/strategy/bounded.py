@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.cost.training.step import Pricer
@@ -51,7 +51,15 @@ class _Member(NamedTuple):
     choice: tuple[int, str, str]
 
 
-def best_of(job: TrainJob, shape: ModelShape, machine: Machine, keep: int, pricer: Pricer) -> Found:
+def best_of(
+    job: TrainJob,
+    shape: ModelShape,
+    machine: Machine,
+    keep: int,
+    pricer: Pricer,
+    *,
+    syncs: Sequence[str] = (),
+) -> Found:
     """The ``keep`` best plans of the space, and those that are as good as one of them.
 
     Args:
@@ -60,11 +68,12 @@ def best_of(job: TrainJob, shape: ModelShape, machine: Machine, keep: int, price
         machine: to run on.
         keep: how many are wanted.
         pricer: of the machine.
+        syncs: parts of kind ``sync`` that are searched beside the job's own.
 
     Raises:
         PlanError: the stated split is not legal, or the machine lacks what the objective needs.
     """
-    space = list(families(job, machine, shape))
+    space = list(families(job, machine, shape, syncs))
     if space:
         check_objective(job, machine)
     heap = list(_fitting(space, shape, pricer)) or list(_missing(space, shape, pricer))

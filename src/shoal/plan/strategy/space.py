@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from shoal.core.errors import PlanError, require
+from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
 from shoal.cost.price.experts import dispatches
 from shoal.cost.price.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
+from shoal.plan.composition import clash, split_traits, work_traits
 from shoal.plan.experts.moe_auto import Chooser
 
 __all__ = [
@@ -74,10 +75,10 @@ def splits(job: TrainJob, shape: ModelShape, machine: Machine, world: int) -> It
             plain = plain.model_copy(update={"cp": cp})
             for way in _ways(plain, job, shape, machine):
                 yield way
-                yield from _folds(way, shape, machine)
+                yield from _folds(way, job, shape, machine)
 
 
-def _folds(way: Parallel, shape: ModelShape, machine: Machine) -> Iterator[Parallel]:
+def _folds(way: Parallel, job: TrainJob, shape: ModelShape, machine: Machine) -> Iterator[Parallel]:
     """The split with a grid of the experts' own, each of them whole or cut as the rest is."""
     if not shape.num_experts or (way.tp > 1 and not way.sp):
         return
@@ -86,8 +87,10 @@ def _folds(way: Parallel, shape: ModelShape, machine: Machine) -> Iterator[Paral
         for etp in sorted({1, way.tp}):
             if inner % (ep * etp) == 0:
                 folded = way.model_copy(update={"ep": ep, "etp": etp})
-                for by in dispatches(machine, folded):
-                    yield folded.model_copy(update={"expert_dispatch": by})
+                for placer, _ in _offered("placer", job, folded, shape, machine):
+                    for by in dispatches(machine, folded):
+                        update = {"placer": placer, "expert_dispatch": by}
+                        yield folded.model_copy(update=update)
 
 
 def _context_degrees(job: TrainJob, ranks: int) -> list[int]:
@@ -143,20 +146,12 @@ def sharding_choices(
         shared = not levels or parallel.dp * parallel.cp % levels[-1] == 0
         # Of a stated split the part itself says what is wrong.
         return (job.shard,) if shared or "parallel" in job.model_fields_set else ()
-    if parallel.dp == 1 or job.offload is not None or "local_updates" in traits("sync", job.sync):
+    stated = split_traits(parallel) | work_traits(job)
+    if parallel.dp == 1 or stated & {"leaves_device", "local_updates"}:
         default: Choice = TrainJob.model_fields["shard"].default
         return (default,)
-    # Copies of experts and slices of gradients are of whole ones; batching has ranks pass alone.
-    cut = parallel.folded and (
-        "experts_stay" not in traits("placer", parallel.placer) or bool(parallel.gradient_slices)
-    )
-    whole = needs_whole_matrices(job) or cut or job.batching is not None
     offered = _offered("shard", job, parallel, shape or shape_of(job), machine)
-    return tuple(
-        choice
-        for choice, _ in offered
-        if not (whole and "shards_gradients" in traits("shard", choice))
-    )
+    return tuple(choice for choice, _ in offered if not clash(stated, traits("shard", choice)))
 
 
 def worlds(job: TrainJob, machine: Machine) -> list[int]:
@@ -208,8 +203,17 @@ def candidates(
                     yield chooser.planned(family.member(size, recompute, precision))
 
 
-def families(job: TrainJob, machine: Machine, shape: ModelShape) -> Iterator[Family]:
+def families(
+    job: TrainJob, machine: Machine, shape: ModelShape, syncs: Sequence[str] = ()
+) -> Iterator[Family]:
     """The same, those of a split and a sharding together; chunks may be left open.
+
+    Args:
+        job: what it leaves open is chosen.
+        machine: to run on.
+        shape: the model.
+        syncs: parts of kind ``sync`` that are tried beside the job's own, where they offer
+            themselves.
 
     Raises:
         PlanError: the stated split is not legal.
@@ -227,34 +231,57 @@ def families(job: TrainJob, machine: Machine, shape: ModelShape) -> Iterator[Fam
     recomputes: tuple[Literal["none", "full", "stage"], ...] = ("none", "full")
     if "recompute" in fixed:
         recomputes = (job.recompute,)
-    apart = "local_updates" in traits("sync", job.sync)
     for parallel in every:
         share = job.global_batch // parallel.dp
         if job.microbatch is not None and share % job.microbatch:
-            continue
-        if apart and parallel.folded and "parallel" not in fixed:
-            continue
-        if job.batching is not None and parallel.world != parallel.dp and "parallel" not in fixed:
             continue
         sizes = divisors(share) if job.microbatch is None else [job.microbatch]
         if job.batching is not None and job.microbatch is None:
             # Passes are as long as an assigner makes them; these are the rows that come next to it.
             tokens = table("assigner").build(job.batching, where="batching").capacity_tokens
             sizes = [max((n for n in sizes if n * job.seq_len <= tokens), default=1)]
-        for shard in sharding_choices(job, parallel, machine, shape):
-            legal = _going(parallel, shard, share, sizes)
-            if legal:
-                one = job.model_copy(update={"parallel": parallel, "shard": shard})
-                yield Family(one, legal, recomputes, precisions)
+        legal = _going(parallel, share, sizes)
+        if not legal:
+            continue
+        for agreeing in _agreeing(job, parallel, shape, machine, syncs):
+            if "parallel" not in fixed and not _composes(agreeing, parallel):
+                continue
+            for shard in sharding_choices(agreeing, parallel, machine, shape):
+                if not clash(split_traits(parallel), traits("shard", shard)):
+                    one = agreeing.model_copy(update={"parallel": parallel, "shard": shard})
+                    yield Family(one, legal, recomputes, precisions)
 
 
-def _going(parallel: Parallel, shard: Choice, share: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def _agreeing(
+    job: TrainJob, parallel: Parallel, shape: ModelShape, machine: Machine, syncs: Sequence[str]
+) -> Iterator[TrainJob]:
+    """The job, and with every other way to agree that is asked for and offers itself."""
+    yield job
+    if syncs and parallel.dp > 1:
+        for choice, _ in _offered("sync", job, parallel, shape, machine):
+            if choice.name in syncs and choice != job.sync:
+                yield job.model_copy(update={"sync": choice})
+
+
+def _composes(job: TrainJob, parallel: Parallel) -> bool:
+    """Whether an open split goes with what the job states."""
+    beside = work_traits(job)
+    if clash(split_traits(parallel), beside):
+        return False
+    if beside & {"fine_tunes", "passes_differ"} and parallel.world != parallel.dp:
+        return False
+    try:
+        table("sync").build(job.sync).workers(parallel.dp)
+    except ConfigError:
+        return False
+    return True
+
+
+def _going(parallel: Parallel, share: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Micro-batches, of a rank's share of sequences, of which the schedule takes so many."""
-    schedule = traits("schedule", parallel.schedule)
-    if "groups_of_microbatches" in schedule:
+    if "groups_of_microbatches" in traits("schedule", parallel.schedule):
         return tuple(size for size in sizes if share // size % parallel.pp == 0)
-    whole = "splits_backward" in schedule or parallel.vocab == "pp"
-    return () if whole and "shards_gradients" in traits("shard", shard) else tuple(sizes)
+    return tuple(sizes)
 
 
 def _precisions(machine: Machine) -> tuple[Literal["bf16", "fp32"], ...]:
