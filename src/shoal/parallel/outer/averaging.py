@@ -8,8 +8,8 @@ the workers average what the round has changed, between ranks with the same plac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice, part
@@ -69,18 +69,6 @@ class Averaging(ABC):
             self.dtype,
             expected="fp32 with sharded, where parameters travel and not their changes",
         )
-
-    @classmethod
-    def rounds(cls, work: Work, machine: Machine) -> Iterator[Self]:
-        """With the ranks of a node as a worker, or those of a site where there are several."""
-        split = work.job.parallel
-        groups = machine.sites if machine.sites > 1 else machine.nodes
-        model = split.tp * split.cp * split.pp
-        each = machine.num_devices // groups
-        if groups > 1 and each % model == 0 and 1 <= each // model < split.dp:
-            within = each // model
-            if split.dp % within == 0:
-                yield cls(within=within)
 
     @abstractmethod
     def rule(self, like: Tensor, segments: Segments) -> Rule:

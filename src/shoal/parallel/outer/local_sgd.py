@@ -7,11 +7,9 @@ stays where it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.ir import Machine, Work
 from shoal.parallel.outer.averaging import Averaging
 
 if TYPE_CHECKING:
@@ -27,11 +25,6 @@ class LocalSGD(Averaging):
     """Parameters are averaged every ``tau`` steps, and all wait for it; the plainest of them."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})
-
-    @classmethod
-    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
-        """Where nodes or sites can be workers; see :meth:`Averaging.rounds`."""
-        yield from cls.rounds(work, machine)
 
     def rule(self, like: Tensor, segments: Segments) -> Rule:
         """The mean itself."""
