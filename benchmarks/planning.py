@@ -13,18 +13,19 @@ import time
 
 from common import Row, record, require_quiet
 
-# Name, model, machine, sequences of a step, most seconds.
+# Name, model, machine, tokens of a sequence, sequences of a step, most seconds.
 SEARCHES = (
-    ("a model of 1,008 B on 3,072 devices", "GPT-1T", "3072xA100", 1536, 10.0),
-    ("a model of 70 B on 64 devices", "Llama-3-70B", "64xH100", 1024, 2.0),
+    ("a model of 1,008 B on 3,072 devices", "GPT-1T", "3072xA100", 2048, 1536, 5.0),
+    ("a model of 70 B on 64 devices", "Llama-3-70B", "64xH100", 4096, 1024, 1.0),
+    ("a model of 405 B on 16,384 devices", "Llama-3.1-405B", "16384xH100", 8192, 2048, 10.0),
+    ("a mixture of 671 B on 2,048 devices", "DeepSeek-V3", "2048xH100", 4096, 15360, 10.0),
 )
 SEARCH = """
 import json, resource, sys, time
 from shoal.ir import TrainJob
 from shoal.machine.described import load
 from shoal.plan.strategy import PLANNERS
-model, machine, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
-length = 2048 if model == "GPT-1T" else 4096
+model, machine, length, batch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 job = TrainJob.model_validate({"model": model, "seq_len": length, "global_batch": batch})
 there = load(machine)
 begin = time.perf_counter()
@@ -40,11 +41,11 @@ def main() -> None:
     """Measure searches and a cold start of the command; medians of five processes."""
     require_quiet()
     rows = []
-    for name, model, machine, batch, most in SEARCHES:
+    for name, model, machine, length, batch, most in SEARCHES:
         found = []
         for _ in range(RUNS):
             done = subprocess.run(
-                [sys.executable, "-c", SEARCH, model, machine, str(batch)],
+                [sys.executable, "-c", SEARCH, model, machine, str(length), str(batch)],
                 capture_output=True,
                 check=True,
             )
@@ -75,7 +76,7 @@ def main() -> None:
             cold[RUNS // 2],
             "s",
             "<=",
-            3.0,
+            1.0,
             f"the whole command `shoal plan {' '.join(command)}`; median of {RUNS}",
             samples={"s": cold},
         )

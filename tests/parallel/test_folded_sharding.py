@@ -180,9 +180,17 @@ class Stored:
 @pytest.mark.parametrize(
     ("split", "extra", "told"),
     [
-        ({"dp": 4, "ep": 2}, {"shard": "hybrid"}, "zero2, zero3, without offload"),
-        ({"dp": 4, "ep": 2}, {"shard": "topo3"}, "zero2, zero3, without offload"),
-        ({"dp": 4, "ep": 2, "placer": "fssdp"}, {"shard": "zero3"}, "own and copies"),
+        ({"dp": 4, "ep": 2}, {"shard": "hybrid"}, "zero2 or zero3 with ep 2, whose tokens travel"),
+        (
+            {"dp": 4, "ep": 2},
+            {"shard": "topo3"},
+            r"zero2 or zero3 .*\(experts_apart excludes levels\)",
+        ),
+        (
+            {"dp": 4, "ep": 2, "placer": "fssdp"},
+            {"shard": "zero3"},
+            "replicated or zero1 with placer fssdp",
+        ),
         ({"tp": 4, "sp": True, "ep": 2}, {"shard": "zero2"}, r"dp \* cp = 1"),
         ({"dp": 2, "pp": 2, "ep": 2, "schedule": "zb_h1"}, {"shard": "zero2"}, "schedule zb_h1"),
     ],

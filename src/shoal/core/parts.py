@@ -184,6 +184,8 @@ class Choice(BaseModel):
         return {"name": self.name, **self.options} if self.options else self.name
 
     def __hash__(self) -> int:
+        if not self.options:  # of most; planners hash them often
+            return hash(self.name)
         return hash((self.name, json.dumps(self.options, sort_keys=True, default=str)))
 
     def __str__(self) -> str:
@@ -210,6 +212,7 @@ class PartTable(Mapping[str, str]):
         self.about = about
         self.protocol = protocol
         self._own = dict(entries)
+        self._loaded: dict[str, type[Any]] = {}
 
     def __getitem__(self, name: str) -> str:
         if name in self._own:
@@ -240,8 +243,27 @@ class PartTable(Mapping[str, str]):
                 f"{where or self.kind} = {name!r}: expected one of {', '.join(self)}"
                 + (f"; {hint}" if hint else "")
             ) from None
-        loaded: type[Any] = load_object(path)
-        return loaded
+        if path not in self._loaded:
+            self._loaded[path] = load_object(path)
+        return self._loaded[path]
+
+    def offered(self, work: Any, machine: Any) -> Iterator[tuple[Choice, Any]]:
+        """What the parts offer for a piece of work, in the order of the table.
+
+        A part that may be proposed has a class method ``candidates(work, machine)``: itself with
+        the options that are worth trying there, or pairs of that and what goes with it.
+
+        Yields:
+            The choice, and what goes with it; None where that is nothing.
+        """
+        for name in self.proposable():
+            for one in self.load(name).candidates(work, machine):
+                part, more = one if isinstance(one, tuple) else (one, None)
+                yield Choice.model_construct(name=name, options=_given(part)), more
+
+    def proposable(self) -> tuple[str, ...]:
+        """The parts that may be proposed by who is not asked for them."""
+        return tuple(name for name in self if hasattr(self.load(name), "candidates"))
 
     def build(self, choice: Choice | str | Mapping[str, Any], *, where: str = "") -> Any:
         """Construct the chosen part from its name and options.
@@ -265,12 +287,7 @@ class PartTable(Mapping[str, str]):
         for name in self:
             module, _, attribute = self[name].partition(":")
             if type(instance).__qualname__ == attribute and type(instance).__module__ == module:
-                options = {
-                    field.name: getattr(instance, field.name)
-                    for field in dataclasses.fields(instance)  # type: ignore[arg-type]
-                    if getattr(instance, field.name) != _default(field)
-                }
-                return Choice(name=name, options=options)
+                return Choice(name=name, options=_given(instance))
         raise UnknownPartError(f"{type(instance).__qualname__} is in no table of {self.kind} parts")
 
 
@@ -378,6 +395,15 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
     if cls not in _ADAPTERS:
         _ADAPTERS[cls] = TypeAdapter(cls)
     return _ADAPTERS[cls]
+
+
+def _given(instance: Any) -> dict[str, Any]:
+    """Options of a part that differ from their defaults."""
+    return {
+        field.name: getattr(instance, field.name)
+        for field in dataclasses.fields(instance)
+        if getattr(instance, field.name) != _default(field)
+    }
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

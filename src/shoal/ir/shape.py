@@ -41,6 +41,9 @@ class ModelShape(Value):
         architecture: how it differs from its family's models.
     """
 
+    # Not a field: a copy with other numbers computes its own.
+    __slots__ = ("_hash",)
+
     name: str
     num_layers: PositiveInt
     hidden: PositiveInt
@@ -63,6 +66,15 @@ class ModelShape(Value):
     family: str = ""
     source: str = ""
     architecture: Architecture = Architecture()
+
+    def __hash__(self) -> int:
+        """Computed once: counts that follow from a shape are remembered under it."""
+        try:
+            known: int = object.__getattribute__(self, "_hash")
+        except AttributeError:
+            known = hash(tuple(self.__dict__.values()))
+            object.__setattr__(self, "_hash", known)
+        return known
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
-from shoal.core.traits import traits
 from shoal.cost.training.sequences import SequenceCost
 from shoal.cost.training.step import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
@@ -17,6 +16,7 @@ from shoal.ir.routing import Routing
 from shoal.parallel.legal_architecture import check_architecture
 from shoal.parallel.legal_experts import check_experts, divisors_text
 from shoal.parallel.overlap import TILES
+from shoal.plan.composition import check_composition
 from shoal.plan.partition import cells_for
 
 __all__ = ["check_split", "schedule_of"]
@@ -83,6 +83,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     check_architecture(job, shape)
+    check_composition(job)
     schedule = schedule_of(job)
     moe = shape.architecture.moe
     require(
@@ -109,7 +110,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         error=PlanError,
     )
     _check_layers(job, shape)
-    _check_sync(job, schedule)
+    table("sync").build(job.sync).workers(p.dp)  # refuses a number that they cannot be
     _check_batching(job, shape)
     if p.stages:
         cells_for(shape, schedule, given=p.stages)
@@ -146,37 +147,6 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         shard.check(job)
     if job.offload is not None:
         table("offload").build(job.offload).check(job)
-        require(
-            not (schedule.splits or schedule.vocab_barriers or schedule.cells),
-            "offload",
-            job.offload.name,
-            expected=f"no offload with schedule {p.schedule.name} and vocab {p.vocab}, which "
-            "write gradients themselves; use schedule 1f1b, gpipe or interleaved with vocab auto",
-            error=PlanError,
-        )
-    require(
-        "gradients" not in shard.divides or not schedule.splits,
-        "shard",
-        job.shard.name,
-        expected=f"replicated or zero1 with schedule {p.schedule.name}, which writes the "
-        "gradients of weights in passes of their own",
-        error=PlanError,
-    )
-    require(
-        "gradients" not in shard.divides or not schedule.vocab_barriers,
-        "shard",
-        job.shard.name,
-        expected="replicated or zero1 with vocab pp, whose passes read and write rows of their own",
-        error=PlanError,
-    )
-    require(
-        "gradients" not in shard.divides or not schedule.cells,
-        "shard",
-        job.shard.name,
-        expected=f"replicated or zero1 with schedule {p.schedule.name}, whose stages divide their "
-        "gradients by numbers of their own",
-        error=PlanError,
-    )
     require(
         "gradients" not in shard.divides or p.dp * cp > 1,
         "shard",
@@ -191,47 +161,7 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         expected="false where tp, cp or pp is above 1",
         error=PlanError,
     )
-    require(
-        not job.compile or "moves_activations" not in traits("activation", job.activation),
-        "activation",
-        job.activation.name,
-        expected="keep with compile = true: compiled code keeps what it saves itself",
-        error=PlanError,
-    )
     return schedule
-
-
-def _check_sync(job: TrainJob, schedule: Schedule) -> None:
-    """Refuse what workers with updates of their own cannot do."""
-    if table("sync").build(job.sync).workers(job.parallel.dp) is None:
-        return
-    name, whole = job.sync.name, "shards_gradients" not in traits("shard", job.shard)
-    shards = "replicated, or zero1 among the ranks of a worker"
-    rules: tuple[tuple[bool, str, object, str], ...] = (
-        (whole, "shard", job.shard.name, shards),
-        (job.offload is None, "offload", job.offload, "nothing"),
-        (job.finetune is None, "finetune", job.finetune, "nothing"),
-        (not job.layers, "layers", len(job.layers), "nothing"),
-        (not job.parallel.folded, "parallel.ep", job.parallel.ep, "1, with etp = 1"),
-        (
-            not schedule.cells,
-            "parallel.schedule",
-            job.parallel.schedule.name,
-            "a schedule in which every micro-batch visits every stage, such as 1f1b",
-        ),
-        (not job.replan.enabled, "replan.enabled", job.replan.enabled, "false"),
-        (job.checkpoint.memory is None, "checkpoint.memory", job.checkpoint.memory, "nothing"),
-        (job.checkpoint.dump is None, "checkpoint.dump", job.checkpoint.dump, "nothing"),
-    )
-    for legal, where, given, expected in rules:
-        require(
-            legal,
-            where,
-            str(given),
-            expected=f"{expected} with sync {name}, whose workers differ within a round",
-            hint="change it, or use sync: every_step",
-            error=PlanError,
-        )
 
 
 def _check_batching(job: TrainJob, shape: ModelShape) -> None:
@@ -239,25 +169,8 @@ def _check_batching(job: TrainJob, shape: ModelShape) -> None:
     if job.batching is None:
         return
     p, name = job.parallel, job.batching.name
-    whole = "shards_gradients" not in traits("shard", job.shard)
-    together = "a sharding in which a pass of one rank needs no other: replicated or zero1. Ranks "
-    together += "have different numbers of passes, and gathered weights need as many on each"
     rules: tuple[tuple[bool, str, object, str], ...] = (
         (p.world == p.dp, "parallel", f"tp={p.tp}, pp={p.pp}, cp={p.cp}", "dp alone"),
-        (not p.folded, "parallel.ep", p.ep, "1, with etp = 1"),
-        (whole, "shard", job.shard.name, together),
-        (job.recompute != "stage", "recompute", job.recompute, "none or full"),
-        (not job.compile, "compile", job.compile, "false"),
-        (job.offload is None, "offload", job.offload, "nothing"),
-        (job.finetune is None, "finetune", job.finetune, "nothing"),
-        (
-            "moves_activations" not in traits("activation", job.activation),
-            "activation",
-            job.activation.name,
-            "keep",
-        ),
-        ("local_updates" not in traits("sync", job.sync), "sync", job.sync.name, "every_step"),
-        (not job.replan.enabled, "replan.enabled", job.replan.enabled, "false"),
         (shape.family != "mdlm", "model", shape.name, "a model whose tokens see those before"),
         (
             job.architecture == Architecture() and shape.architecture == Architecture(),

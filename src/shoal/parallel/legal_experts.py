@@ -102,30 +102,6 @@ def check_experts(job: TrainJob, shape: ModelShape) -> None:
         expected="pp first: both grids have the same stages",
         error=PlanError,
     )
-    # What is borrowed for a step must be whole, and so must gradients that are cut in slices.
-    whole = copies or bool(p.slices)
-    shards = [name for name in table("shard") if _goes_with_experts(name, whole=whole)]
-    require(
-        job.shard.name in shards and job.offload is None,
-        "shard",
-        job.shard.name,
-        expected=f"{', '.join(shards)}, without offload, where experts have a grid of their own"
-        f"{' and copies, or gradients in slices' if whole else ''}",
-        error=PlanError,
-    )
-    require(
-        not job.compile,
-        "compile",
-        job.compile,
-        expected="false where experts have a grid of their own: their tokens travel",
-        error=PlanError,
-    )
-
-
-def _goes_with_experts(shard: str, *, whole: bool) -> bool:
-    """Whether a sharding goes with a grid of experts; ``whole``: where gradients must be whole."""
-    said = traits("shard", shard)
-    return not said & {"levels", "copies_weights"} and not (whole and "shards_gradients" in said)
 
 
 def _check_slices(job: TrainJob, shape: ModelShape) -> None:

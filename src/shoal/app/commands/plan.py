@@ -114,11 +114,8 @@ def train(
     from shoal.cost.shapes import resolve as shape_of
     from shoal.ir import TrainJob
     from shoal.machine.described import load
-    from shoal.plan.peft import advise
-    from shoal.plan.picture import page
     from shoal.plan.strategy import PLANNERS
     from shoal.plan.strategy.options import split_options
-    from shoal.plan.whatif import what_if as ask
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
     same_kind("train", file, "plan")
@@ -141,6 +138,8 @@ def train(
         options["offload"] = offload
     job = resolve(TrainJob, file=file, flags=flags, sets=sets).value
     if finetune == "auto":
+        from shoal.plan.peft import advise
+
         best = advise(job, target)[0]
         job = job.model_copy(update={"finetune": best.method})
         typer.echo(f"finetune: {best.method} ({best.reason})", err=True)
@@ -157,11 +156,17 @@ def train(
         show_fit(plans[0])
         show_ways(job, target)
         raise typer.Exit(0 if plans[0].fits else 1)
-    answers = ask(job, plans[0], planner=planner) if what_if else []
+    answers: list[Answer] = []
+    if what_if:
+        from shoal.plan.whatif import what_if as ask
+
+        answers = ask(job, plans[0], planner=planner)
     plans = plans[:top]
     if calibrate:
         plans = [_calibrated(plan) for plan in plans]
     if picture is not None:
+        from shoal.plan.picture import page
+
         write_atomic(picture, page(plans, answers, title=f"{job.model} on {target.name}"))
         typer.echo(f"saved {picture}", err=True)
     if output is Format.json:

@@ -10,9 +10,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.background import Session
 from shoal.checkpoint.modes.cost import estimate, seconds_of
-from shoal.checkpoint.plan import Planner
 from shoal.checkpoint.protocols import SaveTicket
 from shoal.core.errors import CheckpointError
 from shoal.core.parts import part
@@ -48,6 +46,10 @@ class BlockingSaver:
     """
 
     def __init__(self, store: Store, peers: Peers) -> None:
+        # Planning asks this module for a price alone, and need not read those.
+        from shoal.checkpoint.background import Session
+        from shoal.checkpoint.plan import Planner
+
         self._store = store
         self._peers = peers
         self._session = Session(store, peers)

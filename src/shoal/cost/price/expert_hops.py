@@ -26,6 +26,8 @@ Source: Pan et al., FSMoE, 2025, section 3 (1DH and 2DH all-to-all); Nie et al.,
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -120,15 +122,22 @@ def exchange(
         per_node: ranks of a node; None for one node.
     """
     most = Exchange(0.0, 0.0, 0)
+    for size, far in _reached(tuple(map(tuple, groups)), per_node):
+        each = rows * row_bytes / size
+        found = Exchange(each * (size - 1 - far), each * far, size - 1)
+        most = max(most, found, key=lambda one: (one.far, one.near))
+    return most
+
+
+@functools.lru_cache(maxsize=4096)
+def _reached(groups: _Groups, per_node: int | None) -> tuple[tuple[int, int], ...]:
+    """(ranks of a group, of them on other nodes than a rank), every pair once."""
+    found: dict[tuple[int, int], None] = {}
     for group in groups:
         size = len(group)
-        for rank in group:
-            node = None if per_node is None else rank // per_node
-            far = sum(per_node is not None and other // per_node != node for other in group)
-            each = rows * row_bytes / size
-            found = Exchange(each * (size - 1 - far), each * far, size - 1)
-            most = max(most, found, key=lambda one: (one.far, one.near))
-    return most
+        here = Counter(0 if per_node is None else rank // per_node for rank in group)
+        found |= dict.fromkeys((size, size - count) for count in here.values())
+    return tuple(found)
 
 
 def hops(

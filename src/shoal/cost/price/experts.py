@@ -9,6 +9,10 @@ Source: Liu et al., MoE Parallel Folding, 2025; Lepikhin et al., GShard, 2020.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
+
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
 from shoal.cost.price.expert_hops import Exchange, hops
 from shoal.cost.price.ops import stage_share
@@ -17,7 +21,9 @@ from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
 
 __all__ = [
     "dispatch",
+    "dispatches",
     "exchange_s",
+    "first_groups",
     "held_parameters",
     "ranks_per_node",
 ]
@@ -55,6 +61,27 @@ def ranks_per_node(machine: Machine, split: Parallel) -> int | None:
     return each if each < split.world else None
 
 
+@functools.lru_cache(maxsize=4096)
+def first_groups(grid: Layout, axis: str, most: int) -> tuple[tuple[int, ...], ...]:
+    """The first groups of ranks along an axis, of which no more than ``most`` are wanted."""
+    (outer, stages), *inner = grid.axes
+    each = math.prod(size for name, size in inner if name != axis)
+    few = Layout(((outer, min(stages, -(-most // each))), *inner))
+    return tuple(few.groups(axis)[:most])
+
+
+def dispatches(machine: Machine, split: Parallel) -> tuple[str, ...]:
+    """Ways of tokens to experts that are worth trying: by node where groups lie on several."""
+    near = ranks_per_node(machine, split)
+    if near is None or split.ep == 1:
+        return ("flat",)
+    group = first_groups(split.experts(), "ep", 1)[0]
+    nodes = Counter(rank // near for rank in group)
+    evenly = len(set(nodes.values())) == 1 and 1 < len(nodes) < len(group)
+    # Over a node's first rank (1dh) its one port carries what 2dh has all ports carry.
+    return ("flat", "2dh") if evenly else ("flat",)
+
+
 def dispatch(
     job: TrainJob, shape: ModelShape, machine: Machine, microbatch: int, wire: dict[str, float]
 ) -> float:
@@ -83,7 +110,7 @@ def dispatch(
         if size == 1:
             continue
         every = rows * (size if axis == "etp" else 1)
-        groups = grid.groups(axis)[: max(1, per_node or 1)]
+        groups = first_groups(grid, axis, max(1, per_node or 1))
         way = split.expert_dispatch if axis == "ep" else "flat"
         for sent in hops(groups, width, every, per_node, way):
             seconds += times * exchange_s(sent, machine)

@@ -6,7 +6,7 @@ Source: Williams et al., Roofline, 2009.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.cost.price.ops import Op
 from shoal.cost.price.rates import REPACKED, Curve, Kernels
@@ -19,8 +19,7 @@ __all__ = ["Pass", "op_pass"]
 DISPLACED = 1.75
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """Seconds of one micro-batch on one rank, one direction.
 
     Args:
@@ -48,7 +47,8 @@ class Pass:
         """The same, so much longer, with as many calls."""
         return Pass(self.matmul * factor, self.attention * factor, self.memory * factor, self.calls)
 
-    def __add__(self, other: Pass) -> Pass:
+    def __add__(self, other: Pass) -> Pass:  # type: ignore[override]
+        """Both, one after the other."""
         return Pass(
             self.matmul + other.matmul,
             self.attention + other.attention,

@@ -20,16 +20,19 @@ from shoal.cost.arithmetic import (
 )
 from shoal.cost.price.experts import held_parameters
 from shoal.cost.price.ops import MOST_PLAIN_SCORES, stage_share
-from shoal.cost.price.rates import Rates, ranks_per_host
-from shoal.ir import Machine, TrainJob, Work
+from shoal.cost.price.rates import ranks_per_host
+from shoal.ir import Machine, Parallel, TrainJob, Work
 
 __all__ = [
     "ALLOCATOR_SLACK",
     "ARENAS",
     "RUNTIME_BYTES",
     "TIERS",
-    "memory_of",
+    "in_flight_bytes",
+    "passing_bytes",
+    "runtime_bytes",
     "sharers",
+    "standing_bytes",
     "tier_bytes",
     "tuned_memory",
     "vocab_ranks",
@@ -69,24 +72,21 @@ def sharers(job: TrainJob) -> int:
     return job.parallel.dp // workers_of(job) * job.parallel.cp
 
 
-def memory_of(
+def standing_bytes(
     work: Work,
-    rates: Rates,
     optimizer: float,
     divides: frozenset[str],
-    microbatch: int,
-    in_flight: float,
     trained: float = 1.0,
     levels: Callable[[float, float], dict[str, float]] | None = None,
 ) -> dict[str, float]:
-    """Bytes of one rank, by cause; ``in_flight`` micro-batches keep their activations.
+    """Bytes of one rank, by cause, that its micro-batches do not change.
 
     ``trained`` is the share of the parameters that have gradients and moments; ``levels`` says what
     weights and gradients take of so many parameters, and of a block of so many, where a sharding
     divides them over groups of different sizes.
     """
     job, shape = work.job, work.shape
-    cp, tp, pp = job.parallel.cp, job.parallel.tp, job.parallel.pp
+    pp = job.parallel.pp
     dp = sharers(job)
     experts, rest = held_parameters(shape, job.parallel)
     local = experts + rest
@@ -113,42 +113,56 @@ def memory_of(
     moments = local
     if "optimizer" in divides:
         moments = mine
-    layers = math.ceil(stage_share(shape, pp) * shape.num_layers)
+    return {
+        "weights": weights,
+        "gradients": gradients * trained,
+        "optimizer": optimizer * trained * moments / parameters(shape),
+    }
+
+
+def passing_bytes(work: Work, is_cpu: bool, microbatch: int, recompute: str) -> tuple[float, float]:
+    """Bytes of one rank that one micro-batch keeps, and those of its logits."""
+    job, shape = work.job, work.shape
+    tp, pp = job.parallel.tp, job.parallel.pp
     kept = activation_bytes(
         shape,
         job.seq_len,
         microbatch,
         precision=job.precision,
-        recompute=job.recompute,
+        recompute=recompute,
         tp=tp,
         sp=job.parallel.sp,
-        layers=layers,
+        layers=math.ceil(stage_share(shape, pp) * shape.num_layers),
     )
-    if rates.is_cpu and job.precision == "bf16":
+    if is_cpu and job.precision == "bf16":
         scores = microbatch * shape.num_heads * float(job.seq_len) ** 2 / tp
         kept += 4 * 2.0 * min(scores, MOST_PLAIN_SCORES)
-    if job.recompute == "stage":
-        # One micro-batch is whole at a time; of the others the stage's input is left.
-        width = 2.0 if job.precision == "bf16" else 4.0
-        kept += (in_flight - 1.0) * microbatch * job.seq_len * shape.hidden * width
-    else:
-        kept *= in_flight
-    kept /= cp
     logits = logits_bytes(
         shape, job.seq_len, microbatch, precision=job.precision, tp=vocab_ranks(job)
     )
-    logits /= cp
-    tensors = {
-        "weights": weights,
-        "gradients": gradients * trained,
-        "optimizer": optimizer * trained * moments / parameters(shape),
-        "activations": kept,
-        "logits": logits,
-    }
-    runtime = RUNTIME_BYTES[rates.machine.device.kind]
-    if rates.is_cpu and job.parallel.world > 1:
-        runtime += PEERS_BYTES + PEER_BYTES * ranks_per_host(rates.machine, job.parallel)
-    return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
+    return kept, logits / job.parallel.cp
+
+
+def in_flight_bytes(
+    work: Work, kept: float, in_flight: float, microbatch: int, recompute: str
+) -> float:
+    """Bytes of so many micro-batches, each of which keeps ``kept``."""
+    job = work.job
+    if recompute == "stage":
+        # One micro-batch is whole at a time; of the others the stage's input is left.
+        width = 2.0 if job.precision == "bf16" else 4.0
+        kept += (in_flight - 1.0) * microbatch * job.seq_len * work.shape.hidden * width
+    else:
+        kept *= in_flight
+    return kept / job.parallel.cp
+
+
+def runtime_bytes(machine: Machine, parallel: Parallel) -> float:
+    """Bytes of one rank's process beside its tensors."""
+    runtime = RUNTIME_BYTES[machine.device.kind]
+    if machine.device.kind == "cpu" and parallel.world > 1:
+        runtime += PEERS_BYTES + PEER_BYTES * ranks_per_host(machine, parallel)
+    return runtime
 
 
 def tier_bytes(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> dict[str, float]:
@@ -171,7 +185,7 @@ def tuned_memory(
 
     Args:
         work: a step of the job.
-        found: what :func:`memory_of` gave.
+        found: what the same job takes that trains all weights.
         part: the fine-tuning method.
         microbatch: sequences of a micro-batch.
     """

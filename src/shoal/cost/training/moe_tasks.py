@@ -23,7 +23,7 @@ from shoal.cost.gpu.device import CALIBRATED
 from shoal.cost.gpu.kernels import gemm_s
 from shoal.cost.price.collectives import all_reduce_s, gather_s
 from shoal.cost.price.expert_hops import hops
-from shoal.cost.price.experts import exchange_s
+from shoal.cost.price.experts import exchange_s, first_groups
 from shoal.cost.price.rates import Kernels, Rates
 from shoal.ir import Machine, ModelShape, Parallel
 
@@ -201,7 +201,7 @@ def layer_of(
         expected=f"a divisor of the node's {per_node} devices, who gather inside it",
         error=PlanError,
     )
-    groups = split.experts().groups("ep")[: max(1, per_node)]
+    groups = first_groups(split.experts(), "ep", max(1, per_node))
     rows, width = tokens * shape.top_k, 2.0
 
     def sent(size: float) -> float:

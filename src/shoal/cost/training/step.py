@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from shoal.core.errors import PlanError, require
@@ -27,7 +26,7 @@ from shoal.cost.arithmetic import (
 )
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.price.experts import dispatch, held_parameters
-from shoal.cost.price.ops import Style, ledger
+from shoal.cost.price.ops import Style, ledger, stage_share
 from shoal.cost.price.passes import Pass, op_pass
 from shoal.cost.price.rates import (
     Curve,
@@ -37,9 +36,13 @@ from shoal.cost.price.rates import (
 from shoal.cost.price.rehearsed import Parts, Rehearsed, events
 from shoal.cost.training.gradient_slices import hidden_share
 from shoal.cost.training.memory import (
+    ALLOCATOR_SLACK,
     RUNTIME_BYTES,
-    memory_of,
+    in_flight_bytes,
+    passing_bytes,
+    runtime_bytes,
     sharers,
+    standing_bytes,
     tuned_memory,
     vocab_ranks,
 )
@@ -52,7 +55,7 @@ from shoal.cost.training.wire import (
     tensor_parallel_s,
     tied_s,
 )
-from shoal.ir import Estimate, Interval, Machine, OpCosts, Schedule, TrainJob, Work
+from shoal.ir import Estimate, Interval, Machine, OpCosts, Parallel, Schedule, TrainJob, Work
 
 __all__ = ["Pricer", "estimate", "microbatch_of"]
 
@@ -63,6 +66,8 @@ OVERLAP = 0.8
 GPU_SPREAD = 0.28
 # What of a step is computing, and stretches where computing is slower.
 _COMPUTE = ("matmul", "attention", "memory", "overhead", "optimizer", "bubble")
+# Of a least price: so that rounding does not make it more than the price.
+_LEAST = 1.0 - 1e-9
 # Micro-batches of a pipeline that are simulated one by one.
 _SIMULATED = 32
 
@@ -106,23 +111,27 @@ class Pricer:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._passes: dict[tuple[object, ...], tuple[Pass, Pass]] = {}
+        self._passes: dict[tuple[object, ...], tuple[Pass, dict[str, Pass]]] = {}
         self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
-        self._parts: dict[tuple[str, str], Any] = {}
+        self._parts: dict[tuple[str, Choice], Any] = {}
         self._updates: dict[tuple[object, ...], Estimate] = {}
         # Beside each value its key's objects, so that no other takes their place.
         self._aside: dict[tuple[object, ...], tuple[object, float]] = {}
+        self._standing: dict[tuple[object, ...], tuple[object, dict[str, float], float]] = {}
+        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._numbers: dict[tuple[object, ...], float] = {}
         self._sent: dict[tuple[object, ...], tuple[object, float, dict[str, float]]] = {}
 
     def _part(self, kind: str, choice: Choice) -> Any:
-        key = (kind, str(choice))
+        key = (kind, choice)
         if key not in self._parts:
             self._parts[key] = table(kind).build(choice, where=kind)
         return self._parts[key]
 
     def _update(self, work: Work) -> Estimate:
         """The optimizer's own estimate, which no split changes."""
-        key = (str(work.job.optimizer), work.shape, work.job.precision)
+        key = (work.job.optimizer, work.shape, work.job.precision)
         if key not in self._updates:
             part = self._part("optimizer", work.job.optimizer)
             self._updates[key] = part.estimate(work, self.machine)
@@ -171,18 +180,25 @@ class Pricer:
     def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[Pass, Pass]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
         job = work.job
+        forward, backward = self._ranks_passes(work, rates, microbatch, job.parallel.pp)
+        cp = job.parallel.cp
+        return forward.shared(cp), backward[job.recompute].shared(cp)
+
+    def _ranks_passes(
+        self, work: Work, rates: Rates, microbatch: int, pp: int
+    ) -> tuple[Pass, dict[str, Pass]]:
+        """One micro-batch forward, and backward by recomputation, with sequences on one rank."""
+        job = work.job
         where = (job.precision, rates.used, rates.sharing)
         if where not in self._curves:
             self._curves[where] = (rates.matmul_curve(job.precision), rates.stream_curve())
         matmul, stream = self._curves[where]
-        tp, pp = job.parallel.tp, job.parallel.pp
-        cp, vocab = job.parallel.cp, vocab_ranks(job)
-        experts = _grid(job)
-        size = (job.seq_len, microbatch, cp, tp, pp, vocab, experts)
-        key = (work.shape, size, where, job.recompute, job.compile)
+        tp, vocab, experts = job.parallel.tp, vocab_ranks(job), _grid(job)
+        key = (work.shape, job.seq_len, microbatch, tp, pp, vocab, experts, where, job.compile)
         if key in self._passes:
             return self._passes[key]
-        forward, backward = Pass(), Pass()
+        forward = Pass()
+        backward = {"none": Pass(), "full": Pass(), "stage": Pass()}
         for op in ledger(
             work.shape,
             seq_len=job.seq_len,
@@ -195,13 +211,66 @@ class Pricer:
             experts=experts,
         ):
             once = op_pass(op, False, matmul, stream, job.precision, rates.is_cpu)
+            back = op_pass(op, True, matmul, stream, job.precision, rates.is_cpu)
             forward += once
-            backward += op_pass(op, True, matmul, stream, job.precision, rates.is_cpu)
-            if job.recompute == "stage" or (job.recompute == "full" and op.recomputed):
-                backward += once
-        forward, backward = forward.shared(cp), backward.shared(cp)
+            for recompute in backward:
+                backward[recompute] += back
+                if recompute == "stage" or (recompute == "full" and op.recomputed):
+                    backward[recompute] += once
         self._passes[key] = forward, backward
         return forward, backward
+
+    def least_s(self, work: Work, microbatch: int, recompute: str) -> float:
+        """Seconds that a step of this split takes at least, and much sooner known than its price.
+
+        What is computed counts, and the bubble of that; what is sent, updated and launched is left
+        out. On CPUs, and where blocks differ, nothing is known: 0.
+
+        Args:
+            work: whose job says everything else.
+            microbatch: sequences of a micro-batch.
+            recompute: none, full or stage.
+        """
+        work = self._made(work)
+        job, split = work.job, work.job.parallel
+        if self.machine.device.kind == "cpu" or job.layers or split.stages:
+            return 0.0
+        key = (
+            *(work.shape, job.seq_len, microbatch, recompute, job.precision, job.compile),
+            *(split.tp, vocab_ranks(job), split.ep, split.etp, job.finetune is None),
+        )
+        device = self._least.get(key)
+        if device is None:
+            rates = Rates(self.machine, split, job.threads)
+            # A stage has its share of this, and the last one all of the output layer.
+            forward, every = self._ranks_passes(work, rates, microbatch, 1)
+            device = forward.device + every[recompute].device
+            if job.finetune is not None:
+                device -= every[recompute].matmul / 2
+            self._least[key] = device
+        passes = max(1, job.global_batch // split.dp // microbatch)
+        share = passes * stage_share(work.shape, split.pp) / split.cp
+        return device * share * (1.0 + self._idle(split, passes)) * _LEAST
+
+    def _idle(self, split: Parallel, passes: int) -> float:
+        """Bubble of a step, as a share of its micro-batches' seconds."""
+        if split.pp == 1:
+            return 0.0
+        key = ("bubble", split.schedule, split.pp, passes, split.vpp)
+        if key not in self._numbers:
+            part = self._part("schedule", split.schedule)
+            self._numbers[key] = part.bubble(split.pp, passes, split.vpp)
+        return self._numbers[key]
+
+    def _in_flight(self, split: Parallel, passes: int) -> float:
+        """Micro-batches that a rank keeps at a time."""
+        if split.pp == 1:
+            return 1.0
+        key = ("in flight", split.schedule, split.pp, passes, split.vpp)
+        if key not in self._numbers:
+            part = self._part("schedule", split.schedule)
+            self._numbers[key] = part.in_flight(split.pp, passes, split.vpp)
+        return self._numbers[key]
 
     def estimate(self, work: Work) -> Estimate:
         """See :func:`estimate`."""
@@ -229,7 +298,6 @@ class Pricer:
         tensor_s += dispatch(job, shape, machine, microbatch, wire)
         tensor_s = max(0.0, tensor_s - gained_s(job, shape, machine, microbatch))
         pipe_s = self._pipeline(work, wire) / passes
-        schedule = self._part("schedule", job.parallel.schedule)
         if pp > 1 and rates.is_cpu:
             whole, busy = self._staged(work, rates.crowding)
             bubble = whole - busy
@@ -237,8 +305,11 @@ class Pricer:
             evenly = (busy / passes - tensor_s) / (both.device + overhead)
             both, overhead = both.times(evenly), evenly * overhead
         else:
-            idle = schedule.bubble(pp, passes, job.parallel.vpp) if pp > 1 else 0.0
-            bubble = idle * passes * (both.device + overhead + tensor_s + pipe_s)
+            bubble = (
+                self._idle(job.parallel, passes)
+                * passes
+                * (both.device + overhead + tensor_s + pipe_s)
+            )
         context_s = self._context(work, wire)
 
         shard = self._part("shard", job.shard)
@@ -261,7 +332,7 @@ class Pricer:
             wire[scope] = before.get(scope, 0.0) + (sent - before.get(scope, 0.0)) * trained
         if work.job.finetune is not None:
             # No product for the gradient of weights that stand still.
-            both = replace(both, matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
+            both = both._replace(matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
         if job.parallel.slices:
             # What no slice takes travels when nothing else does; so do new parameters, a third of
             # what ranks send that divide the optimizer.
@@ -368,38 +439,71 @@ class Pricer:
         work = self._made(work)
         job = work.job
         split, microbatch = job.parallel, microbatch_of(job)
-        held = 1.0
         if job.offload is not None:
             tiers = self._part("offload", job.offload).estimate(work, self.machine).memory_bytes
             return {**tiers, "runtime": RUNTIME_BYTES[self.machine.device.kind]}
-        if split.pp > 1:
-            passes = max(1, job.global_batch // split.dp // microbatch)
-            held = self._part("schedule", split.schedule).in_flight(split.pp, passes, split.vpp)
-        shard = self._part("shard", job.shard)
-        levels = None
-        if hasattr(shard, "kept_bytes"):
-            levels = functools.partial(shard.kept_bytes, job, self.machine)
-        found = memory_of(
-            work,
-            Rates(self.machine, split, job.threads),
-            self._update(work).memory_bytes.get("optimizer", 0.0),
-            shard.divides,
-            microbatch,
-            held,
-            self._trained(work),
-            levels,
-        )
+        found = self.plain_memory(work, microbatch, job.recompute)
         if "local_updates" in traits("sync", job.sync):
             outer = self._part("sync", job.sync).kept_bytes(work)
             found["optimizer"] = found.get("optimizer", 0.0) + outer
-        copied = self._part("placer", split.placer).estimate(work, self.machine).memory_bytes
-        found["activations"] += copied.get("activations", 0.0)
-        saved = self._part("activation", job.activation).estimate(work, self.machine)
-        leaving = min(found["activations"], saved.memory_bytes.get("disk", 0.0))
-        found["activations"] -= leaving
+        if "experts_stay" not in traits("placer", split.placer):
+            copied = self._part("placer", split.placer).estimate(work, self.machine).memory_bytes
+            found["activations"] += copied.get("activations", 0.0)
+        leaving = 0.0
+        if "moves_activations" in traits("activation", job.activation):
+            saved = self._part("activation", job.activation).estimate(work, self.machine)
+            leaving = min(found["activations"], saved.memory_bytes.get("disk", 0.0))
+            found["activations"] -= leaving
         if job.finetune is not None:
             found = tuned_memory(work, found, self._part("peft", job.finetune), microbatch)
         return {**found, "disk": leaving} if leaving else found
+
+    def is_plain(self, job: TrainJob) -> bool:
+        """Whether :meth:`plain_memory` is all that a rank of such a job needs."""
+        return (
+            job.offload is None
+            and job.finetune is None
+            and "local_updates" not in traits("sync", job.sync)
+            and "moves_activations" not in traits("activation", job.activation)
+            and "experts_stay" in traits("placer", job.parallel.placer)
+        )
+
+    def plain_memory(self, work: Work, microbatch: int, recompute: str) -> dict[str, float]:
+        """Bytes of one rank, by cause, that trains all weights and keeps everything to itself.
+
+        Args:
+            work: whose job says everything else.
+            microbatch: sequences of a micro-batch.
+            recompute: none, full or stage.
+        """
+        job, split = work.job, work.job.parallel
+        aside = (split, job.shard, job.sync, job.finetune, job.optimizer)
+        key: tuple[object, ...] = (*map(id, aside), work.shape, job.precision)
+        if key not in self._standing:
+            shard = self._part("shard", job.shard)
+            levels = None
+            if hasattr(shard, "kept_bytes"):
+                levels = functools.partial(shard.kept_bytes, job, self.machine)
+            standing = standing_bytes(
+                work,
+                self._update(work).memory_bytes.get("optimizer", 0.0),
+                shard.divides,
+                self._trained(work),
+                levels,
+            )
+            self._standing[key] = aside, standing, runtime_bytes(self.machine, split)
+        _, standing, runtime = self._standing[key]
+        size = (job.seq_len, microbatch, recompute, job.precision)
+        key = (work.shape, size, split.tp, split.sp, split.pp, split.cp, vocab_ranks(job))
+        if key not in self._kept:
+            is_cpu = self.machine.device.kind == "cpu"
+            self._kept[key] = passing_bytes(work, is_cpu, microbatch, recompute)
+        kept, logits = self._kept[key]
+        passes = max(1, job.global_batch // split.dp // microbatch)
+        held = self._in_flight(split, passes)
+        kept = in_flight_bytes(work, kept, held, microbatch, recompute)
+        tensors = {**standing, "activations": kept, "logits": logits}
+        return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
 
     def passes(self, work: Work) -> OpCosts:
         """What each pass of the job's pipeline takes, stage by stage, tensor parallelism included.

@@ -74,10 +74,10 @@ def data_parallel_s(work: Work, machine: Machine, shard: object, wire: dict[str,
     """Seconds of the gradients' and weights' collectives, as the shard part says."""
     if sharers(work.job) == 1:
         return 0.0
-    inside = work.job.parallel.model_copy(
-        update={"dp": work.job.parallel.dp // workers_of(work.job)}
-    )
-    if inside != work.job.parallel:
+    workers = workers_of(work.job)
+    if workers > 1:
+        split = work.job.parallel
+        inside = split.model_copy(update={"dp": split.dp // workers})
         job = work.job.model_copy(update={"parallel": inside})
         work = work.model_copy(update={"job": job})
     own: Estimate = shard.estimate(work, machine)  # type: ignore[attr-defined]

@@ -50,13 +50,16 @@ class Activation(Protocol):
         ...
 
 
+_NOTHING = Estimate(step_s=Interval.exact(0.0))
+
+
 @part
 class Keep:
     """What is saved stays on the device until the backward pass has used it."""
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Nothing."""
-        return Estimate(step_s=Interval(value=0.0, low=0.0, high=0.0))
+        return _NOTHING
 
     def notes(self, work: Work, step_s: float) -> tuple[str, ...]:
         """Nothing."""

@@ -16,8 +16,9 @@ Model Training, 2024, sections 3.2 to 3.4.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -71,6 +72,11 @@ class SSDTrain:
         require(self.last >= 0, f"{where}.last", self.last, expected="at least 0")
         rate = self.bytes_per_s
         require(rate is None or rate > 0, f"{where}.bytes_per_s", rate, expected="above 0")
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """As it is: it writes no more than pays."""
+        yield cls()
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes that leave: all but the last blocks', those read ahead and those in work.

@@ -6,9 +6,9 @@ GPU, 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator
 
@@ -88,6 +88,11 @@ class Fuyou:
             self.swap,
             expected="auto, all, none, or bytes from 0",
         )
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """As it is: it chooses itself what is swapped."""
+        yield cls()
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""

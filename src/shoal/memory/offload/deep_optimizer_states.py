@@ -6,9 +6,9 @@ Source: Maurya et al., Deep Optimizer States, 2024.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
@@ -80,6 +80,11 @@ class DeepOptimizerStates:
             expected="auto, 0 for the host alone, or at least 2",
             hint="a stride of 1 is all of it on the device: leave offload out",
         )
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """As it is: it chooses its stride by what is measured."""
+        yield cls()
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""

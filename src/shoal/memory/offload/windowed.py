@@ -5,9 +5,9 @@ Source: Superpipeline: A Universal Approach for Reducing GPU Memory Usage in Lar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from shoal.core.parts import part
 from shoal.core.sizes import Size
@@ -48,6 +48,13 @@ class Superpipeline:
 
     def __post_init__(self) -> None:
         check_least(self, "offload.superpipeline", k=1, k_prime=1, device_budget=LEAST_BUDGET)
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Half of the blocks, and the fewest of which one can come while another runs."""
+        yield cls()
+        if work.shape.num_layers > 4:
+            yield cls(k=2)
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""

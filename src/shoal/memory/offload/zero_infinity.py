@@ -5,10 +5,10 @@ Source: Rajbhandari et al., ZeRO-Infinity, 2021, sections 3 (sizes), 4 (bandwidt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
@@ -103,6 +103,13 @@ class ZeroInfinity:
             self.tiling,
             expected="auto, none, or a number of tiles from 2",
         )
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """All in host memory, all on disk, and activations in host memory too."""
+        yield cls(param="host", optim="host")
+        yield cls()
+        yield cls(act="host")
 
     def check(self, job: TrainJob) -> None:
         """Refuse what this does not compose with."""

@@ -10,7 +10,7 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.cost.context.traffic import Traffic
 from shoal.ir import Estimate, Machine, Work
-from shoal.parallel.context.cost import context_estimate
+from shoal.parallel.context.cost import Route, context_estimate
 from shoal.parallel.context.positions import contiguous, zigzag
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.ir.mask import Mask
     from shoal.parallel.protocols import Comm
 
-__all__ = ["ContextAttention", "group_of"]
+__all__ = ["ContextAttention", "group_of", "near_ranks"]
 
 
 class ContextAttention:
@@ -61,6 +61,12 @@ class ContextAttention:
         """
         raise TypeError(f"{type(self).__name__} has no traffic")
 
+    def routes(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> list[Route]:
+        """The same by the ranks among which it goes."""
+        return [Route(self.traffic(tokens, heads, kv_heads, head_dim, world), world)]
+
     def wire_elements(
         self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
     ) -> tuple[int, int]:
@@ -95,7 +101,7 @@ class ContextAttention:
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends for the attention of one step, and the seconds not hidden."""
-        return context_estimate(self.traffic, self.paired, work, machine)
+        return context_estimate(self.routes, self.paired, work, machine)
 
     def _run(
         self,
@@ -137,6 +143,16 @@ class ContextAttention:
                 [mask.num_queries, mask.num_keys],
                 expected=f"[{length}, {length}]: {world} ranks with {shape[2]} positions each",
             )
+
+
+def near_ranks(work: Work, machine: Machine) -> int:
+    """Ranks of a node that share a sequence, where they and their like on other nodes do; else 1.
+
+    Ranks that differ in ``cp`` stand ``tp`` apart.
+    """
+    split = work.job.parallel
+    near = machine.devices_per_node // split.tp
+    return near if 1 < near < split.cp and split.cp % near == 0 else 1
 
 
 def group_of(size: int, world: int, *, where: str) -> int:

@@ -8,12 +8,15 @@ Source: Gu et al., LoongTrain, 2024.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.context.traffic import Traffic, ring_traffic
-from shoal.parallel.context.base import ContextAttention, group_of
+from shoal.ir import Machine, Work
+from shoal.parallel.context.base import ContextAttention, group_of, near_ranks
+from shoal.parallel.context.cost import Route, waits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +43,13 @@ class DoubleRing(ContextAttention):
     def __post_init__(self) -> None:
         require(self.inner >= 1, "context.double_ring.inner", self.inner, expected="at least 1")
 
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Where a ring is waited for and nodes share sequences: groups are those of a node."""
+        near = near_ranks(work, machine)
+        if near > 1 and waits(work, machine):
+            yield cls(inner=near)
+
     def positions(self, length: int, world: int) -> list[np.ndarray]:
         """Positions int64 [length / world] of each rank.
 
@@ -53,6 +63,16 @@ class DoubleRing(ContextAttention):
         """Elements that one rank sends for one layer."""
         self._group(world)
         return ring_traffic(tokens, heads, kv_heads, head_dim, world)
+
+    def routes(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> list[Route]:
+        """Of a ring's N - 1 hops those inside groups, and those from group to group."""
+        group = self._group(world)
+        outer = ring_traffic(tokens, heads, kv_heads, head_dim, world // group)
+        hops = world // group * (group - 1)
+        inner = ring_traffic(tokens, heads, kv_heads, head_dim, hops + 1)
+        return [Route(inner, group), Route(outer, world)]
 
     def _group(self, world: int) -> int:
         return group_of(self.inner, world, where="context.double_ring.inner")

@@ -10,11 +10,14 @@ Source: Wang et al., TokenRing, 2024; the backward pass is our own design.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.cost.context.traffic import Traffic, tokenring_traffic
+from shoal.ir import Machine, Work
 from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.cost import waits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +35,12 @@ class TokenRing(ContextAttention):
 
     name: ClassVar[str] = "tokenring"
     paired: ClassVar[bool] = True
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Where a ring of keys and values is waited for, and queries are no more than these."""
+        if work.shape.num_kv_heads == work.shape.num_heads and waits(work, machine):
+            yield cls()
 
     def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
         """Elements that one rank sends for one layer."""

@@ -8,14 +8,17 @@ Source: Jacobs et al., DeepSpeed-Ulysses, 2023.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.context.traffic import Traffic, ulysses_traffic
+from shoal.ir import Machine, Work
 from shoal.parallel.context.base import ContextAttention
+from shoal.parallel.context.cost import waits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +41,14 @@ class Ulysses(ContextAttention):
     replicate_kv: bool = False
     name: ClassVar[str] = "ulysses"
     paired: ClassVar[bool] = False
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Where a ring is waited for and there are heads for all ranks."""
+        split, shape = work.job.parallel, work.shape
+        own = (shape.num_heads // split.tp, shape.num_kv_heads // split.tp)
+        if not any(heads % split.cp for heads in own) and waits(work, machine):
+            yield cls()
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         """Whether ``world`` ranks can share these heads.

@@ -9,14 +9,17 @@ Source: Fang and Zhao, USP: A Unified Sequence Parallelism Approach, 2024.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.context.traffic import Traffic, usp_traffic
-from shoal.parallel.context.base import ContextAttention, group_of
+from shoal.cost.context.traffic import Traffic, ring_traffic, ulysses_traffic, usp_traffic
+from shoal.ir import Machine, Work
+from shoal.parallel.context.base import ContextAttention, group_of, near_ranks
+from shoal.parallel.context.cost import Route, waits
 from shoal.parallel.context.positions import zigzag
 from shoal.parallel.context.ulysses import check_heads
 
@@ -45,6 +48,18 @@ class USP(ContextAttention):
 
     def __post_init__(self) -> None:
         require(self.ulysses >= 1, "context.usp.ulysses", self.ulysses, expected="at least 1")
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Where a ring is waited for: among as many ranks of a node as there are heads for."""
+        split, shape = work.job.parallel, work.shape
+        near = near_ranks(work, machine)
+        if near == 1 or not waits(work, machine):
+            return
+        group = math.gcd(near, shape.num_heads // split.tp, shape.num_kv_heads // split.tp)
+        unit = split.cp // group * math.lcm(2, group)
+        if group > 1 and work.job.seq_len % unit == 0:
+            yield cls(ulysses=group)
 
     def positions(self, length: int, world: int) -> list[np.ndarray]:
         """Positions int64 [length / world] of each rank; a group has a zigzag pair of chunks.
@@ -84,6 +99,19 @@ class USP(ContextAttention):
         """Elements that one rank sends for one layer."""
         group = self._group(world)
         return usp_traffic(tokens, heads, kv_heads, head_dim, world, group)
+
+    def routes(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> list[Route]:
+        """Heads are swapped inside groups, then keys and values go round these."""
+        group = self._group(world)
+        swap = ulysses_traffic(tokens, heads, kv_heads, head_dim, group)
+        found = [Route(swap, group)]
+        if world > group:
+            each = (heads // group, max(1, kv_heads // group))
+            ring = ring_traffic(tokens * group, *each, head_dim, world // group)
+            found.append(Route(ring, world))
+        return found
 
     def _group(self, world: int) -> int:
         return group_of(self.ulysses, world, where="context.usp.ulysses")

@@ -6,9 +6,11 @@ Source: Zhu et al., ring-flash-attention, 2024 (the assignment); Li et al., Ligh
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Self
 
 from shoal.core.parts import part
+from shoal.ir import Machine, Work
 from shoal.parallel.context.ring import Ring
 
 __all__ = ["Zigzag"]
@@ -20,3 +22,8 @@ class Zigzag(Ring):
 
     name: ClassVar[str] = "zigzag"
     paired: ClassVar[bool] = True
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Of all sequences that ranks share."""
+        yield cls()

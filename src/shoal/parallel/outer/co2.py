@@ -9,10 +9,12 @@ it, so the penalty needs no message of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.ir import Machine, Work
 from shoal.parallel.outer.averaging import Averaging, check_outer
 
 if TYPE_CHECKING:
@@ -61,6 +63,18 @@ class CO2(Averaging):
             self.clip,
             expected="above 0, or none for no clipping",
         )
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """With the ranks of a node as a worker, or those of a site where there are several."""
+        split = work.job.parallel
+        groups = machine.sites if machine.sites > 1 else machine.nodes
+        model = split.tp * split.cp * split.pp
+        each = machine.num_devices // groups
+        if groups > 1 and each % model == 0 and 1 <= each // model < split.dp:
+            within = each // model
+            if split.dp % within == 0:
+                yield cls(within=within)
 
     def rule(self, like: Tensor, segments: Segments) -> Rule:
         """Heavy-ball momentum on the penalised and clipped mean."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Self
 
 from shoal.core.parts import part
 from shoal.ir import Estimate, Interval, Machine, Work
@@ -17,9 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["EveryStep"]
 
 
+_NOTHING = Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})
+
+
 @part
 class EveryStep:
     """All ranks make one update together; choose it wherever the network keeps up."""
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Always."""
+        yield cls()
 
     def workers(self, dp: int) -> None:
         """Nobody makes an update alone."""
@@ -33,7 +42,7 @@ class EveryStep:
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Nothing: what sums the gradients is the part of kind ``shard``."""
-        return Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})
+        return _NOTHING
 
     def apply(self, model: nn.Module, owned: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Nothing is to be done after an update."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shoal.core.errors import ConfigError, ShoalError, require
 from shoal.core.parts import Choice, options_of, table
@@ -16,7 +15,7 @@ from shoal.cost.training.memory import TIERS
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 
-__all__ = ["TIERS", "Way", "budgets_of", "places_of", "ways"]
+__all__ = ["TIERS", "Way", "budgets_of", "ways"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +70,6 @@ def budgets_of(text: str) -> dict[str, int]:
     return found
 
 
-def places_of(name: str, shape: ModelShape) -> list[dict[str, Any]]:
-    """Options of a part that are worth comparing: where what lies, and how much of it."""
-    known = options_of(table("offload").load(name))
-    if "optim" in known:
-        return [{"param": "host", "optim": "host"}, {}, {"act": "host"}]
-    if "k" in known:
-        # Half of the blocks, and the fewest of which one can come while another runs.
-        return [{}, {"k": 2}] if shape.num_layers > 4 else [{}]
-    return [{}]
-
-
 def ways(
     job: TrainJob,
     shape: ModelShape,
@@ -106,14 +94,14 @@ def ways(
     if only is not None:
         parts.load(only)
     choices: list[Choice | None] = [] if only else [None]
-    for name in parts if only is None else (only,):
-        known = options_of(parts.load(name))
+    for choice, _ in parts.offered(Work(shape=shape, job=job), machine):
+        if only not in (None, choice.name):
+            continue
+        known = options_of(parts.load(choice.name))
         given = {
             f"{tier}_budget": size for tier, size in budgets.items() if f"{tier}_budget" in known
         }
-        choices += [
-            Choice(name=name, options={**given, **place}) for place in places_of(name, shape)
-        ]
+        choices.append(Choice(name=choice.name, options={**given, **choice.options}))
     pricer = Pricer(machine)
     found = [
         _priced(job, shape, pricer, choice, recompute, budgets)

@@ -8,10 +8,17 @@ cores that compute, so there nothing is hidden.
 
 from __future__ import annotations
 
+import functools
+
 from shoal.core.parts import table
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
 from shoal.cost.price.expert_hops import exchange
-from shoal.cost.price.experts import exchange_s, held_parameters, ranks_per_node
+from shoal.cost.price.experts import (
+    exchange_s,
+    first_groups,
+    held_parameters,
+    ranks_per_node,
+)
 from shoal.cost.price.ops import stage_share
 from shoal.cost.price.rates import Rates
 from shoal.cost.training.step import microbatch_of
@@ -130,7 +137,7 @@ def _spread(work: Work, machine: Machine, size: float) -> tuple[float, dict[str,
     """Seconds and bytes by scope of ``size`` bytes that a rank sends, as much to each of ep."""
     split = work.job.parallel
     per_node = ranks_per_node(machine, split)
-    groups = split.experts().groups("ep")[: max(1, per_node or 1)]
+    groups = first_groups(split.experts(), "ep", max(1, per_node or 1))
     sent = exchange(groups, 1.0, size * split.ep / (split.ep - 1), per_node)
     wire: dict[str, float] = {}
     for scope, count in (("device", sent.near), ("node", sent.far)):
@@ -140,6 +147,7 @@ def _spread(work: Work, machine: Machine, size: float) -> tuple[float, dict[str,
     return exchange_s(sent, machine), wire
 
 
+@functools.cache
 def nothing() -> Estimate:
     """Of what is not done."""
     return Estimate(step_s=Interval.around(0.0, 0.3), terms_s={"collective": 0.0})

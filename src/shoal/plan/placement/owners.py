@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
@@ -28,6 +29,11 @@ class Owners:
     every: ClassVar[int] = 0
     slots: ClassVar[int] = 0
     rematerialize: ClassVar[Again] = "off"
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Always."""
+        yield cls()
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Nothing: what travels to experts is priced with their grid."""

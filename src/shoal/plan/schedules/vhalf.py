@@ -10,7 +10,8 @@ Yeung et al., Vocabulary Parallelism, 2024.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.ir.estimate import Estimate
@@ -29,6 +30,13 @@ class VHalf:
 
     traits: ClassVar[frozenset[str]] = frozenset({"several_stages", "splits_backward"})
     chunks: ClassVar[int | None] = 2
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
+        """Where a rank has two equal chunks, and no ranks share sequences."""
+        split = work.job.parallel
+        if split.cp == 1 and work.shape.num_layers % (2 * split.pp) == 0:
+            yield cls(), 2
 
     def build(self, pp: int, microbatches: int, vpp: int = 2) -> Schedule:
         """Passes of rank r sorted by the block's offset plus six times the micro-batch."""

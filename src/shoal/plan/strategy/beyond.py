@@ -17,7 +17,7 @@ from shoal.core.traits import traits
 from shoal.cost.training.memory import RUNTIME_BYTES
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
-from shoal.plan.memory.offload import places_of
+from shoal.plan.composition import check_composition
 from shoal.plan.strategy.judge import (
     Judged,
     beyond_room,
@@ -67,8 +67,8 @@ class Way:
 
 
 def every_way() -> tuple[str, ...]:
-    """All names: none, the parts of kind ``offload``, and of kind ``activation`` all but keep."""
-    return (NONE, *table("offload"), *_movers())
+    """All names: none, and the parts that may be proposed by which something leaves the device."""
+    return (NONE, *table("offload").proposable(), *_movers())
 
 
 def names_of(asked: Sequence[str] | str) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def ways(
 def _way(job: TrainJob, shape: ModelShape, machine: Machine, name: str, pricer: Pricer) -> Way:
     found: list[tuple[float, Work]] = []
     refused = ""
-    for variant in _variants(job, shape, name):
+    for variant in _variants(job, shape, machine, name):
         for candidate in candidates(variant, machine, shape=shape):
             if name != NONE and not _tried(candidate, job, machine):
                 continue
@@ -151,7 +151,9 @@ def _tried(candidate: TrainJob, job: TrainJob, machine: Machine) -> bool:
 def _movers() -> Iterator[str]:
     """Parts by which saved activations leave the device."""
     return (
-        name for name in table("activation") if "moves_activations" in traits("activation", name)
+        name
+        for name in table("activation").proposable()
+        if "moves_activations" in traits("activation", name)
     )
 
 
@@ -160,34 +162,26 @@ def _states(job: TrainJob) -> bool:
     return job.offload is not None or "moves_activations" in traits("activation", job.activation)
 
 
-def _variants(job: TrainJob, shape: ModelShape, name: str) -> Iterator[TrainJob]:
-    """The job with this part, in each place that the part offers."""
+def _variants(job: TrainJob, shape: ModelShape, machine: Machine, name: str) -> Iterator[TrainJob]:
+    """The job with this part, as the part offers itself."""
     if name == NONE:
         yield job
-    elif name in table("activation"):
-        yield job.model_copy(update={"activation": Choice(name=name)})
-    else:
-        for place in places_of(name, shape):
-            choice = Choice(name=name, options=place)
-            yield job.model_copy(update={"offload": choice})
+        return
+    kind = "activation" if name in table("activation") else "offload"
+    for choice, _ in table(kind).offered(Work.model_construct(shape=shape, job=job), machine):
+        if choice.name == name:
+            yield job.model_copy(update={kind: choice})
 
 
 def _refused(candidate: TrainJob, variant: TrainJob) -> str:
     """Why a part does not go with a job; empty if it does."""
     if candidate.layers:
         return "layers: blocks that run in different ways are not priced with offload"
-    if variant.offload is None:
-        if candidate.compile:
-            return f"activation: {candidate.activation.name} does not go with compile"
-        return ""
-    if (
-        "splits_backward" in traits("schedule", candidate.parallel.schedule)
-        or candidate.parallel.vocab == "pp"
-    ):
-        return f"offload: {variant.offload.name} does not go with a schedule that splits backward"
     try:
-        table("offload").build(variant.offload).check(candidate)
-    except ConfigError as cause:
+        check_composition(candidate)
+        if variant.offload is not None:
+            table("offload").build(variant.offload).check(candidate)
+    except (ConfigError, PlanError) as cause:
         return str(cause)
     return ""
 

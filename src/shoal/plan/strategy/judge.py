@@ -10,20 +10,21 @@ from shoal.core.parts import table
 from shoal.core.traits import traits
 from shoal.cost.price.rates import Rates, ranks_per_host
 from shoal.cost.training.memory import tier_bytes
-from shoal.cost.training.step import Pricer, estimate, microbatch_of
+from shoal.cost.training.step import estimate, microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import Estimate, Machine, ModelShape, TrainJob, TrainPlan, Work
 from shoal.plan.length import with_steps
 from shoal.plan.strategy.objective import check_objective, worth
 
 __all__ = [
+    "EQUAL",
     "Judged",
     "beyond_room",
     "describe",
     "excess",
     "filled",
     "fits",
-    "may_fit",
+    "missed",
     "rank",
     "tier_room",
     "to_plan",
@@ -39,6 +40,9 @@ WORSE = {
     "cost": ("dearer", ("cheaper", "cheap")),
     "energy": ("hungrier", ("thriftier", "thrifty")),
 }
+
+EQUAL = 1.01
+"""Plans whose worths are within this factor are equal: the estimate knows no better."""
 
 Judged = tuple[TrainJob, Estimate]
 
@@ -77,14 +81,14 @@ def excess(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> floa
     return max(needed[tier] / room[tier] for tier in needed if tier in room)
 
 
+def missed(excess: float) -> int:
+    """Plans that miss by about as much are of one class; of those that fit it is no question."""
+    return round(math.log(excess) / math.log(1.15))
+
+
 def fits(job: TrainJob, machine: Machine, cost: Estimate) -> bool:
     """The predicted memory of a rank is within what it may fill, tier by tier."""
     return not beyond_room(job, machine, cost.memory_bytes)
-
-
-def may_fit(work: Work, pricer: Pricer) -> bool:
-    """The same, without pricing the plan."""
-    return not beyond_room(work.job, pricer.machine, pricer.memory(work))
 
 
 def filled(job: TrainJob, machine: Machine, cost: Estimate) -> str:
@@ -120,7 +124,8 @@ def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Ju
     if place == 1:
         return f"{first}; {bound}; {memory}"
     more, less = WORSE[job.objective]
-    beyond = worth(job, machine, cost) / worth(best[0], machine, best[1]) - 1
+    least = worth(best[0], machine, best[1].step_s.value)
+    beyond = worth(job, machine, cost.step_s.value) / least - 1
     pace = (
         f"as {less[1]} as the first"
         if abs(beyond) < 0.005
@@ -144,8 +149,6 @@ def _complexity(job: TrainJob) -> tuple[int, ...]:
 def rank(found: Sequence[Judged], machine: Machine) -> list[Judged]:
     """Those that fit before those that do not; then by the job's objective, then the plainer.
 
-    What is within one percent is equal: the estimate knows no better.
-
     Raises:
         PlanError: the objective needs a number that the machine does not have.
     """
@@ -153,25 +156,26 @@ def rank(found: Sequence[Judged], machine: Machine) -> list[Judged]:
         check_objective(job, machine)
 
     def worth_of(item: Judged) -> float:
-        return worth(item[0], machine, item[1])
+        return worth(item[0], machine, item[1].step_s.value)
+
+    fitting = {id(item): fits(item[0], machine, item[1]) for item in found}
 
     def key(item: Judged) -> tuple[object, ...]:
         job, cost = item
-        if not fits(job, machine, cost):
-            # Plans that miss by about as much are sorted by time.
+        if not fitting[id(item)]:
             missing = excess(job, machine, cost.memory_bytes)
-            return (1, round(math.log(missing) / math.log(1.15)), worth_of(item))
+            return (1, missed(missing), worth_of(item))
         return (0, worth_of(item), cost.memory_total)
 
     ordered = sorted(found, key=key)
-    good = [item for item in ordered if fits(item[0], machine, item[1])]
+    good = [item for item in ordered if fitting[id(item)]]
     worths = [worth_of(item) for item in good]
     out: list[Judged] = []
     while len(out) < len(good):
         # In order of worth: the equal ones stand together.
-        equal = good[len(out) : bisect.bisect_right(worths, 1.01 * worths[len(out)])]
+        equal = good[len(out) : bisect.bisect_right(worths, EQUAL * worths[len(out)])]
         out.extend(sorted(equal, key=lambda item: (_complexity(item[0]), worth_of(item))))
-    return out + [item for item in ordered if not fits(item[0], machine, item[1])]
+    return out + [item for item in ordered if not fitting[id(item)]]
 
 
 def to_plan(

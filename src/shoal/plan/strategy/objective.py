@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError
 from shoal.cost.training.totals import occupied
-from shoal.ir import Estimate, Machine, TrainJob
+from shoal.ir import Machine, TrainJob
 
 __all__ = ["UNITS", "check_objective", "worth"]
 
@@ -35,12 +35,11 @@ def check_objective(job: TrainJob, machine: Machine) -> None:
         )
 
 
-def worth(job: TrainJob, machine: Machine, cost: Estimate) -> float:
-    """What the job's objective wants small, of one step, in its unit.
+def worth(job: TrainJob, machine: Machine, seconds: float) -> float:
+    """What the job's objective wants small, of a step of so many seconds, in its unit.
 
     The objective has been checked with :func:`check_objective`.
     """
-    seconds = cost.step_s.value
     if job.objective == "time":
         return seconds
     devices, nodes = occupied(machine, job.parallel.world)

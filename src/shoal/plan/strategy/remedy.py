@@ -5,10 +5,10 @@ from __future__ import annotations
 from shoal.core.errors import ShoalError
 from shoal.cost.training.memory import tier_bytes
 from shoal.cost.training.step import Pricer, microbatch_of
-from shoal.ir import Link, Machine, ModelShape, TrainJob, Work
+from shoal.ir import Link, Machine, ModelShape, TrainJob
 from shoal.plan.strategy.beyond import NONE, all_ways
+from shoal.plan.strategy.bounded import best_of
 from shoal.plan.strategy.judge import Judged, fits, rank, usable_bytes
-from shoal.plan.strategy.space import candidates
 
 __all__ = ["enlarged", "remedies"]
 
@@ -59,16 +59,12 @@ def remedies(
 
 def _best(job: TrainJob, shape: ModelShape, machine: Machine) -> Judged | None:
     """The fastest plan that fits, or None."""
-    pricer = Pricer(machine)
     try:
-        priced = [
-            (candidate, pricer.estimate(Work.model_construct(shape=shape, job=candidate)))
-            for candidate in candidates(job, machine, shape=shape)
-        ]
+        found = best_of(job, shape, machine, 1, Pricer(machine)).priced
     except ShoalError:  # the change makes no legal job, so it is no remedy
         return None
-    fitting = [item for item in priced if fits(item[0], machine, item[1])]
-    return rank(fitting, machine)[0] if fitting else None
+    best = rank(found, machine)[:1]
+    return best[0] if best and fits(best[0][0], machine, best[0][1]) else None
 
 
 def _open(job: TrainJob, names: tuple[str, ...]) -> TrainJob:

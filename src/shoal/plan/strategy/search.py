@@ -1,16 +1,17 @@
-"""Search: price every legal plan and sort."""
+"""Search: the best of all legal plans."""
 
 from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
-from shoal.core.parts import part
+from shoal.core.parts import part, table
 from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
-from shoal.ir import Machine, ModelShape, TrainJob, TrainPlan, Work
+from shoal.ir import Machine, ModelShape, TrainJob, TrainPlan
+from shoal.plan.composition import check_composition
 from shoal.plan.strategy.beyond import NONE, names_of, refusal, ways
-from shoal.plan.strategy.judge import Judged, describe, fits, may_fit, rank, to_plan
+from shoal.plan.strategy.bounded import Found, best_of
+from shoal.plan.strategy.judge import describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
-from shoal.plan.strategy.space import candidates
 
 __all__ = ["Search"]
 
@@ -26,27 +27,33 @@ class Search:
         offload: ways beyond the device's memory that are searched too: names of parts of kind
             ``offload`` or ``activation``, ``none`` for everything on the device, or auto for all;
             empty takes the job as it is.
+        sync: parts of kind ``sync`` that are searched too, names or auto for all that may be
+            proposed. Other than in every step ranks compute another run than one process would,
+            so none is searched unless it is asked for.
     """
 
     keep: int = 10
     offload: tuple[str, ...] | str = ()
+    sync: tuple[str, ...] | str = ()
 
     def __post_init__(self) -> None:
         require(1 <= self.keep <= 10_000, "planner.search.keep", self.keep, expected="1 to 10000")
         names_of(self.offload or (NONE,))
+        self._syncs()
 
     def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
+        check_composition(job)
         found = self._found(job, shape, machine)
-        if not found:
+        if not found.priced:
             raise PlanError(
                 f"{job.model} on {machine.name}: no split of {machine.num_devices} device(s) is "
                 f"legal for {shape.num_heads} heads, {shape.num_kv_heads} key/value heads, "
                 f"{shape.num_layers} blocks and global_batch = {job.global_batch}; change "
                 "global_batch or microbatch, or leave parallel open"
             )
-        ordered = rank(found, machine)[: self.keep]
+        ordered = rank(found.priced, machine)[: self.keep]
         notes: tuple[str, ...] = ()
         if not fits(ordered[0][0], machine, ordered[0][1]):
             notes = remedies(job, shape, machine, ordered[0])
@@ -60,7 +67,7 @@ class Search:
                     item,
                     machine,
                     place=place,
-                    first=f"{BEST[job.objective]} of {len(found)} plans priced",
+                    first=f"{BEST[job.objective]} of {found.number} plans priced",
                     best=ordered[0],
                 ),
                 notes=notes,
@@ -68,27 +75,46 @@ class Search:
             for place, item in enumerate(ordered, 1)
         ]
 
-    def _found(self, job: TrainJob, shape: ModelShape, machine: Machine) -> list[Judged]:
-        """Legal concrete jobs with their estimates: those that fit, or all where none does.
+    def _syncs(self) -> tuple[str, ...]:
+        """The parts of kind ``sync`` that are asked for.
+
+        Raises:
+            ConfigError: one of them may not be proposed.
+        """
+        names = self.sync
+        if isinstance(names, str):
+            names = tuple(name.strip() for name in names.split(","))
+        known = table("sync").proposable()
+        if names == ("auto",):
+            return known
+        for name in names:
+            require(
+                name in known,
+                "planner.search.sync",
+                name,
+                expected=f"auto, or some of {', '.join(known)}",
+            )
+        return names
+
+    def _found(self, job: TrainJob, shape: ModelShape, machine: Machine) -> Found:
+        """The best legal jobs with their estimates.
 
         Raises:
             PlanError: other ways are searched too, and none of them fits.
         """
+        pricer = Pricer(machine)
         if not self.offload:
-            return price_all(job, shape, machine)
-        tried = ways(job, shape, machine, names_of(self.offload), Pricer(machine))
+            syncs = self._syncs()
+            require(
+                not syncs or "sync" not in job.model_fields_set,
+                "planner.search.sync",
+                ", ".join(syncs),
+                expected=f"nothing, as the job states sync: {job.sync}; leave one of the two out",
+                error=PlanError,
+            )
+            return best_of(job, shape, machine, self.keep, pricer, syncs=syncs)
+        tried = ways(job, shape, machine, names_of(self.offload), pricer)
         found = [item for way in tried if way.fits for item in way.found]
         if not found:
             raise refusal(job, machine, tried)
-        return found
-
-
-def price_all(job: TrainJob, shape: ModelShape, machine: Machine) -> list[Judged]:
-    """Legal concrete jobs with their estimates: those that fit, or all where none does."""
-    pricer = Pricer(machine)
-    works = [
-        Work.model_construct(shape=shape, job=candidate)
-        for candidate in candidates(job, machine, shape=shape)
-    ]
-    fitting = [work for work in works if may_fit(work, pricer)]
-    return [(work.job, pricer.estimate(work)) for work in fitting or works]
+        return Found(found, len(found))

@@ -7,20 +7,24 @@ are open otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
-from shoal.core.errors import PlanError, require
+from shoal.core.errors import ConfigError, PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
+from shoal.cost.price.experts import dispatches
 from shoal.cost.price.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
+from shoal.plan.composition import clash, split_traits, work_traits
 from shoal.plan.experts.moe_auto import Chooser
 
 __all__ = [
+    "Family",
     "candidates",
     "divisors",
+    "families",
     "legal_parallel",
     "most_ranks",
     "needs_whole_matrices",
@@ -68,12 +72,13 @@ def splits(job: TrainJob, shape: ModelShape, machine: Machine, world: int) -> It
     """Those of :func:`legal_parallel`, with shared sequences, and under every schedule."""
     for cp in (1, *_context_degrees(job, world)):
         for plain in legal_parallel(job, shape, machine, world // cp):
-            for way in _ways(plain.model_copy(update={"cp": cp}), job, shape, machine):
+            plain = plain.model_copy(update={"cp": cp})
+            for way in _ways(plain, job, shape, machine):
                 yield way
-                yield from _folds(way, shape)
+                yield from _folds(way, job, shape, machine)
 
 
-def _folds(way: Parallel, shape: ModelShape) -> Iterator[Parallel]:
+def _folds(way: Parallel, job: TrainJob, shape: ModelShape, machine: Machine) -> Iterator[Parallel]:
     """The split with a grid of the experts' own, each of them whole or cut as the rest is."""
     if not shape.num_experts or (way.tp > 1 and not way.sp):
         return
@@ -81,7 +86,11 @@ def _folds(way: Parallel, shape: ModelShape) -> Iterator[Parallel]:
     for ep in divisors(shape.num_experts)[1:]:
         for etp in sorted({1, way.tp}):
             if inner % (ep * etp) == 0:
-                yield way.model_copy(update={"ep": ep, "etp": etp})
+                folded = way.model_copy(update={"ep": ep, "etp": etp})
+                for placer, _ in _offered("placer", job, folded, shape, machine):
+                    for by in dispatches(machine, folded):
+                        update = {"placer": placer, "expert_dispatch": by}
+                        yield folded.model_copy(update=update)
 
 
 def _context_degrees(job: TrainJob, ranks: int) -> list[int]:
@@ -94,10 +103,16 @@ def _context_degrees(job: TrainJob, ranks: int) -> list[int]:
 def _ways(
     plain: Parallel, job: TrainJob, shape: ModelShape, machine: Machine
 ) -> Iterator[Parallel]:
-    """The split, with and without the residual stream shared, under the schedules that go."""
+    """The split, with and without the residual stream shared, under all contexts and schedules."""
     ways = [plain]
     if plain.tp > 1 and job.seq_len % (plain.tp * plain.cp) == 0:
         ways.append(plain.model_copy(update={"sp": True}))
+    if plain.cp > 1:
+        ways = [
+            way.model_copy(update={"context": choice})
+            for way in ways
+            for choice, _ in _offered("context", job, way, shape, machine)
+        ]
     for way in ways:
         yield way
         if plain.pp == 1:
@@ -111,14 +126,9 @@ def _offered(
     kind: str, job: TrainJob, split: Parallel, shape: ModelShape, machine: Machine
 ) -> Iterator[tuple[Choice, Any]]:
     """What the parts of a kind offer for a split, in the order of their table."""
-    parts = table(kind)
     # Both are values already; to check them again for every split takes longer than to price it.
     work = Work.model_construct(shape=shape, job=job.model_copy(update={"parallel": split}))
-    for name in parts:
-        offer = getattr(parts.load(name), "candidates", None)
-        for one in () if offer is None else offer(work, machine):
-            part, more = one if isinstance(one, tuple) else (one, None)
-            yield parts.spell(part), more
+    return table(kind).offered(work, machine)
 
 
 def needs_whole_matrices(job: TrainJob) -> bool:
@@ -136,20 +146,12 @@ def sharding_choices(
         shared = not levels or parallel.dp * parallel.cp % levels[-1] == 0
         # Of a stated split the part itself says what is wrong.
         return (job.shard,) if shared or "parallel" in job.model_fields_set else ()
-    if parallel.dp == 1 or job.offload is not None or "local_updates" in traits("sync", job.sync):
+    stated = split_traits(parallel) | work_traits(job)
+    if parallel.dp == 1 or stated & {"leaves_device", "local_updates"}:
         default: Choice = TrainJob.model_fields["shard"].default
         return (default,)
-    # Copies of experts and slices of gradients are of whole ones; batching has ranks pass alone.
-    cut = parallel.folded and (
-        "experts_stay" not in traits("placer", parallel.placer) or bool(parallel.gradient_slices)
-    )
-    whole = needs_whole_matrices(job) or cut or job.batching is not None
     offered = _offered("shard", job, parallel, shape or shape_of(job), machine)
-    return tuple(
-        choice
-        for choice, _ in offered
-        if not (whole and "shards_gradients" in traits("shard", choice))
-    )
+    return tuple(choice for choice, _ in offered if not clash(stated, traits("shard", choice)))
 
 
 def worlds(job: TrainJob, machine: Machine) -> list[int]:
@@ -163,6 +165,27 @@ def worlds(job: TrainJob, machine: Machine) -> list[int]:
     return sorted({*divisors(most), *powers}, reverse=True)
 
 
+class Family(NamedTuple):
+    """Concrete jobs that differ in micro-batch, recomputation and precision.
+
+    Args:
+        job: with everything else chosen.
+        sizes: micro-batches that go, ascending.
+        recomputes: what may be computed again.
+        precisions: of computing.
+    """
+
+    job: TrainJob
+    sizes: tuple[int, ...]
+    recomputes: tuple[Literal["none", "full", "stage"], ...]
+    precisions: tuple[Literal["bf16", "fp32"], ...]
+
+    def member(self, microbatch: int, recompute: str, precision: str) -> TrainJob:
+        """One of the jobs."""
+        update = {"microbatch": microbatch, "recompute": recompute, "precision": precision}
+        return self.job.model_copy(update=update)
+
+
 def candidates(
     job: TrainJob, machine: Machine, *, shape: ModelShape | None = None
 ) -> Iterator[TrainJob]:
@@ -172,6 +195,29 @@ def candidates(
         PlanError: the stated split is not legal.
     """
     shape = shape or shape_of(job)
+    chooser = Chooser(shape, machine)
+    for family in families(job, machine, shape):
+        for size in family.sizes:
+            for recompute in family.recomputes:
+                for precision in family.precisions:
+                    yield chooser.planned(family.member(size, recompute, precision))
+
+
+def families(
+    job: TrainJob, machine: Machine, shape: ModelShape, syncs: Sequence[str] = ()
+) -> Iterator[Family]:
+    """The same, those of a split and a sharding together; chunks may be left open.
+
+    Args:
+        job: what it leaves open is chosen.
+        machine: to run on.
+        shape: the model.
+        syncs: parts of kind ``sync`` that are tried beside the job's own, where they offer
+            themselves.
+
+    Raises:
+        PlanError: the stated split is not legal.
+    """
     _possible(job, shape)
     if "parallel" in job.model_fields_set:
         _stated(job, shape, machine)
@@ -182,47 +228,60 @@ def candidates(
         ]
     fixed = job.model_fields_set
     precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
-    recomputes = (job.recompute,) if "recompute" in fixed else ("none", "full")
-    chooser = Chooser(shape, machine)
-    apart = "local_updates" in traits("sync", job.sync)
+    recomputes: tuple[Literal["none", "full", "stage"], ...] = ("none", "full")
+    if "recompute" in fixed:
+        recomputes = (job.recompute,)
     for parallel in every:
         share = job.global_batch // parallel.dp
         if job.microbatch is not None and share % job.microbatch:
-            continue
-        if apart and parallel.folded and "parallel" not in fixed:
-            continue
-        if job.batching is not None and parallel.world != parallel.dp and "parallel" not in fixed:
             continue
         sizes = divisors(share) if job.microbatch is None else [job.microbatch]
         if job.batching is not None and job.microbatch is None:
             # Passes are as long as an assigner makes them; these are the rows that come next to it.
             tokens = table("assigner").build(job.batching, where="batching").capacity_tokens
             sizes = [max((n for n in sizes if n * job.seq_len <= tokens), default=1)]
-        for shard in sharding_choices(job, parallel, machine, shape):
-            for size in sizes:
-                if not _goes(parallel, shard, share // size):
-                    continue
-                for recompute in recomputes:
-                    for precision in precisions:
-                        one = job.model_copy(
-                            update={
-                                "parallel": parallel,
-                                "shard": shard,
-                                "microbatch": size,
-                                "recompute": recompute,
-                                "precision": precision,
-                            }
-                        )
-                        yield chooser.planned(one)
+        legal = _going(parallel, share, sizes)
+        if not legal:
+            continue
+        for agreeing in _agreeing(job, parallel, shape, machine, syncs):
+            if "parallel" not in fixed and not _composes(agreeing, parallel):
+                continue
+            for shard in sharding_choices(agreeing, parallel, machine, shape):
+                if not clash(split_traits(parallel), traits("shard", shard)):
+                    one = agreeing.model_copy(update={"parallel": parallel, "shard": shard})
+                    yield Family(one, legal, recomputes, precisions)
 
 
-def _goes(parallel: Parallel, shard: Choice, passes: int) -> bool:
-    """The schedule takes this many micro-batches, and goes with this sharding."""
-    schedule = traits("schedule", parallel.schedule)
-    if "groups_of_microbatches" in schedule:
-        return passes % parallel.pp == 0
-    whole = "splits_backward" in schedule or parallel.vocab == "pp"
-    return not (whole and "shards_gradients" in traits("shard", shard))
+def _agreeing(
+    job: TrainJob, parallel: Parallel, shape: ModelShape, machine: Machine, syncs: Sequence[str]
+) -> Iterator[TrainJob]:
+    """The job, and with every other way to agree that is asked for and offers itself."""
+    yield job
+    if syncs and parallel.dp > 1:
+        for choice, _ in _offered("sync", job, parallel, shape, machine):
+            if choice.name in syncs and choice != job.sync:
+                yield job.model_copy(update={"sync": choice})
+
+
+def _composes(job: TrainJob, parallel: Parallel) -> bool:
+    """Whether an open split goes with what the job states."""
+    beside = work_traits(job)
+    if clash(split_traits(parallel), beside):
+        return False
+    if beside & {"fine_tunes", "passes_differ"} and parallel.world != parallel.dp:
+        return False
+    try:
+        table("sync").build(job.sync).workers(parallel.dp)
+    except ConfigError:
+        return False
+    return True
+
+
+def _going(parallel: Parallel, share: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Micro-batches, of a rank's share of sequences, of which the schedule takes so many."""
+    if "groups_of_microbatches" in traits("schedule", parallel.schedule):
+        return tuple(size for size in sizes if share // size % parallel.pp == 0)
+    return tuple(sizes)
 
 
 def _precisions(machine: Machine) -> tuple[Literal["bf16", "fp32"], ...]:

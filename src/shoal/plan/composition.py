@@ -1,0 +1,215 @@
+"""Which choices of a job go together, by what they state of themselves.
+
+A part states traits (:mod:`shoal.core.traits`), and so do the settings beside the parts: that
+experts have a grid of their own, or that blocks are compiled. A rule names two traits that exclude
+each other. Planners leave out what a rule excludes; a job that states it is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shoal.core.errors import PlanError
+from shoal.core.parts import Choice, table
+from shoal.core.traits import traits
+from shoal.ir import Parallel, TrainJob
+
+__all__ = ["Rule", "check_composition", "clash", "part_traits", "split_traits", "work_traits"]
+
+
+class Rule(NamedTuple):
+    """Two traits that exclude each other.
+
+    Args:
+        one: of what stays, as errors word it.
+        other: of what has to change.
+        why: a clause about what has ``one``.
+    """
+
+    one: str
+    other: str
+    why: str
+
+
+def _rules(one: str, why: str, *others: str) -> tuple[Rule, ...]:
+    return tuple(Rule(one, other, why) for other in others)
+
+
+RULES: tuple[Rule, ...] = (
+    *_rules(
+        "splits_backward",
+        "which writes the gradients of weights in passes of their own",
+        "shards_gradients",
+        "leaves_device",
+    ),
+    *_rules(
+        "passes_for_vocabulary",
+        "whose passes read and write rows of their own",
+        "shards_gradients",
+        "leaves_device",
+    ),
+    *_rules(
+        "skips_stages",
+        "whose stages divide their gradients by numbers of their own",
+        "shards_gradients",
+        "leaves_device",
+    ),
+    *_rules(
+        "local_updates",
+        "whose workers differ within a round",
+        "shards_gradients",
+        "leaves_device",
+        "fine_tunes",
+        "layers_differ",
+        "experts_apart",
+        "skips_stages",
+        "replans",
+        "kept_in_memory",
+        "dumps",
+    ),
+    *_rules(
+        "passes_differ",
+        "whose ranks have different numbers of passes, each of which needs no other rank",
+        "shards_gradients",
+        "experts_apart",
+        "recomputes_stage",
+        "compiled",
+        "leaves_device",
+        "fine_tunes",
+        "moves_activations",
+        "local_updates",
+        "replans",
+    ),
+    *_rules("compiled", "whose code keeps what it saves itself", "moves_activations"),
+    *_rules("experts_apart", "whose tokens travel", "levels", "copies_weights", "compiled"),
+    *_rules("experts_apart", "whose ranks divide the state already", "leaves_device"),
+    *_rules("copies_experts", "which copies whole experts", "shards_gradients"),
+    *_rules("slices_gradients", "which cuts whole gradients", "shards_gradients"),
+    *_rules("whole_matrices", "which needs whole matrices", "shards_gradients"),
+    *_rules("fine_tunes", "whose model is whole on every rank", "shards_optimizer"),
+)
+
+
+class _Fact(NamedTuple):
+    """A choice of a job.
+
+    Args:
+        where: its key.
+        given: what was chosen.
+        plain: what a job has that chooses nothing here.
+        traits: that it states.
+        kind: its table, of a part.
+    """
+
+    where: str
+    given: str
+    plain: str
+    traits: frozenset[str]
+    kind: str = ""
+
+
+# What all parts of a kind are, whatever they state of themselves.
+_OF_KIND = {"offload": "leaves_device", "peft": "fine_tunes", "assigner": "passes_differ"}
+
+
+@functools.cache
+def part_traits(kind: str, name: str) -> frozenset[str]:
+    """What a part states, and what all of its kind are."""
+    found = set(traits(kind, name))
+    if kind in _OF_KIND:
+        found.add(_OF_KIND[kind])
+    if kind == "placer" and "experts_stay" not in found:
+        found.add("copies_experts")
+    if kind == "optimizer" and getattr(table(kind).load(name), "whole_matrices", False):
+        found.add("whole_matrices")
+    return frozenset(found)
+
+
+def _part(where: str, kind: str, choice: Choice | None) -> Iterator[_Fact]:
+    if choice is not None:
+        yield _Fact(where, choice.name, "nothing", part_traits(kind, choice.name), kind)
+
+
+def _setting(where: str, given: object, plain: str, stated: bool, trait: str) -> Iterator[_Fact]:
+    if stated:
+        yield _Fact(where, str(given), plain, frozenset({trait}))
+
+
+def _of_split(split: Parallel) -> Iterator[_Fact]:
+    yield from _part("parallel.schedule", "schedule", split.schedule)
+    yield from _part("parallel.placer", "placer", split.placer)
+    whole, cut = split.vocab == "pp", bool(split.gradient_slices)
+    yield from _setting("parallel.vocab", split.vocab, "auto", whole, "passes_for_vocabulary")
+    yield from _setting("parallel.ep", split.ep, "1, with etp = 1", split.folded, "experts_apart")
+    yield from _setting("parallel.gradient_slices", "slices", "nothing", cut, "slices_gradients")
+
+
+def _beside_split(job: TrainJob) -> Iterator[_Fact]:
+    yield from _part("sync", "sync", job.sync)
+    yield from _part("optimizer", "optimizer", job.optimizer)
+    yield from _part("batching", "assigner", job.batching)
+    yield from _part("finetune", "peft", job.finetune)
+    yield from _part("offload", "offload", job.offload)
+    yield from _part("activation", "activation", job.activation)
+    again, saved = job.recompute == "stage", job.checkpoint
+    yield from _setting("compile", "true", "false", job.compile, "compiled")
+    yield from _setting("recompute", job.recompute, "none or full", again, "recomputes_stage")
+    yield from _setting("layers", len(job.layers), "nothing", bool(job.layers), "layers_differ")
+    yield from _setting("replan.enabled", "true", "false", job.replan.enabled, "replans")
+    kept, dumped = saved.memory is not None, saved.dump is not None
+    yield from _setting("checkpoint.memory", saved.memory, "nothing", kept, "kept_in_memory")
+    yield from _setting("checkpoint.dump", saved.dump, "nothing", dumped, "dumps")
+
+
+def split_traits(split: Parallel) -> frozenset[str]:
+    """All that a split states."""
+    return frozenset[str]().union(*(fact.traits for fact in _of_split(split)))
+
+
+def work_traits(job: TrainJob) -> frozenset[str]:
+    """All that a job states beside its split and its sharding."""
+    return frozenset[str]().union(*(fact.traits for fact in _beside_split(job)))
+
+
+@functools.lru_cache(maxsize=4096)
+def clash(some: frozenset[str], others: frozenset[str]) -> Rule | None:
+    """The first rule by which something of ``some`` and something of ``others`` exclude each other.
+
+    What one of them excludes of itself is not asked for.
+    """
+    for rule in RULES:
+        for here, there in ((some, others), (others, some)):
+            if rule.one in here and rule.other in there:
+                return rule
+    return None
+
+
+def check_composition(job: TrainJob) -> None:
+    """Refuse choices that exclude each other.
+
+    Raises:
+        PlanError: names both, their traits, and what would be legal in the place of each.
+    """
+    shard = _part("shard", "shard", job.shard)
+    facts = [*_of_split(job.parallel), *_beside_split(job), *shard]
+    for rule in RULES:
+        one = next((fact for fact in facts if rule.one in fact.traits), None)
+        other = next((fact for fact in facts if rule.other in fact.traits), None)
+        if one is None or other is None or one is other:
+            continue
+        raise PlanError(
+            f"{other.where} = {other.given}: expected {_legal(other, facts)} with "
+            f"{one.where.removeprefix('parallel.')} {one.given}, {rule.why}; or {one.where}: "
+            f"{_legal(one, facts)} ({rule.one} excludes {rule.other})"
+        )
+
+
+def _legal(fact: _Fact, facts: Sequence[_Fact]) -> str:
+    """What could stand in the place of a choice, beside all others."""
+    if not fact.kind or fact.kind in _OF_KIND:
+        return fact.plain
+    rest = frozenset[str]().union(*(one.traits for one in facts if one is not fact))
+    names = [name for name in table(fact.kind) if not clash(rest, part_traits(fact.kind, name))]
+    return " or ".join(names) or fact.plain
