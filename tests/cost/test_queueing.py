@@ -12,7 +12,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.cost.serving.fleet import Instance, simulate_fleet
-from shoal.cost.serving.queueing import md1_ttft, md1_ttft_inter, md1_ttft_intra
+from shoal.cost.serving.queueing import busy_share, md1_ttft, md1_ttft_inter, md1_ttft_intra
 from shoal.ir import Arrival, Limits
 from shoal.plan.batching.dispatch import LeastLoaded
 
@@ -73,3 +73,24 @@ def test_what_has_no_mean() -> None:
         md1_ttft_intra(0.5, 1.0, speedup=0.5)
     with pytest.raises(ConfigError, match="service"):
         md1_ttft(0.5, 0.0)
+
+
+@pytest.mark.slow
+def test_the_busy_share_is_where_the_wanted_share_waits_long_enough() -> None:
+    service, target = 0.01, 0.06
+    kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(1 << 14)
+    limits = Limits(max_running=1 << 14, max_step_tokens=1, max_position=64)
+    built: Any = table("phase").build({"name": "prefill", "batch_tokens": 1}).build(kv, limits)
+    rate = busy_share(service, [target - service], 0.9) / service
+    gaps = generator(3, purpose="queueing").exponential(1 / rate, 20_000)
+    arrivals = [Arrival(float(at), (1,), 1) for at in np.cumsum(gaps)]
+    seen = simulate_fleet([Instance(built, Constant(service))], [], LeastLoaded(1), arrivals)
+    in_time = np.mean([one.ttft <= target for one in seen.served])
+    assert 0.87 < in_time < 0.93
+
+
+def test_the_busy_share_of_targets_that_nobody_or_everybody_meets() -> None:
+    assert busy_share(0.01, [-0.001] * 10, 0.9) == 0
+    assert busy_share(0.01, [1e9] * 9 + [-1.0], 0.9) == pytest.approx(1)
+    with pytest.raises(ConfigError, match=r"queue\.service"):
+        busy_share(0.0, [1.0], 0.9)

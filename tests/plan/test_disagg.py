@@ -146,6 +146,45 @@ def test_the_found_rate_is_that_of_a_dense_scan() -> None:
     assert rates(devices=2).find(slo, tolerance=0.5) == pytest.approx(best / 2, abs=1.0)
 
 
+class Line:
+    """A setting whose requests take longer the more of them come; ``at`` meets targets of 1 s.
+
+    Args:
+        at: a second, the most that is good enough.
+        power: of the rate, by which they take longer.
+    """
+
+    def __init__(self, at: float, power: float) -> None:
+        self.at, self.power, self.asked = at, power, 0
+
+    def __call__(self, arrivals: list[Arrival]) -> list[Served]:
+        self.asked += 1
+        rate = (len(arrivals) - 1) / (arrivals[-1].at - arrivals[0].at)
+        late = (rate / self.at) ** self.power * (1 - 1e-9)
+        return [Served("x", one.at, 1, one.at + late, one.at + late, 1) for one in arrivals]
+
+
+@pytest.mark.parametrize("power", [0.3, 1.0, 3.0, 40.0])
+@pytest.mark.parametrize("at", [0.3, 7.0, 130.3, 1e5])
+def test_few_simulations_find_what_doubling_and_halving_find(at: float, power: float) -> None:
+    slo, line = Slo(ttft=1.0, tpot=1.0), Line(at, power)
+    even = [Arrival(float(n), (1,), 1) for n in range(20)]
+    found = Goodput(line, even).find(slo, relative=0.02, near=2 * at)  # type: ignore[arg-type]
+    low = high = 1.0
+    while high <= at:
+        low, high = high, 2 * high
+    while low > at:
+        high, low = low, low / 2
+    while high - low > max(0.05 * min(1.0, high), 0.02 * high):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle <= at else (low, middle)
+    assert found == low
+    assert line.asked <= 12
+    # Nothing is good enough; everything is, as far as anybody asks.
+    assert Goodput(Line(1e-9, 1.0), even).find(slo) == 0  # type: ignore[arg-type]
+    assert Goodput(Line(1e9, 1.0), even).find(slo, most=64.0) == 64  # type: ignore[arg-type]
+
+
 def test_copies_for_a_rate() -> None:
     assert [replicas(rate, 2.5) for rate in (2.0, 2.5, 2.6, 10.0)] == [1, 1, 2, 4]
     with pytest.raises(ConfigError, match="goodput"):

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from shoal.core.errors import require
 from shoal.cost.serving.simulator import Predicted, Served, quantities, request_of
@@ -181,15 +181,13 @@ def simulate_fleet(
     return _Fleet(prefill, decode, dispatcher, wire, crowding).run(arrivals)
 
 
-_Kind = Literal["came", "ended", "predicted", "free", "fetched"]
-
-
 class _Running:
     """An instance at work."""
 
     def __init__(self, instance: Instance, phase: str) -> None:
         self.scheduler = instance.scheduler
         self.phase = phase
+        self.requests: dict[str, Request] = {}
         self.runner = Predicted(instance.cost)
         # When each stage has done what was begun; the next step begins when the first is free.
         self.stages = [0.0] * instance.stages
@@ -200,6 +198,10 @@ class _Running:
         # left, and how often its end was predicted.
         self.left = 0.0
         self.predicted = 0
+
+
+# What happens to whom at a time: those that may go on then.
+_Event = Callable[[float, Any], list[_Running]]
 
 
 class _Fleet:
@@ -224,7 +226,7 @@ class _Fleet:
         self._crowd: dict[int, tuple[_Running, Step, StepResult]] = {}
         self._steady_since = 0.0
         self.seen = FleetSimulation()
-        self._events: list[tuple[float, int, _Kind, Any]] = []
+        self._events: list[tuple[float, int, _Event, Any]] = []
         self._number = 0
         self._served: dict[str, Served] = {}
         # Request -> (where its prompt is computed, when that began, when it ended or will end).
@@ -234,13 +236,14 @@ class _Fleet:
     def run(self, arrivals: Sequence[Arrival]) -> FleetSimulation:
         """All of it."""
         for index, arrival in enumerate(arrivals):
-            self._push(arrival.at, "came", (str(index), arrival))
-        while self._events:
-            now = self._events[0][0]
+            self._push(arrival.at, self._came, (str(index), arrival))
+        events = self._events
+        while events:
+            now = events[0][0]
             touched: dict[int, _Running] = {}
-            while self._events and self._events[0][0] <= now:
-                _, _, kind, what = heapq.heappop(self._events)
-                for running in getattr(self, f"_{kind}")(now, what):
+            while events and events[0][0] <= now:
+                _, _, happens, what = heapq.heappop(events)
+                for running in happens(now, what):
                     touched[id(running)] = running
             for running in touched.values():
                 self._go_on(running, now)
@@ -248,15 +251,16 @@ class _Fleet:
         self.seen.busy_s = [one.busy_s for one in (*self.fronts, *self.backs)]
         return self.seen
 
-    def _push(self, at: float, kind: _Kind, what: Any) -> None:
+    def _push(self, at: float, happens: _Event, what: Any) -> None:
         self._number += 1
-        heapq.heappush(self._events, (at, self._number, kind, what))
+        heapq.heappush(self._events, (at, self._number, happens, what))
 
     def _came(self, now: float, what: tuple[str, Arrival]) -> list[_Running]:
         name, arrival = what
         front = self.fronts[self.dispatcher.prompt(name, len(arrival.prompt))]
         request = request_of(name, arrival)
         front.scheduler.add(request)
+        front.requests[name] = request
         served = Served(name, arrival.at, request.n_prompt)
         self.seen.served.append(served)
         self._served[name] = served
@@ -265,23 +269,26 @@ class _Fleet:
     def _ended(self, now: float, what: tuple[_Running, Step, StepResult]) -> list[_Running]:
         running, step, result = what
         touched = [running]
-        requests = {chunk.request.id: chunk.request for chunk in step.chunks}
-        for output in running.scheduler.commit(step, result, now):
-            name = output.request_id
-            served, request = self._served[name], requests[name]
+        served_of, requests = self._served, running.requests
+        for name, tokens, _, finish, _ in running.scheduler.commit(step, result, now):
+            served = served_of[name]
+            if served.n_output and finish is None:
+                served.n_output += len(tokens)
+                continue
+            request = requests[name]
             if served.n_output == 0:
                 served.first, served.n_cached = now, request.n_cached
                 self.dispatcher.prompted(name)
                 if running.phase == "prefill":
                     _, began, _ = self._prompt.get(name, (running, now, now))
                     self._prompt[name] = running, began, now
-                if running.phase == "prefill" and output.finish is None and not self._overlaps:
+                if running.phase == "prefill" and finish is None and not self._overlaps:
                     touched.append(self._announce(request))
-            served.n_output += len(output.tokens)
-            if output.finish is not None:
+            served.n_output += len(tokens)
+            if finish is not None:
                 served.finish, served.preemptions = now, request.preemptions
                 self.dispatcher.ended(name)
-                del self._served[name]
+                del served_of[name], requests[name]
                 self._prompt.pop(name, None)
         return touched
 
@@ -318,7 +325,7 @@ class _Fleet:
         for running, _, _ in self._crowd.values():
             running.predicted += 1
             at = now + max(0.0, running.left) * slowness
-            self._push(at, "predicted", (running, running.predicted))
+            self._push(at, self._predicted, (running, running.predicted))
 
     def _free(self, now: float, what: _Running) -> list[_Running]:
         return [what]
@@ -326,6 +333,7 @@ class _Fleet:
     def _fetched(self, now: float, what: tuple[_Running, Move]) -> list[_Running]:
         back, move = what
         front, _, _ = self._prompt[move.request_id]
+        del front.requests[move.request_id]
         cast(Handing, front.scheduler).release(move.request_id)
         cast(Fetching, back.scheduler).arrived(move.request_id)
         self.seen.moves.append(move)
@@ -340,9 +348,11 @@ class _Fleet:
         tokens = [*request.tokens[: request.n_prompt], 0]
         place = self.dispatcher.decode(request.id, len(tokens))
         back = self.backs[place]
-        back.scheduler.add(
-            Request(request.id, tokens, request.n_prompt, request.params, arrival=request.arrival)
+        there = Request(
+            request.id, tokens, request.n_prompt, request.params, arrival=request.arrival
         )
+        back.scheduler.add(there)
+        back.requests[request.id] = there
         return back
 
     def _go_on(self, running: _Running, now: float) -> None:
@@ -368,9 +378,9 @@ class _Fleet:
             end = max(end, free) + share
             running.stages[stage] = end
         running.busy_s += share
-        self._push(end, "ended", (running, step, result))
+        self._push(end, self._ended, (running, step, result))
         if len(running.stages) > 1:
-            self._push(running.stages[0], "free", running)
+            self._push(running.stages[0], self._free, running)
         if running.phase == "prefill":
             for chunk in step.chunks:
                 request = chunk.request
@@ -393,4 +403,4 @@ class _Fleet:
         done = max(begun + seconds, ready + seconds / wire.layers)
         back.link_free = done
         move = Move(request.id, request.n_prompt, nbytes, ready, begun, done)
-        self._push(done, "fetched", (back, move))
+        self._push(done, self._fetched, (back, move))

@@ -12,10 +12,11 @@ Source: Zhong et al., DistServe, 2024, equations 1 to 3; Kleinrock, Queueing Sys
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from shoal.core.errors import require
 
-__all__ = ["md1_ttft", "md1_ttft_inter", "md1_ttft_intra"]
+__all__ = ["busy_share", "md1_ttft", "md1_ttft_inter", "md1_ttft_intra"]
 
 
 def md1_ttft(rate: float, service: float) -> float:
@@ -58,6 +59,38 @@ def md1_ttft_intra(rate: float, service: float, *, speedup: float) -> float:
         expected="1 to 2, how many times as fast two devices are as one",
     )
     return service / speedup + _wait(rate, service / speedup, service, "two devices")
+
+
+def busy_share(service: float, waits: Sequence[float], share: float) -> float:
+    """The share of its time that a server may be busy, so that enough of its queue wait no longer.
+
+    Whoever comes finds the server busy with that probability, and then waits for a time that is
+    nearly exponential: ``P(W > t) = R exp(-2 (1 - R) t / S)`` with R the share that is busy.
+
+    Args:
+        service: s, S: the mean square of the time that each takes over its mean.
+        waits: s that each may wait; below 0 it fails anyway.
+        share: of them that must wait no longer, in (0, 1].
+
+    Returns:
+        R; 0 where too many fail even before an idle server.
+
+    Source: Kingman, The heavy traffic approximation in the theory of queues, 1965.
+    """
+    require(service > 0, "queue.service", service, expected="seconds above 0")
+
+    def late(busy: float) -> float:
+        rest = 2 * (1 - busy) / service
+        return sum(1.0 if t < 0 else busy * math.exp(-rest * t) for t in waits) / len(waits)
+
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        if late(middle) <= 1 - share + 1e-9:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _wait(rate: float, busy: float, service: float, where: str) -> float:

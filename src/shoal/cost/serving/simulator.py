@@ -188,7 +188,7 @@ class Predicted:
             self._lanes[transfer.kind] = self._ends[transfer.id] = ends
 
     def _seconds(self, step: Step) -> float:
-        rows = [(chunk.start, chunk.length) for chunk in step.chunks]
+        rows = [(start, length) for _, start, length, _ in step.chunks]
         if self._speculation is None:
             return self._cost.seconds(rows)
         guessing = [chunk for chunk in step.chunks if chunk.drafts]
@@ -196,10 +196,16 @@ class Predicted:
         return self._cost.seconds(rows) + (self._speculation.guess_s if guessing else 0.0)
 
     def _tokens(self, step: Step) -> dict[str, tuple[int, ...]]:
+        if self._speculation is None:
+            return {
+                request.id: _ONE
+                for request, start, length, _ in step.chunks
+                if start + length == len(request.tokens)
+            }
         return {
             chunk.request.id: (0,) * self._given(chunk) if chunk.drafts else _ONE
             for chunk in step.chunks
-            if chunk.start + chunk.length == len(chunk.request.tokens)
+            if chunk.yields
         }
 
     def _given(self, chunk: Chunk) -> int:
@@ -213,8 +219,9 @@ class Predicted:
         self._owed[chunk.request.id] = owed - given
         return given
 
-    @staticmethod
-    def _guessed(step: Step) -> dict[str, int]:
+    def _guessed(self, step: Step) -> dict[str, int]:
+        if self._speculation is None:
+            return {}
         return {chunk.request.id: chunk.drafts for chunk in step.chunks if chunk.drafts}
 
 

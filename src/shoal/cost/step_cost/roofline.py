@@ -130,16 +130,18 @@ class Roofline:
     def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:
         """Seconds of a step of ``chunks`` (tokens before, tokens in it), by cause."""
         shape = self.shape
-        tokens, decodes, prompts, keys, pairs, copied = 0, 0, 0, 0, 0.0, 0
+        tokens = decodes = len(chunks)
+        prompts, pairs, copied = 0, 0.0, 0
+        keys = decodes
         for start, length in chunks:
-            tokens += length
-            if length == 1:
-                decodes += 1
-                keys += start + 1
-            else:
+            keys += start
+            if length != 1:
+                keys -= start + 1
+                tokens += length - 1
                 prompts += 1
                 pairs += length * (start + (length + 1) / 2)
                 copied += start + length if start else 0
+        decodes -= prompts
         matmul, memory, calls = self._blocks(tokens)
         rows = self._logits(decodes + prompts)
         attention = self._attention(keys, pairs, copied)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from shoal.cost.price.collectives import all_reduce_s, send_s
 from shoal.cost.step_cost.roofline import BYTES, Roofline, Terms
 from shoal.ir import Link
 
 __all__ = ["Sharded"]
+
+_LENGTH = itemgetter(1)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Sharded:
     def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:
         """Seconds of a step of ``chunks`` (tokens before, tokens in it), by cause."""
         terms, shape = self.roofline.terms(chunks), self.roofline.shape
-        size = sum(length for _, length in chunks) * shape.hidden * BYTES[self.roofline.precision]
+        size = sum(map(_LENGTH, chunks)) * shape.hidden * BYTES[self.roofline.precision]
         sums = 2 * shape.num_layers * all_reduce_s(size, self.tp, self.link)
         return Terms(
             terms.matmul / self.tp,

@@ -6,8 +6,9 @@ A scheduler is what :class:`~shoal.ir.engine.Scheduler` promises; it adds ``plan
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections import deque
+from functools import partial
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
@@ -27,15 +28,17 @@ from shoal.ir.serving import FinishReason
 from shoal.plan.batching.preemption.recompute import Recomputing
 
 __all__ = [
+    "Chain",
     "Queues",
     "check_block_size",
-    "extend_chain",
     "guessable",
     "most_cached",
     "whole_blocks",
 ]
 
 _DIGEST_BYTES = 16
+# Twice as fast as Output(...), which matters with millions of tokens.
+_output = partial(tuple.__new__, Output)
 
 
 def check_block_size(where: str, block_size: int) -> None:
@@ -63,18 +66,32 @@ def whole_blocks(num_tokens: int, block_size: int) -> int:
     return num_tokens // block_size
 
 
-def extend_chain(chain: list[bytes], request: Request, block_size: int, blocks: int) -> None:
-    """Add digests to ``chain`` until it has one of each of the first ``blocks`` full blocks.
+class Chain:
+    """Digests of the full blocks of a request: of all tokens up to the end of each block.
 
-    Each is of all tokens up to the end of its block, of the adapter and of the salt. A
-    cryptographic digest: with a plain hash, a client could make a prompt that is answered from
-    somebody else's cache.
+    The adapter and the salt are part of them. They are cryptographic: with a plain hash, a client
+    could make a prompt that is answered from somebody else's cache.
+
+    Args:
+        request: whose.
+        block_size: tokens of a block.
     """
-    while len(chain) < blocks:
-        start = len(chain) * block_size
-        parent = chain[-1] if chain else repr((request.adapter, request.salt)).encode()
-        text = parent + b"\0" + array("q", request.tokens[start : start + block_size]).tobytes()
-        chain.append(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+
+    __slots__ = ("_pack", "_size", "_state", "digests")
+
+    def __init__(self, request: Request, block_size: int) -> None:
+        self.digests: list[bytes] = []
+        self._size, self._pack = block_size, struct.Struct(f"{block_size}q").pack
+        begin = repr((request.adapter, request.salt)).encode() + b"\0"
+        self._state = hashlib.blake2b(begin, digest_size=_DIGEST_BYTES)
+
+    def upto(self, request: Request, blocks: int) -> list[bytes]:
+        """At least the digests of the first ``blocks`` full blocks of the same request."""
+        digests, size, tokens = self.digests, self._size, request.tokens
+        for first in range(len(digests) * size, blocks * size, size):
+            self._state.update(self._pack(*tokens[first : first + size]))
+            digests.append(self._state.digest())
+        return digests
 
 
 def guessable(params: SamplingParams) -> bool:
@@ -109,6 +126,7 @@ class Queues:
 
     def __init__(self, kv: KVManager, limits: Limits, preemption: Preemption | None = None) -> None:
         self.kv = kv
+        self._slots = kv if isinstance(kv, Compacting) else None
         self.limits = limits
         self.preemption: Preemption = preemption or Recomputing(kv)
         self.waiting: deque[Request] = deque()
@@ -167,10 +185,10 @@ class Queues:
         most = self.most_cached(request)
         room = f"at most {self.kv.num_blocks * self.kv.block_size}, all that the cache holds"
         larger = "more kv_tokens"
-        if isinstance(self.kv, Compacting):
+        if self._slots is not None:
             # The end of a slot is no reason to end an answer: who might reach it is refused.
             most = request.n_prompt + request.params.max_tokens - 1
-            room, larger = f"at most {self.kv.max_len}, the max_len of a slot", "longer slots"
+            room, larger = f"at most {self._slots.max_len}, the max_len of a slot", "longer slots"
         require(
             self.kv.fits(most),
             f"{where}: tokens to keep in the cache",
@@ -199,7 +217,7 @@ class Queues:
         self.preemption.settle(result.done, now)
         # The loop over all chunks of all steps is what a simulation spends its time in.
         running, longest, computed = self.running, self.limits.max_position, self.kv.computed
-        tokens_of, infos_of = result.tokens, result.infos
+        size, tokens_of, infos_of = self.kv.block_size, result.tokens, result.infos
         outputs: list[Output] = []
         if result.guessed and self.drafting is not None:
             self.drafting.observe(
@@ -208,22 +226,24 @@ class Queues:
         if self.drafting is not None and {chunk.length for chunk in step.chunks} == {1}:
             nodes = sum(result.guessed.values())
             self.drafting.took(len(step.chunks), len(result.guessed), nodes, result.seconds)
-        for chunk in step.chunks:
-            request = chunk.request
-            if running.get(request.id) is not request:
+        for request, start, length, _ in step.chunks:
+            name = request.id
+            if running.get(name) is not request:
                 continue  # aborted while the step ran
             tokens, params = request.tokens, request.params
-            request.n_computed = stop = chunk.start + chunk.length
-            computed(request)
+            request.n_computed = stop = start + length
+            if length > 1 or not stop % size:
+                computed(request)
             if stop != len(tokens):
                 continue
-            given = tokens_of.get(request.id)
+            given = tokens_of.get(name)
             if not given:
                 raise ServeError(
-                    f"request {request.id}: the runner gave no token for a chunk that ends at its "
+                    f"request {name}: the runner gave no token for a chunk that ends at its "
                     f"last token, {stop}; it must give at least one"
                 )
-            most = min(request.n_prompt + params.max_tokens, longest)
+            most = request.n_prompt + params.max_tokens
+            most = most if most < longest else longest
             finish: FinishReason | None = None
             for token in given:
                 tokens.append(token)
@@ -237,8 +257,8 @@ class Queues:
             if len(new) > 1:
                 request.n_computed = len(tokens) - 1
                 computed(request)
-            infos = tuple(infos_of.get(request.id, ())[: len(new)]) if infos_of else ()
-            outputs.append(Output(request.id, new, infos, finish, request.n_cached))
+            infos = tuple(infos_of.get(name, ())[: len(new)]) if infos_of else ()
+            outputs.append(_output((name, new, infos, finish, request.n_cached)))
             if finish is not None:
                 self._forget(request, keep=True)
         return outputs

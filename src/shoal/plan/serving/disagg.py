@@ -1,16 +1,16 @@
 """Plans of serving for goodput: one engine for both phases, or instances for each.
 
-Every way to split an instance of each phase over devices is served alone in virtual time, under
-its own target. The best of them are put together in the numbers that fill the devices, and served
-whole, beside engines that do both phases, with the same requests. What wins is what serves the
-highest rate at which enough requests meet both targets.
+Every way to split an instance of each phase over devices has a rate alone, under its own target,
+by a closed form. The best of them are put together in the numbers that fill the devices, and
+served whole in virtual time, beside engines that do both phases, with the same requests. What wins
+is what serves the highest rate at which enough requests meet both targets.
 
 Source: Zhong et al., DistServe, 2024, section 4.1 (instances on any devices) and algorithm 1.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.svg import Chart, Series
 from shoal.cost.serving.fleet import Instance, Wire, simulate_fleet
+from shoal.cost.serving.queueing import busy_share
 from shoal.cost.serving.simulator import Served
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.roofline import cache_bytes_per_token
@@ -53,8 +54,8 @@ Progress = Callable[[float, float, str], None]
 
 # Splits of each phase that are put together, best first.
 _KEPT = 3
-# What is looked for among them is known to a tenth first, and to two percent at last.
-_COARSE, _FINE = 0.1, 0.02
+# What is looked for is known to two percent at last.
+_FINE = 0.02
 # Rates of the drawn curves, as shares of the goodput.
 _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
 # From so many tokens on, twice as many take nearly twice as long: arithmetic binds a prompt.
@@ -275,8 +276,8 @@ class _Search:
             }
         )
         self.requests = requests
-        # A rate per device that was good enough: where to look next.
-        self._guess = 0.0
+        # A rate per device that was good enough: where to look next; and where to look first.
+        self._guess = self._near = 0.0
         self.lengths = arrivals_of(self.job, self.shape, count=min(requests, 2000))
         # Phases on any two devices: the slower link, where there are several nodes.
         self.link = machine.link("node") or machine.link("device") or machine.link("loopback")
@@ -291,7 +292,7 @@ class _Search:
         """Search, and say what was found."""
         splits = list(self._splits())
         self._check(splits)
-        steps = 4 * len(splits) + _KEPT
+        steps = 2 * len(splits) + _KEPT
         done = 0
 
         def tell(text: str) -> None:
@@ -305,16 +306,14 @@ class _Search:
             for tp, pp in splits:
                 if pp == 1:
                     both = Phase(count=self.devices // tp, tp=tp)
-                    tried.append(self._try(Setting(scheduler=Choice(name=scheduler), both=both)))
+                    tried.append(
+                        self._try(Setting(scheduler=Choice(name=scheduler), both=both), near=0.0)
+                    )
                 tell(scheduler)
-        alone: dict[str, list[tuple[float, int, int]]] = {"prefill": [], "decode": []}
-        for phase, found in alone.items():
-            for tp, pp in splits:
-                found.append((self._alone(phase, tp, pp), tp, pp))
-                tell(f"{phase} alone")
-            found.sort(reverse=True)
-        for setting in self._together(alone["prefill"][:_KEPT], alone["decode"][:_KEPT]):
-            tried.append(self._try(setting))
+        fronts = sorted(((self._prompts(*split), *split) for split in splits), reverse=True)
+        backs = sorted(((self._tokens(*split), *split) for split in splits), reverse=True)
+        for rate, setting in self._together(fronts[:_KEPT], backs[:_KEPT]):
+            tried.append(self._try(setting, near=rate / setting.devices))
             tell(str(setting))
         tried.sort(key=lambda one: -one[0].goodput)
         if tried[0][0].goodput == 0:
@@ -409,6 +408,7 @@ class _Search:
         prompt = sorted(len(one.prompt) for one in self.lengths)[len(self.lengths) // 2]
         best = [self.costs(tp, pp) for tp, pp in splits]
         first = min(cost.seconds([(0, prompt)]) for cost in best)
+        self._near = 1 / first  # one prompt after the other
         token = min(cost.seconds([(prompt, 1)]) for cost in best)
         many = f"the median prompt ({prompt} tokens)"
         for name, target, least, what in (
@@ -467,8 +467,13 @@ class _Search:
             overlap=True,
         )
 
-    def _try(self, setting: Setting) -> tuple[Tried, Goodput]:
-        """The goodput of a setting: of the smallest group of instances that repeats."""
+    def _try(self, setting: Setting, near: float) -> tuple[Tried, Goodput]:
+        """The goodput of a setting: of the smallest group of instances that repeats.
+
+        Args:
+            setting: what serves.
+            near: where its goodput per device is looked for first; 0 if nobody knows.
+        """
         counts = [p.count for p in (setting.both, setting.prefill, setting.decode) if p]
         copies = math.gcd(*counts)
 
@@ -490,45 +495,60 @@ class _Search:
         count = self.requests * min(2, sum(counts) // copies)
         rates = Goodput(serve, poisson(self.lengths, count, self.job.seed), used)
         found = rates.find(
-            self.slo, tolerance=self.tolerance, relative=_FINE, start=self._guess or 1.0
+            self.slo,
+            tolerance=self.tolerance,
+            relative=_FINE,
+            start=self._guess or 1.0,
+            near=near or self._guess or self._near,
         )
         self._guess = found or self._guess
         total = found * setting.devices
         return Tried(setting=setting, goodput=total, per_device=total / self.devices), rates
 
-    def _alone(self, role: str, tp: int, pp: int) -> float:
-        """Goodput per device of an instance of one phase, under its own target alone."""
-        phase = Phase(tp=tp, pp=pp)
-        forever = 1e9
-        if role == "prefill":
-            slo = Slo(ttft=self.slo.ttft, tpot=forever, share=self.slo.share)
-            arrivals = [dataclasses.replace(one, output_tokens=1) for one in self.lengths]
+    def _prompts(self, tp: int, pp: int) -> float:
+        """Rate per device of an instance that computes prompts alone, by its queue's closed form.
 
-            def serve(arrivals: Sequence[Arrival]) -> Sequence[Served]:
-                fronts = self._instances("prefill", phase)
-                return simulate_fleet(fronts, [], LeastLoaded(len(fronts)), arrivals).served
-        else:
-            slo = Slo(ttft=forever, tpot=self.slo.tpot, share=self.slo.share)
-            arrivals = self.lengths
+        Prompts share steps as its scheduler lets them, and come at random times.
+        """
+        cost = self.costs(tp, pp)
+        lengths = [len(one.prompt) for one in self.lengths]
+        service = [cost.seconds([(0, length)]) for length in lengths]
+        batch, steps = self._batch(cost), [[lengths[0]]]
+        for length in lengths[1:]:
+            if sum(steps[-1]) + length > batch:
+                steps.append([])
+            steps[-1].append(length)
+        busy = sum(cost.seconds([(0, one) for one in step]) for step in steps) / pp
+        weight = sum(one**2 for one in service) / sum(service) / pp
+        used = busy_share(weight, [self.slo.ttft - one for one in service], self.slo.share)
+        return used * len(lengths) / busy / (tp * pp)
 
-            def serve(arrivals: Sequence[Arrival]) -> Sequence[Served]:
-                part = table("phase").build("prefill")
-                kv = table("kv").build(self.job.kv)
-                endless = kv.build(max(1, self.requests) * self.limits.max_position)
-                front = Instance(part.build(endless, self.limits), _Free())
-                backs = self._instances("decode", phase)
-                dispatcher = LeastLoaded(1, len(backs))
-                return simulate_fleet(
-                    [front], backs, dispatcher, arrivals, wire=self._wire()
-                ).served
-
-        rates = Goodput(serve, poisson(arrivals, self.requests, self.job.seed), tp * pp)
-        return rates.find(slo, tolerance=self.tolerance, relative=_COARSE, start=self._guess or 1.0)
+    def _tokens(self, tp: int, pp: int) -> float:
+        """Rate per device of an instance that generates alone: of the largest batch in time."""
+        cost = self.costs(tp, pp)
+        outputs = sum(one.output_tokens for one in self.lengths)
+        context = round(
+            sum(
+                (len(one.prompt) + one.output_tokens / 2) * one.output_tokens
+                for one in self.lengths
+            )
+            / outputs
+        )
+        room = self._kv_tokens(tp, pp) // pp // (context + 1)
+        most = max(1, min(self.limits.max_running, self.limits.max_step_tokens, room))
+        number = bisect.bisect_right(
+            range(1, most + 1), self.slo.tpot, key=lambda n: cost.seconds([(context, 1)] * n)
+        )
+        if not number:
+            return 0.0
+        step = cost.seconds([(context, 1)] * number)
+        # As many batches take turns as there are stages.
+        return pp * number / step / (outputs / len(self.lengths)) / (tp * pp)
 
     def _together(
         self, fronts: Sequence[tuple[float, int, int]], backs: Sequence[tuple[float, int, int]]
-    ) -> Iterator[Setting]:
-        """Both phases in the numbers of instances that should serve most, best first."""
+    ) -> Iterator[tuple[float, Setting]]:
+        """(expected rate, setting) of both phases, in the numbers that should serve most."""
         made: list[tuple[float, Setting]] = []
         for (front, ftp, fpp), (back, btp, bpp) in itertools.product(fronts, backs):
             if not front or not back:
@@ -546,14 +566,7 @@ class _Search:
             if found is not None:
                 made.append((most, found))
         made.sort(key=lambda one: -one[0])
-        yield from (setting for _, setting in made[:_KEPT])
-
-
-class _Free:
-    """Steps that take no time."""
-
-    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return 0.0
+        yield from made[:_KEPT]
 
 
 def _powers(most: int) -> list[int]:

@@ -2,14 +2,17 @@
 
 A *setting* is served in virtual time at one rate after another, always with the same requests,
 whose times between arrivals are drawn once (Poisson) and stretched; so what differs between two
-rates is the rate. The highest rate at which the wanted share of requests meets both targets is
-found by doubling and then by halving.
+rates is the rate. The rates that may be the answer are those of doubling and then of halving. How
+far a simulation was from the targets says which of them to simulate next: the *load* at a rate is
+the largest share of its targets that a request of the wanted share takes, it grows smoothly with
+the rate, and it is 1 at the rate that is looked for.
 
 Source: Zhong et al., DistServe, 2024, section 4 and algorithm 1.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -26,6 +29,10 @@ __all__ = ["FEWEST_REQUESTS", "Goodput", "Slo", "poisson", "replicas"]
 
 FEWEST_REQUESTS = 500
 _MOST_DOUBLINGS = 40
+# After so many rates that were expected to be the one, the middle of what is left is next.
+_GUESSES = 8
+# A rate that is expected from those on one side of it is at most so much away, in logarithms.
+_FARTHEST = math.log(2.0)
 
 
 class Slo(Value):
@@ -108,41 +115,107 @@ class Goodput:
         return attainment(self.served(rate), ttft=slo.ttft, tpot=slo.tpot)
 
     def curve(self, slo: Slo, rates: Sequence[float]) -> list[tuple[float, float]]:
-        """(rate, attainment) of each rate."""
-        return [(rate, self.attained(rate, slo)) for rate in rates]
+        """(rate, attainment) of each rate, lowest first; below one that all meet, all meet it."""
+        whole = max((one for one in self._seen if self.attained(one, slo) == 1), default=0.0)
+        found = []
+        for rate in sorted(rates, reverse=True):
+            share = self.attained(rate, slo) if rate > whole else 1.0
+            whole = max(whole, rate) if share == 1 else whole
+            found.append((rate, share))
+        return found[::-1]
+
+    def load(self, rate: float, slo: Slo) -> float:
+        """How much of its targets the worst request of the wanted share takes; more than 1 fails.
+
+        A request takes the larger one of its two shares: of the time to its first token, and of
+        the time for each of those after it.
+        """
+        taken = sorted(
+            max(one.ttft / slo.ttft, one.tpot / slo.tpot if one.n_output > 1 else 0.0)
+            for one in self.served(rate)
+        )
+        return taken[max(1, math.ceil(slo.share * len(taken) - 1e-9)) - 1]
 
     def find(
-        self, slo: Slo, *, tolerance: float = 0.05, relative: float = 0.0, start: float = 1.0
+        self,
+        slo: Slo,
+        *,
+        tolerance: float = 0.05,
+        relative: float = 0.0,
+        start: float = 1.0,
+        near: float | None = None,
+        most: float | None = None,
     ) -> float:
         """The highest rate per device that is good enough, less than the tolerance too low.
 
         Below one request a second, ``tolerance`` is a share of the rate. 0 if even a thousandth
-        of ``start`` is too much.
+        of ``start`` is too much. Two simulations prove it: the rate is good enough, and the next
+        one is not.
 
         Args:
             slo: what is good enough.
             tolerance: of the rate, requests per second and device.
             relative: of the rate, as a share; the larger of both counts.
-            start: where to begin; the same start asks for the same rates again.
+            start: whose doubles and halves are looked at; the same start has the same rates.
+            near: where it is expected; ``start`` if nothing is known.
+            most: rates from here on count as too much, and are not simulated.
         """
         require(tolerance > 0, "goodput.tolerance", tolerance, expected="more than 0")
         require(start > 0, "goodput.start", start, expected="more than 0")
-        low = high = start
-        if self.attained(start, slo) >= slo.share:
-            for _ in range(_MOST_DOUBLINGS):
-                high = 2 * low
-                if self.attained(high, slo) < slo.share:
-                    break
-                low = high
-        else:
-            while self.attained(low, slo) < slo.share:
-                high, low = low, low / 2
-                if low < start / 1000:
-                    return 0.0
-        while high - low > max(tolerance * min(1.0, high), relative * high):
-            middle = (low + high) / 2
-            if self.attained(middle, slo) >= slo.share:
-                low = middle
+        passed, failed = 0.0, start * 2.0**_MOST_DOUBLINGS if most is None else most
+        guess = start if near is None else near
+        for asked in itertools.count():
+            guess = min(max(guess, passed), failed)
+            low, high = _between(guess, start, tolerance, relative)
+            if low > passed:
+                rate = low
+            elif high < failed:
+                rate = high
             else:
-                high = middle
-        return low
+                break
+            if self.attained(rate, slo) >= slo.share:
+                passed = rate
+            else:
+                failed = rate
+            if passed >= failed:
+                break
+            guess = self._next(slo, passed, failed, halve=asked >= _GUESSES)
+        return max(low, passed)
+
+    def _next(self, slo: Slo, passed: float, failed: float, *, halve: bool) -> float:
+        """Where the load is expected to be 1, from rates that passed and rates that failed."""
+        below = sorted(rate for rate in self._seen if rate <= passed)
+        above = sorted(rate for rate in self._seen if rate >= failed)
+        between = bool(below and above)
+        ends = [below[-1], above[0]] if between else below[-2:] or above[:2]
+        loads = [(math.log(rate), math.log(max(self.load(rate, slo), 1e-9))) for rate in ends]
+        # The power of the rate with which the load grows; two tell, and one is near a queue.
+        power = 2.0
+        if len(loads) == 2:
+            power = (loads[1][1] - loads[0][1]) / (loads[1][0] - loads[0][0])
+        if between and (halve or power <= 0):
+            return math.sqrt(passed * failed)
+        x, y = loads[0] if above else loads[-1]
+        return math.exp(x + min(_FARTHEST, max(-_FARTHEST, -y / max(power, 0.2))))
+
+
+def _between(
+    threshold: float, start: float, tolerance: float, relative: float
+) -> tuple[float, float]:
+    """The neighbours of a threshold among the rates that doubling and halving look at."""
+    low = high = start
+    if threshold >= start:
+        while high <= threshold:
+            low, high = high, 2 * high
+    else:
+        while low > threshold:
+            high, low = low, low / 2
+            if low < start / 1000:
+                return 0.0, high
+    while high - low > max(tolerance * min(1.0, high), relative * high):
+        middle = (low + high) / 2
+        if middle <= threshold:
+            low = middle
+        else:
+            high = middle
+    return low, high

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from shoal.ir import InFlight, Request
 from shoal.plan.batching.cache.runs import Runs
-from shoal.plan.batching.common import extend_chain
+from shoal.plan.batching.common import Chain
 
 __all__ = ["HostBooks"]
 
@@ -111,7 +111,7 @@ class HostBooks:
         if not full:
             return
         copied.request = None
-        extend_chain(copied.digests, request, self.block_size, full)
+        copied.digests = Chain(request, self.block_size).upto(request, full)
         self._ended[copied] = None
         self._known.update(dict.fromkeys(copied.digests, copied))
 
@@ -123,21 +123,18 @@ class HostBooks:
         """
         if request.id in self._live or not self._known:
             return
-        chain: list[bytes] = []
-        most = (len(request.tokens) - 1) // self.block_size
-        for count in range(1, most + 1):
-            extend_chain(chain, request, self.block_size, count)
-            if chain[-1] not in self._known:
-                chain.pop()
-                break
-        if not chain:
+        chain = Chain(request, self.block_size)
+        most, alike = (len(request.tokens) - 1) // self.block_size, 0
+        while alike < most and chain.upto(request, alike + 1)[alike] in self._known:
+            alike += 1
+        if not alike:
             return
-        copied = self._known[chain[-1]]
-        if 2 * len(chain) < len(copied.blocks):
+        copied = self._known[chain.digests[alike - 1]]
+        if 2 * alike < len(copied.blocks):
             return
         del self._ended[copied]
         self._forget_digests(copied, 0)
-        self._cut(copied, len(chain))
+        self._cut(copied, alike)
         copied.request, copied.age = request, self._age
         self._age += 1
         self._live[request.id] = copied

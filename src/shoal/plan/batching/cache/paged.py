@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Request
-from shoal.plan.batching.common import check_block_size, extend_chain, whole_blocks
+from shoal.plan.batching.common import Chain, check_block_size, whole_blocks
 
 __all__ = ["Paged", "PagedBlocks"]
 
@@ -81,7 +81,7 @@ class PagedBlocks:
         self._known: dict[bytes, int] = {}
         # Digests of the full blocks of a request that holds some, as far as they were needed;
         # and how many of its blocks have been offered for sharing.
-        self._chains: dict[str, list[bytes]] = {}
+        self._chains: dict[str, Chain] = {}
         self._offered: dict[str, int] = {}
         # (found, asked) of requests that were matched and have not been given blocks yet.
         self._matched: dict[str, tuple[int, int]] = {}
@@ -107,7 +107,7 @@ class PagedBlocks:
         most = (len(request.tokens) - 1) // self.block_size
         blocks = request.blocks
         for index in range(most):
-            block = self._known.get(self._digest(request, index))
+            block = self._known.get(self._digests_of(request, index + 1)[index])
             if block is None:
                 break
             if self._holders[block] == 0:
@@ -147,7 +147,6 @@ class PagedBlocks:
         for block in child.blocks:
             self._holders[block] += 1
         full = found // self.block_size
-        self._chains[child.id] = self._chains.get(parent.id, [])[:full]
         self._offered[child.id] = full
         self._forks += 1
         return found
@@ -167,8 +166,9 @@ class PagedBlocks:
         offered = self._offered.get(request.id, 0)
         if full == offered or not self.prefix_reuse:
             return
+        digests = self._digests_of(request, full)
         for index in range(offered, full):
-            digest = self._digest(request, index)
+            digest = digests[index]
             # Another request may have computed the same tokens meanwhile; its block stays.
             if digest not in self._known:
                 block = request.blocks[index]
@@ -274,8 +274,9 @@ class PagedBlocks:
         self._evictions += 1
         return block
 
-    def _digest(self, request: Request, index: int) -> bytes:
-        """See :func:`~shoal.plan.batching.common.extend_chain`."""
-        chain = self._chains.setdefault(request.id, [])
-        extend_chain(chain, request, self.block_size, index + 1)
-        return chain[index]
+    def _digests_of(self, request: Request, blocks: int) -> list[bytes]:
+        """See :meth:`~shoal.plan.batching.common.Chain.upto`."""
+        chain = self._chains.get(request.id)
+        if chain is None:
+            chain = self._chains[request.id] = Chain(request, self.block_size)
+        return chain.upto(request, blocks)

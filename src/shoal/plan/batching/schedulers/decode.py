@@ -102,6 +102,8 @@ class DecodeScheduler(FcfsScheduler):
     def accept(self) -> list[Request]:
         """See :class:`~shoal.ir.phases.Fetching`."""
         accepted: list[Request] = []
+        if not self.coming:
+            return accepted
         kv = self.kv
         held = sum(len(one.blocks) for book in (self.fetching, self.ready) for one in book.values())
         # Who was preempted came before all that are still coming.
