@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from shoal.core.errors import PlanError, require
 from shoal.core.sizes import human_bytes
 from shoal.memory.activations.protocol import Kept, in_backward
-from shoal.memory.streaming.slide import Cell, Move, Slide, choose, rehearse, sweep
+from shoal.memory.streaming.slide import Cell, Move, Rehearsal, Slide, choose, rehearse, sweep
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -272,13 +272,13 @@ class Superpipeline:
         """Close it."""
         self.close()
 
-    def _rehearsed(self, slide: Slide) -> Any:
+    def _rehearsed(self, slide: Slide, *, training: bool = False) -> Rehearsal:
         nothing = [0.0] * slide.n
-        return rehearse(slide, self._sizes, nothing, nothing)
+        return rehearse(slide, self._sizes, nothing, nothing, training=training)
 
     def _span(self, slide: Slide) -> int:
-        found: int = self._rehearsed(slide).span_bytes
-        return found
+        """Memory for the window, whether it goes round or there and back."""
+        return max(self._rehearsed(slide, training=each).span_bytes for each in (False, True))
 
     def _settle(self, slide: Slide) -> None:
         """Load the first window, and see to it that blocks tell where the run is."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shoal.memory.activations.protocol import weight_of_cast
 from shoal.memory.tiers.mover import EmulatedLink, Mover, Ticket, end_of_work
-from shoal.memory.tiers.tier import Block, MemoryTier
+from shoal.memory.tiers.tier import Block, MemoryTier, TierFullError
 
 if TYPE_CHECKING:
     from shoal.memory.streaming.chain import Chain
@@ -194,14 +194,21 @@ class Window:
             wanted: the window from now on, in the order in which it is needed.
             leaving: blocks that go even if they are wanted: they have to come again.
         """
-        keep = set(wanted) - set(leaving)
+        try:
+            self._replace(wanted, set(wanted) - set(leaving))
+        except TierFullError:
+            # Blocks of different sizes that stayed left no hole that is large enough. With none
+            # of them there the whole window finds room.
+            self._replace(wanted, set())
+        for number in () if self._overlap else wanted:
+            self._there(number)
+
+    def _replace(self, wanted: Sequence[int], keep: set[int]) -> None:
         for number in self.resident:
             if number not in keep and not self._slots[number].users:
                 self.drop(number)
         for number in wanted:
             self.load(number)
-        for number in () if self._overlap else wanted:
-            self._there(number)
 
     def load(self, number: int) -> None:
         """Start bringing a block, unless it is there as it is at home."""
