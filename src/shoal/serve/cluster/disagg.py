@@ -33,6 +33,7 @@ from shoal.plan.batching.common import Queues
 from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.serve.cluster.phase import phase_choice
 from shoal.serve.engine.child import Child, readable
+from shoal.serve.engine.process import EngineLike
 from shoal.serve.engine.wire import pack_params, unpack_output
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class _Open:
     held: bool = False
 
 
-class DisaggEngine:
+class DisaggEngine(EngineLike):
     """Requests in, tokens out, by several processes; see the module.
 
     Args:
@@ -258,7 +259,7 @@ class DisaggEngine:
         Raises:
             ServeError: its parameters or tokens are wrong, or it can never run.
         """
-        from shoal.serve.engine.loop import check_params
+        from shoal.serve.engine.params import check_params
 
         check_params(request.params)
         vocab = self._children[0].ready["vocab_size"]

@@ -31,6 +31,7 @@ from shoal.plan.batching.common import most_cached
 from shoal.serve.cluster.disagg import packed
 from shoal.serve.engine.child import Child, readable
 from shoal.serve.engine.deaths import MOST_DEATHS
+from shoal.serve.engine.process import EngineLike
 from shoal.serve.engine.wire import unpack_output
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class EvenCost:
         return 1.0 + sum(0.02 * length + 2e-5 * start for start, length in chunks)
 
 
-class DistKVEngine:
+class DistKVEngine(EngineLike):
     """Requests in, tokens out, by several processes; see the module.
 
     Args:
@@ -202,7 +203,7 @@ class DistKVEngine:
         Raises:
             ServeError: its parameters or tokens are wrong, or all memory together is too small.
         """
-        from shoal.serve.engine.loop import check_params
+        from shoal.serve.engine.params import check_params
 
         check_params(request.params)
         first = self._children[min(self._children)].ready
