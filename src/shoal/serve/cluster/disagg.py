@@ -34,7 +34,7 @@ from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.serve.cluster.phase import phase_choice
 from shoal.serve.engine.child import Child, readable
 from shoal.serve.engine.process import EngineLike
-from shoal.serve.engine.wire import pack_params, unpack_output
+from shoal.serve.engine.wire import pack_request, unpack_output
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -367,7 +367,6 @@ class DisaggEngine(EngineLike):
             {
                 **packed(request),
                 "kind": "migrate",
-                "n_prompt": request.n_prompt,
                 "source": found.front,
                 "blocks": blocks,
             },
@@ -436,15 +435,8 @@ class DisaggEngine(EngineLike):
 
 
 def packed(request: Request) -> dict[str, Any]:
-    """What an instance is told of a request."""
-    return {
-        "id": request.id,
-        "tokens": request.tokens,
-        "params": pack_params(request.params),
-        "priority": request.priority,
-        "adapter": request.adapter,
-        "salt": request.salt,
-    }
+    """What an instance is told of a request; the cache of another one is not at hand."""
+    return {**pack_request(request), "fork_of": None}
 
 
 def build_engine(job: ServeJob) -> tuple[DisaggEngine, ModelConfig]:

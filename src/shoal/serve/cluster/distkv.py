@@ -257,7 +257,7 @@ class DistKVEngine(EngineLike):
     def _send(self, request: Request, place: int) -> None:
         self._open[request.id] = request, place
         self._taken = {name for name in self._taken if name in self._open and name != request.id}
-        self._children[place].send({**packed(request), "kind": "add", "n_prompt": request.n_prompt})
+        self._children[place].send({**packed(request), "kind": "add"})
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""

@@ -35,12 +35,12 @@ from shoal.plan.batching.cache.ledger import Beat
 from shoal.serve.cache.paged import PagedCache, token_bytes
 from shoal.serve.cluster.borrow import Lending
 from shoal.serve.cluster.distattn import DistRunner, part_kernel
-from shoal.serve.cluster.instance import main_of, request_of
+from shoal.serve.cluster.instance import main_of
 from shoal.serve.cluster.lender import Lender
 from shoal.serve.engine.build import DTYPES, concrete, engine_of, load_model
 from shoal.serve.engine.loop import Engine
 from shoal.serve.engine.process import Connection
-from shoal.serve.engine.wire import pack_output
+from shoal.serve.engine.wire import pack_output, unpack_request
 
 __all__ = ["Instance", "main"]
 
@@ -211,7 +211,7 @@ class Instance:
         if engine is None:
             raise ServeError(f"message to a lender = {kind!r}: expected room or lost")
         if kind == "add":
-            self._add(engine, request_of(message, message["n_prompt"]))
+            self._add(engine, unpack_request(message))
         elif kind == "abort":
             engine.abort(message["id"])
         elif kind == "loans":

@@ -7,12 +7,11 @@ them until it is told to release them. A decode instance fetches a request from 
 scheduler accepts it, and says how many bytes that moved.
 
 Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peers`` (caches),
-``add`` (id, tokens, params, priority, adapter, salt), ``migrate`` (the same, n_prompt, source,
-blocks), ``release`` (id), ``abort`` (id), ``profile`` (shapes, seconds), ``record`` (on). Messages
-out: ``ready`` (what the model and the cache are), ``mapped``, ``profiled`` (seconds), ``recorded``
-(steps), ``outputs`` (with ``stats``, ``told``: vectors and who cannot go on, and ``held``: id ->
-blocks), ``fetched`` (id, bytes, seconds), ``dropped`` (id, of a request that was aborted),
-``failed`` (why the process ends).
+``add`` (a request), ``migrate`` (a request, source, blocks), ``release`` (id), ``abort`` (id),
+``profile`` (shapes, seconds), ``record`` (on). Messages out: ``ready`` (what the model and the
+cache are), ``mapped``, ``profiled`` (seconds), ``recorded`` (steps), ``outputs`` (with ``stats``,
+``told``: vectors and who cannot go on, and ``held``: id -> blocks), ``fetched`` (id, bytes,
+seconds), ``dropped`` (id, of a request that was aborted), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from shoal.core.errors import ServeError
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
 from shoal.ir import Fetching, Handing, Output, Phase, ServeJob
-from shoal.serve.cluster.instance import main_of, request_of
+from shoal.serve.cluster.instance import main_of
 from shoal.serve.engine.hooks import Hook
 from shoal.serve.engine.process import Connection
-from shoal.serve.engine.wire import pack_output
+from shoal.serve.engine.wire import pack_output, unpack_request
 
 if TYPE_CHECKING:
     from shoal.serve.cluster.handover import KVTransfer, SharedStores
@@ -204,9 +203,9 @@ class Instance:
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("kind")
         if kind == "add":
-            self.engine.add(request_of(message, len(message["tokens"])))
+            self.engine.add(unpack_request(message))
         elif kind == "migrate":
-            request = request_of(message, message["n_prompt"])
+            request = unpack_request(message)
             self.fetches.sources[request.id] = message["source"], message["blocks"]
             self.engine.scheduler.add(request)
         elif kind == "release":

@@ -19,7 +19,7 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.protocols import Acceptance, Drafter, Guess, Path, Seen, TokenTree
 from shoal.serve.engine.choosing import NOT_FINITE, choose_rows
-from shoal.serve.engine.hooks import Hook, Pass
+from shoal.serve.engine.hooks import Hook, Pass, beside
 from shoal.serve.engine.runner import FlatModel, LocalRunner, Rows, slots
 from shoal.serve.engine.sampler import log_probabilities
 
@@ -64,7 +64,7 @@ class SpeculativeRunner(LocalRunner):
             attention=self.attention,
             prompts=self.prompts,
             exact=self._exact,
-            hooks=self.hooks.beside(cache),
+            hooks=beside(self.hooks, cache),
         )
 
     def _compute(self, step: Step) -> StepResult:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 
 from shoal.core.errors import require
 from shoal.ir import Chunk, Output, Request, Step, StepResult
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from shoal.serve.cache.paged import PagedCache
     from shoal.serve.engine.loop import Engine
 
-__all__ = ["ORDER", "Executed", "Hook", "Hooks", "Pass"]
+__all__ = ["ORDER", "ClientHook", "Executed", "Hook", "Hooks", "Pass", "beside"]
 
 ORDER = (
+    # Refuses requests that engines have died of, before any engine sees them.
+    "deaths",
     # Counts steps and preemptions as they were planned, so before lending shortens a step.
     "counters",
     # Shortens a step to what has memory, before other hooks add to what is left of it.
@@ -62,6 +64,7 @@ act are called in this order."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_H = TypeVar("_H", "Hook", "ClientHook")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,26 @@ class Hook:
         return self
 
 
-class Hooks:
+class ClientHook:
+    """A technique's part of the engine's client, in the process that speaks HTTP."""
+
+    place: ClassVar[str] = "other"
+
+    def opening(self, request: Request) -> None:
+        """A request is about to be sent.
+
+        Raises:
+            ServeError: it is refused.
+        """
+
+    def answered(self, request: Request) -> None:
+        """The last output of a request is there."""
+
+    def lost(self, requests: Sequence[Request], restarts: int) -> None:
+        """The engine has died with these requests open, after so many restarts."""
+
+
+class Hooks(Generic[_H]):
     """Hooks in the order of :data:`ORDER`.
 
     Args:
@@ -236,13 +258,13 @@ class Hooks:
         ConfigError: see :meth:`add`.
     """
 
-    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self._hooks: list[Hook] = []
+    def __init__(self, hooks: Iterable[_H] = ()) -> None:
+        self._hooks: list[_H] = []
         self._acting: dict[str, tuple[Any, ...]] = {}
         for hook in hooks:
             self.add(hook)
 
-    def __iter__(self) -> Iterator[Hook]:
+    def __iter__(self) -> Iterator[_H]:
         return iter(self._hooks)
 
     def __getitem__(self, place: str) -> Any:
@@ -252,7 +274,7 @@ class Hooks:
                 return hook
         raise KeyError(place)
 
-    def add(self, hook: Hook) -> None:
+    def add(self, hook: _H) -> None:
         """Register a hook.
 
         Raises:
@@ -284,7 +306,7 @@ class Hooks:
         self._hooks.remove(self[place])
         self._acting.clear()
 
-    def at(self, moment: Callable[Concatenate[Hook, _P], _T]) -> tuple[Callable[_P, _T], ...]:
+    def at(self, moment: Callable[Concatenate[_H, _P], _T]) -> tuple[Callable[_P, _T], ...]:
         """What hooks do at a moment, such as ``Hook.planned``; those that do nothing are not in."""
         name = moment.__name__
         found = self._acting.get(name)
@@ -292,12 +314,12 @@ class Hooks:
             found = self._acting[name] = tuple(
                 getattr(hook, name)
                 for hook in self._hooks
-                if getattr(type(hook), name) is not getattr(Hook, name)
+                if getattr(type(hook), name) is not moment
             )
         return found
 
     def __call__(
-        self, moment: Callable[Concatenate[Hook, _P], object], *args: _P.args, **kwargs: _P.kwargs
+        self, moment: Callable[Concatenate[_H, _P], object], *args: _P.args, **kwargs: _P.kwargs
     ) -> None:
         """Let all hooks act at a moment."""
         for act in self.at(moment):
@@ -305,7 +327,7 @@ class Hooks:
 
     def within(
         self,
-        moment: Callable[Concatenate[Hook, _P], AbstractContextManager[object]],
+        moment: Callable[Concatenate[_H, _P], AbstractContextManager[object]],
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> AbstractContextManager[object]:
@@ -318,11 +340,12 @@ class Hooks:
                 stack.enter_context(act(*args, **kwargs))
             return stack.pop_all()
 
-    def beside(self, cache: PagedCache) -> list[Hook]:
-        """The hooks of a runner that computes in the same way on another cache."""
-        found = [hook.beside(cache) for hook in self._hooks]
-        return [hook for hook in found if hook is not None]
-
-    def gather(self, moment: Callable[[Hook], Mapping[str, _T]]) -> dict[str, _T]:
+    def gather(self, moment: Callable[[_H], Mapping[str, _T]]) -> dict[str, _T]:
         """What all hooks tell at a moment, together."""
         return {key: value for tell in self.at(moment) for key, value in tell().items()}
+
+
+def beside(hooks: Iterable[Hook], cache: PagedCache) -> list[Hook]:
+    """The hooks of a runner that computes in the same way on another cache."""
+    found = [hook.beside(cache) for hook in hooks]
+    return [hook for hook in found if hook is not None]

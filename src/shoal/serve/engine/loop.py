@@ -66,7 +66,7 @@ class Engine:
         self.last_chunks: tuple[Chunk, ...] = ()
         self._planner: Planner = scheduler
         self._told: list[dict[str, Any]] = []
-        self.hooks = Hooks()
+        self.hooks: Hooks[Hook] = Hooks()
         for hook in (Counters(), Isolation(), *hooks):
             self.register(hook)
 

@@ -5,12 +5,12 @@ inherits. It loads what the first message says. Then it takes in what has come (
 while there is work), runs one step, and sends what the step gave, again and again. It ends when
 its parent does.
 
-Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
-fork_of), ``abort`` (id), ``ask`` (number, what, words: a question of :attr:`EngineLike.answers`),
-``ping`` (number). Messages out: ``ready`` (what the model is), ``outputs``, ``refused`` (a request
-that cannot be served, with the reason), ``error`` (one that the engine failed on), ``vector`` (of a
-text), ``began`` (ids, and when their first step began), ``answer`` (number, and the answer, if
-this engine has any), ``pong`` (number, stats), ``failed`` (why the process ends).
+Messages in: ``start`` (factory, job), ``add`` (a request), ``abort`` (id), ``ask`` (number, what,
+words: a question of :attr:`EngineLike.answers`), ``ping`` (number). Messages out: ``ready`` (what
+the model is), ``outputs``, ``refused`` (a request that cannot be served, with the reason),
+``error`` (one that the engine failed on), ``vector`` (of a text), ``began`` (ids, and when their
+first step began), ``answer`` (number, and the answer, if this engine has any), ``pong`` (number,
+stats), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import logging
 import select
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,7 +32,7 @@ from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, Request
 from shoal.serve.decode.protocols import DecodePart
 from shoal.serve.engine.failure import failure
-from shoal.serve.engine.wire import Decoder, encode, pack_output, unpack_params
+from shoal.serve.engine.wire import Decoder, encode, pack_output, unpack_request
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -201,18 +200,7 @@ def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
 def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) -> None:
     kind = message.get("kind")
     if kind == "add":
-        tokens = list(message["tokens"])
-        request = Request(
-            id=message["id"],
-            tokens=tokens,
-            n_prompt=len(tokens),
-            params=unpack_params(message["params"]),
-            arrival=time.monotonic(),
-            priority=message["priority"],
-            adapter=message["adapter"],
-            salt=message["salt"],
-            fork_of=message["fork_of"],
-        )
+        request = unpack_request(message)
         try:
             engine.add(request)
         except ServeError as cause:

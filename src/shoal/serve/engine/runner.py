@@ -27,7 +27,7 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.engine.adjust import Adjuster
 from shoal.serve.engine.choosing import choose_rows
 from shoal.serve.engine.failure import errors_of_step
-from shoal.serve.engine.hooks import Hook, Pass
+from shoal.serve.engine.hooks import Hook, Pass, beside
 
 if TYPE_CHECKING:
     from shoal.serve.decode.protocols import TokenTree
@@ -167,7 +167,7 @@ class LocalRunner:
             attention=self.attention,
             prompts=self.prompts,
             exact=self._exact,
-            hooks=self.hooks.beside(cache),
+            hooks=beside(self.hooks, cache),
             clock=clock,
         )
 
@@ -179,13 +179,8 @@ class LocalRunner:
         """
         start = self._clock()
         if step.transfers or step.wait_for:
-            require(
-                bool(self.hooks.at(Hook.transfer)),
-                "transfers of the step",
-                len(step.transfers),
-                expected="none: no hook of this runner copies blocks; give it host copies",
-                error=ServeError,
-            )
+            if not self.hooks.at(Hook.transfer):
+                raise ServeError("the step copies blocks and no hook does; give it a mover")
             self.hooks(Hook.transfer, step)
         result = StepResult({})
         if step.chunks:
