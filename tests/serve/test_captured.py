@@ -34,7 +34,7 @@ def engines(random_model, engine_for):
         for _ in range(2):
             fast = accelerate(copy.deepcopy(model), wanted, positions=512)
             found.append(engine_for(fast, kernel=KERNELS, **fields))
-        found[1].runner.hooks.remove("recording")
+        found[1].runner.hooks["recording"].replay = lambda work: None
         return found
 
     return make
@@ -93,7 +93,7 @@ def test_weights_of_few_bits_too(text, random_model, engine_for, serve_all):
         return engine_for(accelerate(model, wanted, positions=512), kernel=KERNELS)
 
     records, plain = engine(), engine()
-    plain.runner.hooks.remove("recording")
+    plain.runner.hooks["recording"].replay = lambda work: None
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
     assert records.runner.hooks["recording"].reasons == {}

@@ -259,17 +259,10 @@ class DisaggEngine(EngineLike):
         Raises:
             ServeError: its parameters or tokens are wrong, or it can never run.
         """
-        from shoal.serve.engine.params import check_params
+        from shoal.serve.engine.params import check_params, check_tokens
 
         check_params(request.params)
-        vocab = self._children[0].ready["vocab_size"]
-        require(
-            bool(request.tokens) and 0 <= min(request.tokens) <= max(request.tokens) < vocab,
-            f"request {request.id}: prompt tokens",
-            len(request.tokens),
-            expected=f"at least one, each below vocab_size = {vocab}",
-            error=ServeError,
-        )
+        check_tokens(request, self._children[0].ready["vocab_size"])
         require(
             request.id not in self._open and request.id not in self._dropping,
             "request.id",

@@ -203,7 +203,7 @@ class DistKVEngine(EngineLike):
         Raises:
             ServeError: its parameters or tokens are wrong, or all memory together is too small.
         """
-        from shoal.serve.engine.params import check_params
+        from shoal.serve.engine.params import check_params, check_tokens
 
         check_params(request.params)
         first = self._children[min(self._children)].ready
@@ -216,14 +216,7 @@ class DistKVEngine(EngineLike):
                     f"request {request.id}: {name}: instances that may compute a request again "
                     "elsewhere do not give that; serve with another kv"
                 )
-        require(
-            bool(request.tokens)
-            and 0 <= min(request.tokens) <= max(request.tokens) < first["vocab_size"],
-            f"request {request.id}: prompt tokens",
-            len(request.tokens),
-            expected=f"at least one, each below vocab_size = {first['vocab_size']}",
-            error=ServeError,
-        )
+        check_tokens(request, first["vocab_size"])
         longest = first["max_position"]
         require(
             len(request.tokens) < longest,

@@ -67,7 +67,7 @@ class Fetches(Hook):
 
     Attributes:
         sources: request -> instance that holds it, and its blocks there.
-        transfer: from the caches of the others, once these are known.
+        caches: of the others, once these are known.
     """
 
     place: ClassVar[str] = "fetching"
@@ -75,16 +75,16 @@ class Fetches(Hook):
     def __init__(self, parent: Connection) -> None:
         self._parent = parent
         self.sources: dict[str, tuple[int, list[int]]] = {}
-        self.transfer: KVTransfer | None = None
+        self.caches: KVTransfer | None = None
 
     def before_plan(self) -> None:
         """Fetch."""
         scheduler = cast(Fetching, self.engine.scheduler)
         for request in scheduler.accept():
-            assert self.transfer is not None
+            assert self.caches is not None
             source, blocks = self.sources.pop(request.id)
             began = time.perf_counter()
-            moved = self.transfer.fetch(source, blocks, request.blocks, request.n_prompt)
+            moved = self.caches.fetch(source, blocks, request.blocks, request.n_prompt)
             seconds = time.perf_counter() - began
             scheduler.arrived(request.id)
             message = {"kind": "fetched", "id": request.id, "bytes": moved, "seconds": seconds}
@@ -230,7 +230,7 @@ class Instance:
                 ([StoreFile(f["path"], tuple(f["shape"]), f["dtype"]) for f in files], size)
                 for files, size in message["caches"]
             ]
-            self.fetches.transfer = MappedCaches(self.runner.cache, others)
+            self.fetches.caches = MappedCaches(self.runner.cache, others)
             self.parent.send({"kind": "mapped"})
         else:
             raise ServeError(

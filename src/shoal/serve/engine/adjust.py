@@ -199,7 +199,7 @@ class Adjuster:
             logits_RV: scores of all tokens; left as they are.
             requests: whose rows they are.
         """
-        scores_RV, failed = logits_RV, {}
+        scores_RV, failed = logits_RV, dict[str, str]()
         wanted, adjusts = self.hooks.at(Hook.wants), self.hooks.at(Hook.adjust)
         for wants, adjust in zip(wanted, adjusts, strict=True):
             rows = [row for row, one in enumerate(requests) if wants(one)]

@@ -26,41 +26,42 @@ if TYPE_CHECKING:
 __all__ = ["ORDER", "ClientHook", "Executed", "Hook", "Hooks", "Pass", "beside"]
 
 ORDER = (
-    # Refuses requests that engines have died of, before any engine sees them.
+    # In the client, alone: what engines have died of is refused before it is sent to one.
     "deaths",
-    # Counts steps and preemptions as they were planned, so before lending shortens a step.
+    # First in the loop: tells that requests began before isolation tells that they failed.
     "counters",
-    # Shortens a step to what has memory, before other hooks add to what is left of it.
+    # Behind counters, which count a step as it was planned; lending shortens it to what has memory.
     "lending",
-    # Keys and values from prefill instances need blocks: these are settled by lending.
+    # Never beside lending: an instance of one phase has all of its blocks in its own cache.
     "fetching",
-    # Ends what failed. Behind lending and fetching, which recover from the loss of an instance.
+    # Adds to a step what lending would drop; ends all requests of a failure that lending and
+    # fetching do not recover from.
     "isolation",
-    # Counts the transfers of steps that were executed, when isolation has ended what failed.
+    # Independent of isolation: transfers end for the requests that it aborts, too.
     "host_copies",
-    # Counts forward passes of an engine that has none of the hooks below.
+    # Independent of host copies: counts the passes of a runner that calls no hook below.
     "diffusion",
-    # Refuses requests before any other hook changes them.
+    # Refuses requests; those below change what they take in.
     "speculation",
-    # A request's number of streams is the first word of its salt; saved prefixes rely on that.
+    # Extends the salt of a request that was not refused.
     "streams",
-    # Its share of the model is the second word. Like streams it may not be in a recording.
+    # Extends it, too; only the order of words in the salt depends on who is first.
     "shares",
-    # Opens an adapter for a request: behind all hooks that may refuse one, which would leak it.
+    # May unmerge the adapter in the weights for a request, so behind all that may refuse it.
     "adapters",
-    # Appends rows to a pass: behind adapters, which mark rows by the chunks that they come from.
+    # Independent of adapters: these say whose rows are, pooling says which rows are needed.
     "pooling",
-    # Replays a pass, unless adapters or pooling have marked it as not plain.
+    # Replays a pass that neither adapters nor pooling have marked.
     "recording",
-    # Adds to the scores of a pass, recorded or not.
+    # Changes the scores of a pass, replayed or computed.
     "penalties",
-    # Forbids tokens: behind penalties, which would make minus infinity a number again.
+    # Has the last word: a token that the form forbids stays forbidden whatever penalties make of it.
     "grammar",
     # Hooks of other packages, in the order of registration: they see what all others did.
     "other",
 )
-"""Places of hooks, each with why it stands behind the one before it. At every moment the hooks that
-act are called in this order."""
+"""Places of hooks, each with its relation to the one before. At every moment the hooks that act are
+called in this order."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -299,11 +300,6 @@ class Hooks(Generic[_H]):
         )
         self._hooks.append(hook)
         self._hooks.sort(key=lambda one: ORDER.index(one.place))
-        self._acting.clear()
-
-    def remove(self, place: str) -> None:
-        """Take the hook at a place out; KeyError if there is none."""
-        self._hooks.remove(self[place])
         self._acting.clear()
 
     def at(self, moment: Callable[Concatenate[_H, _P], _T]) -> tuple[Callable[_P, _T], ...]:

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from shoal.core.errors import ServeError, require
 from shoal.ir import Chunk, KVManager, Output, Request, Runner, Scheduler, Step, StepResult
 from shoal.serve.engine.counters import Counters
 from shoal.serve.engine.hooks import Executed, Hook, Hooks
 from shoal.serve.engine.isolation import Isolation
-from shoal.serve.engine.params import check_params
+from shoal.serve.engine.params import check_params, check_tokens
 
 __all__ = ["Engine"]
 
@@ -88,7 +87,7 @@ class Engine:
             ServeError: its parameters or tokens are wrong, or it can never run.
         """
         check_params(request.params, self.facts)
-        self._check_tokens(request)
+        check_tokens(request, self.vocab_size)
         request.arrival = self.clock()
         with self.hooks.within(Hook.guard):
             self.hooks(Hook.check, request)
@@ -175,30 +174,3 @@ class Engine:
     def close(self) -> None:
         """End what hooks have begun."""
         self.hooks(Hook.close)
-
-    def _check_tokens(self, request: Request) -> None:
-        where = f"request {request.id}"
-        require(
-            request.n_prompt >= 1 and request.n_prompt == len(request.tokens),
-            f"{where}: prompt",
-            request.n_prompt,
-            expected="at least one token, and nothing generated yet",
-            error=ServeError,
-        )
-        if self.vocab_size is None:
-            return
-        params, prompt = request.params, (min(request.tokens), max(request.tokens))
-        others = (*params.stop_ids, *(token for token, _ in params.logit_bias))
-        for what, tokens, hint in (
-            ("prompt token", prompt, "use the tokenizer that belongs to the model"),
-            ("stop or biased token", others, ""),
-        ):
-            for token in tokens:
-                require(
-                    0 <= token < self.vocab_size,
-                    f"{where}: {what}",
-                    token,
-                    expected=f"token ids below vocab_size = {self.vocab_size}",
-                    hint=hint,
-                    error=ServeError,
-                )

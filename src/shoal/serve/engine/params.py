@@ -1,4 +1,4 @@
-"""The ranges of sampling parameters."""
+"""What a request may ask for: ranges of its parameters, and its tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import SamplingParams
+from shoal.ir import Request, SamplingParams
 from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 
-__all__ = ["MAX_LOGPROBS", "check_params"]
+__all__ = ["MAX_LOGPROBS", "check_params", "check_tokens"]
 
 # Most alternatives reported with a token.
 MAX_LOGPROBS = 20
@@ -99,3 +99,40 @@ def check_params(params: SamplingParams, facts: Mapping[str, Any] | None = None)
         ),
     ):
         require(good, name, value, expected=expected, error=ServeError)
+
+
+def check_tokens(request: Request, vocab_size: int | None) -> None:
+    """Refuse a prompt that the model cannot read.
+
+    Args:
+        request: that arrives.
+        vocab_size: tokens that the model knows; None where that is not checked.
+
+    Raises:
+        ServeError: it is empty, or has a token that the model does not know.
+    """
+    where = f"request {request.id}"
+    require(
+        request.n_prompt >= 1 and request.n_prompt == len(request.tokens),
+        f"{where}: prompt",
+        request.n_prompt,
+        expected="at least one token, and nothing generated yet",
+        error=ServeError,
+    )
+    if vocab_size is None:
+        return
+    params, prompt = request.params, (min(request.tokens), max(request.tokens))
+    others = (*params.stop_ids, *(token for token, _ in params.logit_bias))
+    for what, tokens, hint in (
+        ("prompt token", prompt, "use the tokenizer that belongs to the model"),
+        ("stop or biased token", others, ""),
+    ):
+        for token in tokens:
+            require(
+                0 <= token < vocab_size,
+                f"{where}: {what}",
+                token,
+                expected=f"token ids below vocab_size = {vocab_size}",
+                hint=hint,
+                error=ServeError,
+            )

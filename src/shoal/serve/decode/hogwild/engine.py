@@ -30,7 +30,7 @@ from shoal.serve.decode.hogwild.words import Words
 from shoal.serve.engine.adjust import Adjuster
 from shoal.serve.engine.choosing import choose_rows
 from shoal.serve.engine.failure import failure
-from shoal.serve.engine.params import check_params
+from shoal.serve.engine.params import check_params, check_tokens
 
 __all__ = ["HogwildEngine", "build_engine"]
 
@@ -110,14 +110,7 @@ class HogwildEngine:
                     f"request {request.id} wants {what}: concurrent workers have none; serve with "
                     "decode=autoregressive"
                 )
-        require(
-            bool(request.tokens)
-            and 0 <= min(request.tokens) <= max(request.tokens) < self._vocab_size,
-            f"request {request.id}: prompt",
-            f"{len(request.tokens)} tokens",
-            expected=f"one or more tokens below vocab_size = {self._vocab_size}",
-            error=ServeError,
-        )
+        check_tokens(request, self._vocab_size)
         request.arrival = self._clock()
         leader = request.fork_of or request.id if params.workers > 1 else request.id
         gathered = self._gathered.setdefault(leader, [])
