@@ -55,7 +55,7 @@ ORDER = (
     "recording",
     # Changes the scores of a pass, replayed or computed.
     "penalties",
-    # Has the last word: a token that the form forbids stays forbidden whatever penalties make of it.
+    # Has the last word: what the form forbids stays forbidden, whatever penalties make of it.
     "grammar",
     # Hooks of other packages, in the order of registration: they see what all others did.
     "other",
