@@ -31,74 +31,62 @@ def check_params(params: SamplingParams, facts: Mapping[str, Any] | None = None)
     """
     facts = facts or {}
     streams, shares = facts.get("streams", 1), facts.get("shares", False)
-    for name, value, good, expected in (
-        ("max_tokens", params.max_tokens, params.max_tokens >= 1, "1 or more"),
+    one, far = params, f"-{MAX_PENALTY} to {MAX_PENALTY}"
+    least, most = MIN_REPETITION_PENALTY, MAX_PENALTY
+    warm = MIN_TEMPERATURE <= one.temperature < math.inf
+    some = f"1 to {streams}, the streams of the model"
+    alone = "1: the model has no parallel streams that a request could choose among"
+    part = "a share in (0, 1]"
+    whole = (
+        "nothing: the model has no feed-forward layers of two sizes (ffn: duo) whose routers were "
+        "trained; shoal model routers trains them"
+    )
+    biases = all(abs(bias) <= MAX_BIAS and token >= 0 for token, bias in one.logit_bias)
+    logprobs = one.logprobs is None or 0 <= one.logprobs <= MAX_LOGPROBS
+    for name, good, expected in (
+        ("max_tokens", one.max_tokens >= 1, "1 or more"),
         (
             "temperature",
-            params.temperature,
-            params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < math.inf,
+            one.temperature == 0 or warm,
             f"0 for the best token, or at least {MIN_TEMPERATURE:g}",
         ),
-        ("top_k", params.top_k, params.top_k >= 0, "0 (all) or more"),
-        ("top_p", params.top_p, 0 < params.top_p <= 1, "(0, 1]"),
-        ("min_p", params.min_p, 0 <= params.min_p <= 1, "0 (all) to 1"),
+        ("top_k", one.top_k >= 0, "0 (all) or more"),
+        ("top_p", 0 < one.top_p <= 1, "(0, 1]"),
+        ("min_p", 0 <= one.min_p <= 1, "0 (all) to 1"),
         (
             "repetition_penalty",
-            params.repetition_penalty,
-            MIN_REPETITION_PENALTY <= params.repetition_penalty <= MAX_PENALTY,
-            f"{MIN_REPETITION_PENALTY} to {MAX_PENALTY}; 1 for none",
+            least <= one.repetition_penalty <= most,
+            f"{least} to {most}; 1 for none",
         ),
-        *(
-            (name, value, -MAX_PENALTY <= value <= MAX_PENALTY, f"-{MAX_PENALTY} to {MAX_PENALTY}")
-            for name, value in (
-                ("frequency_penalty", params.frequency_penalty),
-                ("presence_penalty", params.presence_penalty),
-            )
-        ),
-        (
-            "logit_bias",
-            params.logit_bias,
-            all(abs(bias) <= MAX_BIAS and token >= 0 for token, bias in params.logit_bias),
-            f"numbers from -{MAX_BIAS:g} to {MAX_BIAS:g} for token ids",
-        ),
+        ("frequency_penalty", -most <= one.frequency_penalty <= most, far),
+        ("presence_penalty", -most <= one.presence_penalty <= most, far),
+        ("logit_bias", biases, f"numbers from -{MAX_BIAS:g} to {MAX_BIAS:g} for token ids"),
         (
             "min_tokens",
-            params.min_tokens,
-            0 <= params.min_tokens <= params.max_tokens,
-            f"0 to max_tokens = {params.max_tokens}",
-        ),
-        (
-            "grammar",
-            params.stop_ids,
-            params.grammar is None or (bool(params.stop_ids) and not params.min_tokens),
-            "a token that ends the output, and no min_tokens",
+            0 <= one.min_tokens <= one.max_tokens,
+            f"0 to max_tokens = {one.max_tokens}",
         ),
         (
             "streams",
-            params.streams,
-            params.streams is None or 1 <= params.streams <= max(1, streams),
-            f"1 to {streams}, the streams of the model"
-            if streams > 1
-            else "1: the model has no parallel streams that a request could choose among",
+            one.streams is None or 1 <= one.streams <= max(1, streams),
+            some if streams > 1 else alone,
         ),
         (
             "compute",
-            params.compute,
-            params.compute is None or (shares and 0 < params.compute <= 1),
-            "a share in (0, 1]"
-            if shares
-            else "nothing: the model has no feed-forward layers of two sizes (ffn: duo) whose "
-            "routers were trained; shoal model routers trains them",
+            one.compute is None or (shares and 0 < one.compute <= 1),
+            part if shares else whole,
         ),
-        ("pooling", params.pooling, params.pooling in (None, "mean", "last"), "mean or last"),
-        (
-            "logprobs",
-            params.logprobs,
-            params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS,
-            f"0 to {MAX_LOGPROBS}",
-        ),
+        ("pooling", one.pooling in (None, "mean", "last"), "mean or last"),
+        ("logprobs", logprobs, f"0 to {MAX_LOGPROBS}"),
     ):
-        require(good, name, value, expected=expected, error=ServeError)
+        require(good, name, getattr(one, name), expected=expected, error=ServeError)
+    require(
+        one.grammar is None or (bool(one.stop_ids) and not one.min_tokens),
+        "grammar",
+        one.stop_ids,
+        expected="a token that ends the output, and no min_tokens",
+        error=ServeError,
+    )
 
 
 def check_tokens(request: Request, vocab_size: int | None) -> None:
