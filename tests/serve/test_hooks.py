@@ -101,7 +101,7 @@ def test_a_hook_of_another_package_sees_every_moment_in_order(random_model, engi
     )
     assert others == mine
     planning, commit = ["before_plan", "planned"], ["executed", "committed"]
-    work = ["before_pass", "lay_out", "around", "wants", "computed", "transferred"]
+    work = ["before_pass", "lay_out", "around", "wanted", "computed", "transferred"]
     step = [*planning, *work, *commit]
     assert mine == ["check", "admitted", *step, *step, "ended", "ended", "metrics", "close"]
     assert [which for name, which in log if name == "First"].count("replay") == 2
@@ -152,8 +152,8 @@ def test_a_hook_may_refuse_change_and_recover(random_model, engine_for):
 
 def test_scores_are_adjusted_by_hooks_of_others_last(random_model, engine_for):
     class Only(Hook):
-        def wants(self, request):
-            return request.id == "mine"
+        def wanted(self, requests):
+            return [row for row, one in enumerate(requests) if one.id == "mine"]
 
         def adjust(self, scores, rows, requests):
             assert [requests[row].id for row in rows] == ["mine"]

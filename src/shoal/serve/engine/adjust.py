@@ -117,11 +117,15 @@ class Penalties(Hook):
     def __init__(self) -> None:
         self._histories: Book[_History] = Book(_History)
 
-    def wants(self, request: Request) -> bool:
-        """Whether scores of the next token change."""
-        params = request.params
-        early = params.stop_ids and request.n_generated < params.min_tokens
-        return bool(params.logit_bias or early or _counts(params))
+    def wanted(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Rows whose scores change."""
+        return [
+            row
+            for row, one in enumerate(requests)
+            if one.params.logit_bias
+            or (one.params.min_tokens > one.n_generated and one.params.stop_ids)
+            or _counts(one.params)
+        ]
 
     def adjust(
         self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
@@ -200,9 +204,9 @@ class Adjuster:
             requests: whose rows they are.
         """
         scores_RV, failed = logits_RV, dict[str, str]()
-        wanted, adjusts = self.hooks.at(Hook.wants), self.hooks.at(Hook.adjust)
-        for wants, adjust in zip(wanted, adjusts, strict=True):
-            rows = [row for row, one in enumerate(requests) if wants(one)]
+        several, adjusts = self.hooks.at(Hook.wanted), self.hooks.at(Hook.adjust)
+        for wanted, adjust in zip(several, adjusts, strict=True):
+            rows = wanted(requests)
             if not rows:
                 continue
             if scores_RV is logits_RV:

@@ -209,9 +209,9 @@ class Hook:
         """The result with what follows from hidden states of the needed rows."""
         return result
 
-    def wants(self, request: Request) -> bool:
-        """Whether scores of this request are given to :meth:`adjust`."""
-        return False
+    def wanted(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Rows, one a request, whose scores are given to :meth:`adjust`."""
+        return ()
 
     def adjust(
         self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
@@ -220,7 +220,7 @@ class Hook:
 
         Args:
             scores_RV: in fp32 at least; one row a request.
-            rows: of requests that this hook wants.
+            rows: those that this hook wants.
             requests: of all rows.
         """
         return {}

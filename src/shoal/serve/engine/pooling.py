@@ -53,6 +53,7 @@ class Pooling(Hook):
 
     def __init__(self) -> None:
         self._sums: Book[_Sum] = Book(_Sum)
+        self._here = False  # whether the pass has such requests
 
     def executed(self, done: Executed) -> None:
         """Tell vectors."""
@@ -61,7 +62,8 @@ class Pooling(Hook):
 
     def before_pass(self, work: Pass) -> None:
         """Recordings have no hidden states."""
-        work.plain = work.plain and not any(one.request.params.pooling for one in work.chunks)
+        self._here = any(one.request.params.pooling for one in work.chunks)
+        work.plain = work.plain and not self._here
 
     @staticmethod
     def _wanted(work: Pass) -> Iterator[tuple[Chunk, range]]:
@@ -74,16 +76,16 @@ class Pooling(Hook):
 
     def lay_out(self, work: Pass) -> None:
         """Ask for the rows behind those that are there."""
-        work.rows += [row for _, rows in self._wanted(work) for row in rows]
+        if self._here:
+            work.rows += [row for _, rows in self._wanted(work) for row in rows]
 
     def computed(self, work: Pass, hidden_RD: Tensor, result: StepResult) -> StepResult:
         """The result with vectors of prompts that are whole."""
-        wanted = list(self._wanted(work))
-        if not wanted:
+        if not self._here:
             return result
         stop = sum(chunk.yields for chunk in work.chunks)
         vectors, failed, errors = dict(result.vectors), dict(result.failed), dict(result.errors)
-        for chunk, rows in wanted:
+        for chunk, rows in self._wanted(work):
             name, start, stop = chunk.request.id, stop, stop + len(rows)
             try:
                 vector = self._add(chunk, hidden_RD[start:stop])

@@ -234,9 +234,9 @@ class Grammars(Hook):
             lambda request: _Matching(request, self._compiled(_grammar(request)).deep_copy())
         )
 
-    def wants(self, request: Request) -> bool:
-        """Whether its answer has a form."""
-        return request.params.grammar is not None
+    def wanted(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Rows of answers that have a form."""
+        return [row for row, one in enumerate(requests) if one.params.grammar is not None]
 
     def adjust(
         self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
