@@ -181,12 +181,12 @@ class Lending:
             if one.engine.busy:
                 outputs += one.engine.step()
             else:
-                one.engine.settle()
-            self.ledger.beat(one.engine.beat(), 0.0)
+                one.lending.settle()
+            self.ledger.beat(one.lending.beat(), 0.0)
         for debt in self.ledger.recalls():
-            self.instances[debt.debtor].engine.recall(debt.creditor, debt.blocks)
+            self.instances[debt.debtor].lending.recall(debt.creditor, debt.blocks)
         for debt in self.ledger.loans():
-            self.instances[debt.debtor].engine.borrow(debt.creditor, debt.blocks)
+            self.instances[debt.debtor].lending.borrow(debt.creditor, debt.blocks)
         return outputs
 
     def told(self):

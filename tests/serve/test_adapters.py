@@ -84,7 +84,7 @@ def test_a_mixed_batch_is_each_ones_own_model(tuned, engine_for, together):
 def test_the_cache_of_one_adapter_serves_no_other(tuned, engine_for):
     base, found = tuned
     engine = engine_for(copy.deepcopy(base), precision="fp32", max_adapters=2)
-    bank = engine.adapters
+    bank = engine.hooks["adapters"].bank
     prompt = prompts(1, 48)[0]
     given = {}
     for name in ("lora", "rslora"):
@@ -101,7 +101,7 @@ def test_the_cache_of_one_adapter_serves_no_other(tuned, engine_for):
 def test_loading_and_unloading(tuned, engine_for, tmp_path):
     base, found = tuned
     engine = engine_for(copy.deepcopy(base), precision="fp32", max_adapters=1, max_adapter_rank=4)
-    bank = engine.adapters
+    bank = engine.hooks["adapters"].bank
     place = Path(found["lora"][0])
     with pytest.raises(ServeError, match="no such adapter"):
         engine.add(Request("x", [1, 2], 2, SamplingParams(max_tokens=2), adapter="sql"))
@@ -167,7 +167,7 @@ def test_a_merged_adapter_is_itself_and_leaves_no_trace(tuned, engine_for, preci
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     made = prepare(job, copy.deepcopy(base).to(dtype))
     engine = engine_for(made, precision=precision, adapters=names)
-    bank = engine.adapters
+    bank = engine.hooks["adapters"].bank
     plain, apart = products(bank), products(bank, "lora")
     before = answers(engine, [(prompt, None), (prompt, "lora"), (other, "rslora")])
     bank.merge("lora")
@@ -194,7 +194,7 @@ def test_who_is_merged_when(tuned, engine_for):
         precision="fp32",
         adapters={name: found[name][0] for name in ("lora", "rslora")},
     )
-    bank = engine.adapters
+    bank = engine.hooks["adapters"].bank
     want = answers(engine, [(prompts(1)[0], "lora")])
     with pytest.raises(ServeError, match="expected one of lora, rslora"):
         bank.merge("sql")
@@ -232,8 +232,8 @@ def test_weights_in_few_bits_take_no_adapter_in(tuned, engine_for):
     )
     engine = engine_for(prepare(job, copy.deepcopy(base)), precision="fp32", adapters=job.adapters)
     with pytest.raises(ServeError, match="few bits"):
-        engine.adapters.merge("a")
-    assert engine.adapters.merged is None
+        engine.hooks["adapters"].bank.merge("a")
+    assert engine.hooks["adapters"].bank.merged is None
 
 
 @pytest.mark.parametrize(
@@ -264,5 +264,5 @@ def test_a_request_that_is_refused_is_not_open(tuned, engine_for):
     for adapter in (None, "lora"):
         with pytest.raises(ServeError):
             engine.add(Request("x", [1] * 80, 80, SamplingParams(max_tokens=2), adapter=adapter))
-    engine.adapters.merge("lora")
-    engine.adapters.unload("lora")
+    engine.hooks["adapters"].bank.merge("lora")
+    engine.hooks["adapters"].bank.unload("lora")

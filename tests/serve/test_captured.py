@@ -34,7 +34,7 @@ def engines(random_model, engine_for):
         for _ in range(2):
             fast = accelerate(copy.deepcopy(model), wanted, positions=512)
             found.append(engine_for(fast, kernel=KERNELS, **fields))
-        found[1].runner._captured = None
+        found[1].runner.hooks["recording"].replay = lambda work: None
         return found
 
     return make
@@ -71,7 +71,7 @@ def test_the_same_tokens(family, dtype, fields, engines, serve_all):
     records, plain = engines(family, dtype, **fields)
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
-    captured = records.runner._captured
+    captured = records.runner.hooks["recording"]
     assert captured.reasons == {}
     assert len(captured._tapes) >= 3
 
@@ -93,18 +93,18 @@ def test_weights_of_few_bits_too(text, random_model, engine_for, serve_all):
         return engine_for(accelerate(model, wanted, positions=512), kernel=KERNELS)
 
     records, plain = engine(), engine()
-    plain.runner._captured = None
+    plain.runner.hooks["recording"].replay = lambda work: None
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
-    assert records.runner._captured.reasons == {}
-    assert records.runner._captured._tapes
+    assert records.runner.hooks["recording"].reasons == {}
+    assert records.runner.hooks["recording"]._tapes
 
 
 def test_what_cannot_be_recorded_is_computed(engines, serve_all):
     records, plain = engines("mixtral", torch.float32)
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
-    reasons = records.runner._captured.reasons
+    reasons = records.runner.hooks["recording"].reasons
     assert reasons
     assert all(reason.startswith("aten::") for reason in reasons.values())
 
@@ -115,12 +115,12 @@ def test_preempted_and_copied_blocks(engines, serve_all):
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)
     assert records.stats()["preemptions_total"] > 0
-    assert records.runner._captured._tapes
+    assert records.runner.hooks["recording"]._tapes
 
 
 def test_a_kernel_that_is_not_seen_is_noticed(engines, serve_all):
     records, _ = engines("llama", torch.bfloat16)
-    captured = records.runner._captured
+    captured = records.runner.hooks["recording"]
     inner = captured._attention
 
     def attention(*given):
@@ -151,12 +151,12 @@ def test_a_profile_measures_the_kernels_that_serve(engines):
     samples = profile(runner, spread(limits, 256), seconds=0.0)
     assert all(sample.seconds > 0 for sample in samples)
     assert beside.attention is runner.attention
-    assert beside._captured is not runner._captured
+    assert beside.hooks["recording"] is not runner.hooks["recording"]
 
 
 def test_a_number_that_cannot_be_recorded_does_not_keep_others_from_it(engines, serve_all):
     records, plain = engines("llama", torch.bfloat16)
-    captured = records.runner._captured
+    captured = records.runner.hooks["recording"]
     captured.reasons[2] = "told"
     prompts, params = asked()
     assert serve_all(records, prompts, params) == serve_all(plain, prompts, params)

@@ -113,8 +113,8 @@ def run(instances: list[Instance], ledger: Ledger, steps: int = 2_000) -> None:
     """All of them in turn, with the ledger's advice, until nobody has anything to do."""
     for _ in range(steps):
         for one in instances:
-            one.engine.step() if one.engine.busy else one.engine.settle()
-            ledger.beat(one.engine.beat(), 0.0)
+            one.engine.step() if one.engine.busy else one.lending.settle()
+            ledger.beat(one.lending.beat(), 0.0)
         for debt in ledger.recalls():
             words = {"kind": "recall", "creditor": debt.creditor, "blocks": debt.blocks}
             instances[debt.debtor].handle(words)
@@ -168,7 +168,7 @@ def test_who_borrows_and_lends_at_once_is_resolved(
     for one, asked in zip(some, made, strict=True):
         one.engine.scheduler.add(asked)
         one.engine.step()
-        ledger.beat(one.engine.beat(), 0.0)
+        ledger.beat(one.lending.beat(), 0.0)
     assert {(debt.debtor, debt.creditor) for debt in ledger.debts} == {(0, 1), (1, 0)}
     run(some, ledger)
     assert [one.tokens[one.n_prompt :] for one in made] == want
@@ -212,11 +212,11 @@ def test_a_host_lends_memory_and_computes_no_request(
     one.engine.scheduler.add(made[0])
     for _ in range(1_000):
         one.engine.step()
-        short = one.engine.beat().short + one.engine.beat().ahead
+        short = one.lending.beat().short + one.lending.beat().ahead
         one.handle({"kind": "loans", "loans": [[1, short]]})
         if not one.engine.busy:
             break
-    one.engine.settle()
+    one.lending.settle()
     assert [one.tokens[one.n_prompt :] for one in made] == want
     assert one.engine.stats()["blocks_moved"] >= 360 // 8 - BLOCKS
     assert one.kv.borrowed == {}

@@ -145,7 +145,7 @@ def test_host_and_cache_hold_the_same_at_every_resume(random_model):
         for request in arriving:
             tokens = request.n_computed
             size = runner.cache.block_size
-            (cache,), (host,) = runner.cache.blocks, runner.mover._host.blocks
+            (cache,), (host,) = runner.cache.blocks, runner.hooks["host_copies"].mover._host.blocks
             kept = swaps.host.blocks(request, 0, tokens)
             for place, (ours, theirs) in enumerate(zip(request.blocks, kept, strict=False)):
                 filled = min(size, tokens - place * size)

@@ -25,7 +25,7 @@ from shoal.model import huggingface  # noqa: E402
 from shoal.model.generate import adjust, sample  # noqa: E402
 from shoal.plan.trees.drafting import Always  # noqa: E402
 from shoal.serve.engine.adjust import Adjuster  # noqa: E402
-from shoal.serve.engine.loop import check_params  # noqa: E402
+from shoal.serve.engine.params import check_params  # noqa: E402
 from shoal.serve.engine.sampler import choose, probabilities, sample_rows  # noqa: E402
 from shoal.train.peft import files  # noqa: E402
 
@@ -50,7 +50,7 @@ def drain(engine, requests):
     while engine.busy:
         engine.step()
         told += engine.told()
-    engine.check_integrity()
+    engine.hooks["isolation"].check_integrity()
     return (
         {one.id: one.tokens[one.n_prompt :] for one in requests},
         {one["id"]: one for one in told if one["kind"] == "error"},
@@ -293,8 +293,8 @@ def test_adapters_that_are_not_finite_are_refused(overflowing, engine_for, tmp_p
     save_file(state, place / "adapter_model.safetensors")
     engine = engine_for(copy.deepcopy(base), precision="fp32", max_adapters=2)
     with pytest.raises(ServeError, match=r"1 of .* NaN or infinite"):
-        engine.adapters.load("bad", place)
-    assert engine.adapters.names == ()
+        engine.hooks["adapters"].bank.load("bad", place)
+    assert engine.hooks["adapters"].bank.names == ()
 
 
 def test_guesses_behind_the_end_of_an_answer_are_not_counted(random_model, engine_for):

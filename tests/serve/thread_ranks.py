@@ -9,7 +9,9 @@ from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import Limits, Step
 from shoal.parallel.comm.threads import run_ranks
+from shoal.serve.cache.host import HostCopies
 from shoal.serve.engine.ahead import AheadEngine
+from shoal.serve.engine.pooling import Pooling
 from shoal.serve.ranks.commands import Inbox, Writer
 from shoal.serve.ranks.part import check_parts
 from shoal.serve.ranks.worker import Rank
@@ -111,4 +113,6 @@ def thread_engine(job, model, **options):
     ranks = ThreadRanks(job, model, kv.num_blocks, kv.block_size, **options)
     preemption = table("preempt").build(job.preempt).build(kv, limits, host_tokens=job.host_tokens)
     scheduler = table("scheduler").build(job.scheduler).build(kv, limits, preemption)
-    return AheadEngine(scheduler, ranks, kv=kv, vocab_size=model.config.vocab_size), ranks
+    hooks = (HostCopies(), Pooling())
+    vocab = model.config.vocab_size
+    return AheadEngine(scheduler, ranks, kv=kv, vocab_size=vocab, hooks=hooks), ranks

@@ -14,7 +14,6 @@ from shoal.ir.decoding import (
 from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterReport, DrafterWork
 from shoal.ir.engine import (
     Compacting,
-    CountingRunner,
     Forking,
     KVManager,
     KVPart,
@@ -96,7 +95,6 @@ __all__ = [
     "Chunk",
     "Compacting",
     "Copy",
-    "CountingRunner",
     "Device",
     "Disagg",
     "Dispatcher",

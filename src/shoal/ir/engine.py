@@ -27,7 +27,6 @@ from shoal.ir.serving import (
 
 __all__ = [
     "Compacting",
-    "CountingRunner",
     "Forking",
     "KVManager",
     "KVPart",
@@ -268,15 +267,6 @@ class Runner(Protocol):
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step; its keys and values go to the blocks of its requests."""
-        ...
-
-
-@runtime_checkable
-class CountingRunner(Runner, Protocol):
-    """A runner with numbers of its own."""
-
-    def stats(self) -> Mapping[str, float]:
-        """Counters for metrics."""
         ...
 
 

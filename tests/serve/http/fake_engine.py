@@ -21,6 +21,7 @@ class FakeEngine:
     def __init__(self):
         self.requests = {}
         self.vectors = []
+        self.facts, self.answers = {}, {}
         self.steps = 0
         self.aborts = 0
         self.generated = 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from shoal.ir import ServeJob  # noqa: E402
+from shoal.ir import Request, ServeJob  # noqa: E402
 from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams  # noqa: E402
 from shoal.serve.engine.client import ClientOptions, EngineClient, EngineDownError  # noqa: E402
 from shoal.serve.engine.deaths import Deaths, key_of  # noqa: E402
@@ -215,7 +215,8 @@ def test_a_request_that_kills_is_refused_the_third_time(byte_model):
         params = SamplingParams(max_tokens=3)
 
         async def ask(name, prompt):
-            return [one async for one in client.generate(name, prompt, params)]
+            request = Request(name, prompt, len(prompt), params)
+            return [one async for one in client.generate(request)]
 
         try:
             for number in range(2):

@@ -372,11 +372,11 @@ class FastSwitch:
         try:
             return _watch(engine, runner, arrivals, config.num_layers)
         finally:
-            assert runner.mover is not None
-            runner.mover.close()
+            engine.close()
 
     def _virtual(self, seed: int, name: str) -> _Seen:
         """Serve a trace once, in virtual time."""
+        from shoal.serve.cache.host import HostCopies
         from shoal.serve.engine.loop import Engine
 
         job = self._job(name)
@@ -392,7 +392,7 @@ class FastSwitch:
         )
         scheduler = table("scheduler").build(job.scheduler).build(kv, limits, preemption)
         time = _VirtualTime(link)
-        engine = Engine(scheduler, time, kv=kv, clock=time.now)
+        engine = Engine(scheduler, time, kv=kv, hooks=[HostCopies()], clock=time.now)
         arrivals = self._arrivals(seed, _VOCAB)
         return _watch(engine, time, arrivals, _LAYERS, clock=time.now, sleep=time.sleep)
 

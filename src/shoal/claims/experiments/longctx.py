@@ -273,7 +273,7 @@ class LongCtx:
     def _runner(self, config: ModelConfig) -> LocalRunner:
         """A runner with random weights, and a cache of the longest context."""
         from shoal.ir import ServeJob
-        from shoal.serve.cache.host import HostStore, Mover
+        from shoal.serve.cache.host import HostCopies, HostStore, Mover
         from shoal.serve.engine.build import engine_of, prepare
         from shoal.train import zoo
 
@@ -288,7 +288,8 @@ class LongCtx:
             }
         )
         _, _, runner = engine_of(job, prepare(job, zoo.random(config)))
-        runner.mover = Mover(runner.cache, HostStore(runner.cache, runner.cache.num_blocks))
+        mover = Mover(runner.cache, HostStore(runner.cache, runner.cache.num_blocks))
+        runner.hooks.add(HostCopies(mover))
         return runner
 
     def _lengths(self, config: ModelConfig) -> _Measured:
@@ -303,8 +304,7 @@ class LongCtx:
             found.decode[tokens] = _decode(runner, tokens, tokens, self.repeats)
             found.switch[tokens] = _switch(runner, tokens, self.repeats)
             tokens *= 2
-        assert runner.mover is not None
-        runner.mover.close()
+        runner.hooks["host_copies"].close()
         return found
 
     def _variant(self, kv_heads: int, window: int | None) -> tuple[float, float]:
@@ -315,8 +315,7 @@ class LongCtx:
             _decode(runner, self.last, kept, self.repeats),
             _switch(runner, kept, self.repeats),
         )
-        assert runner.mover is not None
-        runner.mover.close()
+        runner.hooks["host_copies"].close()
         return found
 
     def _setting(self, config: ModelConfig, peaks: Peaks, *, blind: bool) -> LongContext:
@@ -430,8 +429,7 @@ def _switch(runner: LocalRunner, kept: int, repeats: int) -> float:
     """Median seconds of moving a context to the host and back."""
     from shoal.ir import Copy, Transfer
 
-    mover, took = runner.mover, []
-    assert mover is not None
+    mover, took = runner.hooks["host_copies"].mover, []
     for turn, blocks in enumerate(_places(runner, kept, repeats)):
         run = (Copy(blocks[0], blocks[0], len(blocks)),)
         start = time.perf_counter()

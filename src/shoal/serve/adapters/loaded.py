@@ -222,8 +222,8 @@ class AdapterBank:
         )
         return self._keys[name]
 
-    def take(self, name: str | None) -> str | None:
-        """The identity of an adapter, for a request that begins; None for the model itself.
+    def key_for(self, name: str | None) -> str | None:
+        """The identity of an adapter, for a request that arrives; None for the model itself.
 
         What another adapter is merged into is itself again first.
 
@@ -235,9 +235,11 @@ class AdapterBank:
             raise ServeError(f"adapter = {name!r}: no such adapter; there are {listed}")
         if self.merged is not None and name != self.merged:
             self.unmerge(self.merged)
-        key = None if name is None else self._keys[name]
+        return None if name is None else self._keys[name]
+
+    def take(self, key: str | None) -> None:
+        """A request for this adapter, or for the model itself, begins."""
         self._open[key] += 1
-        return key
 
     def leave(self, key: str | None) -> None:
         """A request for this adapter, or for the model itself, has ended."""

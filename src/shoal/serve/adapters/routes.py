@@ -21,7 +21,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from shoal.serve.engine.client import EngineClient
+from shoal.serve.engine.client import EngineClient, RefusedError
 from shoal.serve.http.body import read_body
 from shoal.serve.http.errors import ApiError
 from shoal.serve.http.fields import wrong
@@ -71,7 +71,7 @@ class AdapterRoutes:
                 param="lora_name",
                 code="invalid_value",
             )
-        await self._client.change_adapter("load", name, path)
+        await change(self._client, "load", name, path)
         return _done(name)
 
     async def unload(self, request: Request) -> Response:
@@ -88,8 +88,36 @@ class AdapterRoutes:
 
     async def _change(self, what: str, request: Request) -> Response:
         name = read_adapter(await read_body(request, self._limits))
-        await self._client.change_adapter(what, name)
+        await change(self._client, what, name)
         return _done(name)
+
+
+async def change(client: EngineClient, what: str, name: str, path: str = "") -> None:
+    """Load an adapter, unload, merge or unmerge it.
+
+    A restarted engine has what was loaded, and nothing merged.
+
+    Args:
+        client: of the engine.
+        what: ``load``, ``unload``, ``merge`` or ``unmerge``.
+        name: of the adapter.
+        path: where it lies, to load it.
+
+    Raises:
+        EngineDownError: the engine is not there, or died meanwhile.
+        RefusedError: the engine cannot; says why.
+    """
+    no_room = "this engine has no room for adapters; serve with --max-adapters"
+    error = await client.ask("adapter", otherwise=no_room, do=what, name=name, path=path)
+    if error is not None:
+        raise RefusedError(error)
+    if what in ("load", "unload"):
+        job = client.job
+        kept = {key: value for key, value in job.adapters.items() if key != name}
+        if what == "load":
+            kept[name] = path
+        room = job.room_for_adapters
+        client.job = job.model_copy(update={"adapters": kept, "max_adapters": room})
 
 
 def _done(name: str) -> Response:

@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError
-from shoal.ir import Copy, HostLink, Transfer
+from shoal.ir import Copy, HostLink, Step, Transfer
 from shoal.serve.cache.paged import PagedCache
+from shoal.serve.engine.hooks import Executed, Hook
 
-__all__ = ["HostStore", "Mover", "measure_link"]
+if TYPE_CHECKING:
+    from shoal.serve.engine.build import Building
+
+__all__ = ["HostCopies", "HostStore", "Mover", "copies_of", "measure_link"]
 
 # Enough for both directions, and for some that wait for others.
 _THREADS = 4
@@ -175,6 +180,63 @@ class Mover:
         return self._host.blocks
 
 
+class HostCopies(Hook):
+    """Moves blocks between cache and host as steps say, and counts what moved.
+
+    Args:
+        mover: of this process; None where others move.
+        at_once: a step waits for all of its own transfers.
+    """
+
+    place: ClassVar[str] = "host_copies"
+
+    def __init__(self, mover: Mover | None = None, *, at_once: bool = False) -> None:
+        self.mover, self._at_once = mover, at_once
+        self._blocks = {"out": 0, "in": 0, "own": 0}
+        self._copies = 0
+        self._seconds = 0.0
+        self._since: dict[int, float] = {}
+
+    def executed(self, done: Executed) -> None:
+        """Count the transfers that began and ended."""
+        for transfer in done.step.transfers:
+            self._blocks[transfer.kind] += sum(copy.num_blocks for copy in transfer.copies)
+            self._copies += len(transfer.copies)
+            self._since[transfer.id] = done.started
+        for over in done.result.done:
+            self._seconds += done.now - self._since.pop(over)
+
+    def metrics(self) -> Mapping[str, float]:
+        """What moved since the start."""
+        return {
+            "swap_out_blocks_total": self._blocks["out"],
+            "swap_in_blocks_total": self._blocks["in"],
+            "swap_copies_total": self._copies,
+            "switch_seconds_total": self._seconds,
+        }
+
+    def transfer(self, step: Step) -> None:
+        """Begin the transfers of a step, and wait for what it waits for."""
+        assert self.mover is not None
+        self.mover.begin(step.transfers)
+        if self._at_once:
+            self.mover.wait(one.id for one in step.transfers)
+        else:
+            self.mover.wait(step.wait_for, first=not step.chunks)
+
+    def transferred(self) -> frozenset[int]:
+        """Transfers that have ended."""
+        return self.mover.over() if self.mover is not None else frozenset()
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        if self.mover is not None:
+            self.mover.close()
+
+    def beside(self, cache: PagedCache) -> None:
+        """Runners beside this one move nothing."""
+
+
 def _copy_run(source: Tensor, target: Tensor, copy: Copy) -> None:
     """A run of blocks in every layer of [L, 2, blocks, ...]."""
     old = source[:, :, copy.source : copy.source + copy.num_blocks]
@@ -220,3 +282,14 @@ def measure_link(cache: PagedCache, host: HostStore, *, seconds: float = 0.05) -
         block_bytes=block_bytes,
         layers=layers,
     )
+
+
+def copies_of(built: Building) -> HostCopies | None:
+    """The host tier of an engine; measures its link unless one is emulated."""
+    tokens = built.job.host_tokens
+    if not tokens:
+        return None
+    host = HostStore(built.cache, tokens // built.kv.block_size)
+    mover = Mover(built.cache, host, link=built.link)
+    built.link = built.link or measure_link(built.cache, host)
+    return HostCopies(mover)

@@ -1,30 +1,30 @@
-"""The engine of one instance of several that lend each other memory.
+"""What the engine of one instance does where several lend each other memory.
 
-It is the engine's loop with three things around it: full blocks are copied to lenders beside the
-steps, a step begins when its blocks have memory, and when a lender is gone the requests that had
-something there are computed again.
+Full blocks are copied to lenders beside the steps, a step begins when its blocks have memory, and
+when a lender is gone the requests that had something there are computed again.
 
 Source: Lin et al., Infinite-LLM, 2024, section 4.2 (rManager).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 from shoal.core.errors import ServeError
-from shoal.ir import Output, Request
+from shoal.ir import Request, Step
 from shoal.plan.batching.cache.borrowing import Borrower
 from shoal.plan.batching.cache.distributed import DistributedBlocks, Lend
 from shoal.plan.batching.cache.ledger import Beat
 from shoal.plan.batching.common import Queues
 from shoal.serve.cluster.distattn import DistRunner
 from shoal.serve.cluster.lender import Creditor, LenderLostError
+from shoal.serve.engine.hooks import Executed, Hook
 from shoal.serve.engine.loop import Engine
 
-__all__ = ["BorrowingEngine"]
+__all__ = ["Lending"]
 
 
 class _Copies:
@@ -92,11 +92,11 @@ class _Copies:
         return bool(self._under_way)
 
 
-class BorrowingEngine(Engine):
-    """An :class:`~shoal.serve.engine.loop.Engine` that borrows memory from other instances.
+class Lending(Hook):
+    """Lets an engine borrow memory from other instances.
 
     Args:
-        engine: what it is made of: its scheduler, its runner and its books.
+        engine: its scheduler, its runner and its books.
         instance: its number.
         lock: of the books, which lenders' threads read, too.
 
@@ -104,24 +104,24 @@ class BorrowingEngine(Engine):
         ServeError: a scheduler whose requests cannot be computed again.
     """
 
-    runner: DistRunner
-    kv: DistributedBlocks
+    place: ClassVar[str] = "lending"
 
-    def __init__(self, engine: Engine, instance: int, lock: threading.Lock) -> None:
-        super().__init__(
-            engine.scheduler, engine.runner, kv=engine.kv, vocab_size=engine.vocab_size
-        )
-        if not isinstance(engine.scheduler, Queues):
+    def __init__(self, engine: Engine, instance: int, lock: AbstractContextManager[object]) -> None:
+        runner, kv, scheduler = engine.runner, engine.kv, engine.scheduler
+        assert isinstance(runner, DistRunner) and isinstance(kv, DistributedBlocks)
+        if not isinstance(scheduler, Queues):
             raise ServeError(
-                f"scheduler = {type(engine.scheduler).__name__}: expected fcfs, fair or "
+                f"scheduler = {type(scheduler).__name__}: expected fcfs, fair or "
                 "prefill_first with a distributed cache"
             )
         self.instance, self._lock = instance, lock
-        self._borrower = Borrower(engine.scheduler, self.kv, instance)
-        self._copies = _Copies(self.runner)
-        self.runner.creditors = {}
+        self._runner, self._kv = runner, kv
+        self._borrower = Borrower(scheduler, kv, instance)
+        self._copies = _Copies(runner)
+        runner.creditors = {}
         # Tokens of all steps, those computed again too.
         self._computed = 0
+        engine.register(self)
 
     def meet(self, paths: Mapping[int, str], form: Mapping[str, Any], *, timeout_s: float) -> None:
         """Connect to all who lend: one connection for queries, one for copies.
@@ -130,51 +130,68 @@ class BorrowingEngine(Engine):
             ServeError: one has another model or cache.
         """
         for instance, path in paths.items():
-            self.runner.creditors[instance], self._copies.creditors[instance] = (
+            self._runner.creditors[instance], self._copies.creditors[instance] = (
                 Creditor(instance, path, self.instance, form, timeout_s=timeout_s) for _ in "ab"
             )
 
-    def step(self) -> list[Output]:
-        """Plan, execute and commit one step; nothing when there is nothing to compute (yet)."""
-        try:
-            self._progress()
-            started = self.clock()
-            with self._lock:
-                step = self.scheduler.plan(started)
-            self._preemptions += len(step.preempted)
-            planned, step = step, self._borrower.fit(step, self._room)
-            self.last_chunks = step.chunks
-            if not step:
-                if planned.chunks:
-                    with self._lock:
-                        self._borrower.give_way()
-                return []
-            step = self._scrubbing(step)
-            result = self.runner.execute(step)
-        except LenderLostError as cause:
-            self.lose(cause.instance)
-            return []
-        self._computed += step.num_tokens
+    def guard(self) -> AbstractContextManager[object]:
+        """The lock of the books."""
+        return self._lock
+
+    def before_plan(self) -> None:
+        """Take in copies that have arrived, begin others, give back what is not used."""
+        arrived = self._copies.over()
         with self._lock:
-            return self._commit(step, result, started, self.scheduler.commit)
+            for lend in arrived:
+                self._kv.finish(lend)
+            lends = [] if self._copies.busy else self._borrower.lends()
+            returned = self._borrower.returns()
+        self._copies.begin(lends)
+        for instance, blocks in returned.items():
+            lender = self._runner.creditors.get(instance)
+            if lender is not None:
+                lender.release(blocks)
+
+    def planned(self, step: Step) -> Step:
+        """As much of a step as has memory; if that is nothing, the newest request gives way."""
+        fitting = self._borrower.fit(step, self._room)
+        if step.chunks and not fitting:
+            with self._lock:
+                self._borrower.give_way()
+        return fitting
+
+    def executed(self, done: Executed) -> None:
+        """Count tokens."""
+        self._computed += done.step.num_tokens
+
+    def failed(self, cause: Exception) -> bool:
+        """Go on without a lender that is lost.
+
+        Raises:
+            Exception: of another kind; other instances compute the requests of this one again.
+        """
+        if not isinstance(cause, LenderLostError):
+            raise cause
+        self.lose(cause.instance)
+        return True
 
     def close(self) -> None:
         """Finish what is under way, and leave all lenders."""
         self._copies.close()
-        for lender in self.runner.creditors.values():
+        for lender in self._runner.creditors.values():
             lender.close()
 
     def settle(self) -> bool:
         """Between steps: take in copies, give back what is not used; whether more are under way."""
         try:
-            self._progress()
+            self.before_plan()
         except LenderLostError as cause:
             self.lose(cause.instance)
         return self._copies.busy
 
     def borrow(self, creditor: int, blocks: int) -> None:
         """Reserve blocks at a lender, which may grant fewer."""
-        lender = self.runner.creditors.get(creditor)
+        lender = self._runner.creditors.get(creditor)
         if lender is None:
             return
         try:
@@ -183,7 +200,7 @@ class BorrowingEngine(Engine):
             self.lose(creditor)
             return
         with self._lock:
-            self.kv.credit(creditor, granted)
+            self._kv.credit(creditor, granted)
 
     def recall(self, creditor: int, blocks: int) -> None:
         """See :meth:`~shoal.plan.batching.cache.borrowing.Borrower.recall`."""
@@ -194,12 +211,12 @@ class BorrowingEngine(Engine):
     def lose(self, instance: int) -> None:
         """An instance is gone: nothing is asked of it, and what it held is computed again."""
         finished = self._copies.drop(instance)
-        lender = self.runner.creditors.pop(instance, None)
+        lender = self._runner.creditors.pop(instance, None)
         if lender is not None:
             lender.close()
         with self._lock:
             for lend in finished:
-                self.kv.finish(lend)
+                self._kv.finish(lend)
             self._borrower.lose(instance)
 
     def beat(self) -> Beat:
@@ -207,35 +224,17 @@ class BorrowingEngine(Engine):
         with self._lock:
             return self._borrower.beat()
 
-    def stats(self) -> dict[str, float]:
-        """Those of every engine, and of what is lent, borrowed and moved."""
-        with self._lock:
-            own = self.kv.stats()
-            found = super().stats()
-        names = ("blocks_lent", "blocks_borrowed", "blocks_moved")
+    def metrics(self) -> Mapping[str, float]:
+        """What is lent, borrowed and moved."""
+        own = self._kv.stats()
         return {
-            **found,
-            **{name: own[name] for name in names},
+            **{name: own[name] for name in ("blocks_lent", "blocks_borrowed", "blocks_moved")},
             "tokens_computed_total": self._computed,
             "lend_bytes_total": self._copies.moved_bytes,
-            "helped_tokens_total": self.runner.helped_tokens,
-            "helped_bytes_total": self.runner.helped_bytes,
-            "spared_bytes_total": self.runner.spared_bytes,
+            "helped_tokens_total": self._runner.helped_tokens,
+            "helped_bytes_total": self._runner.helped_bytes,
+            "spared_bytes_total": self._runner.spared_bytes,
         }
-
-    def _progress(self) -> None:
-        """Take in copies that have arrived, begin others, give back what is not used."""
-        arrived = self._copies.over()
-        with self._lock:
-            for lend in arrived:
-                self.kv.finish(lend)
-            lends = [] if self._copies.busy else self._borrower.lends()
-            returned = self._borrower.returns()
-        self._copies.begin(lends)
-        for instance, blocks in returned.items():
-            lender = self.runner.creditors.get(instance)
-            if lender is not None:
-                lender.release(blocks)
 
     def _room(self, request: Request, stop: int) -> int:
         """Tokens of a request, up to ``stop``, that have memory once copies have made room."""
@@ -250,4 +249,4 @@ class BorrowingEngine(Engine):
                 return backed
             with self._lock:
                 for lend in arrived:
-                    self.kv.finish(lend)
+                    self._kv.finish(lend)

@@ -33,7 +33,8 @@ from shoal.plan.batching.common import Queues
 from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.serve.cluster.phase import phase_choice
 from shoal.serve.engine.child import Child, readable
-from shoal.serve.engine.wire import pack_params, unpack_output
+from shoal.serve.engine.process import EngineLike
+from shoal.serve.engine.wire import pack_request, unpack_output
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -71,7 +72,7 @@ class _Open:
     held: bool = False
 
 
-class DisaggEngine:
+class DisaggEngine(EngineLike):
     """Requests in, tokens out, by several processes; see the module.
 
     Args:
@@ -258,17 +259,10 @@ class DisaggEngine:
         Raises:
             ServeError: its parameters or tokens are wrong, or it can never run.
         """
-        from shoal.serve.engine.loop import check_params
+        from shoal.serve.engine.params import check_params, check_tokens
 
         check_params(request.params)
-        vocab = self._children[0].ready["vocab_size"]
-        require(
-            bool(request.tokens) and 0 <= min(request.tokens) <= max(request.tokens) < vocab,
-            f"request {request.id}: prompt tokens",
-            len(request.tokens),
-            expected=f"at least one, each below vocab_size = {vocab}",
-            error=ServeError,
-        )
+        check_tokens(request, self._children[0].ready["vocab_size"])
         require(
             request.id not in self._open and request.id not in self._dropping,
             "request.id",
@@ -366,7 +360,6 @@ class DisaggEngine:
             {
                 **packed(request),
                 "kind": "migrate",
-                "n_prompt": request.n_prompt,
                 "source": found.front,
                 "blocks": blocks,
             },
@@ -435,15 +428,8 @@ class DisaggEngine:
 
 
 def packed(request: Request) -> dict[str, Any]:
-    """What an instance is told of a request."""
-    return {
-        "id": request.id,
-        "tokens": request.tokens,
-        "params": pack_params(request.params),
-        "priority": request.priority,
-        "adapter": request.adapter,
-        "salt": request.salt,
-    }
+    """What an instance is told of a request; the cache of another one is not at hand."""
+    return {**pack_request(request), "fork_of": None}
 
 
 def build_engine(job: ServeJob) -> tuple[DisaggEngine, ModelConfig]:

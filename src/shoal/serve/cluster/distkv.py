@@ -31,6 +31,7 @@ from shoal.plan.batching.common import most_cached
 from shoal.serve.cluster.disagg import packed
 from shoal.serve.engine.child import Child, readable
 from shoal.serve.engine.deaths import MOST_DEATHS
+from shoal.serve.engine.process import EngineLike
 from shoal.serve.engine.wire import unpack_output
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class EvenCost:
         return 1.0 + sum(0.02 * length + 2e-5 * start for start, length in chunks)
 
 
-class DistKVEngine:
+class DistKVEngine(EngineLike):
     """Requests in, tokens out, by several processes; see the module.
 
     Args:
@@ -202,7 +203,7 @@ class DistKVEngine:
         Raises:
             ServeError: its parameters or tokens are wrong, or all memory together is too small.
         """
-        from shoal.serve.engine.loop import check_params
+        from shoal.serve.engine.params import check_params, check_tokens
 
         check_params(request.params)
         first = self._children[min(self._children)].ready
@@ -215,14 +216,7 @@ class DistKVEngine:
                     f"request {request.id}: {name}: instances that may compute a request again "
                     "elsewhere do not give that; serve with another kv"
                 )
-        require(
-            bool(request.tokens)
-            and 0 <= min(request.tokens) <= max(request.tokens) < first["vocab_size"],
-            f"request {request.id}: prompt tokens",
-            len(request.tokens),
-            expected=f"at least one, each below vocab_size = {first['vocab_size']}",
-            error=ServeError,
-        )
+        check_tokens(request, first["vocab_size"])
         longest = first["max_position"]
         require(
             len(request.tokens) < longest,
@@ -256,7 +250,7 @@ class DistKVEngine:
     def _send(self, request: Request, place: int) -> None:
         self._open[request.id] = request, place
         self._taken = {name for name in self._taken if name in self._open and name != request.id}
-        self._children[place].send({**packed(request), "kind": "add", "n_prompt": request.n_prompt})
+        self._children[place].send({**packed(request), "kind": "add"})
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""

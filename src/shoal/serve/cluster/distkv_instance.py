@@ -33,13 +33,14 @@ from shoal.model import huggingface
 from shoal.plan.batching.cache.distributed import Distributed, DistributedBlocks
 from shoal.plan.batching.cache.ledger import Beat
 from shoal.serve.cache.paged import PagedCache, token_bytes
-from shoal.serve.cluster.borrow import BorrowingEngine
+from shoal.serve.cluster.borrow import Lending
 from shoal.serve.cluster.distattn import DistRunner, part_kernel
-from shoal.serve.cluster.instance import main_of, request_of
+from shoal.serve.cluster.instance import main_of
 from shoal.serve.cluster.lender import Lender
 from shoal.serve.engine.build import DTYPES, concrete, engine_of, load_model
+from shoal.serve.engine.loop import Engine
 from shoal.serve.engine.process import Connection
-from shoal.serve.engine.wire import pack_output
+from shoal.serve.engine.wire import pack_output, unpack_request
 
 __all__ = ["Instance", "main"]
 
@@ -63,8 +64,8 @@ class Instance:
         assert isinstance(part, Distributed)
         self.parent, self.part = parent, part
         self.number: int = start["instance"]
-        self.engine: BorrowingEngine | None = None
-        self._lock = threading.Lock()
+        self.engine: Engine | None = None
+        self._lock = threading.RLock()
         self._told = Beat(instance=-1)
         self._spoke = 0.0
         host = self.number == part.instances
@@ -84,12 +85,12 @@ class Instance:
                 whole = concrete(job, config, model.embed.weight.dtype).kv_tokens
                 assert whole is not None
                 job = job.model_copy(update={"kv_tokens": max(1, whole // part.instances)})
-            built, limits, runner = engine_of(job, model, runner_type=DistRunner)
+            self.engine, limits, runner = engine_of(job, model, runner_type=DistRunner)
             assert isinstance(runner, DistRunner)
-            assert isinstance(built.kv, DistributedBlocks)
-            self.kv, cache, most = built.kv, runner.cache, limits.max_position
+            assert isinstance(self.engine.kv, DistributedBlocks)
+            self.kv, cache, most = self.engine.kv, runner.cache, limits.max_position
             runner.part = part_kernel(config, cache, batch=job.max_running)
-            self.engine = BorrowingEngine(built, self.number, self._lock)
+            self.lending = Lending(self.engine, self.number, self._lock)
         require(
             cache.device.type == "cpu",
             "kv.distributed",
@@ -150,11 +151,11 @@ class Instance:
                 pause = 0.0 if engine.last_chunks else _PAUSE_S
                 if outputs or told:
                     self._tell(engine, outputs, told)
-            if engine is not None and not engine.busy and engine.settle():
+            if engine is not None and not engine.busy and self.lending.settle():
                 pause = _PAUSE_S
             self._beat()
 
-    def _tell(self, engine: BorrowingEngine, outputs: list[Any], told: list[Any]) -> None:
+    def _tell(self, engine: Engine, outputs: list[Any], told: list[Any]) -> None:
         self.parent.send(
             {
                 "kind": "outputs",
@@ -168,7 +169,7 @@ class Instance:
         """Say how this instance is, if that has changed or it is time."""
         now = time.monotonic()
         if self.engine is not None:
-            beat = self.engine.beat()
+            beat = self.lending.beat()
         else:
             with self._lock:
                 beat = Beat(instance=self.number, lendable=self.kv.num_lendable)
@@ -182,7 +183,7 @@ class Instance:
             self.parent.send({"kind": "beat", "beat": message})
             self._told, self._spoke = beat, now
 
-    def _add(self, engine: BorrowingEngine, request: Request) -> None:
+    def _add(self, engine: Engine, request: Request) -> None:
         """Queue a request; an instance may have been lost since it was let in."""
         try:
             with self._lock:
@@ -210,20 +211,19 @@ class Instance:
         if engine is None:
             raise ServeError(f"message to a lender = {kind!r}: expected room or lost")
         if kind == "add":
-            self._add(engine, request_of(message, message["n_prompt"]))
+            self._add(engine, unpack_request(message))
         elif kind == "abort":
-            with self._lock:
-                engine.abort(message["id"])
+            engine.abort(message["id"])
         elif kind == "loans":
             for creditor, blocks in message["loans"]:
-                engine.borrow(creditor, blocks)
+                self.lending.borrow(creditor, blocks)
         elif kind == "recall":
-            engine.recall(message["creditor"], message["blocks"])
+            self.lending.recall(message["creditor"], message["blocks"])
         elif kind == "lost":
-            engine.lose(message["instance"])
+            self.lending.lose(message["instance"])
         elif kind == "peers":
             paths = {int(one): path for one, path in message["paths"]}
-            engine.meet(paths, self.form, timeout_s=self.part.timeout_s)
+            self.lending.meet(paths, self.form, timeout_s=self.part.timeout_s)
             self.parent.send({"kind": "mapped"})
         else:
             raise ServeError(

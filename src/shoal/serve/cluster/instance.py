@@ -5,35 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.core.errors import ShoalError
-from shoal.ir import Request
 from shoal.serve.engine.process import Connection
-from shoal.serve.engine.wire import unpack_params
 
-__all__ = ["main_of", "request_of"]
-
-
-def request_of(message: Mapping[str, Any], n_prompt: int) -> Request:
-    """The request of an ``add`` message, which arrives now.
-
-    Args:
-        message: from the parent.
-        n_prompt: tokens of it that were not generated.
-    """
-    return Request(
-        id=message["id"],
-        tokens=list(message["tokens"]),
-        n_prompt=n_prompt,
-        params=unpack_params(message["params"]),
-        arrival=time.monotonic(),
-        priority=message["priority"],
-        adapter=message["adapter"],
-        salt=message["salt"],
-    )
+__all__ = ["main_of"]
 
 
 def main_of(

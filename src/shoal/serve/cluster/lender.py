@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ class Lender:
         cache: PagedCache,
         kernel: Ready,
         heads: int,
-        lock: threading.Lock,
+        lock: AbstractContextManager[object],
         path: str,
     ) -> None:
         self.form, self.kv, self.cache, self.kernel = form, kv, cache, kernel

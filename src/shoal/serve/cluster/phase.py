@@ -7,12 +7,11 @@ them until it is told to release them. A decode instance fetches a request from 
 scheduler accepts it, and says how many bytes that moved.
 
 Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peers`` (caches),
-``add`` (id, tokens, params, priority, adapter, salt), ``migrate`` (the same, n_prompt, source,
-blocks), ``release`` (id), ``abort`` (id), ``profile`` (shapes, seconds), ``record`` (on). Messages
-out: ``ready`` (what the model and the cache are), ``mapped``, ``profiled`` (seconds), ``recorded``
-(steps), ``outputs`` (with ``stats``, ``told``: vectors and who cannot go on, and ``held``: id ->
-blocks), ``fetched`` (id, bytes, seconds), ``dropped`` (id, of a request that was aborted),
-``failed`` (why the process ends).
+``add`` (a request), ``migrate`` (a request, source, blocks), ``release`` (id), ``abort`` (id),
+``profile`` (shapes, seconds), ``record`` (on). Messages out: ``ready`` (what the model and the
+cache are), ``mapped``, ``profiled`` (seconds), ``recorded`` (steps), ``outputs`` (with ``stats``,
+``told``: vectors and who cannot go on, and ``held``: id -> blocks), ``fetched`` (id, bytes,
+seconds), ``dropped`` (id, of a request that was aborted), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from shoal.core.config import parse
 from shoal.core.errors import ServeError
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
 from shoal.ir import Fetching, Handing, Output, Phase, ServeJob
-from shoal.serve.cluster.instance import main_of, request_of
+from shoal.serve.cluster.instance import main_of
+from shoal.serve.engine.hooks import Hook
 from shoal.serve.engine.process import Connection
-from shoal.serve.engine.wire import pack_output
+from shoal.serve.engine.wire import pack_output, unpack_request
 
 if TYPE_CHECKING:
     from shoal.serve.cluster.handover import KVTransfer, SharedStores
@@ -57,6 +57,42 @@ def phase_choice(role: str, phase: Phase | None) -> Choice:
             f"{wanted.__name__.lower()}, such as {role}"
         )
     return found
+
+
+class Fetches(Hook):
+    """Brings what the scheduler of a decode instance has room for, before it plans.
+
+    Args:
+        parent: is told what each request moved.
+
+    Attributes:
+        sources: request -> instance that holds it, and its blocks there.
+        caches: of the others, once these are known.
+    """
+
+    place: ClassVar[str] = "fetching"
+
+    def __init__(self, parent: Connection) -> None:
+        self._parent = parent
+        self.sources: dict[str, tuple[int, list[int]]] = {}
+        self.caches: KVTransfer | None = None
+
+    def before_plan(self) -> None:
+        """Fetch."""
+        scheduler = cast(Fetching, self.engine.scheduler)
+        for request in scheduler.accept():
+            assert self.caches is not None
+            source, blocks = self.sources.pop(request.id)
+            began = time.perf_counter()
+            moved = self.caches.fetch(source, blocks, request.blocks, request.n_prompt)
+            seconds = time.perf_counter() - began
+            scheduler.arrived(request.id)
+            message = {"kind": "fetched", "id": request.id, "bytes": moved, "seconds": seconds}
+            self._parent.send(message)
+
+    def ended(self, request_id: str) -> None:
+        """Fetch nothing of an aborted request any more."""
+        self.sources.pop(request_id, None)
 
 
 class Instance:
@@ -93,12 +129,12 @@ class Instance:
         self.engine, limits, self.runner = engine_of(
             job, model, phase=part, zeros=self.stores.zeros if self.stores else None
         )
-        self.transfer: KVTransfer | None = None
+        if self.role == "decode":
+            self.fetches = Fetches(parent)
+            self.engine.register(self.fetches)
         # Steps as they were run, with all that the loop does around them; None: not recorded.
         # With the pause before each.
         self._record: list[tuple[list[tuple[int, int]], float, float]] | None = None
-        # Request -> (instance that holds it, its blocks there).
-        self._sources: dict[str, tuple[int, list[int]]] = {}
         assert self.engine.kv is not None
         parent.send(
             {
@@ -129,8 +165,6 @@ class Instance:
                 began = time.perf_counter()
             for message in messages:
                 self._handle(message)
-            if self.role == "decode":
-                self._fetch()
             if self._working:
                 outputs = engine.step()
                 # Not who began: the process before this one times requests.
@@ -166,31 +200,17 @@ class Instance:
             }
         self.parent.send(message)
 
-    def _fetch(self) -> None:
-        """Bring what the scheduler has room for."""
-        scheduler = cast(Fetching, self.engine.scheduler)
-        for request in scheduler.accept():
-            assert self.transfer is not None
-            source, blocks = self._sources.pop(request.id)
-            began = time.perf_counter()
-            moved = self.transfer.fetch(source, blocks, request.blocks, request.n_prompt)
-            seconds = time.perf_counter() - began
-            scheduler.arrived(request.id)
-            message = {"kind": "fetched", "id": request.id, "bytes": moved, "seconds": seconds}
-            self.parent.send(message)
-
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("kind")
         if kind == "add":
-            self.engine.add(request_of(message, len(message["tokens"])))
+            self.engine.add(unpack_request(message))
         elif kind == "migrate":
-            request = request_of(message, message["n_prompt"])
-            self._sources[request.id] = message["source"], message["blocks"]
+            request = unpack_request(message)
+            self.fetches.sources[request.id] = message["source"], message["blocks"]
             self.engine.scheduler.add(request)
         elif kind == "release":
             cast(Handing, self.engine.scheduler).release(message["id"])
         elif kind == "abort":
-            self._sources.pop(message["id"], None)
             self.engine.abort(message["id"])
             # Nothing of it is fetched any more: its blocks elsewhere can be given to others.
             self.parent.send({"kind": "dropped", "id": message["id"]})
@@ -210,7 +230,7 @@ class Instance:
                 ([StoreFile(f["path"], tuple(f["shape"]), f["dtype"]) for f in files], size)
                 for files, size in message["caches"]
             ]
-            self.transfer = MappedCaches(self.runner.cache, others)
+            self.fetches.caches = MappedCaches(self.runner.cache, others)
             self.parent.send({"kind": "mapped"})
         else:
             raise ServeError(

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import Choice, table
-from shoal.ir import Foretold, Limits, ServeJob
-from shoal.kernel.protocols import Ready
-from shoal.model.transformer import Transformer
+from shoal.ir import Foretold, Limits, Output, Request, ServeJob
 from shoal.plan.batching.common import Queues
 from shoal.plan.trees.drafting import Paying
-from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.costs import measure_costs
 from shoal.serve.decode.dovetail.layers import LaterRows
 from shoal.serve.decode.protocols import Acceptance, Adjustable, Hosting, Speculator
 from shoal.serve.decode.runner import SpeculativeRunner
-from shoal.serve.engine.captured import Captured
+from shoal.serve.engine.captured import Captured, recordable
+from shoal.serve.engine.hooks import Executed, Hook
 from shoal.serve.engine.loop import Engine
 from shoal.serve.engine.runner import FlatModel
 
-__all__ = ["speculate", "speculative_runner"]
+if TYPE_CHECKING:
+    from shoal.serve.engine.build import Building
+
+__all__ = ["Speculation", "speculate", "speculative_runner"]
 
 
 def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
@@ -45,47 +47,73 @@ def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
     return rule
 
 
-def speculative_runner(
-    job: ServeJob,
-    model: Transformer,
-    cache: PagedCache,
-    recordable: Ready | None,
-    options: dict[str, Any],
-) -> SpeculativeRunner:
+def speculative_runner(built: Building, options: dict[str, Any]) -> SpeculativeRunner:
     """The runner of a job that guesses.
 
     Args:
-        job: what is served.
-        model: ready to serve.
-        cache: its own.
-        recordable: the kernel of attention, where steps can be recorded.
+        built: the engine so far.
         options: of the runner.
 
     Raises:
         ShoalError: the drafter's files are missing, or were made for another model.
     """
+    job, model, cache = built.job, built.model, built.cache
     assert job.speculative is not None and job.max_position is not None
     part: Speculator = table("speculative").build(job.speculative, where="speculative")
     drafter = part.drafter(job, model)
     left: FlatModel = model
     recorded: CapturedRows | None = None
-    captured = None
+    attention = recordable(built)
     if isinstance(drafter, Hosting) and drafter.target_layers:
         left, cache = drafter.left(model, cache)
-        if recordable is not None:
-            recorded = LaterRows(left, cache, recordable, job.max_position)
-    elif recordable is not None:
-        recorded = CapturedRows(model, cache, recordable, job.max_position)
-        captured = Captured(model, cache, recordable, job.max_position)
+        if attention is not None:
+            recorded = LaterRows(left, cache, attention, job.max_position)
+    elif attention is not None:
+        recorded = CapturedRows(model, cache, attention, job.max_position)
+        captured = Captured(model, cache, attention, job.max_position)
+        options = {**options, "hooks": [*options["hooks"], captured]}
     return SpeculativeRunner(
         left,
         cache,
         drafter=drafter,
         accept=acceptance(part.accept, lossless=job.lossless),
         recorded=recorded,
-        captured=captured,
         **options,
     )
+
+
+class Speculation(Hook):
+    """Refuses what an acceptance rule cannot decide, and counts guesses.
+
+    Args:
+        runner: that guesses.
+    """
+
+    place: ClassVar[str] = "speculation"
+
+    def __init__(self, runner: SpeculativeRunner) -> None:
+        self._runner = runner
+        self._trees = self._guesses = self._right = 0
+
+    def check(self, request: Request) -> None:
+        """See :meth:`~shoal.serve.decode.protocols.Acceptance.check`."""
+        self._runner.accept.check(request.params)
+
+    def committed(self, done: Executed, outputs: Sequence[Output]) -> None:
+        """Count the guesses of a step, and those that held."""
+        for request_id, nodes in done.result.guessed.items():
+            if nodes:
+                self._trees += 1
+                self._guesses += nodes
+                self._right += len(done.result.tokens[request_id]) - 1
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters since the start."""
+        return {
+            "draft_trees_total": self._trees,
+            "draft_tokens_total": self._guesses,
+            "draft_tokens_accepted_total": self._right,
+        }
 
 
 def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: ServeJob) -> None:
@@ -105,4 +133,4 @@ def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: Se
     else:
         part: Foretold = table("speculative").build(job.speculative, where="speculative")
         scheduler.drafting = Paying(part.expects().tokens, measure_costs(runner, limits))
-    engine.check = runner.accept.check
+    engine.register(Speculation(runner))

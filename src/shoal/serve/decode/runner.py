@@ -19,6 +19,7 @@ from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.protocols import Acceptance, Drafter, Guess, Path, Seen, TokenTree
 from shoal.serve.engine.choosing import NOT_FINITE, choose_rows
+from shoal.serve.engine.hooks import Hook, Pass, beside
 from shoal.serve.engine.runner import FlatModel, LocalRunner, Rows, slots
 from shoal.serve.engine.sampler import log_probabilities
 
@@ -34,9 +35,8 @@ class SpeculativeRunner(LocalRunner):
         drafter: guesses.
         accept: which guesses hold.
         recorded: computes steps of decodes alone by recordings; None computes all the same way.
-        **options: of :class:`~shoal.serve.engine.runner.LocalRunner`, without adapters;
-        ``captured`` is
-            for steps in which nobody guesses.
+        **options: of :class:`~shoal.serve.engine.runner.LocalRunner`; a hook that replays
+            passes is for steps in which nobody guesses.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class SpeculativeRunner(LocalRunner):
             drafter=self.drafter,
             accept=self.accept,
             recorded=None if self._recorded is None else self._recorded.over(cache),
-            captured=None if self._captured is None else self._captured.over(cache),
             attention=self.attention,
             prompts=self.prompts,
             exact=self._exact,
+            hooks=beside(self.hooks, cache),
         )
 
     def _compute(self, step: Step) -> StepResult:
@@ -134,7 +134,8 @@ class SpeculativeRunner(LocalRunner):
         everything = self.drafter.needs == "all"
         needed = None if everything else place_R
         embeds = self._embedded(fed[0], rows, chunks, trees)
-        with self._computing(chunks, rows.contexts, needed):
+        work = Pass(chunks, rows.contexts, rows.last, needed=needed)
+        with self.hooks.within(Hook.around, work):
             if embeds is None:
                 hidden = self.model.flat(fed[0], fed[1], mixer, needed)
             else:

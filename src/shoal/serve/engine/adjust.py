@@ -1,4 +1,4 @@
-"""Scores before a token is chosen by them: penalties, bias, and tokens that must not come yet.
+"""Scores before a token is chosen by them: penalties, bias, and what other hooks change.
 
 Only rows of requests that want any of it are touched, and of these only the tokens that
 something happens to. What a request has generated is counted as it grows; the counts can
@@ -10,19 +10,18 @@ Shapes: R rows, V vocabulary, E changed scores.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.ir import Request, SamplingParams
+from shoal.serve.engine.hooks import Hook, Hooks
+from shoal.serve.text.grammar import Grammars
 
-if TYPE_CHECKING:
-    from shoal.serve.text.grammar import Grammars
-
-__all__ = ["Adjuster", "Book"]
+__all__ = ["Adjuster", "Book", "Penalties"]
 
 # Requests that are remembered besides those of the last step.
 _REMEMBERED = 256
@@ -107,64 +106,45 @@ def _counts(params: SamplingParams) -> bool:
     )
 
 
-class Adjuster:
-    """Changes scores as :func:`shoal.model.generate.adjust` does, all rows together.
+class Penalties(Hook):
+    """Penalties, bias, and tokens that must not come yet.
 
-    Args:
-        grammars: knows which tokens the grammars of requests allow.
+    As :func:`shoal.model.generate.adjust` does, all rows together.
     """
 
-    def __init__(self, grammars: Grammars | None = None) -> None:
+    place: ClassVar[str] = "penalties"
+
+    def __init__(self) -> None:
         self._histories: Book[_History] = Book(_History)
-        self._grammars = grammars
 
-    def __call__(
-        self, logits_RV: Tensor, requests: Sequence[Request]
-    ) -> tuple[Tensor, dict[str, str]]:
-        """Scores [R, V] to choose by, and why requests cannot go on.
-
-        The scores are the same tensor if no request changes any.
-
-        Args:
-            logits_RV: scores of all tokens; left as they are.
-            requests: whose rows they are.
-        """
-        scored = [
-            row for row, one in enumerate(requests) if one.params.logit_bias or _counts(one.params)
+    def wanted(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Rows whose scores change."""
+        return [
+            row
+            for row, one in enumerate(requests)
+            if one.params.logit_bias
+            or (one.params.min_tokens > one.n_generated and one.params.stop_ids)
+            or _counts(one.params)
         ]
+
+    def adjust(
+        self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
+    ) -> Mapping[str, str]:
+        """See :class:`~shoal.serve.engine.hooks.Hook`."""
+        asked = [(row, requests[row]) for row in rows]
+        scored = [(row, a) for row, a in asked if a.params.logit_bias or _counts(a.params)]
+        if scored:
+            self._penalise(scores_RV, [row for row, _ in scored], [one for _, one in scored])
         early = [
             (row, token)
-            for row, one in enumerate(requests)
+            for row, one in asked
             if one.n_generated < one.params.min_tokens
             for token in one.params.stop_ids
         ]
-        formed = [row for row, one in enumerate(requests) if one.params.grammar is not None]
-        if not scored and not early and not formed:
-            return logits_RV, {}
-        scores_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32), copy=True)
-        if scored:
-            self._penalise(scores_RV, scored, [requests[row] for row in scored])
         if early:
             row_E, token_E = torch.tensor(early, device=scores_RV.device).unbind(-1)
             scores_RV[row_E, token_E] = float("-inf")
-        failed = self._keep_form(scores_RV, formed, requests) if formed else {}
-        return scores_RV, failed
-
-    def _keep_form(
-        self, scores_RV: Tensor, rows: list[int], requests: Sequence[Request]
-    ) -> dict[str, str]:
-        if self._grammars is None:
-            reason = "its grammar: this engine has no tokenizer; leave the form of the answer out"
-            return {requests[row].id: reason for row in rows}
-        allowed, failed = self._grammars.allowed(
-            [requests[row] for row in rows], scores_RV.shape[-1]
-        )
-        banned_RV = torch.from_numpy(~allowed).to(scores_RV.device)
-        scores_RV[rows] = scores_RV[rows].masked_fill(banned_RV, float("-inf"))
-        for row in rows:
-            if requests[row].id in failed:  # whatever is chosen now is for nobody
-                scores_RV[row] = 0.0
-        return failed
+        return {}
 
     def _penalise(self, scores_RV: Tensor, rows: list[int], requests: list[Request]) -> None:
         changes = [history.changes() for history in self._histories.of(requests)]
@@ -195,3 +175,42 @@ class Adjuster:
         sound_E = scores_RV[row_E, token_E].isfinite()
         changed_E = torch.where(sound_E, changed_E.clamp(-most, most), changed_E)
         scores_RV[row_E, token_E] = changed_E.to(scores_RV.dtype)
+
+
+class Adjuster:
+    """Changes the scores of rows by hooks: penalties, and forms of answers.
+
+    Args:
+        *hooks: of which some adjust scores; penalties and grammars are added where none are.
+
+    Attributes:
+        hooks: all of them.
+    """
+
+    def __init__(self, *hooks: Hook) -> None:
+        places = {hook.place for hook in hooks}
+        default = [one() for one in (Penalties, Grammars) if one.place not in places]
+        self.hooks = Hooks((*hooks, *default))
+
+    def __call__(
+        self, logits_RV: Tensor, requests: Sequence[Request]
+    ) -> tuple[Tensor, dict[str, str]]:
+        """Scores [R, V] to choose by, and why requests cannot go on.
+
+        The scores are the same tensor if no request changes any.
+
+        Args:
+            logits_RV: scores of all tokens; left as they are.
+            requests: whose rows they are.
+        """
+        scores_RV, failed = logits_RV, dict[str, str]()
+        several, adjusts = self.hooks.at(Hook.wanted), self.hooks.at(Hook.adjust)
+        for wanted, adjust in zip(several, adjusts, strict=True):
+            rows = wanted(requests)
+            if not rows:
+                continue
+            if scores_RV is logits_RV:
+                wide = torch.promote_types(logits_RV.dtype, torch.float32)
+                scores_RV = logits_RV.to(wide, copy=True)
+            failed |= adjust(scores_RV, rows, requests)
+        return scores_RV, failed

@@ -8,12 +8,12 @@ Source: Du et al., EnergonAI, 2022, section 4.2.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable
+from typing import Any
 
-from shoal.ir import KVManager, Output, QueuedRunner, Step
+from shoal.ir import Output, QueuedRunner, Step
 from shoal.plan.batching.schedulers.ahead import Ahead, Open
+from shoal.serve.engine.hooks import Hook
 from shoal.serve.engine.loop import Engine
 
 __all__ = ["AheadEngine"]
@@ -25,23 +25,13 @@ class AheadEngine(Engine):
     Args:
         scheduler: decides what runs.
         runner: computes it.
-        kv: the scheduler's bookkeeping of blocks.
-        vocab_size: tokens that the model knows.
-        clock: s.
+        **options: of :class:`~shoal.serve.engine.loop.Engine`.
     """
 
-    def __init__(
-        self,
-        scheduler: Open,
-        runner: QueuedRunner,
-        *,
-        kv: KVManager | None = None,
-        vocab_size: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(scheduler, runner, kv=kv, vocab_size=vocab_size, clock=clock)
+    def __init__(self, scheduler: Open, runner: QueuedRunner, **options: Any) -> None:
+        super().__init__(scheduler, runner, **options)
         self._queued = runner
-        self._ahead = Ahead(scheduler, runner.depth)
+        self._planner = Ahead(scheduler, runner.depth)
         self._under_way: deque[Step] = deque()
         self._committed = -math.inf
 
@@ -56,21 +46,15 @@ class AheadEngine(Engine):
         Raises:
             ServeError: the runner cannot go on.
         """
-        while len(self._under_way) < self._queued.depth:
-            step = self._ahead.plan(self.clock())
-            self._preemptions += len(step.preempted)
-            if not step:
-                break
-            self.last_chunks = step.chunks
-            step = self._scrubbing(step)
-            self._queued.submit(step)
+        self.hooks(Hook.before_plan)
+        while len(self._under_way) < self._queued.depth and (step := self._plan(self.clock())):
+            self._queued.submit(self._extended(step))
             self._under_way.append(step)
         if not self._under_way:
             return []
         result = self._queued.collect()
         step = self._under_way.popleft()
         # Steps overlap: the seconds of each begin when the one before is over.
-        started = max(step.at, self._committed)
-        outputs = self._commit(step, result, started, self._ahead.commit)
+        outputs = self._commit(step, result, max(step.at, self._committed))
         self._committed = self.clock()
         return outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from shoal.core.errors import ServeError, require
 from shoal.core.measure import num_cores
-from shoal.core.parts import table
+from shoal.core.parts import load_object, table
 from shoal.core.traits import traits
 from shoal.ir import (
     Compacting,
@@ -40,23 +41,19 @@ from shoal.model.parscale import heads_of
 from shoal.model.quantize.layers import pack
 from shoal.model.transformer import Transformer
 from shoal.plan.serving.memory import slot_length
-from shoal.serve.adapters.loaded import AdapterBank
 from shoal.serve.bench.profile import quick_cost
-from shoal.serve.cache.host import HostStore, Mover, measure_link
 from shoal.serve.cache.paged import PagedCache, Zeros, token_bytes
 from shoal.serve.cache.weights import MemoryPart
 from shoal.serve.decode.build import speculate, speculative_runner
 from shoal.serve.decode.protocols import DecodePart
 from shoal.serve.decode.runner import SpeculativeRunner
-from shoal.serve.engine.adjust import Adjuster
-from shoal.serve.engine.captured import Captured
 from shoal.serve.engine.loop import Engine
 from shoal.serve.engine.runner import LocalRunner
-from shoal.serve.text.grammar import Grammars, Vocabulary
 from shoal.train.allocator import keep_freed_memory
 
 __all__ = [
     "DTYPES",
+    "Building",
     "attention_kernel",
     "build_engine",
     "cache_of",
@@ -65,7 +62,6 @@ __all__ = [
     "load_model",
     "positions",
     "prepare",
-    "vocabulary",
 ]
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -303,6 +299,45 @@ def concrete(job: ServeJob, config: ModelConfig, dtype: torch.dtype) -> ServeJob
     )
 
 
+# What makes the hooks of an engine in one process, or none where its job has no need of them.
+_HOOKS = (
+    "shoal.serve.cache.host:copies_of",
+    "shoal.serve.decode.portions:streams_of",
+    "shoal.serve.decode.portions:shares_of",
+    "shoal.serve.adapters.hook:adapters_of",
+    "shoal.serve.engine.pooling:pooling_of",
+    "shoal.serve.engine.captured:captured_of",
+    "shoal.serve.text.grammar:grammars_of",
+)
+
+
+@dataclass(slots=True)
+class Building:
+    """An engine that is being built, as those who make its hooks see it.
+
+    Args:
+        job: concrete.
+        model: ready to serve.
+        kv: books of the cache.
+        limits: of the scheduler.
+        cache: tensors of the cache.
+        plain: whether the runner is a :class:`~shoal.serve.engine.runner.LocalRunner` itself.
+        local: whether all blocks of a request lie in this cache.
+        link: of a slower host tier, to emulate; what makes the host tier measures it otherwise.
+        attention: kernel of ``paged_attention`` for single tokens.
+    """
+
+    job: ServeJob
+    model: Transformer
+    kv: KVManager
+    limits: Limits
+    cache: PagedCache
+    plain: bool
+    local: bool
+    link: HostLink | None = None
+    attention: Ready | None = None
+
+
 def engine_of(
     job: ServeJob,
     model: Transformer,
@@ -327,7 +362,7 @@ def engine_of(
     Raises:
         ShoalError: a part or a limit of the job cannot be.
     """
-    config, weight = model.config, model.embed.weight
+    config = model.config
     decode: DecodePart = table("decode").build(job.decode, where="decode")
     decode.check(config)
     require(
@@ -354,69 +389,35 @@ def engine_of(
         hint="shoal serve starts ranks; what profiles, replays or hands over uses one process",
         error=ServeError,
     )
-    require(
-        not job.room_for_adapters or config.architecture.rows_of_a_token == 1,
-        "adapters",
-        sorted(job.adapters) or job.room_for_adapters,
-        expected=f"none for a {config.architecture.name} model, whose tokens are several rows each",
-        error=ServeError,
-    )
-    require(
-        config.architecture.streams.num == 1 or runner_type is LocalRunner,
-        "kv",
-        job.kv.name,
-        expected="paged or slots for a model with streams: no other cache knows their prefixes",
-        error=ServeError,
-    )
-    job = concrete(job, config, weight.dtype)
-    preempt_part: PreemptPart = table("preempt").build(job.preempt, where="preempt")
+    job = concrete(job, config, model.embed.weight.dtype)
     kv, limits, cache = cache_of(job, model, zeros)
-    bank = None
-    if job.room_for_adapters:
-        bank = AdapterBank(model, most=job.room_for_adapters, max_rank=job.max_adapter_rank)
-        for name, directory in job.adapters.items():
-            bank.load(name, Path(directory))
-    kernel = attention_kernel(job, model, cache)
-    # What is recorded has addresses of weights in it: they must stay where they are.
-    here = runner_type is LocalRunner and "moves_weights" not in traits("memory", job.memory)
-    # Nor does it see which tokens take which route, or know streams that are apart.
-    ways = config.architecture
-    here = here and not ways.ffn.duo and ways.residual.apart == 1
-    recordable = kernel if cache.device.type == "cpu" and here else None
+    plain = job.speculative is None and runner_type is LocalRunner
+    built = Building(job, model, kv, limits, cache, plain, runner_type is LocalRunner, link)
+    built.attention = attention_kernel(job, model, cache)
+    hooks = [hook for name in _HOOKS if (hook := load_object(name)(built)) is not None]
     options: dict[str, Any] = {
-        "attention": kernel,
+        "attention": built.attention,
         "prompts": attention_kernel(job, model, cache, prompts=True),
         "exact": job.exact,
-        "adjust": Adjuster(Grammars(lambda: vocabulary(job, config))),
+        "hooks": hooks,
     }
     if job.speculative is not None:
-        runner: LocalRunner = speculative_runner(job, model, cache, recordable, options)
+        runner: LocalRunner = speculative_runner(built, options)
     else:
-        captured = None
-        if recordable is not None:
-            assert job.max_position is not None
-            captured = Captured(model, cache, recordable, job.max_position)
-        runner = runner_type(model, cache, captured=captured, adapters=bank, **options)
-    known = link
-    if job.host_tokens:
-        host = HostStore(cache, job.host_tokens // kv.block_size)
-        runner.mover = Mover(cache, host, link=link)
-        known = link or measure_link(cache, host)
-        if cost is None and "chooses_by_price" in traits("preempt", job.preempt):
-            cost = quick_cost(runner, limits)
+        runner = runner_type(model, cache, **options)
+    if job.host_tokens and cost is None and "chooses_by_price" in traits("preempt", job.preempt):
+        cost = quick_cost(runner, limits)
+    preempt_part: PreemptPart = table("preempt").build(job.preempt, where="preempt")
     preemption = preempt_part.build(
-        kv, limits, host_tokens=job.host_tokens or 0, link=known, cost=cost
+        kv, limits, host_tokens=job.host_tokens or 0, link=built.link, cost=cost
     )
     if phase is not None:
-        # Who does one phase gives way to nobody: what it holds is on its way out, or was let in.
-        built = phase.build(kv, limits)
+        # An instance of one phase preempts nobody: what it holds is on its way out, or was let in.
+        scheduler = phase.build(kv, limits)
     else:
         scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
-        built = scheduler_part.build(kv, limits, preemption)
-    engine = Engine(built, runner, kv=kv, vocab_size=config.vocab_size, adapters=bank)
-    if type(runner) is LocalRunner:
-        engine.streams = config.architecture.streams.num
-    engine.shares = config.architecture.ffn.shares
+        scheduler = scheduler_part.build(kv, limits, preemption)
+    engine = Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size, hooks=hooks)
     if isinstance(runner, SpeculativeRunner):
         speculate(engine, runner, limits, job)
     return engine, limits, runner
@@ -445,22 +446,6 @@ def cache_of(
         slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
     )
     return kv, limits, cache
-
-
-def vocabulary(job: ServeJob, config: ModelConfig) -> Vocabulary:
-    """The tokens of a model, for grammars.
-
-    Raises:
-        ModelError: it has no tokenizer.
-    """
-    from shoal.serve.text.pieces import TextModel
-
-    text = TextModel(Path(job.model))
-    return Vocabulary(
-        [text.token_bytes(token) for token in range(config.vocab_size)],
-        sorted(token for token in text.special_ids if token < config.vocab_size),
-        lambda words: text.encode(words, special=False),
-    )
 
 
 def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:

@@ -8,18 +8,24 @@ call. A recording is believed only if it gives the same bits as the step that it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.core.traits import traits
 from shoal.ir import Chunk
 from shoal.kernel.protocols import Ready
 from shoal.kernel.tape import Tape, record
 from shoal.model.transformer import Transformer
 from shoal.serve.cache.paged import PagedCache
+from shoal.serve.engine.hooks import Hook, Pass
 
-__all__ = ["Captured"]
+if TYPE_CHECKING:
+    from shoal.serve.engine.build import Building
+
+__all__ = ["Captured", "captured_of", "recordable"]
 
 # Steps of more tokens take so long that asking the kernels is little beside.
 _MOST = 64
@@ -51,7 +57,7 @@ class _Inputs:
         self._fed[:] = np.array(columns, dtype=np.int64).T
 
 
-class Captured:
+class Captured(Hook):
     """Scores of single tokens, by recorded steps of a model.
 
     Args:
@@ -61,27 +67,33 @@ class Captured:
         longest: most tokens of a request.
     """
 
+    place: ClassVar[str] = "recording"
+
     def __init__(
         self, model: Transformer, cache: PagedCache, attention: Ready, longest: int
     ) -> None:
         self._model, self._cache, self._attention = model, cache, attention
         self._weight = model.weight  # a look-up of every module is saved in every step
         self._longest = longest
+        self._forget(None)
+
+    def _forget(self, merged: str | None) -> None:
+        """Begin anew, for weights into which an adapter of this name is merged."""
+        self._merged = merged
         self._seen: set[int] = set()
         self._inputs: dict[int, _Inputs] = {}
         self._tapes: dict[int, Tape] = {}
         self.reasons: dict[int, str] = {}  # why steps of so many tokens are not recorded
 
-    def over(self, cache: PagedCache) -> Captured:
+    def beside(self, cache: PagedCache) -> Captured:
         """The same for another cache of the model, with nothing recorded yet."""
         return Captured(self._model, cache, self._attention, self._longest)
 
-    def __call__(self, chunks: Sequence[Chunk]) -> Tensor | None:
-        """Logits [N, V] of the tokens of a step; None where it must be computed as others are.
-
-        Args:
-            chunks: of the step; longest context first.
-        """
+    def replay(self, work: Pass) -> Tensor | None:
+        """Logits [N, V] of the tokens of a pass; None where it must be computed as others are."""
+        if work.merged != self._merged:
+            self._forget(work.merged)
+        chunks = work.chunks
         rows = len(chunks)
         if rows in self.reasons or rows > _MOST or chunks[0].stop > self._longest:
             return None
@@ -132,3 +144,23 @@ class Captured:
         else:
             self.reasons[rows] = "a kernel that is not seen"
         return computed
+
+
+def recordable(built: Building) -> Ready | None:
+    """The kernel of attention of steps that can be recorded; None where none can."""
+    ways = built.model.config.architecture
+    # What is recorded has addresses of weights in it: they must stay where they are. Nor does it
+    # see which tokens take which route, or know streams that are apart.
+    stays = "moves_weights" not in traits("memory", built.job.memory)
+    same = not ways.ffn.duo and ways.residual.apart == 1
+    here = built.local and built.cache.device.type == "cpu"
+    return built.attention if stays and same and here else None
+
+
+def captured_of(built: Building) -> Captured | None:
+    """Of an engine whose model computes all layers here."""
+    attention, longest = recordable(built), built.job.max_position
+    assert longest is not None
+    if attention is None or not built.plain:
+        return None
+    return Captured(built.model, built.cache, attention, longest)

@@ -13,9 +13,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
-from shoal.ir.serving import SamplingParams
+from shoal.ir.serving import Request, SamplingParams
 from shoal.serve.engine.failure import RequestFailedError
+from shoal.serve.engine.hooks import ClientHook
 
 __all__ = ["MOST_DEATHS", "Deaths", "key_of"]
 
@@ -41,12 +43,18 @@ def key_of(tokens: Sequence[int], params: SamplingParams, adapter: str | None) -
     return digest.digest()
 
 
-class Deaths:
+def _key(request: Request) -> bytes:
+    return key_of(request.tokens, request.params, request.adapter)
+
+
+class Deaths(ClientHook):
     """Which requests engines died with, and how often.
 
     Args:
         clock: s, monotonic.
     """
+
+    place: ClassVar[str] = "deaths"
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -55,6 +63,20 @@ class Deaths:
 
     def __bool__(self) -> bool:
         return bool(self._met)
+
+    def opening(self, request: Request) -> None:
+        """See :meth:`check`."""
+        if self:
+            self.check(_key(request))
+
+    def answered(self, request: Request) -> None:
+        """See :meth:`served`."""
+        if self:
+            self.served(_key(request))
+
+    def lost(self, requests: Sequence[Request], restarts: int) -> None:
+        """See :meth:`died`."""
+        self.died(map(_key, requests), restarts)
 
     def died(self, keys: Iterable[bytes], which: Hashable) -> None:
         """An engine died while requests of these keys were open.

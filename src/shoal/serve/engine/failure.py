@@ -12,13 +12,43 @@ from shoal.ir import Chunk
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RequestFailedError", "errors_of_step", "failure"]
+__all__ = [
+    "EngineDownError",
+    "RefusedError",
+    "RequestFailedError",
+    "SlowReaderError",
+    "errors_of_step",
+    "failure",
+]
 
 log = logging.getLogger("shoal.serve")
 
 
 class RequestFailedError(ServeError):
     """A request that is in order and that the engine failed on."""
+
+
+class EngineDownError(ServeError):
+    """The engine is starting, has died or hangs.
+
+    Args:
+        message: what happened.
+        retry_after_s: s after which to try again.
+        met: names the death, where it died while it answered this request.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, *, met: str = "") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.met = met
+
+
+class RefusedError(ServeError):
+    """A request that the engine can never run."""
+
+
+class SlowReaderError(ServeError):
+    """A stream whose reader does not keep up; its request was aborted."""
 
 
 def failure(cause: BaseException) -> str:

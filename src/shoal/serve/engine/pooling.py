@@ -5,14 +5,24 @@ Shapes: N tokens of a chunk, D hidden.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
 import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError
-from shoal.ir import Chunk, Request
+from shoal.ir import Chunk, Request, StepResult
 from shoal.serve.engine.adjust import Book
+from shoal.serve.engine.choosing import NOT_FINITE
+from shoal.serve.engine.hooks import Executed, Hook, Pass
 
-__all__ = ["Pooler"]
+if TYPE_CHECKING:
+    from shoal.serve.engine.build import Building
+
+__all__ = ["Pooling", "pooling_of"]
 
 
 class _Sum:
@@ -36,21 +46,62 @@ class _Sum:
         self.added = max(self.added, start + len(hidden_ND))
 
 
-class Pooler:
-    """Collects the hidden states of requests that want a vector of their prompt."""
+class Pooling(Hook):
+    """Vectors for requests that want one of their prompt."""
+
+    place: ClassVar[str] = "pooling"
 
     def __init__(self) -> None:
         self._sums: Book[_Sum] = Book(_Sum)
+        self._here = False  # whether the pass has such requests
+
+    def executed(self, done: Executed) -> None:
+        """Tell vectors."""
+        for request_id, values in done.result.vectors.items():
+            self.engine.tell("vector", id=request_id, values=list(values))
+
+    def before_pass(self, work: Pass) -> None:
+        """Recordings have no hidden states."""
+        self._here = any(one.request.params.pooling for one in work.chunks)
+        work.plain = work.plain and not self._here
 
     @staticmethod
-    def rows(chunk: Chunk, last: int) -> range:
-        """Which tokens of a step are wanted of a chunk whose last one lies at ``last``."""
-        if chunk.request.params.pooling == "mean":
-            return range(last + 1 - chunk.length, last + 1)
-        return range(last, last + 1) if chunk.yields else range(0)
+    def _wanted(work: Pass) -> Iterator[tuple[Chunk, range]]:
+        """Chunks with the rows of the step that are wanted of each."""
+        for chunk, last in zip(work.chunks, work.last, strict=True):
+            if chunk.request.params.pooling == "mean":
+                yield chunk, range(last + 1 - chunk.length, last + 1)
+            elif chunk.request.params.pooling:
+                yield chunk, range(last, last + 1) if chunk.yields else range(0)
 
-    def add(self, chunk: Chunk, hidden_ND: Tensor) -> list[float] | None:
-        """Take in the states of :meth:`rows`; the vector, when the prompt is whole.
+    def lay_out(self, work: Pass) -> None:
+        """Ask for the rows behind those that are there."""
+        if self._here:
+            work.rows += [row for _, rows in self._wanted(work) for row in rows]
+
+    def computed(self, work: Pass, hidden_RD: Tensor, result: StepResult) -> StepResult:
+        """The result with vectors of prompts that are whole."""
+        if not self._here:
+            return result
+        stop = sum(chunk.yields for chunk in work.chunks)
+        vectors, failed, errors = dict(result.vectors), dict(result.failed), dict(result.errors)
+        for chunk, rows in self._wanted(work):
+            name, start, stop = chunk.request.id, stop, stop + len(rows)
+            try:
+                vector = self._add(chunk, hidden_RD[start:stop])
+            except ServeError as cause:
+                failed.setdefault(name, str(cause))
+                continue
+            if vector is None:
+                continue
+            if all(map(math.isfinite, vector)):
+                vectors[name] = vector
+            else:
+                errors[name] = NOT_FINITE
+        return replace(result, vectors=vectors, failed=failed, errors=errors)
+
+    def _add(self, chunk: Chunk, hidden_ND: Tensor) -> list[float] | None:
+        """Take in the states of the wanted rows; the vector, when the prompt is whole.
 
         Raises:
             ServeError: tokens of it were never computed.
@@ -64,3 +115,8 @@ class Pooler:
         assert isinstance(collected.total_D, torch.Tensor)
         vector: list[float] = (collected.total_D / collected.added).tolist()
         return vector
+
+
+def pooling_of(built: Building) -> Pooling:
+    """Of every engine: a request says whether it wants a vector."""
+    return Pooling()

@@ -5,13 +5,12 @@ inherits. It loads what the first message says. Then it takes in what has come (
 while there is work), runs one step, and sends what the step gave, again and again. It ends when
 its parent does.
 
-Messages in: ``start`` (factory, job), ``add`` (id, tokens, params, priority, adapter, salt,
-fork_of), ``abort`` (id), ``adapter`` (number, do, name, path: load, unload, merge or unmerge it),
-``views`` (number: what concurrent workers see), ``ping`` (number). Messages out: ``answer``
-(number, answer: to ``views``, or what went wrong with an adapter), ``ready`` (what the model is),
-``outputs``, ``refused`` (a request that cannot be served, with the reason), ``error`` (one that the
-engine failed on), ``vector`` (of a text), ``began`` (ids, and when their first step began),
-``pong`` (number, stats), ``failed`` (why the process ends).
+Messages in: ``start`` (factory, job), ``add`` (a request), ``abort`` (id), ``ask`` (number, what,
+words: a question of :attr:`EngineLike.answers`), ``ping`` (number). Messages out: ``ready`` (what
+the model is), ``outputs``, ``refused`` (a request that cannot be served, with the reason),
+``error`` (one that the engine failed on), ``vector`` (of a text), ``began`` (ids, and when their
+first step began), ``answer`` (number, and the answer, if this engine has any), ``pong`` (number,
+stats), ``failed`` (why the process ends).
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ import logging
 import select
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.config import parse
@@ -34,11 +32,10 @@ from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, Request
 from shoal.serve.decode.protocols import DecodePart
 from shoal.serve.engine.failure import failure
-from shoal.serve.engine.wire import Decoder, encode, pack_output, unpack_params
+from shoal.serve.engine.wire import Decoder, encode, pack_output, unpack_request
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.serve.adapters.loaded import AdapterBank
 
 __all__ = [
     "DEFAULT_FACTORY",
@@ -71,7 +68,16 @@ _READ_BYTES = 2**20
 
 
 class EngineLike(Protocol):
-    """What the process needs of an engine."""
+    """What the process needs of an engine.
+
+    Attributes:
+        facts: what clients may ask for: ``workers``, ``streams`` and ``shares`` of
+            :class:`~shoal.serve.engine.client.ModelInfo`, where they differ from its defaults.
+        answers: questions that are answered between two steps.
+    """
+
+    facts: Mapping[str, Any] = MappingProxyType({})
+    answers: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     @property
     def busy(self) -> bool:
@@ -185,9 +191,7 @@ def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
             "vocab_size": config.vocab_size,
             "max_position": min(job.max_position or config.max_position, config.max_position),
             "eos_ids": sorted(config.eos_ids),
-            "workers": getattr(engine, "workers", 1),
-            "streams": getattr(engine, "streams", 1),
-            "shares": getattr(engine, "shares", False),
+            **engine.facts,
         }
     )
     return engine
@@ -196,18 +200,7 @@ def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
 def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) -> None:
     kind = message.get("kind")
     if kind == "add":
-        tokens = list(message["tokens"])
-        request = Request(
-            id=message["id"],
-            tokens=tokens,
-            n_prompt=len(tokens),
-            params=unpack_params(message["params"]),
-            arrival=time.monotonic(),
-            priority=message["priority"],
-            adapter=message["adapter"],
-            salt=message["salt"],
-            fork_of=message["fork_of"],
-        )
+        request = unpack_request(message)
         try:
             engine.add(request)
         except ServeError as cause:
@@ -220,34 +213,12 @@ def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) 
         engine.abort(message["id"])
     elif kind == "ping":
         parent.send({"kind": "pong", "number": message["number"], "stats": dict(engine.stats())})
-    elif kind == "adapter":
-        error = _adapter(engine, message["do"], message["name"], message["path"])
-        parent.send({"kind": "answer", "number": message["number"], "answer": error})
-    elif kind == "views":
-        views: Callable[[], list[dict[str, Any]]] = getattr(engine, "views", list)
-        parent.send({"kind": "answer", "number": message["number"], "answer": views()})
+    elif kind == "ask":
+        answer = engine.answers.get(message["what"])
+        known = {} if answer is None else {"answer": answer(**message["words"])}
+        parent.send({"kind": "answer", "number": message["number"], **known})
     else:
-        raise ServeError(
-            f"message to the engine = {kind!r}: expected add, abort, adapter, views or ping"
-        )
-
-
-def _adapter(engine: EngineLike, what: str, name: str, path: str) -> str | None:
-    """Change an adapter; what went wrong, if anything."""
-    bank: AdapterBank | None = getattr(engine, "adapters", None)
-    if bank is None:
-        return "this engine has no room for adapters; serve with --max-adapters"
-    try:
-        if what == "load":
-            bank.load(name, Path(path))
-        else:
-            {"unload": bank.unload, "merge": bank.merge, "unmerge": bank.unmerge}[what](name)
-    except ServeError as cause:
-        return str(cause)
-    except Exception as cause:  # of an adapter, which is not there then
-        log.exception("adapter %s: cannot %s it", name, what)
-        return f"adapter {name!r}: the engine failed to {what} it ({failure(cause)})"
-    return None
+        raise ServeError(f"message to the engine = {kind!r}: expected add, abort, ask or ping")
 
 
 def main(arguments: list[str] | None = None) -> int:

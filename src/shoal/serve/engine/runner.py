@@ -7,8 +7,6 @@ prompts as it likes.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,19 +21,13 @@ from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
-from shoal.model.duo import computing
-from shoal.model.parscale import computing as streaming
 from shoal.model.parscale import prefixes
-from shoal.model.transformer import Transformer
-from shoal.serve.adapters.loaded import AdapterBank
 from shoal.serve.cache.attention import Context, PagedAttention
-from shoal.serve.cache.host import Mover
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.engine.adjust import Adjuster
-from shoal.serve.engine.captured import Captured
-from shoal.serve.engine.choosing import NOT_FINITE, choose_rows
+from shoal.serve.engine.choosing import choose_rows
 from shoal.serve.engine.failure import errors_of_step
-from shoal.serve.engine.pooling import Pooler
+from shoal.serve.engine.hooks import Hook, Pass, beside
 
 if TYPE_CHECKING:
     from shoal.serve.decode.protocols import TokenTree
@@ -57,7 +49,7 @@ class FlatModel(Protocol):
         ...
 
     def flat(
-        self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, rows_R: Tensor | None = None
+        self, tokens_N: Tensor, position_N: Tensor, mixer: Mixer, needed: Tensor | None = None
     ) -> Tensor | None:
         """See :meth:`~shoal.model.transformer.Transformer.flat`; None if others go on with it."""
         ...
@@ -127,11 +119,12 @@ class LocalRunner:
         attention: kernel of ``paged_attention`` for this cache; pages are copied without one.
         prompts: the same for chunks of prompts; they are computed one by one without.
         exact: what a request gets does not depend on what else a step computes, bit for bit.
-        adjust: changes scores before tokens are chosen by them.
-        mover: of blocks between cache and host; steps without transfers need none.
-        captured: computes steps of single tokens; they are computed as others are without.
-        adapters: of the model; requests for none of them are computed without.
+        hooks: of techniques that act while a step is computed.
         clock: s, for the duration of a step.
+
+    Attributes:
+        hooks: of all techniques, in their order.
+        shared: others compute parts of the same step: one that fails here leaves them waiting.
 
     Raises:
         ServeError: model and cache do not go together.
@@ -145,10 +138,7 @@ class LocalRunner:
         attention: Ready | None = None,
         prompts: Ready | None = None,
         exact: bool = False,
-        adjust: Adjuster | None = None,
-        mover: Mover | None = None,
-        captured: Captured | None = None,
-        adapters: AdapterBank | None = None,
+        hooks: Iterable[Hook] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight = model.weight
@@ -160,31 +150,24 @@ class LocalRunner:
             error=ServeError,
         )
         self.model, self.cache = model, cache
-        self.mover, self._captured = mover, captured
-        self._adapters = adapters
-        # Others compute parts of the same step: one that fails here leaves them waiting.
         self.shared = False
-        self._recorded_of: str | None = None  # the adapter that was merged in what was recorded
         self.attention, self.prompts, self._exact = attention, prompts, exact
-        self._ffn = model.config.architecture.ffn
         self._prefix = prefixes(model) if model.config.architecture.streams.num > 1 else None
         self._clock = clock
-        self._adjust = adjust or Adjuster()
-        self._pooler = Pooler()
+        self._adjust = Adjuster(*hooks)
+        self.hooks = self._adjust.hooks
 
     def beside(
         self, cache: PagedCache, *, clock: Callable[[], float] = time.perf_counter
     ) -> LocalRunner:
         """One that computes in the same way, on another cache of the same form."""
-        captured = None if self._captured is None else self._captured.over(cache)
         return LocalRunner(
             self.model,
             cache,
             attention=self.attention,
             prompts=self.prompts,
             exact=self._exact,
-            captured=captured,
-            adapters=self._adapters,
+            hooks=beside(self.hooks, cache),
             clock=clock,
         )
 
@@ -195,14 +178,19 @@ class LocalRunner:
             ServeError: a request holds too few blocks for its tokens, or a transfer failed.
         """
         start = self._clock()
-        self._move(step)
-        if not step.chunks:
-            return StepResult({}, seconds=self._clock() - start, done=self._over())
-        with torch.inference_mode():
-            self.cache.clear(step.scrub)
-            self.cache.move(step.moves)
-            result = self._compute(step) if self.shared else self._contained(step)
-        return replace(result, seconds=self._clock() - start, done=self._over())
+        if step.transfers or step.wait_for:
+            if not self.hooks.at(Hook.transfer):
+                raise ServeError("the step copies blocks and no hook does; give it a mover")
+            self.hooks(Hook.transfer, step)
+        result = StepResult({})
+        if step.chunks:
+            with torch.inference_mode():
+                self.cache.clear(step.scrub)
+                self.cache.move(step.moves)
+                result = self._compute(step) if self.shared else self._contained(step)
+        over = [transferred() for transferred in self.hooks.at(Hook.transferred)]
+        done = frozenset[int]().union(*over)
+        return replace(result, seconds=self._clock() - start, done=done)
 
     def _contained(self, step: Step) -> StepResult:
         """Compute a step; what nobody foresaw ends its requests, and nothing else.
@@ -221,104 +209,41 @@ class LocalRunner:
         except Exception as cause:
             return StepResult({}, errors=errors_of_step(step.chunks, cause, self.cache.device))
 
-    def _move(self, step: Step) -> None:
-        """Begin the transfers of a step, and wait for what it waits for."""
-        if not (step.transfers or step.wait_for):
-            return
-        if self.mover is None:
-            raise ServeError(
-                "the step copies blocks, and this runner has nobody who does; give it a mover"
-            )
-        self.mover.begin(step.transfers)
-        self.mover.wait(step.wait_for, first=not step.chunks)
-
-    def _over(self) -> frozenset[int]:
-        return self.mover.over() if self.mover is not None else frozenset()
-
     def _compute(self, step: Step) -> StepResult:
         # Single tokens first and longest context first, as attention wants them.
-        chunks = sorted(step.chunks, key=lambda chunk: (chunk.length > 1, -chunk.stop))
-        for chunk in chunks:
+        work = Pass(sorted(step.chunks, key=lambda chunk: (chunk.length > 1, -chunk.stop)))
+        for chunk in work.chunks:
             self._check(chunk)
-        adapted = self._adapters is not None and self._adapters.begin(chunks)
-        if self._adapters is not None and self._adapters.merged != self._recorded_of:
-            self._recorded_of = self._adapters.merged
-            self._captured = None if self._captured is None else self._captured.over(self.cache)
-        if self._captured is not None and not adapted:
-            asked = [chunk.request for chunk in chunks if chunk.yields]
-            if len(asked) == len(chunks) and not any(one.params.pooling for one in asked):
-                logits_RV = self._captured(chunks)
+        self.hooks(Hook.before_pass, work)
+        asked = [chunk.request for chunk in work.chunks if chunk.yields]
+        if work.plain and len(asked) == len(work.chunks):
+            for replay in self.hooks.at(Hook.replay):
+                logits_RV = replay(work)
                 if logits_RV is not None:
                     return self._chosen(logits_RV, asked)
+        return self._passed(work, asked)
+
+    def _passed(self, work: Pass, asked: list[Request]) -> StepResult:
+        """Compute a pass, and choose the tokens of those that are asked for one."""
         rows = Rows(self.cache.block_size)
-        for chunk in chunks:
+        for chunk in work.chunks:
             rows.add(chunk)
-        model, device, last = self.model, self.cache.device, rows.last
-        fed = rows.fed(device)
+        fed = rows.fed(self.cache.device)
         mixer = self._mixer(rows.contexts, fed[2])
-        wanted = [place for place, chunk in enumerate(chunks) if chunk.yields]
-        pooled = [place for place, chunk in enumerate(chunks) if chunk.request.params.pooling]
-        places = [self._pooler.rows(chunks[place], last[place]) for place in pooled]
-        needed = [last[place] for place in wanted] + [row for some in places for row in some]
-        everything = needed == list(range(fed.shape[1]))
-        rows_R = None if everything else torch.tensor(needed, dtype=torch.int64, device=device)
-        if adapted and self._adapters is not None and not everything:
-            self._adapters.select(chunks, needed)
-        with self._streams(chunks), self._computing(chunks, rows.contexts, rows_R):
-            hidden_RD = model.flat(fed[0], fed[1], mixer, rows_R)
+        work.contexts, work.last = rows.contexts, rows.last
+        work.rows = [row for chunk, row in zip(work.chunks, rows.last, strict=True) if chunk.yields]
+        self.hooks(Hook.lay_out, work)
+        if work.rows != list(range(fed.shape[1])):
+            work.needed = torch.tensor(work.rows, dtype=torch.int64, device=self.cache.device)
+        with self.hooks.within(Hook.around, work):
+            hidden_RD = self.model.flat(fed[0], fed[1], mixer, work.needed)
         if hidden_RD is None:
-            return StepResult(tokens={})
-        vectors: dict[str, list[float]] = {}
-        failed: dict[str, str] = {}
-        errors: dict[str, str] = {}
-        stop = len(wanted)
-        for place, some in zip(pooled, places, strict=True):
-            start, stop = stop, stop + len(some)
-            try:
-                vector = self._pooler.add(chunks[place], hidden_RD[start:stop])
-            except ServeError as cause:
-                failed[chunks[place].request.id] = str(cause)
-                continue
-            if vector is not None and not all(map(math.isfinite, vector)):
-                errors[chunks[place].request.id] = NOT_FINITE
-            elif vector is not None:
-                vectors[chunks[place].request.id] = vector
-        if not wanted:
-            return StepResult(tokens={}, failed=failed, errors=errors)
-        requests = [chunks[place].request for place in wanted]
-        logits_RV = model.logits(hidden_RD[: len(wanted)])
-        if logits_RV is None:
-            return StepResult(tokens={})
-        found = self._chosen(logits_RV, requests)
-        return replace(
-            found,
-            vectors=vectors,
-            failed={**failed, **found.failed},
-            errors={**found.errors, **errors},
-        )
-
-    def _streams(self, chunks: Sequence[Chunk]) -> contextlib.AbstractContextManager[None]:
-        """Within, each request is computed by as many streams as it asked for."""
-        if all(chunk.request.params.streams is None for chunk in chunks):
-            return contextlib.nullcontext()
-        assert isinstance(self.model, Transformer)
-        most = self.model.config.architecture.streams.num
-        counts = [chunk.request.params.streams or most for chunk in chunks]
-        lengths = [chunk.length for chunk in chunks]
-        counts_N = torch.from_numpy(np.repeat(np.array(counts), lengths))
-        return streaming(self.model, counts_N.to(self.cache.device))
-
-    def _computing(
-        self, chunks: Sequence[Chunk], contexts: Sequence[Context], rows_R: Tensor | None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Within, each request takes the share of the model that it asked for."""
-        if all(chunk.request.params.compute is None for chunk in chunks):
-            return contextlib.nullcontext()
-        assert isinstance(self.model, Transformer)
-        shifts = torch.tensor([self._ffn.shift(chunk.request.params.compute) for chunk in chunks])
-        lengths = torch.tensor([context.length for context in contexts])
-        shift_N = shifts.repeat_interleave(lengths).to(self.cache.device)
-        return computing(self.model, shift_N, rows_R)
+            return StepResult({})
+        logits_RV = self.model.logits(hidden_RD[: len(asked)]) if asked else None
+        result = StepResult({}) if logits_RV is None else self._chosen(logits_RV, asked)
+        for computed in self.hooks.at(Hook.computed):
+            result = computed(work, hidden_RD, result)
+        return result
 
     def _chosen(self, logits_RV: Tensor, requests: list[Request]) -> StepResult:
         """The next token of every row."""

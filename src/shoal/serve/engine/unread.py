@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from shoal.core.errors import ServeError
-from shoal.ir.serving import Output, SamplingParams
+from shoal.ir.serving import Output, Request
 
-__all__ = ["Unread"]
+__all__ = ["Listener", "Unread"]
+
+Listener = Callable[[Mapping[str, Any]], object]
+"""What is called with a message of the engine about a request."""
 
 
 class Unread:
     """The outputs of one request that its reader has not taken yet.
 
     Args:
-        began: called with when the first step of the request began, s on the monotonic clock.
-        asked: what the request is: tokens of its prompt, how to sample, and its adapter.
+        request: as it was sent to the engine.
+        on: kind of a message about the request -> who takes it in.
     """
 
-    __slots__ = ("_error", "_ready", "_unread", "asked", "began", "ended", "vector")
+    __slots__ = ("_error", "_ready", "_unread", "ended", "on", "request")
 
-    def __init__(
-        self,
-        began: Callable[[float], None] | None,
-        asked: tuple[Sequence[int], SamplingParams, str | None],
-    ) -> None:
-        self.began, self.asked = began, asked
+    def __init__(self, request: Request, on: Mapping[str, Listener]) -> None:
+        self.request, self.on = request, on
         self._unread: deque[Output] = deque()
         self._ready = asyncio.Event()
         self._error: ServeError | None = None
         self.ended = False
-        self.vector: list[float] | None = None
 
     def put(self, output: Output) -> int:
         """Keep an output; how many are unread now."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from shoal.core.errors import ServeError
-from shoal.ir.serving import Output, SamplingParams, TokenInfo
+from shoal.ir.serving import Output, Request, SamplingParams, TokenInfo
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -22,8 +23,10 @@ __all__ = [
     "encode",
     "pack_output",
     "pack_params",
+    "pack_request",
     "unpack_output",
     "unpack_params",
+    "unpack_request",
 ]
 
 # A prompt of a million tokens, or the outputs of a step of a thousand requests with
@@ -99,6 +102,35 @@ def unpack_params(raw: Mapping[str, Any]) -> SamplingParams:
     bias = tuple((token, value) for token, value in raw["logit_bias"])
     stop_ids = frozenset(raw["stop_ids"])
     return SamplingParams(**{**raw, "stop_ids": stop_ids, "logit_bias": bias})
+
+
+def pack_request(request: Request) -> dict[str, Any]:
+    """A request that is to be computed, as plain values."""
+    return {
+        "id": request.id,
+        "tokens": list(request.tokens),
+        "n_prompt": request.n_prompt,
+        "params": pack_params(request.params),
+        "priority": request.priority,
+        "adapter": request.adapter,
+        "salt": request.salt,
+        "fork_of": request.fork_of,
+    }
+
+
+def unpack_request(raw: Mapping[str, Any]) -> Request:
+    """The inverse of :func:`pack_request`; the request arrives now."""
+    return Request(
+        id=raw["id"],
+        tokens=list(raw["tokens"]),
+        n_prompt=raw["n_prompt"],
+        params=unpack_params(raw["params"]),
+        arrival=time.monotonic(),
+        priority=raw["priority"],
+        adapter=raw["adapter"],
+        salt=raw["salt"],
+        fork_of=raw["fork_of"],
+    )
 
 
 def pack_output(output: Output) -> list[Any]:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.ir.serving import FinishReason, Output, SamplingParams
+from shoal.ir.serving import FinishReason, Output, Request
 from shoal.serve.engine.client import EngineClient
 from shoal.serve.text.pieces import StopStrings, TextModel
 
@@ -127,33 +127,20 @@ class Answer:
 
 
 async def pieces(
-    client: EngineClient,
-    request_id: str,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    answer: Answer,
-    *,
-    priority: float = 0.0,
-    adapter: str | None = None,
-    salt: str = "",
-    fork_of: str | None = None,
-    began: Callable[[float], None] | None = None,
+    client: EngineClient, request: Request, answer: Answer, began: Callable[[float], None]
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of an answer as they come; leaving early aborts the request.
+
+    Args:
+        client: of the engine.
+        request: that is answered.
+        answer: turns outputs into pieces.
+        began: called with when its first step began, s on the monotonic clock.
 
     Raises:
         ServeError: the engine refused the request, died, or the reader is too slow.
     """
-    batches = client.batches(
-        request_id,
-        prompt,
-        params,
-        priority=priority,
-        adapter=adapter,
-        salt=salt,
-        fork_of=fork_of,
-        began=began,
-    )
+    batches = client.batches(request, {"began": lambda message: began(message["at"])})
     async with contextlib.aclosing(batches):
         async for outputs in batches:
             piece = answer.feed(outputs)

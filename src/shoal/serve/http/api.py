@@ -32,6 +32,7 @@ from starlette.responses import JSONResponse, Response
 
 from shoal import __version__
 from shoal.core.errors import ServeError
+from shoal.ir.serving import Request as Asked
 from shoal.ir.serving import SamplingParams
 from shoal.serve.adapters.routes import ADAPTER_ROUTES, AdapterPlaces, AdapterRoutes
 from shoal.serve.engine.client import EngineClient
@@ -257,7 +258,7 @@ class _Service:
 
     async def models(self) -> Response:
         """What is served."""
-        cards = [self._card(), *(self._card(name) for name in self._client.adapters)]
+        cards = [self._card(), *(self._card(name) for name in self._client.job.adapters)]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model: str) -> Response:
@@ -273,12 +274,13 @@ class _Service:
 
     async def workers(self) -> Response:
         """What the concurrent workers of each request see now; nothing where there are none."""
-        return JSONResponse({"object": "list", "data": await self._client.views()})
+        views = await self._client.ask("views", otherwise=[])
+        return JSONResponse({"object": "list", "data": views})
 
     @property
     def _served(self) -> tuple[str, ...]:
         """What requests may call: the model, and its adapters."""
-        return (self._name, *self._client.adapters)
+        return (self._name, *self._client.job.adapters)
 
     def _card(self, name: str | None = None) -> dict[str, Any]:
         adapter = None if name == self._name else name
@@ -308,12 +310,10 @@ class _Service:
         async def one(place: int, tokens: Sequence[int]) -> list[float]:
             # The mean needs every token's state, so nothing of it may be found in the cache.
             own = f"{name}-{place}"
+            salt = own if asked.pooling == "mean" else ""
+            priority = asked.priority
             return await self._client.embed(
-                own,
-                tokens,
-                params,
-                priority=asked.priority,
-                salt=own if asked.pooling == "mean" else "",
+                Asked(own, [*tokens], len(tokens), params, priority=priority, salt=salt)
             )
 
         async def together() -> list[list[float]]:
@@ -517,19 +517,19 @@ class _Service:
 
         async def one(index: int) -> AsyncGenerator[tuple[int, Piece], None]:
             timer, choice = timers[index], index % job.ask.best_of
-            source = pieces(
-                self._client,
+            prompt = list(job.prompt_of(index).tokens)
+            asked = Asked(
                 f"{job.id}-{index}",
-                job.prompt_of(index).tokens,
+                prompt,
+                len(prompt),
                 job.params[index],
-                job.answers[index],
                 priority=job.ask.priority,
                 adapter=None if job.ask.model == self._name else job.ask.model,
                 salt=job.ask.salt,
                 # Other answers to the same prompt begin with the cache of the first.
                 fork_of=f"{job.id}-{index - choice}" if choice else None,
-                began=timer.began,
             )
+            source = pieces(self._client, asked, job.answers[index], timer.began)
             try:
                 async with contextlib.aclosing(source):
                     async for piece in source:

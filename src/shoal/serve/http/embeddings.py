@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.serve.engine.client import ModelInfo
+from shoal.serve.engine.link import ModelInfo
 from shoal.serve.http.fields import Fields, wrong
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.openai import check_model, read_prompts

@@ -12,8 +12,12 @@ from typing import Any
 from starlette.responses import Response
 
 from shoal.core.errors import ServeError
-from shoal.serve.engine.client import EngineDownError, RefusedError, SlowReaderError
-from shoal.serve.engine.failure import RequestFailedError
+from shoal.serve.engine.failure import (
+    EngineDownError,
+    RefusedError,
+    RequestFailedError,
+    SlowReaderError,
+)
 from shoal.serve.text.template import TemplateLimitError
 
 __all__ = ["DIED", "TYPES", "ApiError", "as_api_error", "error_body", "error_response"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams
-from shoal.serve.engine.client import ModelInfo
+from shoal.serve.engine.link import ModelInfo
 from shoal.serve.http.errors import ApiError
 from shoal.serve.http.fields import Fields, wrong
 from shoal.serve.http.limits import HttpLimits

@@ -16,7 +16,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,12 +102,13 @@ class Rank:
             ShoalError: a step cannot be computed, or another rank is gone.
         """
         from shoal.model.parscale import heads_of
-        from shoal.serve.cache.host import HostStore, Mover
+        from shoal.serve.cache.host import HostCopies, HostStore, Mover
         from shoal.serve.cache.paged import PagedCache
-        from shoal.serve.engine.adjust import Adjuster
-        from shoal.serve.engine.build import attention_kernel, vocabulary
+        from shoal.serve.engine.build import attention_kernel
+        from shoal.serve.engine.hooks import Hook
+        from shoal.serve.engine.pooling import Pooling
         from shoal.serve.engine.runner import LocalRunner
-        from shoal.serve.text.grammar import Grammars
+        from shoal.serve.text.grammar import Grammars, vocabulary
 
         weight = self.model.weight
         cache = PagedCache(
@@ -119,17 +119,21 @@ class Rank:
             device=weight.device,
             form=table("kv_format").build(job.kv_format, where="kv_format"),
         )
+        size = self._config.vocab_size
+        hooks: list[Hook] = [Pooling(), Grammars(lambda: vocabulary(job, size))]
+        if job.host_tokens:
+            # One rank answers for all of them, so on each they are over with their step.
+            mover = Mover(cache, HostStore(cache, job.host_tokens // block_size))
+            hooks.append(HostCopies(mover, at_once=True))
         runner = LocalRunner(
             self.model,
             cache,
             attention=attention_kernel(job, self.model.local, cache),
             prompts=attention_kernel(job, self.model.local, cache, prompts=True),
             exact=job.exact,
-            adjust=Adjuster(Grammars(lambda: vocabulary(job, self._config))),
+            hooks=hooks,
         )
         runner.shared = job.parallel.world > 1
-        if job.host_tokens:
-            runner.mover = mover = Mover(cache, HostStore(cache, job.host_tokens // block_size))
         reader = Reader()
         while (command := inbox.take()) is not None:
             ticket = command["ticket"]
@@ -138,12 +142,7 @@ class Rank:
             if following is not None:
                 self._boundary.expect(following["ticket"], _tokens(following))
             self.model.ticket = ticket
-            step = reader.step(command)
-            if step.transfers:
-                # One rank answers for all of them, so on each they are over with their step.
-                mover.begin(step.transfers)
-                mover.wait(one.id for one in step.transfers)
-            result = runner.execute(replace(step, transfers=()))
+            result = runner.execute(reader.step(command))
             if self.answers:
                 tell(ticket, result)
 

@@ -32,7 +32,6 @@ from shoal.core.measure import num_cores
 from shoal.core.parts import table
 from shoal.core.scratch import scratch
 from shoal.ir import (
-    KVManager,
     KVPart,
     Limits,
     Output,
@@ -325,14 +324,11 @@ class RankedEngine(AheadEngine):
     Args:
         scheduler: decides what runs.
         runner: the ranks.
-        kv: the scheduler's bookkeeping of blocks.
-        vocab_size: tokens that the model knows.
+        **options: of :class:`~shoal.serve.engine.loop.Engine`.
     """
 
-    def __init__(
-        self, scheduler: Open, runner: RankedRunner, *, kv: KVManager, vocab_size: int
-    ) -> None:
-        super().__init__(scheduler, runner, kv=kv, vocab_size=vocab_size)
+    def __init__(self, scheduler: Open, runner: RankedRunner, **options: Any) -> None:
+        super().__init__(scheduler, runner, **options)
         self.ranks = runner
 
     @property
@@ -356,6 +352,7 @@ class RankedEngine(AheadEngine):
 
     def close(self) -> None:
         """End the ranks."""
+        super().close()
         self.ranks.close()
 
 
@@ -370,7 +367,9 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
     Raises:
         ShoalError: the model cannot be split so, or a part or a limit of the job cannot be.
     """
+    from shoal.serve.cache.host import HostCopies
     from shoal.serve.engine.build import DTYPES, concrete
+    from shoal.serve.engine.pooling import Pooling
     from shoal.serve.ranks.part import check_parts
 
     check_parts(job, config)
@@ -394,7 +393,8 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
         chosen: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
         scheduler = cast("Open", chosen.build(kv, limits, preemption))
         runner.allocate(job, kv.num_blocks, kv.block_size)
-        return RankedEngine(scheduler, runner, kv=kv, vocab_size=config.vocab_size)
+        hooks = (HostCopies(), Pooling())  # the ranks copy and pool; here it is counted and told
+        return RankedEngine(scheduler, runner, kv=kv, vocab_size=config.vocab_size, hooks=hooks)
     except BaseException:
         runner.close()
         raise

@@ -21,24 +21,31 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from shoal.core.errors import ServeError, ShoalError
 from shoal.core.extras import import_extra
-from shoal.ir import Request
+from shoal.ir import Request, ServeJob
+from shoal.serve.engine.hooks import Hook
 from shoal.serve.text.calls import CALL_BEGIN, CALL_END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from torch import Tensor
+
+    from shoal.serve.engine.build import Building
 
 __all__ = [
     "GrammarError",
     "Grammars",
     "Vocabulary",
     "grammar_of",
+    "grammars_of",
     "trial",
+    "vocabulary",
 ]
 
 # What lies between the signs of JSON: nothing, a blank, or a new line with its indent. With no
@@ -204,14 +211,20 @@ class _Matching:
             self._fed = len(tokens)
 
 
-class Grammars:
+def _no_vocabulary() -> Vocabulary:
+    raise ServeError("this engine has no tokenizer; leave the form of the answer out")
+
+
+class Grammars(Hook):
     """Which tokens may come next, for requests with a grammar.
 
     Args:
         vocabulary: called when the first grammar is met, since most servers never meet one.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+    place: ClassVar[str] = "grammar"
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary] = _no_vocabulary) -> None:
         from shoal.serve.engine.adjust import Book
 
         self._vocabulary = vocabulary
@@ -220,6 +233,25 @@ class Grammars:
         self._matchings: Book[_Matching] = Book(
             lambda request: _Matching(request, self._compiled(_grammar(request)).deep_copy())
         )
+
+    def wanted(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Rows of answers that have a form."""
+        return [row for row, one in enumerate(requests) if one.params.grammar is not None]
+
+    def adjust(
+        self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
+    ) -> Mapping[str, str]:
+        """See :class:`~shoal.serve.engine.hooks.Hook`."""
+        import torch
+
+        formed = [requests[row] for row in rows]
+        allowed, failed = self.allowed(formed, scores_RV.shape[-1])
+        banned_RV = torch.from_numpy(~allowed).to(scores_RV.device)
+        scores_RV[rows] = scores_RV[rows].masked_fill(banned_RV, float("-inf"))
+        for row, request in zip(rows, formed, strict=True):
+            if request.id in failed:  # whatever is chosen now is for nobody
+                scores_RV[row] = 0.0
+        return failed
 
     def allowed(
         self, requests: Sequence[Request], vocab_size: int
@@ -265,3 +297,25 @@ class Grammars:
 def _grammar(request: Request) -> str:
     assert request.params.grammar is not None
     return request.params.grammar
+
+
+def vocabulary(job: ServeJob, vocab_size: int) -> Vocabulary:
+    """The tokens of a job's model.
+
+    Raises:
+        ModelError: it has no tokenizer.
+    """
+    from shoal.serve.text.pieces import TextModel
+
+    text = TextModel(Path(job.model))
+    return Vocabulary(
+        [text.token_bytes(token) for token in range(vocab_size)],
+        sorted(token for token in text.special_ids if token < vocab_size),
+        lambda words: text.encode(words, special=False),
+    )
+
+
+def grammars_of(built: Building) -> Grammars:
+    """Of every engine: a request says whether its answer has a form."""
+    size = built.model.config.vocab_size
+    return Grammars(lambda: vocabulary(built.job, size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.serve.engine.client import ModelInfo
+from shoal.serve.engine.link import ModelInfo
 from shoal.serve.http.fields import Fields, wrong
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.openai import check_model

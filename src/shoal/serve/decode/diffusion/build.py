@@ -42,4 +42,4 @@ def diffusion_engine(job: ServeJob, model: Transformer) -> tuple[Engine, PagedCa
         unroll=decode.unroll,
     )
     scheduler = MaskedScheduler(kv, limits, block=decode.block, mask_id=config.mask_token_id)
-    return Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size), cache
+    return Engine(scheduler, runner, kv=kv, vocab_size=config.vocab_size, hooks=[runner]), cache

@@ -11,8 +11,9 @@ Shapes: B requests of a step, W places of a block, V vocabulary, D hidden.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from shoal.serve.decode.diffusion.protocols import Iteration, Refresh, State, Un
 from shoal.serve.decode.diffusion.windows import Row, Windows
 from shoal.serve.engine.choosing import NOT_FINITE
 from shoal.serve.engine.failure import errors_of_step
+from shoal.serve.engine.hooks import Hook
 
 __all__ = ["DiffusionRunner"]
 
@@ -77,7 +79,7 @@ class _Batch:
                 getattr(self, name)[row, :width] = source[old, :width]
 
 
-class DiffusionRunner:
+class DiffusionRunner(Hook):
     """Computes the steps of a :class:`~shoal.plan.batching.schedulers.masked.MaskedScheduler`.
 
     Args:
@@ -92,6 +94,8 @@ class DiffusionRunner:
         unroll: iterations of a step.
         clock: s, for the duration of a step.
     """
+
+    place: ClassVar[str] = "diffusion"
 
     def __init__(
         self,
@@ -124,7 +128,7 @@ class DiffusionRunner:
         self._embedding = model.embed.weight
         self.counts = {"forwards": 0, "rows": 0, "passes": 0, "tokens": 0}
 
-    def stats(self) -> dict[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Counters for metrics: forward passes, those of each request, and what came of them."""
         return {
             "diffusion_forwards_total": self.counts["forwards"],

@@ -30,7 +30,7 @@ from shoal.serve.decode.hogwild.words import Words
 from shoal.serve.engine.adjust import Adjuster
 from shoal.serve.engine.choosing import choose_rows
 from shoal.serve.engine.failure import failure
-from shoal.serve.engine.loop import check_params
+from shoal.serve.engine.params import check_params, check_tokens
 
 __all__ = ["HogwildEngine", "build_engine"]
 
@@ -69,6 +69,8 @@ class HogwildEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers = part.workers
+        self.facts = {"workers": part.workers}
+        self.answers = {"views": self.views}
         self._part, self._words = part, words
         self._layout: HogwildLayout = table("hogwild_layout").build(part.layout)
         self._vocab_size = model.config.vocab_size
@@ -108,14 +110,7 @@ class HogwildEngine:
                     f"request {request.id} wants {what}: concurrent workers have none; serve with "
                     "decode=autoregressive"
                 )
-        require(
-            bool(request.tokens)
-            and 0 <= min(request.tokens) <= max(request.tokens) < self._vocab_size,
-            f"request {request.id}: prompt",
-            f"{len(request.tokens)} tokens",
-            expected=f"one or more tokens below vocab_size = {self._vocab_size}",
-            error=ServeError,
-        )
+        check_tokens(request, self._vocab_size)
         request.arrival = self._clock()
         leader = request.fork_of or request.id if params.workers > 1 else request.id
         gathered = self._gathered.setdefault(leader, [])
@@ -284,8 +279,8 @@ def build_engine(job: ServeJob) -> tuple[HogwildEngine, ModelConfig]:
     Raises:
         ShoalError: the model cannot be read, or another key of the job does not go with workers.
     """
-    from shoal.serve.engine.build import concrete, load_model, vocabulary
-    from shoal.serve.text.grammar import Grammars
+    from shoal.serve.engine.build import concrete, load_model
+    from shoal.serve.text.grammar import Grammars, vocabulary
     from shoal.serve.text.pieces import TextModel
 
     part: Hogwild = table("decode").build(job.decode, where="decode")
@@ -313,6 +308,6 @@ def build_engine(job: ServeJob) -> tuple[HogwildEngine, ModelConfig]:
         max_position=job.max_position,
         max_running=job.max_running,
         max_step_tokens=job.max_step_tokens,
-        adjust=Adjuster(Grammars(lambda: vocabulary(job, model.config))),
+        adjust=Adjuster(Grammars(lambda: vocabulary(job, model.config.vocab_size))),
     )
     return engine, model.config
