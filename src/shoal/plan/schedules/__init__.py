@@ -13,6 +13,7 @@ SCHEDULES = PartTable(
         "zb_h1": "shoal.plan.schedules.zb_h1:ZeroBubbleH1",
         "zbv": "shoal.plan.schedules.zbv:ZeroBubbleV",
         "vhalf": "shoal.plan.schedules.vhalf:VHalf",
+        "vmin": "shoal.plan.schedules.vmin:VMin",
         "skippipe": "shoal.plan.schedules.skippipe:SkipPipe",
     },
     about=(
