@@ -240,7 +240,7 @@ def test_plans(row: str, place: Path) -> None:
             for path in sorted(launch.iterdir())
             if path.name != "plan.yaml"
         }
-    settle("plans", row, actual, tolerance=TOLERANCE)
+    settle("plans", row, uncounted(actual), tolerance=TOLERANCE)
 
 
 def parsed(stdout: str) -> tuple[str, Any]:
@@ -249,6 +249,11 @@ def parsed(stdout: str) -> tuple[str, Any]:
     first = next((i for i, line in enumerate(lines) if line[:1] in "[{"), len(lines))
     rest = "".join(lines[first:])
     return "".join(lines[:first]), json.loads(rest) if rest else None
+
+
+def uncounted(actual: dict[str, Any]) -> Any:
+    """Without how many plans were priced: every part that is added adds to them."""
+    return json.loads(re.sub(r"of [\d,]+ plans priced", "of the plans priced", json.dumps(actual)))
 
 
 def tidied(text: str) -> list[str]:

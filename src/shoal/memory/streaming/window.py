@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.core.errors import TierFullError
 from shoal.memory.activations.protocol import weight_of_cast
 from shoal.memory.tiers.mover import EmulatedLink, Mover, Ticket, end_of_work
-from shoal.memory.tiers.tier import Block, MemoryTier, TierFullError
+from shoal.memory.tiers.tier import Block, MemoryTier
 
 if TYPE_CHECKING:
     from shoal.memory.streaming.chain import Chain
