@@ -101,7 +101,7 @@ PROTOCOLS: dict[str, str] = {
     "kv_format": "shoal.kernel.protocols:KVFormat",
     "family": "shoal.model.protocols:Family",
     "gate": "shoal.model.protocols:Gate",
-    "attention_kernel": "shoal.model.protocols:AttentionKernelPart",
+    "attention_kernel": "shoal.claims.lab.attention_kernels.protocols:AttentionKernelPart",
     "quantizer": "shoal.model.protocols:Quantizer",
     "corpus": "shoal.corpora.protocols:Corpus",
     "packing": "shoal.corpora.protocols:Packing",

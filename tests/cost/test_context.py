@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from shoal.claims.lab.thread_links import Links
 from shoal.core.errors import PlanError
 from shoal.cost.context.traffic import ring_traffic, tokenring_traffic, ulysses_traffic
 from shoal.cost.context.ways import (
@@ -19,7 +20,6 @@ from shoal.cost.context.ways import (
     mlp_memory,
 )
 from shoal.ir import Link
-from shoal.parallel.comm.links import Links
 
 SPLITS: tuple[Split, Split] = ("tensor", "sequence")
 FAST = Link(scope="device", bandwidth=100e9, latency_s=1e-6)

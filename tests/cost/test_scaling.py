@@ -16,7 +16,6 @@ from shoal.cost.scaling.ask import (
 from shoal.cost.scaling.curve import Point
 from shoal.cost.scaling.fit import fit
 from shoal.cost.scaling.picture import picture
-from shoal.cost.scaling.published import PUBLISHED, THEORY
 
 PLANTED = {
     "power": ({"alpha": 5.0, "beta": -0.2}, 2.0 ** np.arange(8, 18)),
@@ -189,7 +188,5 @@ def test_picture_is_xml_with_words():
     assert "beta -0.2" in (root[1].text or "")
 
 
-def test_published_exponents_and_the_table():
-    assert {row.error for row in PUBLISHED} >= {-0.066, -0.094, -0.128, -0.309, -0.30}
-    assert [row.error for row in THEORY] == [-0.5, -1.0]
+def test_the_table_of_laws():
     assert list(LAWS) == ["power", "power_floor", "three_regime", "size", "joint"]

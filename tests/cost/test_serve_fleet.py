@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine, fit_phased
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.cost.serving.fleet import Instance, Wire, attainment, simulate_fleet
 from shoal.cost.serving.simulator import Served, simulate
 from shoal.cost.step_cost.fitted import Fitted, Sample
-from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine, fit_phased
 from shoal.ir import Arrival, Limits
 from shoal.plan.batching.dispatch import LeastLoaded
 

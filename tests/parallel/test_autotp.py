@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ModelError, PlanError
 from shoal.parallel.autotp.auto import discover, full_state, split_model
 from shoal.parallel.autotp.families import FAMILIES, example, from_config, read_config
 from shoal.parallel.autotp.shapes import AutoSplit
 from shoal.parallel.autotp.split import part_of, whole_of
-from shoal.parallel.comm.threads import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parallel_splits import AXES, FOUR, config, job, pairs
 
+from shoal.claims.lab.same_as_one import same_as_one
 from shoal.core.errors import ShoalError
 from shoal.kernel.fused.choice import OPERATORS, choose
-from shoal.parallel.check import same_as_one
 from shoal.parallel.engine import Engine
 
 

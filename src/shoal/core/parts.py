@@ -103,7 +103,6 @@ KINDS: dict[str, str] = {
     "kv_format": "shoal.kernel:KV_FORMATS",
     "family": "shoal.model:FAMILIES",
     "gate": "shoal.model:GATES",
-    "attention_kernel": "shoal.model:ATTENTION_KERNELS",
     "quantizer": "shoal.model:QUANTIZERS",
     "corpus": "shoal.corpora:CORPORA",
     "packing": "shoal.corpora:PACKINGS",
@@ -121,6 +120,7 @@ KINDS: dict[str, str] = {
     "drafter": "shoal.train:DRAFTERS",
     "locator": "shoal.train.watch:LOCATORS",
     "memory_code": "shoal.checkpoint.inmemory:MEMORY_CODES",
+    "attention_kernel": "shoal.claims.lab.attention_kernels:ATTENTION_KERNELS",
     "claim": "shoal.claims:CLAIMS",
 }
 

@@ -97,7 +97,7 @@ def _read_bytes(place: Path, as_baseline: bool) -> list[float]:
     from shoal.checkpoint.loading import load_pieces
     from shoal.checkpoint.pieces import Piece
     from shoal.checkpoint.store import Store
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
 
     found = []
     for step, (rows, count) in enumerate(((300, 3), (1100, 5), (3000, 2))):
@@ -138,8 +138,8 @@ def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
     """
     from shoal import checkpoint
     from shoal.checkpoint.store import Store
-    from shoal.parallel.check import Fresh, tokens
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.same_as_one import Fresh, tokens
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.parallel.tensor.rows import Rows
     from shoal.train.state import held_by
 
@@ -185,7 +185,7 @@ def layout_pair(
     from shoal import checkpoint
     from shoal.checkpoint.shards import file_name
     from shoal.checkpoint.store import Store
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.train.reshard import Blank
     from shoal.train.state import held_by
 

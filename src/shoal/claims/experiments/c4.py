@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.lab.path_jobs import times_of_jobs
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.machine.emulate import emulate, unavailable
-from shoal.plan.paths.jobs import times_of_jobs
 from shoal.train.watch.c4d import C4D
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.protocols import Fault, Verdict

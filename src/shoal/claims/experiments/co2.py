@@ -312,11 +312,11 @@ def _unlike(*, local: bool) -> list[int]:
     """Elements in which workers that are threads differ from their simulation, by setting."""
     import torch
 
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.outer_reference import simulate
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.parallel.outer.averaging import Averaging
     from shoal.parallel.outer.co2 import CO2
     from shoal.parallel.outer.local_sgd import LocalSGD
-    from shoal.parallel.outer.reference import simulate
 
     source = torch.Generator().manual_seed(0)
     start = [torch.randn(size, generator=source, dtype=torch.float64) for size in (37, 5, 128)]

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
+from shoal.claims.lab.queueing import md1_ttft
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.serving.fleet import Instance, Wire, simulate_fleet
-from shoal.cost.serving.queueing import md1_ttft
 from shoal.cost.serving.simulator import Served
-from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine
 from shoal.ir import Arrival, Limits
 from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.plan.serving.goodput import Goodput, Slo, poisson

@@ -148,8 +148,8 @@ class DuoLLM:
         import torch
 
         from shoal.claims.experiments.arch_training import mini, text
+        from shoal.claims.lab.route_oracle import best, patterns
         from shoal.model.duo import BIG, committed, pattern_losses, routed
-        from shoal.plan.experts.oracle import best, patterns
         from shoal.train.zoo import random
 
         config = mini(64, _LAYERS, initializer_range=0.2, architecture={"ffn": "duo"})
@@ -219,6 +219,7 @@ class DuoLLM:
     ) -> None:
         import torch
 
+        from shoal.claims.lab.route_oracle import best, difficulty, patterns
         from shoal.model.duo import (
             BIG,
             SMALL,
@@ -228,7 +229,6 @@ class DuoLLM:
             routed,
             router_routes,
         )
-        from shoal.plan.experts.oracle import best, difficulty, patterns
 
         model = context.remember("model", lambda: self._trained(context))
         data = context.remember("text", lambda: None)

@@ -324,9 +324,9 @@ def _machine() -> Machine:
 
 def _errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
     """Largest relative difference to one process after a step in chunks, in float64."""
+    from shoal.claims.lab.same_as_one import same_as_one
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
-    from shoal.parallel.check import same_as_one
 
     config = ModelConfig(
         name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,

@@ -126,7 +126,7 @@ class FuyouClaim:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         import torch
 
-        from shoal.parallel.comm.threads import run_ranks
+        from shoal.claims.lab.thread_ranks import run_ranks
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

@@ -267,8 +267,8 @@ class GalvatronClaim:
         )
 
     def _profile(self, config: ModelConfig) -> LayerProfile:
+        from shoal.claims.lab.measure_layers import profile_of
         from shoal.parallel.comm.processes import run_processes
-        from shoal.parallel.measure_layers import profile_of
 
         given = {
             "config": config.model_dump(mode="json"),

@@ -210,7 +210,7 @@ def most_layers(budget: int, k: int, m: int, *, recompute: bool) -> int:
     Counted from what autograd really keeps in a step; ranks are threads.
     """
     from shoal.claims.experiments.gpipe_ranks import saved_bytes
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
 
     batch, width = 4 * m, 4
     allowed = 4.0 * budget * batch * width

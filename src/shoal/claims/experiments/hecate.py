@@ -27,8 +27,8 @@ from shoal.core.errors import require
 from shoal.core.parts import part, table
 
 if TYPE_CHECKING:
+    from shoal.claims.lab.replay import ExpertCosts, Replayed
     from shoal.plan.placement.protocols import Devices, Ints
-    from shoal.plan.placement.replay import ExpertCosts, Replayed
 
 __all__ = ["HecateClaim"]
 
@@ -98,8 +98,8 @@ class HecateClaim:
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.hecate_ranks import copied, errors, recorded
+        from shoal.claims.lab.replay import gini
         from shoal.plan.placement.protocols import Devices
-        from shoal.plan.placement.replay import gini
 
         placer = {"name": "fssdp", "slots": self.slots}
         method: Any = "owners" if as_baseline else placer
@@ -143,8 +143,8 @@ class HecateClaim:
 
     def _costs(self, model: str) -> ExpertCosts:
         """A layer of a mixture."""
+        from shoal.claims.lab.replay import ExpertCosts
         from shoal.cost.shapes import find
-        from shoal.plan.placement.replay import ExpertCosts
 
         shape = find(model)
         matrices = 3.0 * shape.hidden * shape.expert_hidden
@@ -165,8 +165,8 @@ class HecateClaim:
         self, trace: Ints, devices: Devices, method: Any, model: str
     ) -> dict[str, Replayed]:
         """What each placer makes of a trace that is scaled to the tokens of a device."""
-        from shoal.plan.placement.rearranged import Rearranged
-        from shoal.plan.placement.replay import replay
+        from shoal.claims.lab.rearranged import Rearranged
+        from shoal.claims.lab.replay import replay
 
         wanted = 2 * self.tokens
         scaled = trace * max(1, round(wanted / float(trace.sum(-1).mean())))

@@ -130,7 +130,7 @@ class HogwildClaim:
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Compare scores; the full run also times, trains the mini-model once, and counts."""
-        from shoal.train.zoo.sums import trained
+        from shoal.claims.lab.sums import trained
 
         errors = Paired(method=_score_errors(context.seed, together=not as_baseline))
         if quick:
@@ -232,8 +232,8 @@ class _Done:
 
 
 def _shared_out(mini: Path, number: int, seed: int, *, together: bool) -> _Done:
+    from shoal.claims.lab.sums import MOST, problem, read
     from shoal.model import huggingface
-    from shoal.train.zoo.sums import MOST, problem, read
 
     model = huggingface.read(mini).eval().requires_grad_(False)
     problems = [
@@ -277,10 +277,10 @@ def _write(
     model: Transformer, prompts: list[tuple[int, ...]], workers: tuple[int, ...], seed: int
 ) -> list[list[list[int]]]:
     """What these workers write on each prompt; token i comes from forward pass i."""
+    from shoal.claims.lab.sums import END, TAGS
     from shoal.serve.decode.hogwild.engine import HogwildEngine
     from shoal.serve.decode.hogwild.part import Hogwild
     from shoal.serve.decode.hogwild.words import Words
-    from shoal.train.zoo.sums import END, TAGS
 
     words = Words(prefixes=[[TAGS[worker]] for worker in workers])
     engine = HogwildEngine(

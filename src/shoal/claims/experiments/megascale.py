@@ -28,6 +28,8 @@ from typing import Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.experiments.c4 import longest_waiter
+from shoal.claims.lab.bootstrap import bootstrap, groups_of
+from shoal.claims.lab.overlap_ladder import ladder
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
@@ -35,11 +37,9 @@ from shoal.core.meter import read_events
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.cost.shapes import find
-from shoal.cost.training.overlap_ladder import ladder
 from shoal.ir import Parallel, TrainJob, TrainPlan, Work
 from shoal.machine.described import load
 from shoal.machine.emulate import emulate, unavailable
-from shoal.parallel.comm.bootstrap import bootstrap, groups_of
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.megascale import MegaScale as Locator
 

@@ -30,8 +30,8 @@ from shoal.parallel.legal import schedule_of
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
+    from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.model.config import ModelConfig
-    from shoal.parallel.comm.threads import ThreadComm
 
 __all__ = ["Megatron", "internode_bytes"]
 
@@ -137,7 +137,7 @@ class Megatron:
         self, context: Context, details: dict[str, JsonValue], as_baseline: bool
     ) -> Paired:
         """Simulated steps with measured passes, round by round."""
-        from shoal.parallel.pipeline.measure_passes import measure_link, measure_passes
+        from shoal.claims.lab.measure_passes import measure_link, measure_passes
 
         config = _model(num_layers=16, hidden=256)
         # Four micro-batches are timed; eight are simulated.
@@ -213,11 +213,11 @@ def internode_bytes(tp: int, *, scatter: bool) -> float:
         tp: tensor-parallel ranks of a stage.
         scatter: each sends its share of a boundary; else each sends all of it.
     """
+    from shoal.claims.lab.measure_passes import Cheap, batch
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.core.meter import Meter
-    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
-    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     config = _model(num_layers=2, hidden=32)
     job = _job(4, pp=2, tp=tp, seq_len=16, scatter_gather=scatter)

@@ -32,13 +32,13 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.lab.sbp_exhaustive import least_seconds
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.placement import Mesh, Placement
 from shoal.ir.signatures import Legal
 from shoal.parallel.pipeline.actor import ActorGraph
-from shoal.plan.sbp.exhaustive import least_seconds
 from shoal.plan.sbp.search import Leaf, Node, OpGraph, Problem, Rates, SbpPlan, place
 
 __all__ = ["OneFlow", "column_row", "greedy", "random_graph"]

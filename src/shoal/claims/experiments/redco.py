@@ -136,9 +136,9 @@ def run_family(name: str, tp: int, seed: int) -> dict[str, float]:
     """One family on ranks that are threads, against one process, in float64."""
     import torch
 
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.parallel.autotp.auto import discover, split_model
     from shoal.parallel.autotp.families import FAMILIES, example, from_config
-    from shoal.parallel.comm.threads import run_ranks
 
     model: Any = from_config({"model_type": name, **FAMILIES[name]}, device="cpu", seed=seed)
     model = model.double().eval()

@@ -276,9 +276,9 @@ def _gradient_error(*, plain: bool) -> float:
     """Worst error of ranks that skip, against the masked model; of ``plain``, the whole one."""
     import torch
 
+    from shoal.claims.lab.masked import same_as_masked
+    from shoal.claims.lab.same_as_one import same_as_one
     from shoal.ir import TrainJob
-    from shoal.parallel.check import same_as_one
-    from shoal.parallel.pipeline.masked import same_as_masked
 
     job = TrainJob.model_validate(
         {
@@ -349,9 +349,9 @@ def train_routes(
     """
     import torch
 
+    from shoal.claims.lab.masked import layer_routes, masked_backward
     from shoal.core.random import generator
     from shoal.model.initialise import empty, init_weights
-    from shoal.parallel.pipeline.masked import layer_routes, masked_backward
     from shoal.parallel.tensor.rows import Rows
 
     config = model_config(width)
@@ -379,7 +379,7 @@ def _loss(model: Transformer, heldout: np.ndarray, layers: tuple[int, ...]) -> f
     """Held-out loss of these layers alone, in nats a character."""
     import torch
 
-    from shoal.parallel.pipeline.masked import visiting
+    from shoal.claims.lab.masked import visiting
 
     count = len(heldout) // (CONTEXT + 1)
     rows = torch.from_numpy(

@@ -261,7 +261,7 @@ def _bytes_over_ring(world: int) -> float:
     """Bytes that threads in place of ranks really sent, over those of a ring."""
     import torch
 
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.parallel.overlap.tile import scattered_product
 
     rows, width = 4 * world, 8

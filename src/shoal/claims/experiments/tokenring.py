@@ -23,12 +23,12 @@ from typing import ClassVar, Literal
 
 from pydantic import JsonValue
 
+from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.context.traffic import tokenring_traffic
 from shoal.ir.mask import Mask
-from shoal.parallel.comm.links import LinkComm, Links, run_linked
 
 __all__ = ["Passes", "Setting", "TokenRing", "passes"]
 

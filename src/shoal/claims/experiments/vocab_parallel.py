@@ -36,8 +36,8 @@ from shoal.plan.partition import partition, stages_for, uniform_stages
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
+    from shoal.claims.lab.measure_passes import Measured
     from shoal.model.config import ModelConfig
-    from shoal.parallel.pipeline.measure_passes import Measured
 
 __all__ = ["VocabParallel", "in_flight", "parameter_share", "recut"]
 
@@ -185,7 +185,7 @@ class VocabParallel:
         self, context: Context, details: dict[str, JsonValue], as_baseline: bool
     ) -> dict[str, Paired]:
         """Simulated steps with measured passes, round by round."""
-        from shoal.parallel.pipeline.measure_passes import measure_link
+        from shoal.claims.lab.measure_passes import measure_link
 
         context.progress("passes of every rank", 0.1)
         naive, split = self._passes(context, _VOCABULARIES[0])
@@ -223,7 +223,7 @@ class VocabParallel:
 
     def _passes(self, context: Context, vocab_size: int) -> list[Measured]:
         """Measured passes without and with a split vocabulary."""
-        from shoal.parallel.pipeline.measure_passes import measure_passes
+        from shoal.claims.lab.measure_passes import measure_passes
 
         config = _model(vocab_size, _RANKS * _BLOCKS)
         # Four micro-batches are timed; sixteen are simulated.
@@ -376,8 +376,8 @@ def parameter_share(vocab_size: int, vocab: str) -> float:
     """
     import torch
 
+    from shoal.claims.lab.measure_passes import Alone
     from shoal.parallel.comm.ranks import ranks_of
-    from shoal.parallel.pipeline.measure_passes import Alone
     from shoal.parallel.pipeline.stage import LocalModel
     from shoal.parallel.vocab.passes import VocabShard
 
@@ -410,9 +410,9 @@ def in_flight(schedule: str, barriers: int) -> list[int]:
         schedule: the schedule to which the vocabulary's passes are added.
         barriers: meetings of the ranks in a micro-batch.
     """
-    from shoal.parallel.comm.threads import ThreadComm, run_ranks
+    from shoal.claims.lab.measure_passes import Cheap, batch
+    from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
     from shoal.parallel.engine import Engine
-    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     config = _model(256, _RANKS)
     job = _job(_MICROBATCHES, "pp", schedule=schedule, barriers=barriers, seq_len=8)
