@@ -71,7 +71,7 @@ KINDS: dict[str, str] = {
     "study": "shoal.claims:STUDIES",
     "sink": "shoal.core.meter:SINKS",
     "pool": "shoal.core.pool:POOLS",
-    "probe": "shoal.machine:PROBES",
+    "probe": "shoal.train:PROBES",
     "law": "shoal.cost.scaling:LAWS",
     "log": "shoal.cost.imports:LOGS",
     "planner": "shoal.plan.strategy:PLANNERS",

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shoal.claims.lab.attention_kernels.blocks import block_table
+from shoal.claims.lab.attention_kernels.protocols import AttentionKernelPart
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
-from shoal.model.protocols import AttentionKernelPart
 
 LENGTH = 96
 MASKS = {
