@@ -7,11 +7,8 @@ from shoal.core.errors import DataError, UnknownPartError
 from shoal.core.parts import table
 from shoal.cost.scaling import LAWS
 from shoal.cost.scaling.ask import (
-    compute_needed,
     data_needed,
     fit_best,
-    is_outlier,
-    regimes,
 )
 from shoal.cost.scaling.curve import Point
 from shoal.cost.scaling.fit import fit
@@ -96,29 +93,10 @@ def test_data_needed_inverts_the_law():
     need = data_needed(found, 0.3)
     assert need is not None and 5 * need.value**-0.2 == pytest.approx(0.3, rel=0.05)
     assert need.low < (0.3 / 5) ** -5 < need.high
-    time = compute_needed(found, 0.3, flops_per_example=1e6, flops_per_s=1e12)
-    assert time is not None and time.value == pytest.approx(need.value * 1e-6)
     floor = fit("power_floor", points("power_floor", *PLANTED["power_floor"]))
     assert data_needed(floor, 0.05) is None
     with pytest.raises(DataError, match="target"):
         data_needed(found, 0.0)
-
-
-def test_outliers():
-    curve = points("power", *PLANTED["power"], noise=0.01)
-    assert not any(is_outlier(curve, point) for point in curve)
-    wrong = curve[4].model_copy(update={"value": curve[4].value * 1.3})
-    assert is_outlier(curve, wrong)
-
-
-def test_regimes_are_found():
-    values = {"epsilon0": 4.0, "m0": 2e3, "beta": -0.4, "kappa": 0.05, "gamma": 1e-9}
-    found = regimes(points("three_regime", values, 2.0 ** np.arange(4, 22), 0.002))
-    assert found.exponent == pytest.approx(-0.4, abs=0.03)
-    assert found.best_guess_until == pytest.approx(2e3, rel=0.6)
-    assert found.floor_from is None
-    floored = {**values, "m0": 8.0, "gamma": 0.05}
-    assert regimes(points("three_regime", floored, 2.0 ** np.arange(4, 26))).floor_from
 
 
 def learner(rate):

@@ -2,7 +2,7 @@
 
 What is partial is reduced among its owners first, each keeping a part; then every rank of
 the other mesh gets what it will hold, each element once. The bytes are those of
-:func:`shoal.cost.price.boxing.disjoint_elements`.
+:func:`disjoint_elements`.
 
 Source: Yuan et al., OneFlow, 2021, table 2 (disjoint placements).
 """
@@ -17,6 +17,7 @@ from shoal.claims.lab.placed.placement import TAG, GlobalTensor, RankMesh
 from shoal.core.boxes import Box
 from shoal.core.errors import PlanError, require
 from shoal.ir.placement import (
+    Broadcast,
     Mesh,
     Partial,
     Placement,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["transfer"]
+__all__ = ["disjoint_elements", "transfer"]
 
 
 def transfer(
@@ -144,3 +145,20 @@ def _pieces(
             found[owner] = common
             left = [rest for part in left for rest in part.subtract(held)]
     return found
+
+
+def disjoint_elements(size: int, source: Placement, target: Placement, p1: int, p2: int) -> int:
+    """Elements that travel from p1 ranks to p2 other ones, each set with one axis.
+
+    Args:
+        size: elements of the tensor.
+        source: placement on the p1 ranks, of one entry.
+        target: placement on the p2 ranks, of one entry.
+        p1: ranks that have it.
+        p2: ranks that get it.
+    """
+    (old,), (new,) = source, target
+    copies = p2 if isinstance(new, Broadcast) else 1
+    if isinstance(old, Partial):
+        return (p1 - 1 + copies) * size
+    return copies * size

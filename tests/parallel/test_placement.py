@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from placed import shares
-from placed_transfer import transfer
+from placed_transfer import disjoint_elements, transfer
 
 from shoal.claims.lab.placed.kernels import KERNELS, run
 from shoal.claims.lab.placed.placement import (
@@ -23,7 +23,7 @@ from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.boxes import Box
 from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
-from shoal.cost.price.boxing import boxing, disjoint_elements
+from shoal.cost.price.boxing import boxing
 from shoal.ir.placement import Mesh, every_placement, show_placement
 from shoal.ir.signatures import LINEAR, MONOTONE, NONLINEAR, OPERATIONS, legal, result_shape
 from shoal.plan.sbp.search import Leaf, Node, OpGraph, place

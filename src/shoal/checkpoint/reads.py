@@ -45,7 +45,6 @@ __all__ = [
     "Wants",
     "Wish",
     "plan_reads",
-    "wants_of",
 ]
 
 READ_BYTES = 2**23
@@ -234,19 +233,6 @@ class ReadPlan:
                     if rank != self.rank and common is not None:
                         found[rank].append(Cut(0, segment.name, at, box, common))
         return found
-
-
-def wants_of(wishes: Sequence[Sequence[Wish]]) -> dict[str, Runs]:
-    """What ranks want, by tensor.
-
-    Args:
-        wishes: of each rank.
-    """
-    owned: dict[str, list[Owned]] = {}
-    for rank, own in enumerate(wishes):
-        for wish in own:
-            owned.setdefault(wish.name, []).append(Owned(rank, wish.box))
-    return {name: Runs.of_boxes(boxes, len(boxes[0].box.shape)) for name, boxes in owned.items()}
 
 
 def plan_reads(

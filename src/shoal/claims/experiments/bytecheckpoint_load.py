@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.claims.protocols import Context, Metric, Paired
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     import torch
@@ -70,11 +71,7 @@ def measure_load(context: Context, *, quick: bool, as_baseline: bool = False) ->
         quick: of half of the layouts.
         as_baseline: put the baseline in the method's place.
     """
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         context.progress("loading in other layouts", 0.02)
         place = context.work_dir / ("load-baseline" if as_baseline else "load")
         return {
@@ -86,8 +83,6 @@ def measure_load(context: Context, *, quick: bool, as_baseline: bool = False) ->
                 )
             ),
         }
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _read_bytes(place: Path, as_baseline: bool) -> list[float]:

@@ -18,12 +18,11 @@ elsewhere.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
@@ -51,7 +50,7 @@ _Times = dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
 
 @part
-class CO2Claim:
+class CO2Claim(BaseClaim):
     """Two workers over 50 Mbit/s beside summed gradients and beside local SGD.
 
     Args:
@@ -72,6 +71,7 @@ class CO2Claim:
     seeds: int = 3
 
     rows: ClassVar[tuple[int, ...]] = (13,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.speedup(
             "over_summed",
@@ -140,12 +140,6 @@ class CO2Claim:
         for name in ("bandwidth", "packet", "tau", "turns", "steps", "seeds"):
             value = getattr(self, name)
             require(value >= 1, f"claim.co2.{name}", value, expected="1 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

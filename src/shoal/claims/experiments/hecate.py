@@ -17,12 +17,11 @@ The A/A run has experts on their owners.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 
@@ -52,7 +51,7 @@ def _simulated(name: str, threshold: float, baseline: str, paper: str = "") -> M
 
 
 @part
-class HecateClaim:
+class HecateClaim(BaseClaim):
     """Sparse copies beside plain and beside rearranged expert parallelism.
 
     Args:
@@ -66,6 +65,7 @@ class HecateClaim:
     tokens: int = 4096
 
     rows: ClassVar[tuple[int, ...]] = (65,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         _simulated("imbalance", 1.5, _OWNERS),
         _simulated("imbalance_of_zipf", 2.0, _OWNERS),
@@ -88,12 +88,6 @@ class HecateClaim:
             value = getattr(self, name)
             require(value >= 1, f"claim.hecate.{name}", value, expected="1 or more")
         require(self.slots >= 0, "claim.hecate.slots", self.slots, expected="0 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Routing needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

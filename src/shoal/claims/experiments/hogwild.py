@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.bench.decode import LOOPS, distinct_runs
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -67,7 +67,7 @@ _NOW = "the same kernel, layout contiguous, 21 rounds: what is judged here"
 
 
 @part
-class HogwildClaim:
+class HogwildClaim(BaseClaim):
     """Workers over one concurrent cache, timed and counted.
 
     Args:
@@ -123,10 +123,6 @@ class HogwildClaim:
                 getattr(self, name),
                 expected=f"at least {least}",
             )
-
-    def refuses(self, context: Context) -> str | None:
-        """It runs wherever torch does."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Compare scores; the full run also times, trains the mini-model once, and counts."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.experiments.pipeline_ranks import profile, time_steps
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -41,7 +41,7 @@ _TENSOR = (2, 4)
 
 
 @part
-class Megatron:
+class Megatron(BaseClaim):
     """Interleaved stages, shares of boundaries, and the calculator.
 
     Args:
@@ -99,15 +99,10 @@ class Megatron:
             paper="34 days for 300B tokens on 1024 GPUs at 140 TFLOP/s",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "claim.megatron.rounds", self.rounds, expected="at least 1")
         require(self.pairs >= 1, "claim.megatron.pairs", self.pairs, expected="at least 1")
-
-    def refuses(self, context: Context) -> str | None:
-        """Runs everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count bytes and compute days; the full run also times schedules, for about 2 min."""

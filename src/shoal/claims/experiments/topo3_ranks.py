@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RANKS", "errors", "learn", "node_bytes", "uncounted"]
 
-RANKS, _PER_NODE, _PACKAGE = 8, 4, 2
+RANKS, _PER_NODE = 8, 4
 _COUNTED = ("parameters", "gradients")
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.experiments.pipeline_ranks import peak_memory, profile, time_steps
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -49,7 +49,7 @@ _VOCABULARIES = (32 * 1024, 64 * 1024, 128 * 1024, 256 * 1024)
 
 
 @part
-class VocabParallel:
+class VocabParallel(BaseClaim):
     """Passes of the vocabulary on all ranks, against output layers in one place.
 
     Args:
@@ -148,16 +148,11 @@ class VocabParallel:
             paper="p + 2",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         where = "claim.vocab_parallel"
         require(self.rounds >= 1, f"{where}.rounds", self.rounds, expected="at least 1")
         require(self.pairs >= 1, f"{where}.pairs", self.pairs, expected="at least 1")
-
-    def refuses(self, context: Context) -> str | None:
-        """Runs everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count parameters and micro-batches; the full run also times, for about 3 min."""

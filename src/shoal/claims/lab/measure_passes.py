@@ -24,6 +24,7 @@ from shoal.core.meter import Meter
 from shoal.core.random import generator
 from shoal.cost.pipeline.simulator import UniformLinks
 from shoal.ir.schedule import Event, OpCosts
+from shoal.kernel.threads import torch_threads
 from shoal.parallel.comm.calls import check_partition, check_peer
 from shoal.parallel.comm.processes import run_processes
 from shoal.parallel.engine import Engine
@@ -218,9 +219,7 @@ def measure_passes(
             expected="1; the passes of one pipeline are timed",
             error=RankError,
         )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         engines = [
             [
                 Engine(
@@ -249,8 +248,6 @@ def measure_passes(
             tuple(sum(p.nbytes for p in engine.local.parameters()) for engine in pipeline)
             for pipeline in engines
         ]
-    finally:
-        torch.set_num_threads(threads)
     return [Measured(tuple(costs), size) for costs, size in zip(found, held, strict=True)]
 
 

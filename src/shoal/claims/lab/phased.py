@@ -17,9 +17,8 @@ from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, require
-from shoal.cost.step_cost.fitted import Sample
 
-__all__ = ["DecodeLine", "Phased", "PromptLine", "fit_phased"]
+__all__ = ["DecodeLine", "Phased", "PromptLine"]
 
 
 class PromptLine(Value):
@@ -101,35 +100,6 @@ def _sums(chunks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int]:
             # What a prompt's part adds to the square of what is computed of it.
             squares += length * (2 * start + length)
     return tokens, squares, keys, requests
-
-
-def fit_phased(samples: Sequence[Sample], *, large_from: int | None = None) -> Phased:
-    """The lines that fit measured steps of one phase each, by their relative errors.
-
-    Args:
-        samples: measured steps; those of both phases at once are left out.
-        large_from: fit decodes of so many requests by a line of their own.
-
-    Raises:
-        ConfigError: fewer than six samples for a line of three coefficients.
-    """
-    prompts: list[tuple[float, ...]] = []
-    small: list[tuple[float, ...]] = []
-    large: list[tuple[float, ...]] = []
-    for sample in samples:
-        tokens, squares, keys, requests = _sums(sample.chunks)
-        if tokens and not requests:
-            prompts.append((1.0, tokens, squares, sample.seconds))
-        elif requests and not tokens:
-            rows = large if large_from is not None and requests >= large_from else small
-            rows.append((1.0, keys, requests, sample.seconds))
-    step, token, square = _line("prompts", prompts)
-    return Phased(
-        prefill=PromptLine(step=step, token=token, square=square),
-        decode=_decodes("decodes", small),
-        large=None if large_from is None else _decodes("large decodes", large),
-        large_from=large_from,
-    )
 
 
 def _decodes(what: str, rows: Sequence[tuple[float, ...]]) -> DecodeLine:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shoal.train.peft.protocols import PeftHandle, PeftMethod
 
-__all__ = ["CONFIG", "WEIGHTS", "Stored", "is_adapter", "load", "read", "write"]
+__all__ = ["CONFIG", "WEIGHTS", "Stored", "load", "read", "write"]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -199,11 +199,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "target_parameters": (None, []),
 }
-
-
-def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter."""
-    return (directory / CONFIG).is_file()
 
 
 def _name_of(config: Mapping[str, Any]) -> str:
