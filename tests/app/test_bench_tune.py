@@ -11,8 +11,9 @@ from typer.testing import CliRunner, Result
 
 pytest.importorskip("torch")
 
+from traces import write_trace
+
 from shoal.app.commands.bench import app
-from shoal.cost.workloads.trace import write_trace
 from shoal.ir import Arrival, ServeJob
 from shoal.plan.tune.protocols import Study
 

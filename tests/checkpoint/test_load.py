@@ -17,9 +17,9 @@ from shoal.checkpoint.checksum import combined, copy_crc32c, crc32c
 from shoal.checkpoint.loading import LoadReport, load_pieces
 from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.store import Piece, Store
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 WHOLE = {
     "model.w": torch.randn(37, 24, generator=torch.Generator().manual_seed(0)),

@@ -17,8 +17,8 @@ from shoal import checkpoint
 from shoal.checkpoint import SAVE_MODES
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.states import FlatBuffer, FlatPart, OptimizerState, StateSource
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import CheckpointError
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 
 class Net(nn.Module):

@@ -10,12 +10,10 @@ import torch
 from rank_files import Dumps, config, rank_files, saved, state_of
 from stored import flip
 
-from shoal.checkpoint.formats.transfer import open_any, transfer
+from shoal.checkpoint.formats.transfer import transfer
 from shoal.checkpoint.universal.atomic import Universal, UniversalWriter
 from shoal.checkpoint.universal.convert import consolidate
-from shoal.checkpoint.universal.generate import load_into
 from shoal.checkpoint.universal.protocols import Coord, Layout, Scalar
-from shoal.checkpoint.universal.spec import default_spec
 from shoal.core.errors import CheckpointError, CorruptError
 
 MODEL = config(tied=True)
@@ -122,20 +120,3 @@ def test_names_that_are_no_files_are_refused(tmp_path):
     writer.add("w", "fp32", torch.ones(2))
     with pytest.raises(CheckpointError, match="tensors of the parameter's own shape"):
         writer.add("w", "exp_avg", torch.ones(3))
-
-
-def test_load_into_a_plain_model_and_into_a_rank(place):
-    truth = state_of(MODEL)
-    source = open_any(f"universal://{place}")
-    plain = {"norm.weight": torch.zeros(8, dtype=torch.bfloat16)}
-    load_into(source, plain)
-    assert torch.equal(plain["norm.weight"], truth["model.norm.weight"].bfloat16())
-    name = "embed.weight"
-    rank = {name: torch.ones(15, 8)}
-    load_into(
-        source, rank, spec=default_spec(MODEL), layout=Layout(tp=2), at=Coord(tp=1), key="exp_avg"
-    )
-    assert torch.equal(rank[name][:14], truth[f"optimizer.{name}.exp_avg"][15:])
-    assert not rank[name][14:].any()
-    with pytest.raises(CheckpointError, match="of another model or split"):
-        load_into(source, {name: torch.ones(3, 8)})

@@ -95,9 +95,16 @@ def test_every_cell_is_right_or_has_a_reason(report: Report) -> None:
     assert blocked == {("ulysses", 4)}
 
 
+def without_times(report: Report) -> Report:
+    """What no clock and no allocator said: equal for equal settings."""
+    measured = dict.fromkeys(("forward", "backward", "saved_bytes", "peak_bytes"))
+    rows = tuple(row.model_copy(update=measured) for row in report.kernels)
+    return report.model_copy(update={"kernels": rows})
+
+
 def test_the_same_seed_gives_the_same(report: Report) -> None:
     again = run(_settings(), pool=POOL)
-    assert again.without_times() == report.without_times()
+    assert without_times(again) == without_times(report)
     assert again.context == report.context
     assert Report.model_validate(json.loads(report.model_dump_json())) == report
 

@@ -7,8 +7,8 @@ import torch
 
 from shoal.claims.experiments.gpipe import GPipeClaim, makespan, most_layers
 from shoal.claims.experiments.gpipe_ranks import Saved, pass_times, times
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError
-from shoal.parallel.comm.threads import run_ranks
 
 
 @pytest.fixture(autouse=True)

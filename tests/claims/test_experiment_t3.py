@@ -8,9 +8,9 @@ import torch
 from shoal.claims.experiments import t3
 from shoal.claims.experiments.t3 import T3
 from shoal.claims.experiments.t3_ranks import pairs, product_s
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.claims.protocols import Context
 from shoal.core.errors import ConfigError
-from shoal.parallel.comm.threads import run_ranks
 
 
 def test_every_form_gives_the_same_result():

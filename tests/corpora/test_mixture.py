@@ -11,9 +11,9 @@ from mixed import SOURCES, WEIGHTS, everything, loader, tokens_left
 
 from shoal import checkpoint
 from shoal.checkpoint.loader import LoaderState, merge, split
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import CheckpointError, ConfigError
 from shoal.corpora.mixture import MixtureLoader
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 
 @pytest.mark.parametrize("readers", [1, 2])

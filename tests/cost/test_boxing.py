@@ -7,9 +7,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placed_transfer import disjoint_elements
 
 from shoal.core.errors import PlanError
-from shoal.cost.price.boxing import boxing, disjoint_elements, is_view, step_elements
+from shoal.cost.price.boxing import boxing, is_view, step_elements
 from shoal.ir.placement import (
     Broadcast,
     Partial,

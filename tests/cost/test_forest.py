@@ -27,7 +27,6 @@ def test_is_scikit_learns_forest() -> None:
     asked = generator(4).random((50, 4))
     np.testing.assert_allclose(found.predict(asked), peer.predict(asked), rtol=1e-12)
     assert found.trees(asked).shape == (8, 50, 2)
-    assert found.num_trees == 8
 
 
 def test_same_seed_same_forest() -> None:

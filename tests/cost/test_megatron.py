@@ -6,15 +6,10 @@ from shoal.core.errors import PlanError
 from shoal.cost import arithmetic
 from shoal.cost.shapes import find
 from shoal.cost.training.megatron import (
-    batch_seconds,
-    best_microbatch,
-    block_activation_bytes,
     boundary_bytes,
     bubble,
     checkpoints,
-    flops_per_iteration,
     parameters,
-    tensor_parallel_bytes,
     training_days,
 )
 
@@ -36,13 +31,11 @@ TABLE_1 = (
 
 @pytest.mark.parametrize("row", TABLE_1, ids=[f"{row[0]}B" for row in TABLE_1])
 def test_table_1(row):
-    billions, layers, hidden, batch, devices, tera, peta = row
+    billions, layers, hidden, _, devices, tera, peta = row
     found = parameters(layers, hidden, 51200, 2048)
     assert found / 1e9 == pytest.approx(billions, rel=0.01, abs=0.06)
-    # The table's own columns agree, and 8 P T is the work of a step to within its small terms.
+    # The table's own columns agree.
     assert devices * tera / 1e3 == pytest.approx(peta, rel=0.01)
-    work = flops_per_iteration(layers, hidden, 51200, 2048, batch)
-    assert work == pytest.approx(8 * found * batch * 2048, rel=0.12)
 
 
 def test_days_of_the_paper():
@@ -54,39 +47,13 @@ def test_formulas_agree_with_the_count_by_operator():
     shape = find("GPT-3 175B")
     own = parameters(96, 12288, shape.vocab_size, 2048)
     assert own == pytest.approx(arithmetic.parameters(shape), rel=1e-3)
-    # Whole attention (not its causal half) and a fourth pass over the blocks are the paper's.
-    ops = arithmetic.flops_by_op(shape, 2048, training=False)
-    whole = ops["attention"] * 2 * 2048 / 2049
-    count = 4 * (ops["linear"] + whole) + 3 * ops["logits"]
-    work = flops_per_iteration(96, 12288, shape.vocab_size, 2048, 7)
-    assert work == pytest.approx(7 * 2048 * count, rel=1e-9)
 
 
-def test_bubble_and_batch_seconds():
+def test_bubble():
     assert bubble(4, 8) == 3 / 8 and bubble(4, 8, 3) == 1 / 8 and bubble(1, 1) == 0
-    # Figure 3 and 4 of the paper: p = 4, m = 8.
-    assert batch_seconds(8, 1, 4, 3.0) == (8 + 3) * 3
-    assert batch_seconds(8, 1, 4, 3.0, vpp=2) == (8 + 1.5) * 3
-    assert batch_seconds(8, 2, 4, 5.0) / (4 * 5.0) == 1 + bubble(4, 4)
-
-
-def test_the_best_microbatch():
-    # Large products are efficient, long pipelines want many micro-batches.
-    def seconds(b):
-        return 1.0 + 0.5 * b
-
-    assert best_microbatch(64, 1, seconds) == 64
-    found = best_microbatch(64, 8, seconds)
-    times = {b: batch_seconds(64, b, 8, seconds(b)) for b in (1, 2, 4, 8, 16, 32, 64)}
-    assert times[found] == min(times.values()) and 1 < found < 64
-    assert best_microbatch(64, 8, seconds, vpp=4) >= found
-    assert best_microbatch(12, 1, lambda b: float(b)) == 1
 
 
 def test_traffic():
-    # One all-reduce of b s h elements sends 2 (t - 1) / t of them; four in a block.
-    assert tensor_parallel_bytes(2, 8, 16, 4) == 2 * 4 * (2 * 8 * 16) * 2 * 3 / 4
-    assert tensor_parallel_bytes(2, 8, 16, 1) == 0
     plain = boundary_bytes(2, 8, 16, tp=4)
     assert plain == 2 * 2 * 8 * 16
     assert boundary_bytes(2, 8, 16, tp=4, scatter_gather=True) == plain / 4
@@ -105,16 +72,7 @@ def test_checkpoints_are_the_best_divisor_and_near_the_root(layers, entry, betwe
             assert not (root <= c < best or best < c <= root)
 
 
-def test_every_block_or_two_is_kept_for_real_models():
-    # "For most cases, checkpointing every 1 or 2 transformer layers is optimal."
-    for layers, hidden, heads in ((12, 12288, 96), (10, 8192, 64), (24, 6144, 48)):
-        best, _ = checkpoints(layers, *block_activation_bytes(1, 2048, hidden, heads, tp=8))
-        assert layers / best <= 2
-
-
 def test_bad_input():
-    with pytest.raises(PlanError, match="microbatch = 3: expected a divisor of 8"):
-        batch_seconds(8, 3, 2, 1.0)
     with pytest.raises(PlanError, match="flops_per_device = 0"):
         training_days(1e9, 1e9, 8, 0)
     with pytest.raises(PlanError, match="devices = 0"):

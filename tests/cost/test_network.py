@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from max_min import certificate
 
 from shoal.core.errors import ConfigError, MachineError, PlanError
 from shoal.cost.network.collectives import ALGORITHMS, collective, jittered, place, together
 from shoal.cost.network.fabric import Health, LeafSpine
-from shoal.cost.network.fair import certificate, max_min_rates
+from shoal.cost.network.fair import max_min_rates
 from shoal.cost.network.flows import (
     SPRAYED,
     WITHIN,

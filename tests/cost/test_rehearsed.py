@@ -10,10 +10,10 @@ from shoal.cost.shapes import find
 from shoal.cost.training.step import Pricer, estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, Work
 from shoal.ir.machine import Measurement
-from shoal.machine import PROBES
 from shoal.machine.protocols import Context
 from shoal.machine.rehearsals import REHEARSALS, REHEARSED
 from shoal.parallel.legal import check_split
+from shoal.train import PROBES
 
 BARE = Machine(
     name="host",

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.cost.serving.fleet import Instance, Wire, attainment, simulate_fleet
 from shoal.cost.serving.simulator import Served, simulate
-from shoal.cost.step_cost.fitted import Fitted, Sample
-from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine, fit_phased
+from shoal.cost.step_cost.fitted import Fitted
 from shoal.ir import Arrival, Limits
 from shoal.plan.batching.dispatch import LeastLoaded
 
@@ -112,19 +112,13 @@ def test_attainment_wants_both_targets_of_all_requests() -> None:
     assert attainment(served, ttft=5.0, tpot=1.0) == 0.75
 
 
-def test_lines_of_both_phases_are_found_again() -> None:
+def test_a_step_of_both_phases_reads_the_weights_once() -> None:
     true = Phased(
         prefill=PromptLine(step=2e-2, token=1e-4, square=7e-9),
         decode=DecodeLine(step=1e-2, key=6e-7, request=4e-5),
         large=DecodeLine(step=5e-3, key=6e-7, request=2e-4),
         large_from=16,
     )
-    shapes = [((0, n),) for n in (16, 64, 128, 256, 512, 1024, 2048)]
-    shapes += [((c, 1),) * n for n in (1, 4, 8, 12, 16, 24, 32, 64) for c in (10, 400, 900)]
-    samples = [Sample(chunks=shape, seconds=true.seconds(shape)) for shape in shapes]
-    found = fit_phased(samples, large_from=16)
-    for shape in shapes:
-        assert found.seconds(shape) == pytest.approx(true.seconds(shape), rel=1e-6)
     # A step of both reads the weights once; a prompt in parts costs what it costs whole.
     both = true.seconds([(0, 64), (100, 1)])
     assert both == pytest.approx(2e-2 + 64e-4 + 7e-9 * 64**2 + 6e-7 * 101 + 4e-5)
@@ -143,5 +137,3 @@ def test_what_cannot_be() -> None:
         Wire(bandwidth=0.0, token_bytes=1.0)
     with pytest.raises(ConfigError, match="crowding"):
         simulate_fleet([Instance(front.scheduler, COST, 2)], [], LeastLoaded(1), [], crowding=1.0)
-    with pytest.raises(ConfigError, match="samples of prompts"):
-        fit_phased([])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from traces import write_trace
 
 from shoal.core.errors import ConfigError, DataError, UnknownPartError
 from shoal.core.parts import Choice
@@ -17,7 +18,7 @@ from shoal.cost.workloads import WORKLOADS
 from shoal.cost.workloads.chat import Chat
 from shoal.cost.workloads.choose import choose
 from shoal.cost.workloads.describe import describe, sentence
-from shoal.cost.workloads.trace import Trace, write_trace
+from shoal.cost.workloads.trace import Trace
 from shoal.ir import Arrival
 
 SIZES: dict[str, Any] = {"vocab_size": 1000, "max_position": 4096, "seed": 3}

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for ranks that are processes
 from losses_rows import DRAFTERS, JOB, MODEL, ROWS, STEPS, Row
 
 from shoal.checkpoint.pieces import Piece
+from shoal.claims.lab.same_as_one import Fresh
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.core.random import generator
@@ -28,8 +30,6 @@ from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob
 from shoal.ir.drafting import DrafterJob
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
-from shoal.parallel.check import Fresh
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.train import loop, qat
 from shoal.train.drafters import protocols as drafting

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.claims.lab import algorithms as lab
 from shoal.core.errors import BuildError, KernelError
 from shoal.core.native import compiler
 from shoal.core.random import generator
@@ -79,21 +80,21 @@ def test_is_numpy(policy: Policy) -> None:
             alg.for_each(policy, whole.copy(), "a*2 if a > 0 else -a"),
             np.where(whole > 0, 2 * whole, -whole),
         )
-        assert alg.reduce(policy, whole) == whole.sum()
-        assert alg.transform_reduce(policy, a, b, f="a*b") == pytest.approx(float(a @ b), abs=1e-10)
-        assert np.array_equal(alg.inclusive_scan(policy, whole, ints), np.cumsum(whole))
+        assert lab.reduce(policy, whole) == whole.sum()
+        assert lab.transform_reduce(policy, a, b, f="a*b") == pytest.approx(float(a @ b), abs=1e-10)
+        assert np.array_equal(lab.inclusive_scan(policy, whole, ints), np.cumsum(whole))
         expected = np.concatenate([[5], 5 + np.cumsum(whole)[:-1]])[:n]
-        assert np.array_equal(alg.exclusive_scan(policy, whole, ints, init=5), expected)
+        assert np.array_equal(lab.exclusive_scan(policy, whole, ints, init=5), expected)
         if n:
-            assert alg.reduce(policy, a, "max") == a.max()
-            assert alg.reduce(policy, a, "min") == a.min()
-        assert alg.partition(policy, a, out, "a > s", s=0.1) == (a > 0.1).sum()
+            assert lab.reduce(policy, a, "max") == a.max()
+            assert lab.reduce(policy, a, "min") == a.min()
+        assert lab.partition(policy, a, out, "a > s", s=0.1) == (a > 0.1).sum()
         assert np.array_equal(out, np.concatenate([a[a > 0.1], a[a <= 0.1]]))
         steps = np.sort(whole // 500)
-        count = alg.unique(policy, steps, ints)
+        count = lab.unique(policy, steps, ints)
         assert np.array_equal(ints[:count], np.unique(steps))
         assert np.array_equal(
-            alg.histogram(policy, a, 9, -2.0, 2.0), np.histogram(a, 9, (-2.0, 2.0))[0]
+            lab.histogram(policy, a, 9, -2.0, 2.0), np.histogram(a, 9, (-2.0, 2.0))[0]
         )
 
 
@@ -101,24 +102,24 @@ def test_is_numpy(policy: Policy) -> None:
 def test_sort_is_numpys_and_stable(policy: Policy) -> None:
     for n in (0, 1, 2, 40_000):
         a = drawn(n)
-        assert np.array_equal(alg.sort(policy, a.copy()), np.sort(a))
-        assert np.array_equal(alg.sort(policy, a.copy(), descending=True), np.sort(a)[::-1])
+        assert np.array_equal(lab.sort(policy, a.copy()), np.sort(a))
+        assert np.array_equal(lab.sort(policy, a.copy(), descending=True), np.sort(a)[::-1])
     whole = generator(1).integers(0, 10_000, 40_000)
-    found = alg.sort(policy, whole.copy(), key="a % m", m=7)
+    found = lab.sort(policy, whole.copy(), key="a % m", m=7)
     assert np.array_equal(found, whole[np.argsort(whole % 7, kind="stable")])
-    found = alg.sort(policy, whole.copy(), key="a % m", m=7, descending=True)
+    found = lab.sort(policy, whole.copy(), key="a % m", m=7, descending=True)
     assert np.array_equal(found, whole[np.argsort(-(whole % 7), kind="stable")])
     gaps = drawn(20_000)
     gaps[::9] = np.nan
-    assert np.array_equal(alg.sort(policy, gaps.copy()), np.sort(gaps), equal_nan=True)
-    down = alg.sort(policy, gaps.copy(), descending=True)
+    assert np.array_equal(lab.sort(policy, gaps.copy()), np.sort(gaps), equal_nan=True)
+    down = lab.sort(policy, gaps.copy(), descending=True)
     assert np.isnan(down[-np.isnan(gaps).sum() :]).all()
     assert np.all(np.diff(down[: -np.isnan(gaps).sum()]) <= 0)
     same, few = np.ones(20_000), generator(2).integers(0, 3, 20_000).astype(np.uint8)
-    assert np.array_equal(alg.sort(policy, same.copy()), same)
-    assert np.array_equal(alg.sort(policy, few.copy()[::-1]), np.sort(few))
+    assert np.array_equal(lab.sort(policy, same.copy()), same)
+    assert np.array_equal(lab.sort(policy, few.copy()[::-1]), np.sort(few))
     wide = np.array([2**53 + 1, 2**53, 2**53 + 2])
-    assert alg.sort(policy, wide.copy(), key="-a").tolist() == wide[[2, 0, 1]].tolist()
+    assert lab.sort(policy, wide.copy(), key="-a").tolist() == wide[[2, 0, 1]].tolist()
 
 
 # Maps x -> p x + q modulo 251, as 256 p + q: composing them is associative, not commutative.
@@ -140,16 +141,16 @@ def test_order_is_kept_where_it_matters(chunks: Any, executor: Any) -> None:
             total = (p * (one // 256) % 251) * 256 + (q * (one // 256) + one % 256) % 251
         expected.append(total)
     given = {"op": COMPOSE, "assume_associative": True}
-    assert alg.reduce(policy, maps, **given) == total
-    assert alg.reduce(policy.with_(deterministic()), maps, **given) == total
+    assert lab.reduce(policy, maps, **given) == total
+    assert lab.reduce(policy.with_(deterministic()), maps, **given) == total
     out = np.empty_like(maps)
-    assert alg.inclusive_scan(policy, maps, out, **given).tolist() == expected
-    assert alg.exclusive_scan(policy, maps, out, init=256, **given).tolist() == [
+    assert lab.inclusive_scan(policy, maps, out, **given).tolist() == expected
+    assert lab.exclusive_scan(policy, maps, out, init=256, **given).tolist() == [
         256,
         *expected[:-1],
     ]
     for op, picked in (("x", maps[0]), ("y", maps[-1])):
-        assert alg.reduce(policy, maps, op, assume_associative=True) == picked
+        assert lab.reduce(policy, maps, op, assume_associative=True) == picked
 
 
 def test_deterministic_sums_have_the_same_bits() -> None:
@@ -159,11 +160,11 @@ def test_deterministic_sums_have_the_same_bits() -> None:
         for executor in EXECUTORS:
             for chunks in (static(), dynamic(1000), guided(), auto()):
                 policy = par.on(executor).with_(chunks, max_cores(cores), deterministic())
-                found.add(alg.reduce(policy, a))
-    found.add(alg.reduce(seq.with_(deterministic()), a))
+                found.add(lab.reduce(policy, a))
+    found.add(lab.reduce(seq.with_(deterministic()), a))
     assert len(found) == 1
     assert found.pop() == pytest.approx(float(a.sum()), rel=1e-12)
-    assert alg.reduce(seq, a) == pytest.approx(float(a.sum()), rel=1e-12)
+    assert lab.reduce(seq, a) == pytest.approx(float(a.sum()), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8", "bool"])
@@ -175,13 +176,13 @@ def test_types_strides_and_tensors(dtype: str) -> None:
     back = base[::-1][:100]
     assert np.array_equal(alg.copy(seq, back, out), back)
     if dtype == "bool":
-        assert alg.reduce(par, a) == int(a.sum())
+        assert lab.reduce(par, a) == int(a.sum())
         return
     alg.transform(par, back, a, out=out, f="max(a, b) - min(a, b)")
     assert np.array_equal(out, np.maximum(a, back) - np.minimum(a, back))
-    assert alg.reduce(par, a) == pytest.approx(float(a.sum(dtype=np.float64)), rel=1e-12)
+    assert lab.reduce(par, a) == pytest.approx(float(a.sum(dtype=np.float64)), rel=1e-12)
     tensor = torch.tensor(np.ascontiguousarray(a))
-    assert alg.reduce(par, tensor) == alg.reduce(par, a)
+    assert lab.reduce(par, tensor) == lab.reduce(par, a)
     alg.fill(par, tensor, 3)
     assert tensor.eq(3).all()
 
@@ -246,10 +247,10 @@ def test_least_and_greatest_see_nan() -> None:
     a = drawn(1000)
     a[777] = np.nan
     for policy in (seq, par.with_(static(100))):
-        assert np.isnan(alg.reduce(policy, a, "max"))
-        assert np.isnan(alg.reduce(policy, a, "min"))
+        assert np.isnan(lab.reduce(policy, a, "max"))
+        assert np.isnan(lab.reduce(policy, a, "min"))
     a[777] = -np.inf
-    assert alg.reduce(par, a, "min") == -np.inf
+    assert lab.reduce(par, a, "min") == -np.inf
 
 
 def test_small_ranges_stay_on_the_calling_thread() -> None:
@@ -279,10 +280,10 @@ def test_block_gives_the_same_elements_to_the_same_thread() -> None:
 
 def test_a_task_is_a_future() -> None:
     a = drawn(1000)
-    future = alg.reduce(task(par), a, "max")
+    future = lab.reduce(task(par), a, "max")
     assert isinstance(future, Future)
     assert future.result(timeout=30) == a.max()
-    failing = alg.reduce(task(par), a, "maxx", assume_associative=False)
+    failing = lab.reduce(task(par), a, "maxx", assume_associative=False)
     with pytest.raises(KernelError, match="did you mean 'max'"):
         failing.result(timeout=30)
 
@@ -295,11 +296,11 @@ def test_errors_of_all_tasks_are_raised_together() -> None:
     with pytest.raises(KernelError, match=r"3 of its tasks failed.*100 to 199: integer division"):
         alg.transform(policy, a, b, out=out, f="a // b")
     with pytest.raises(KernelError, match="2 of its tasks failed"):
-        alg.reduce(par.with_(static(500)), b, "x % y", assume_associative=True)
+        lab.reduce(par.with_(static(500)), b, "x % y", assume_associative=True)
     with pytest.raises(KernelError, match=r"algorithms\.sort: 1 of its tasks"):
-        alg.sort(seq, b.copy(), key="1 // a")
+        lab.sort(seq, b.copy(), key="1 // a")
     with pytest.raises(KernelError, match="tasks failed"):
-        alg.partition(policy, b, out, "1 // a > 0")
+        lab.partition(policy, b, out, "1 // a > 0")
     b[0] = 0
     with pytest.raises(KernelError, match="elements 0 to"):
         alg.for_each(par, b, "1 // a")
@@ -331,18 +332,18 @@ SHORT, LONG = np.zeros(3), np.zeros(4)
         (lambda: alg.transform(par, [1.0], out=LONG, f="a"), "list; expected a NumPy"),
         (lambda: alg.transform(par, LONG * 1j, out=LONG, f="a"), "complex128"),
         (lambda: alg.transform(par, np.zeros((2, 2)), out=LONG, f="a"), "one dimension"),
-        (lambda: alg.reduce(par, LONG, "-"), "must be associative"),
-        (lambda: alg.reduce(par, SHORT[:0], "max"), "give init"),
+        (lambda: lab.reduce(par, LONG, "-"), "must be associative"),
+        (lambda: lab.reduce(par, SHORT[:0], "max"), "give init"),
         (lambda: alg.for_loop(par, reduce={"m": ("max", "x")}, x=SHORT[:0]), "empty range"),
         (lambda: alg.for_loop(par, reduce={"m": ("max", "i")}), "there is no array"),
         (lambda: alg.for_loop(par, 4, reduce={"m": ("max", "x")}, x=SHORT), "3, as the arrays"),
         (lambda: alg.for_loop(par, write={"y": "x"}, x=SHORT), "one of the arrays x"),
-        (lambda: alg.exclusive_scan(par, LONG, LONG, "max"), "init, which is missing"),
-        (lambda: alg.inclusive_scan(par, LONG[:3], LONG[1:]), "shares memory"),
-        (lambda: alg.unique(par, LONG, LONG), "another array"),
-        (lambda: alg.partition(par, LONG, np.zeros(4, np.float32), "a"), "float64, as a has"),
-        (lambda: alg.histogram(par, LONG, 0, 0, 1), "1 or more"),
-        (lambda: alg.histogram(par, LONG, 3, 1, 0), "lower first"),
+        (lambda: lab.exclusive_scan(par, LONG, LONG, "max"), "init, which is missing"),
+        (lambda: lab.inclusive_scan(par, LONG[:3], LONG[1:]), "shares memory"),
+        (lambda: lab.unique(par, LONG, LONG), "another array"),
+        (lambda: lab.partition(par, LONG, np.zeros(4, np.float32), "a"), "float64, as a has"),
+        (lambda: lab.histogram(par, LONG, 0, 0, 1), "1 or more"),
+        (lambda: lab.histogram(par, LONG, 3, 1, 0), "lower first"),
         (lambda: alg.allocate(-1), "0 or more"),
         (lambda: alg.allocate(1, "float16"), "one of float64"),
         (lambda: alg.transform("par", LONG, out=LONG, f="a"), "expected seq, par"),  # type: ignore[arg-type]
@@ -363,11 +364,11 @@ def test_cpp_that_does_not_compile_is_a_build_error() -> None:
 
 def test_init_stands_before_the_first_element() -> None:
     a = np.arange(1, 6)
-    assert alg.reduce(par, a, init=100) == 115
-    assert alg.reduce(par, a, "x", init=42, assume_associative=True) == 42
-    assert alg.reduce(par, a[:0], "max", init=3) == 3
-    assert alg.reduce(par, a[:0]) == 0
-    assert alg.reduce(par, a[:0], "*") == 1
+    assert lab.reduce(par, a, init=100) == 115
+    assert lab.reduce(par, a, "x", init=42, assume_associative=True) == 42
+    assert lab.reduce(par, a[:0], "max", init=3) == 3
+    assert lab.reduce(par, a[:0]) == 0
+    assert lab.reduce(par, a[:0], "*") == 1
 
 
 def test_stream_is_stream() -> None:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.claims.lab.rnn.autograd import rnn
 from shoal.core.errors import KernelError
 from shoal.kernel.dispatch import candidates, dispatch
-from shoal.kernel.rnn.autograd import rnn
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import FUNCTIONS
 from shoal.plan.constrint.tiles import Facts

@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.claims.lab.rmat import grid, rmat
+from shoal.claims.lab.spgemm import spgemm
+from shoal.claims.lab.spgemm.product import multiply
 from shoal.core.errors import ConfigError, KernelError
 from shoal.core.native import compiler
 from shoal.core.random import generator
-from shoal.core.rmat import grid, rmat
 from shoal.ir import Machine
 from shoal.kernel import pages
 from shoal.kernel.dispatch import candidates, here
 from shoal.kernel.spgemm import csr as csr_module
-from shoal.kernel.spgemm import spgemm
 from shoal.kernel.spgemm.call import SEMIRINGS, SpGemm
 from shoal.kernel.spgemm.csr import Csr, from_any, transposed
 from shoal.kernel.spgemm.hash import Hash, HashV1, HashV2
-from shoal.kernel.spgemm.product import multiply
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

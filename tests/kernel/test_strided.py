@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.claims.lab.strided.api import commit, layout_of, pack, unpack
 from shoal.core.errors import KernelError
 from shoal.kernel.dispatch import dispatch, kernels_of
-from shoal.kernel.strided.api import commit, layout_of, pack, unpack
 from shoal.kernel.strided.calls import Pack, Unpack
 from shoal.kernel.strided.canonical import (
     BlockList,

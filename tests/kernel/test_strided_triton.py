@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.claims.lab.strided.api import pack, unpack
 from shoal.core.errors import KernelError
 from shoal.kernel.dispatch import dispatch
-from shoal.kernel.strided.api import pack, unpack
 from shoal.kernel.strided.calls import Pack
 from shoal.kernel.strided.canonical import canonical
 from shoal.kernel.strided.datatype import Datatype, contiguous, hindexed, hvector, named

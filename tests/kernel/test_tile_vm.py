@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.claims.lab.tile_interpreter import interpret
 from shoal.core.errors import KernelError
 from shoal.core.native import compiler, cpu_flags
 from shoal.kernel import tile
@@ -21,7 +22,6 @@ from shoal.kernel.tile import ir
 from shoal.kernel.tile.build import Builder
 from shoal.kernel.tile.cuda import cuda_source
 from shoal.kernel.tile.host import NEEDS, build_host, host_source
-from shoal.kernel.tile.interpret import interpret
 from shoal.kernel.tile.programs import lowbit_matmul, lowbit_pack, stream_copy
 from shoal.kernel.tile.types import NARROW, tile_type
 

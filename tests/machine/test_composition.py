@@ -6,7 +6,7 @@ import pytest
 
 from shoal.core.errors import MachineError
 from shoal.ir import Fabric, Machine
-from shoal.machine.composition import compose, join, leaf_spine
+from shoal.machine.composition import compose, join
 from shoal.machine.described import load, names
 from shoal.machine.shorthand import ALIASES, Cluster, Spelled, parse
 
@@ -129,37 +129,20 @@ def test_wrong_shorthands_say_what_is_right(text, message):
 
 
 def test_a_composed_machine_survives_saving(tmp_path):
-    machine = leaf_spine(load("2x8xA100@IB200+2x8xA100@IB200@WAN1"))
+    machine = load("2x8xA100@IB200+2x8xA100@IB200@WAN1")
     machine.save(tmp_path / "m.yaml")
     assert Machine.load(tmp_path / "m.yaml") == machine
 
 
-def test_leaf_and_spine_follow_from_the_link():
-    machine = leaf_spine(load("3072xH100"))
-    fabric = machine.fabric
-    # 384 nodes in leaves of 32, one rail a device, and nothing blocks.
-    assert (fabric.leaves, fabric.spines, fabric.rails, fabric.hosts) == (12, 32, 8, 384)
-    assert fabric.port_bandwidth == machine.link("node").bandwidth
-    assert fabric.oversubscription == 1.0
-    thin = leaf_spine(load("3072xH100"), oversubscription=4.0, rails=1).fabric
-    assert thin.oversubscription == 4.0
-    assert thin.port_bandwidth == 8 * fabric.port_bandwidth
-    small = leaf_spine(load("16xH100")).fabric
-    assert (small.leaves, small.spines, small.oversubscription) == (1, 0, 1.0)
-
-
 def test_a_new_network_needs_new_switches():
-    machine = leaf_spine(load("16xH100"))
+    fabric = Fabric(leaves=1, hosts_per_leaf=2, spines=0, uplinks=1, port_bandwidth=1e9)
+    machine = load("16xH100").model_copy(update={"fabric": fabric})
     assert compose(machine, network="ETH", gbit=25).fabric is None
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: leaf_spine(load("H100").model_copy(update={"links": ()})), "no link of scope"),
-        (lambda: leaf_spine(load("16xH100"), oversubscription=0.5), "oversubscription"),
-        (lambda: leaf_spine(load("16xH100"), hosts_per_leaf=0), "hosts_per_leaf"),
-        (lambda: leaf_spine(load("16xH100"), rails=0), "fabric.rails"),
         (lambda: join(load("8xH100"), 1, 1.0), "machine.sites"),
         (lambda: join(load("8xH100"), 2, 0.0), "machine.wan"),
         (lambda: compose(load("H100"), 8, network="TIN", gbit=1), "machine.network"),

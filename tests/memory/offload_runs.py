@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.claims.lab.same_as_one import Fresh, assemble, tokens
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.parts import table
 from shoal.ir import TrainJob
 from shoal.memory.protocols import UpdatesEarly
 from shoal.model.config import ModelConfig
-from shoal.parallel.check import Fresh, assemble, tokens
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import Rows

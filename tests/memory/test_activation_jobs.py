@@ -10,9 +10,9 @@ from shoal.ir import TrainJob
 
 torch = pytest.importorskip("torch")
 
+from shoal.claims.lab.same_as_one import Fresh, assemble, tokens  # noqa: E402
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.parallel.check import Fresh, assemble, tokens  # noqa: E402
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.parallel.engine import Engine  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 from shoal.parallel.tensor.rows import Rows  # noqa: E402

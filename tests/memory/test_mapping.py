@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.claims.lab.mapping_executor import execute
 from shoal.core.errors import PlanError
 from shoal.memory.mapping import MAPPERS
-from shoal.memory.mapping.executor import execute
 from shoal.memory.mapping.learning import Learner
 from shoal.memory.mapping.muzero import MuZero
 from shoal.memory.mapping.networks import Networks

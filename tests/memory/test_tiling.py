@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import ConfigError, TierFullError  # noqa: E402
 from shoal.memory.offload.zero_infinity import ZeroInfinity  # noqa: E402
 from shoal.memory.streaming.initial import init_sharded, part_of  # noqa: E402
@@ -15,7 +16,6 @@ from shoal.memory.streaming.tiling import TiledLinear, tile  # noqa: E402
 from shoal.memory.tiers.device import DeviceScope  # noqa: E402
 from shoal.memory.tiers.home import Cut  # noqa: E402
 from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 
 MIB = 2**20

@@ -9,10 +9,10 @@ import pytest
 import torch
 from offload_runs import config, job
 
+from shoal.claims.lab.same_as_one import Fresh, tokens
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.parts import table
 from shoal.memory.protocols import UpdatesEarly
-from shoal.parallel.check import Fresh, tokens
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import Rows

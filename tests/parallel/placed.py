@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shoal.claims.lab.placed.placement import GlobalTensor, RankMesh, from_local
 from shoal.ir.placement import Partial, Placement, coordinates, local_box
-from shoal.parallel.placed.placement import GlobalTensor, RankMesh, from_local
 
 
 def shares(x: torch.Tensor, placement: Placement, mesh: RankMesh, seed: int) -> GlobalTensor:

@@ -6,11 +6,11 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch
+from placed_dtensor import from_dtensor, from_torch, to_dtensor, to_torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from shoal.claims.lab.placed.placement import RankMesh, to_global
 from shoal.ir.placement import Partial, every_placement, show_placement
-from shoal.parallel.placed.dtensor import from_dtensor, from_torch, to_dtensor, to_torch
-from shoal.parallel.placed.placement import RankMesh, to_global
 
 if TYPE_CHECKING:
     from shoal.parallel.comm.collectives import TorchComm

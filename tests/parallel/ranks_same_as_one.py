@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.parallel.check import same_as_one
+from shoal.claims.lab.same_as_one import same_as_one
 from shoal.parallel.comm.collectives import TorchComm
 
 sys.path.insert(0, str(Path(__file__).parent))

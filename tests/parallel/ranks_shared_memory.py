@@ -9,7 +9,8 @@ import torch
 
 from shoal.core.errors import RankError
 from shoal.core.meter import Meter
-from shoal.parallel.comm.collectives import TorchComm, mailboxes, shared_memory
+from shoal.parallel.comm import mailboxes, shared_memory
+from shoal.parallel.comm.collectives import TorchComm
 from shoal.parallel.comm.mailboxes import Mailboxes
 from shoal.parallel.comm.shared_memory import SharedMemory
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
+from shoal.claims.lab.same_as_one import Fresh, tokens
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
-from shoal.parallel.check import Fresh, tokens
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import MicroBatch

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from actor_link import Inlet, Outlet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import PlanError, RankError
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.pipeline.actor import ActorGraph, prefetch
-from shoal.parallel.pipeline.actor_link import Inlet, Outlet
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ModelError, PlanError
-from shoal.parallel.autotp.auto import discover, full_state, split_model
+from shoal.parallel.autotp.auto import Planned, discover, split_model
 from shoal.parallel.autotp.families import FAMILIES, example, from_config, read_config
 from shoal.parallel.autotp.shapes import AutoSplit
-from shoal.parallel.autotp.split import part_of, whole_of
-from shoal.parallel.comm.threads import run_ranks
+from shoal.parallel.autotp.split import SplitModel, part_of, whole_of
+from shoal.parallel.tensor.operators import TAG
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,26 @@ def ids(columns: int = 5) -> Tensor:
 def made(cls: type[nn.Module] = Model, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     return cls(**options).double()
+
+
+def full_state(planned: Planned, split: nn.Module, comm: Any) -> dict[str, Tensor]:
+    """Whole parameters by their names in the model, on every rank."""
+    out: dict[str, Tensor] = {}
+    inside: set[str] = set()
+    for part in planned.parts:
+        module = split.get_submodule(part.path) if part.path else split
+        assert isinstance(module, SplitModel)
+        for value, target in part.traced.params.items():
+            x = module.parameter_of(target).detach()
+            place = part.flow.params.get(value)
+            if place is not None:
+                every = x.new_empty(comm.world * x.shape[0], *x.shape[1:])
+                comm.all_gather(every, x.contiguous(), tag=TAG).wait()
+                x = whole_of(list(every.chunk(comm.world)), *place)
+            out[f"{part.path}.{target}".lstrip(".")] = x
+        inside |= {name for name, _ in module.named_parameters(prefix=part.path)}
+    out |= {n: p.detach() for n, p in split.named_parameters() if n not in inside}
+    return out
 
 
 def same(model: nn.Module, tp: int) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from autotp_dtensor import torch_styles
 
 from shoal.core.errors import PlanError
 from shoal.parallel.autotp.auto import discover
-from shoal.parallel.autotp.dtensor import torch_styles
 from shoal.parallel.autotp.families import FAMILIES, example, from_config
 from shoal.parallel.comm.processes import run_processes
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.parallel.comm.collectives import TorchComm
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 Tensors = dict[str, torch.Tensor]
 

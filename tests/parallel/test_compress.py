@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import ConfigError
 from shoal.parallel.comm.compress import gather_packed, pack, reduce_scatter_packed, unpack
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.comm.wire import BLOCK, packed_bytes
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 
 PARTS: dict[str, Any] = {
     "zigzag": "zigzag",

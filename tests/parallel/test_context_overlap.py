@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
-from shoal.parallel.comm.links import LinkComm, Links, run_linked
 from shoal.parallel.context.run.block import Total, backward_block
 
 WORLD, LENGTH, HEADS, DIM = 4, 32, 2, 8

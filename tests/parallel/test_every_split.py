@@ -9,7 +9,7 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.parallel.check import same_as_one
+from shoal.claims.lab.same_as_one import same_as_one
 
 _SIZES = (1, 2, 4, 8)
 

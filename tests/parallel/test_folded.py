@@ -9,12 +9,12 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import same_as_one
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, ModelError, PlanError
 from shoal.core.meter import Meter
 from shoal.ir import Parallel
-from shoal.parallel.check import same_as_one
 from shoal.parallel.comm.ranks import ranks_of
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import TAG, combined, exchanged, spread
 from shoal.parallel.legal import check_split

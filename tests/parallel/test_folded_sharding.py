@@ -12,6 +12,8 @@ from parallel_splits import job
 
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.store import Store
+from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
 from shoal.cost.arithmetic import embedding_parameters
@@ -20,8 +22,6 @@ from shoal.cost.training.step import Pricer
 from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
 from shoal.model.config import ModelConfig
-from shoal.parallel.check import Fresh, same_as_one, tokens
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.shard.cost import sharding_estimate

@@ -10,10 +10,10 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import same_as_one
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
-from shoal.parallel.check import same_as_one
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.expert.copies import copies_of, sent_copies
 from shoal.parallel.expert.lent import TAG, gathered
 from shoal.parallel.legal import check_split

@@ -11,13 +11,13 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import Fresh, same_as_one
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import PlanError, RankError
 from shoal.cost.training.gradient_slices import hidden_bytes
 from shoal.cost.training.step import Pricer
 from shoal.ir import Work
 from shoal.machine.described import load
-from shoal.parallel.check import Fresh, same_as_one
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.gradients import GradientSlices
 from shoal.parallel.legal import check_split

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import same_as_one, tokens
+from shoal.claims.lab.thread_ranks import ThreadComm
 from shoal.core.errors import PlanError
 from shoal.ir import TrainJob
-from shoal.parallel.check import same_as_one, tokens
-from shoal.parallel.comm.threads import ThreadComm
 from shoal.parallel.hdp.runtime import HybridRuntime, sequences_of
 from shoal.parallel.hdp.slices import Segment, segments, shares
 from shoal.parallel.legal import check_split

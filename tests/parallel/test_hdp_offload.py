@@ -9,13 +9,13 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import TrainJob
 from shoal.memory.activations import away
 from shoal.model.config import ModelConfig
-from shoal.parallel.check import Fresh, same_as_one, tokens
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.hdp.offload import HostShare
 from shoal.parallel.hdp.runtime import HybridRuntime, sequences_of

@@ -8,13 +8,13 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import Fresh, same_as_one
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import PlanError
 from shoal.ir import Parallel
 from shoal.model.attention import attend
 from shoal.model.ladder import settled
 from shoal.model.rope import tables
-from shoal.parallel.check import Fresh, same_as_one
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.block import SplitBlock
 from shoal.parallel.tensor.slices import slices, take

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import ModelError  # noqa: E402
 from shoal.model.attention import attend  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.parallel.tensor.layer import LayerRanks, cut, meet  # noqa: E402
 from shoal.serve.decode.draft.fuzzy import FuzzyModel  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402

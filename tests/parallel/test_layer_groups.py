@@ -6,12 +6,12 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.measure_passes import Cheap
+from shoal.claims.lab.same_as_one import same_as_one
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
-from shoal.parallel.check import same_as_one
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.pipeline.measure_passes import Cheap
 
 SOME = [{"blocks": 3, "recompute": "full"}, {"blocks": 5, "recompute": "none"}]
 

@@ -12,6 +12,9 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.thread_links import Links, run_linked
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
@@ -20,9 +23,6 @@ from shoal.ir import TrainJob, Work
 from shoal.ir.hooks import TrainStep
 from shoal.machine import load
 from shoal.model.attention import Attention
-from shoal.parallel.check import Fresh, same_as_one, tokens
-from shoal.parallel.comm.links import Links, run_linked
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.copies import copies_of, sent_copies
 from shoal.parallel.expert.fssdp import CopiedExperts, lending

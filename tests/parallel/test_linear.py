@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.parallel.tensor.linear import (  # noqa: E402
     ColumnLinear,
     Linear,

@@ -9,14 +9,14 @@ import torch
 from parallel_splits import config as eight_layers
 from parallel_splits import job
 
+from shoal.claims.lab.masked import layer_routes, masked_backward, same_as_masked, visiting
+from shoal.claims.lab.same_as_one import Fresh, compare, on_rank, one_process, same_as_one, tokens
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import PlanError
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
-from shoal.parallel.check import Fresh, compare, on_rank, one_process, same_as_one, tokens
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.pipeline.masked import layer_routes, masked_backward, same_as_masked, visiting
 from shoal.parallel.tensor.rows import Rows
 
 

@@ -8,14 +8,8 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.core.errors import RankError, ShoalError
-from shoal.ir.schedule import Event, Op
-from shoal.parallel.check import Fresh
-from shoal.parallel.comm.threads import run_ranks
-from shoal.parallel.engine import Engine
-from shoal.parallel.legal import check_split
-from shoal.parallel.pipeline import measure_passes as measured
-from shoal.parallel.pipeline.measure_passes import (
+from shoal.claims.lab import measure_passes as measured
+from shoal.claims.lab.measure_passes import (
     Alone,
     Cheap,
     batch,
@@ -24,6 +18,12 @@ from shoal.parallel.pipeline.measure_passes import (
     pass_costs,
     send_times,
 )
+from shoal.claims.lab.same_as_one import Fresh
+from shoal.claims.lab.thread_ranks import run_ranks
+from shoal.core.errors import RankError, ShoalError
+from shoal.ir.schedule import Event, Op
+from shoal.parallel.engine import Engine
+from shoal.parallel.legal import check_split
 
 
 @pytest.mark.parametrize(

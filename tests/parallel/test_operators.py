@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.parallel.tensor.operators import (  # noqa: E402
     copy_to,
     enter,

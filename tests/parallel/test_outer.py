@@ -9,20 +9,20 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.outer_reference import simulate
+from shoal.claims.lab.same_as_one import Fresh, _share, tokens
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import CheckpointError, ConfigError, PlanError, RankError
 from shoal.core.meter import Meter
 from shoal.core.parts import Choice, table
 from shoal.ir import Parallel
 from shoal.ir.hooks import TrainStep
-from shoal.parallel.check import Fresh, _share, tokens
 from shoal.parallel.comm.ranks import ranks_of
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.outer.co2 import CO2
 from shoal.parallel.outer.diloco import DiLoCo
 from shoal.parallel.outer.local_sgd import LocalSGD
-from shoal.parallel.outer.reference import simulate
 
 F64 = torch.float64
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import same_as_one
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
-from shoal.parallel.check import same_as_one
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.legal import check_split
 from shoal.parallel.overlap.tile import cut, gathered_product, reduced_product, scattered_product
 from shoal.parallel.tensor.linear import ColumnLinear, RowLinear

@@ -9,6 +9,7 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import same_as_one
 from shoal.core.errors import ModelError
 from shoal.ir import ModelShape
 from shoal.model import huggingface
@@ -16,7 +17,6 @@ from shoal.model.config import ModelConfig
 from shoal.model.initialise import init_weights
 from shoal.model.rope import tables
 from shoal.model.transformer import Transformer
-from shoal.parallel.check import same_as_one
 
 
 def model() -> Transformer:

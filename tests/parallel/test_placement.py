@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 import torch
 from placed import shares
+from placed_transfer import disjoint_elements, transfer
 
-from shoal.core.boxes import Box
-from shoal.core.errors import PlanError
-from shoal.core.meter import Meter
-from shoal.cost.price.boxing import boxing, disjoint_elements
-from shoal.ir.placement import Mesh, every_placement, show_placement
-from shoal.ir.signatures import LINEAR, MONOTONE, NONLINEAR, OPERATIONS, legal, result_shape
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
-from shoal.parallel.placed.kernels import KERNELS, run
-from shoal.parallel.placed.placement import (
+from shoal.claims.lab.placed.kernels import KERNELS, run
+from shoal.claims.lab.placed.placement import (
     GlobalTensor,
     RankMesh,
     apply,
@@ -25,7 +19,13 @@ from shoal.parallel.placed.placement import (
     from_local,
     to_global,
 )
-from shoal.parallel.placed.transfer import transfer
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
+from shoal.core.boxes import Box
+from shoal.core.errors import PlanError
+from shoal.core.meter import Meter
+from shoal.cost.price.boxing import boxing
+from shoal.ir.placement import Mesh, every_placement, show_placement
+from shoal.ir.signatures import LINEAR, MONOTONE, NONLINEAR, OPERATIONS, legal, result_shape
 from shoal.plan.sbp.search import Leaf, Node, OpGraph, place
 
 Case = tuple[str, list[tuple[int, ...]], dict[str, Any]]

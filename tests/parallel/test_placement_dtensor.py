@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from placed_dtensor import from_torch, to_torch
 from torch.distributed.tensor import Partial, Shard
 
 from shoal.core.errors import PlanError
 from shoal.ir.placement import parse_placement
 from shoal.parallel.comm.processes import run_processes
-from shoal.parallel.placed.dtensor import from_torch, to_torch
 
 RANKS = Path(__file__).parent / "ranks_dtensor.py"
 

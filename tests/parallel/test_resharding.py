@@ -10,12 +10,12 @@ import pytest
 import torch
 from parallel_splits import config, job
 
+from shoal.claims.lab.same_as_one import Fresh, assemble, same_as_one, tokens
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.ir.hooks import TrainStep
-from shoal.parallel.check import Fresh, assemble, same_as_one, tokens
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert import resharding
 from shoal.parallel.expert.resharding import TAG, Layer, Resharding, move

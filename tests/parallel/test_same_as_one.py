@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parallel_splits import AXES, FOUR, config, job, pairs
 
+from shoal.claims.lab.same_as_one import same_as_one
 from shoal.core.errors import ShoalError
 from shoal.core.traits import traits
 from shoal.kernel.fused.choice import OPERATORS, choose
-from shoal.parallel.check import same_as_one
 from shoal.parallel.pipeline import part
 from shoal.plan.schedules import SCHEDULES
 

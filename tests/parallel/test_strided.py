@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from halo import halo_exchange
 
+from shoal.claims.lab.strided.messages import locality, receive, send
+from shoal.claims.lab.strided.method import Grid, MethodModel, Parts
+from shoal.claims.lab.strided.tables import agreed, measure_parts
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, KernelError, RankError
 from shoal.core.meter import Meter
-from shoal.kernel.strided.method import Grid, MethodModel, Parts
 from shoal.parallel.comm.processes import run_processes
-from shoal.parallel.comm.strided import locality, receive, send
-from shoal.parallel.comm.strided_tables import agreed, measure_parts
-from shoal.parallel.comm.threads import run_ranks
-from shoal.parallel.placed.halo import halo_exchange
 from shoal.parallel.protocols import Comm
 
 

@@ -6,13 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import ConfigError, DataError, ModelError, PlanError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir.job import Parallel  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.dropout import Dropout  # noqa: E402
 from shoal.model.transformer import Transformer  # noqa: E402
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.parallel.pipeline.stage import LocalModel, Stage  # noqa: E402
 from shoal.parallel.protocols import MicroBatch, Ranks  # noqa: E402
 from shoal.parallel.tensor.linear import RowLinear, WeightGradients  # noqa: E402

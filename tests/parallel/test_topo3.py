@@ -9,6 +9,8 @@ from parallel_splits import config as eight
 from parallel_splits import job
 from torch import Tensor
 
+from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import Choice, table
 from shoal.cost.shapes import shape_of
@@ -16,9 +18,7 @@ from shoal.cost.training.step import Pricer
 from shoal.ir import Link, Parallel, Work
 from shoal.machine.described import load
 from shoal.model.config import ModelConfig
-from shoal.parallel.check import Fresh, same_as_one, tokens
 from shoal.parallel.comm.compress import pack, unpack
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.comm.wire import packed_bytes
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split

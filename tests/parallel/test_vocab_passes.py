@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import DataError, PlanError
 from shoal.core.meter import Meter
 from shoal.ir.schedule import Op, Schedule
 from shoal.model.config import ModelConfig
-from shoal.parallel.comm.threads import run_ranks
 from shoal.parallel.vocab.passes import VocabShard, padded_vocab, shard_rows
 from shoal.plan.schedules import SCHEDULES
 from shoal.plan.schedules.vocab import with_vocabulary

@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.model.loss import token_loss_sum  # noqa: E402
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.parallel.tensor.operators import copy_to, gather_tokens, local_rows  # noqa: E402
 from shoal.parallel.tensor.slices import vocabulary_rows  # noqa: E402
 from shoal.parallel.vocab import layers as module  # noqa: E402

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import table
 from shoal.cost.serving.fleet import Instance, simulate_fleet
 from shoal.cost.serving.simulator import Served
 from shoal.cost.shapes import resolve
-from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine
 from shoal.ir import (
     Arrival,
     Disagg,

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from shoal.claims.lab.rearranged import Rearranged
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.plan.placement.fssdp import FSSDP, sender
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
 from shoal.plan.placement.protocols import Budget, Devices, Expected
-from shoal.plan.placement.rearranged import Rearranged
 from shoal.plan.placement.routing import balanced, routed
 
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from shoal.claims.lab.layer_exact import optimum
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.shapes import find
 from shoal.cost.training.layer_plan import estimate_layers, seconds_of
@@ -16,7 +17,6 @@ from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Wor
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.galvatron import Galvatron, to_job
-from shoal.plan.strategy.layer_exact import optimum
 from shoal.plan.strategy.layer_search import StageSearch
 
 JOB = {"model": "Llama-3-8B", "steps": 10, "seq_len": 2048, "global_batch": 32}

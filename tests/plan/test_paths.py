@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.claims.lab.path_jobs import times_of_jobs
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.network.collectives import collective, place
 from shoal.cost.network.fabric import Health, LeafSpine
@@ -18,7 +19,6 @@ from shoal.plan.paths.colouring import deal
 from shoal.plan.paths.compare import busiest, compare, plan_paths
 from shoal.plan.paths.ecmp import ECMP
 from shoal.plan.paths.greedy import Greedy
-from shoal.plan.paths.jobs import times_of_jobs
 from shoal.plan.paths.lp import MinMaxLP, least_worst
 from shoal.plan.paths.split import Split
 from shoal.plan.paths.spray import Spray

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legal_routes import violation
 
 from shoal.core.errors import PlanError
-from shoal.plan.routes.conflicts import Routes, plan_routes, violation
+from shoal.plan.routes.conflicts import Routes, plan_routes
 from shoal.plan.routes.path import Pass, Problem
 from shoal.plan.routes.turns import PRIORITIES, in_turn, scheduled
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legal_routes import violation
 
 from shoal.core.errors import ConfigError, MachineError, PlanError
 from shoal.plan.routes.arrange import arrange, arrangement_cost, bottleneck, default_sizes
@@ -19,7 +20,6 @@ from shoal.plan.routes.conflicts import (
     plan_routes,
     random_routes,
     search,
-    violation,
 )
 from shoal.plan.routes.network import REGIONS, WAN, Network, NodeLink, WanNode
 from shoal.plan.routes.path import Limits, Problem, best_route

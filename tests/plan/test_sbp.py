@@ -7,8 +7,8 @@ import random
 import pytest
 
 from shoal.claims.experiments.oneflow import greedy, random_graph
+from shoal.claims.lab.sbp_exhaustive import least_seconds
 from shoal.core.errors import PlanError
-from shoal.plan.sbp.exhaustive import least_seconds
 from shoal.plan.sbp.search import Leaf, Node, OpGraph, Rates, place
 
 RATES = Rates(flops_per_s=1e12, bytes_per_s=1e9, latency_s=1e-9)

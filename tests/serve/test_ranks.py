@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from thread_ranks import thread_engine  # noqa: E402
 
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import ModelError, RankError, ServeError, ShoalError  # noqa: E402
 from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob, Step, StepResult  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.parameters import Parameters  # noqa: E402
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.serve.ranks.boundary import Boundary  # noqa: E402
 from shoal.serve.ranks.commands import Inbox, Reader, Writer, pack_result, unpack_result  # noqa: E402
 

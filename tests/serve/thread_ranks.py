@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import Limits, Step
-from shoal.parallel.comm.threads import run_ranks
 from shoal.serve.cache.host import HostCopies
 from shoal.serve.engine.ahead import AheadEngine
 from shoal.serve.engine.pooling import Pooling

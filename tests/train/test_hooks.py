@@ -11,13 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from shoal.claims.lab.same_as_one import Fresh  # noqa: E402
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import CheckpointError, ConfigError  # noqa: E402
 from shoal.core.hooks import Hook, Hooks  # noqa: E402
 from shoal.ir import TrainJob  # noqa: E402
 from shoal.ir.hooks import ORDER, StepHook, Stored, TrainStep  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.parallel.check import Fresh  # noqa: E402
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.train.hooks import RUN_ORDER, RunHook  # noqa: E402
 from shoal.train.loop import Trainer  # noqa: E402
 

@@ -14,13 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from shoal.claims.lab.same_as_one import Fresh, tokens  # noqa: E402
+from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import NonFiniteError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import TrainJob, TrainPlan  # noqa: E402
 from shoal.memory.protocols import UpdatesEarly  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.parallel.check import Fresh, tokens  # noqa: E402
-from shoal.parallel.comm.threads import run_ranks  # noqa: E402
 from shoal.parallel.engine import Engine  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 from shoal.parallel.tensor.rows import Rows  # noqa: E402

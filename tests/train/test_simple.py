@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import CheckpointError, ConfigError
 from shoal.parallel.comm.processes import run_processes
-from shoal.parallel.comm.threads import run_ranks
 from shoal.train.simple import Trainer
 
 EXAMPLES = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import ConfigError, RankError
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.recorder import COMPUTE, Recorder, read
 from shoal.train.watch.selfcheck import check_arithmetic, check_neighbours, loopback_rate

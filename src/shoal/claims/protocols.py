@@ -8,6 +8,7 @@ An experiment never sees its own verdict.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from shoal.ir import Machine
 
 __all__ = [
     "Attempt",
+    "BaseClaim",
     "Comparison",
     "Context",
     "Evidence",
@@ -370,3 +372,22 @@ class Experiment(Protocol):
             ``skipped``.
         """
         ...
+
+
+class BaseClaim:
+    """Base of the claims: nothing is tried yet, and what must be installed is checked here.
+
+    Attributes:
+        needs: modules without which the claim cannot run.
+    """
+
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def refuses(self, context: Context) -> str | None:
+        """Why this claim cannot run here, or None."""
+        for module in self.needs:
+            if importlib.util.find_spec(module) is None:
+                extra = "run" if module == "torch" else "bench"
+                return f"no {module}; install shoal-ml[{extra}]"
+        return None

@@ -71,7 +71,7 @@ KINDS: dict[str, str] = {
     "study": "shoal.claims:STUDIES",
     "sink": "shoal.core.meter:SINKS",
     "pool": "shoal.core.pool:POOLS",
-    "probe": "shoal.machine:PROBES",
+    "probe": "shoal.train:PROBES",
     "law": "shoal.cost.scaling:LAWS",
     "log": "shoal.cost.imports:LOGS",
     "planner": "shoal.plan.strategy:PLANNERS",
@@ -103,7 +103,6 @@ KINDS: dict[str, str] = {
     "kv_format": "shoal.kernel:KV_FORMATS",
     "family": "shoal.model:FAMILIES",
     "gate": "shoal.model:GATES",
-    "attention_kernel": "shoal.model:ATTENTION_KERNELS",
     "quantizer": "shoal.model:QUANTIZERS",
     "corpus": "shoal.corpora:CORPORA",
     "packing": "shoal.corpora:PACKINGS",
@@ -122,6 +121,7 @@ KINDS: dict[str, str] = {
     "locator": "shoal.train.watch:LOCATORS",
     "memory_code": "shoal.checkpoint.inmemory:MEMORY_CODES",
     "clusterer": "shoal.fields.data.cluster:CLUSTERERS",
+    "attention_kernel": "shoal.claims.lab.attention_kernels:ATTENTION_KERNELS",
     "claim": "shoal.claims:CLAIMS",
 }
 

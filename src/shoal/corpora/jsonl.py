@@ -8,12 +8,9 @@ from typing import Any
 
 from shoal.core.errors import DataError, require
 from shoal.core.parts import part
-from shoal.corpora.files import Listing, find_files
-from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, data_time, split_of
+from shoal.corpora.files import FileCorpus
+from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, split_of
 from shoal.corpora.text import check_options
-from shoal.ir.estimate import Estimate
-from shoal.ir.machine import Machine
-from shoal.ir.plan import Work
 
 __all__ = ["Jsonl"]
 
@@ -21,7 +18,7 @@ MAX_LINE = 64 * 2**20
 
 
 @part
-class Jsonl:
+class Jsonl(FileCorpus):
     """A document a line; blank lines are passed over.
 
     Held out: ``sha256(name) % heldout_every == 0``, where the name is the value of
@@ -67,21 +64,6 @@ class Jsonl:
                         if split in (None, place):
                             yield Document(name, text, place)
                     number += 1
-
-    def fingerprint(self) -> str:
-        """Digest of the files; see :meth:`Listing.fingerprint`."""
-        return self._listing().fingerprint()
-
-    def num_bytes(self) -> int:
-        """Bytes of all files, as stored."""
-        return self._listing().num_bytes
-
-    def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Tokens come from memory-mapped shards, 2 to 4 bytes each once they are cached."""
-        return data_time(work, machine, bytes_per_token=4)
-
-    def _listing(self) -> Listing:
-        return find_files(self.path, self.pattern, option="data.path")
 
     def _text(self, row: dict[str, Any], key: str, where: str) -> str:
         if key not in row:

@@ -7,12 +7,9 @@ from typing import Any
 
 from shoal.core.errors import DataError, MissingExtraError, require
 from shoal.core.parts import part
-from shoal.corpora.files import Listing, find_files
-from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, data_time, split_of
+from shoal.corpora.files import FileCorpus
+from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, split_of
 from shoal.corpora.text import check_options
-from shoal.ir.estimate import Estimate
-from shoal.ir.machine import Machine
-from shoal.ir.plan import Work
 
 __all__ = ["Parquet"]
 
@@ -20,7 +17,7 @@ BATCH_ROWS = 1024
 
 
 @part
-class Parquet:
+class Parquet(FileCorpus):
     """A document a row; rows without text (null) are passed over.
 
     Held out: ``sha256(name) % heldout_every == 0``, where the name is the value of
@@ -69,21 +66,6 @@ class Parquet:
                         f"{where}: not a readable Parquet file ({str(cause).partition(chr(10))[0]})"
                         "; give a whole Parquet file, or name the right corpus: text, jsonl"
                     ) from cause
-
-    def fingerprint(self) -> str:
-        """Digest of the files; see :meth:`Listing.fingerprint`."""
-        return self._listing().fingerprint()
-
-    def num_bytes(self) -> int:
-        """Bytes of all files, as stored."""
-        return self._listing().num_bytes
-
-    def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Tokens come from memory-mapped shards, 2 to 4 bytes each once they are cached."""
-        return data_time(work, machine, bytes_per_token=4)
-
-    def _listing(self) -> Listing:
-        return find_files(self.path, self.pattern, option="data.path")
 
     def _check(self, schema: Any, where: str, pa: Any) -> None:
         for option, column in (("column", self.column), ("id_column", self.id_column)):

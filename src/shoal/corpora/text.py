@@ -10,11 +10,8 @@ from typing import IO
 
 from shoal.core.errors import DataError, require
 from shoal.core.parts import part
-from shoal.corpora.files import BLOCK, Listing, find_files
-from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, data_time, split_of
-from shoal.ir.estimate import Estimate
-from shoal.ir.machine import Machine
-from shoal.ir.plan import Work
+from shoal.corpora.files import BLOCK, FileCorpus
+from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, split_of
 
 __all__ = ["Text", "pieces"]
 
@@ -24,7 +21,7 @@ _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*")
 
 
 @part
-class Text:
+class Text(FileCorpus):
     r"""Text files; every file of a directory is a document.
 
     A path that names one file is cut into documents: at the first blank line after
@@ -67,21 +64,6 @@ class Text:
                         place = split_of(name, self.heldout_every)
                     if split in (None, place):
                         yield Document(name, text, place)
-
-    def fingerprint(self) -> str:
-        """Digest of the files; see :meth:`Listing.fingerprint`."""
-        return self._listing().fingerprint()
-
-    def num_bytes(self) -> int:
-        """Bytes of all files, as stored."""
-        return self._listing().num_bytes
-
-    def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Tokens come from memory-mapped shards, 2 to 4 bytes each once they are cached."""
-        return data_time(work, machine, bytes_per_token=4)
-
-    def _listing(self) -> Listing:
-        return find_files(self.path, self.pattern, option="data.path")
 
 
 def check_options(corpus: str, path: str, heldout_every: int) -> None:

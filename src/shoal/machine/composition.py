@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from shoal.core.errors import MachineError, require
-from shoal.ir.machine import Fabric, Link, Machine
+from shoal.ir.machine import Link, Machine
 
-__all__ = ["compose", "join", "leaf_spine"]
+__all__ = ["compose", "join"]
 
 # One small message between nodes: RDMA verbs, the same over routed Ethernet, and TCP through
 # the kernel. One way over a wide-area line of some thousand kilometres.
@@ -127,57 +126,6 @@ def join(one: Machine, sites: int, gbit: float, *, name: str = "") -> Machine:
         "sources": sources,
     }
     return _changed(one, changes)
-
-
-def leaf_spine(
-    one: Machine,
-    *,
-    hosts_per_leaf: int = 32,
-    rails: int | None = None,
-    oversubscription: float = 1.0,
-) -> Machine:
-    """The machine with the switches that its link between nodes implies.
-
-    Args:
-        one: a cluster.
-        hosts_per_leaf: nodes of a leaf switch; a switch of 64 ports has as many upward.
-        rails: ports of a node; one for each device if not given.
-        oversubscription: what a leaf's nodes send over what the leaf can send on, at least 1.
-
-    Raises:
-        MachineError: the nodes are joined by nothing, or the numbers cannot be.
-    """
-    link = one.link("node")
-    if link is None:
-        raise MachineError(
-            f"machine {one.name}: no link of scope node, so there is no fabric; add the link"
-        )
-    require(
-        1.0 <= oversubscription <= 64.0,
-        "fabric.oversubscription",
-        oversubscription,
-        expected="1 (nothing blocks) to 64",
-        error=MachineError,
-    )
-    require(
-        hosts_per_leaf >= 1,
-        "fabric.hosts_per_leaf",
-        hosts_per_leaf,
-        expected="1 or more",
-        error=MachineError,
-    )
-    ports = one.devices_per_node if rails is None else rails
-    require(ports >= 1, "fabric.rails", ports, expected="1 or more", error=MachineError)
-    leaves = math.ceil(one.nodes // one.sites / hosts_per_leaf)
-    fabric = Fabric(
-        leaves=leaves,
-        hosts_per_leaf=hosts_per_leaf,
-        spines=math.ceil(hosts_per_leaf / oversubscription) if leaves > 1 else 0,
-        rails=ports,
-        port_bandwidth=link.bandwidth * one.devices_per_node / ports,
-        source=f"assumed: leaves of {hosts_per_leaf} nodes, {oversubscription:g} : 1",
-    )
-    return _changed(one, {"fabric": fabric.model_dump()})
 
 
 def _replaced(one: Machine, link: Link) -> list[dict[str, Any]]:

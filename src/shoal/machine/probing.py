@@ -14,9 +14,9 @@ import numpy as np
 from shoal.core.errors import MachineError, NoisyMachineError, ShoalError
 from shoal.core.files import shoal_home
 from shoal.core.native import cpu_model
-from shoal.core.parts import Choice
+from shoal.core.parts import Choice, table
 from shoal.ir.machine import Device, Link, Machine, Measurement, MemoryTier
-from shoal.machine import PROBES, host
+from shoal.machine import host
 from shoal.machine.fingerprint import fingerprint, versions
 from shoal.machine.noise import Quiet, Watch
 from shoal.machine.protocols import Context
@@ -52,9 +52,10 @@ def probe(
         NoisyMachineError: with ``strict``, when the machine is too busy.
         BuildError: there is no compiler.
     """
-    usual = [name for name in PROBES if not getattr(PROBES.load(name), "on_request", False)]
+    parts = table("probe")
+    usual = [name for name in parts if not getattr(parts.load(name), "on_request", False)]
     chosen = [Choice(name=p) if isinstance(p, str) else p for p in (probes or usual)]
-    built = [(choice.name, PROBES.build(choice)) for choice in chosen]
+    built = [(choice.name, parts.build(choice)) for choice in chosen]
 
     def say(done: int, text: str) -> None:
         if progress is not None:

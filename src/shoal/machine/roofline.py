@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import html
 import math
-from pathlib import Path
 
 from shoal.core.errors import MachineError, require
-from shoal.core.files import write_atomic
 from shoal.ir.machine import Machine
 
-__all__ = ["attainable", "ridge", "roofline_svg", "save_roofline"]
+__all__ = ["attainable", "ridge", "roofline_svg"]
 
 
 def _ceiling(machine: Machine, dtype: str) -> float:
@@ -138,9 +136,3 @@ def _si(number: float) -> str:
         if number >= scale:
             return f"{number / scale:g} {letter}"
     return f"{number:g}"
-
-
-def save_roofline(machine: Machine, path: Path) -> Path:
-    """Write the roofline as SVG, atomically."""
-    write_atomic(path, roofline_svg(machine), error=MachineError)
-    return path

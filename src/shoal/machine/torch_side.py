@@ -6,12 +6,11 @@ clock around it do not count.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CALLS"]
+__all__ = ["copy", "elementwise", "gpu_facts", "hello", "matmul", "overhead"]
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _BATCH_S = 4e-3
@@ -147,37 +146,3 @@ def gpu_facts() -> dict[str, Any] | None:
         "capability": f"{facts.major}.{facts.minor}",
         "cuda": torch.version.cuda,
     }
-
-
-def _gemm(**options: Any) -> Any:
-    from shoal.machine.probes.gemm_torch import gemm
-
-    return gemm(**options)
-
-
-def _all_reduce(**options: Any) -> Any:
-    # Collectives live above this room and are loaded by name, as parts are.
-    return importlib.import_module("shoal.parallel.comm.measure").all_reduce(**options)
-
-
-def _rehearse(**options: Any) -> Any:
-    return importlib.import_module("shoal.train.rehearse").rehearse(**options)
-
-
-def _kernels(**options: Any) -> Any:
-    # Kernels lie far above this floor: they are named, not imported.
-    return importlib.import_module("shoal.kernel.rehearse").rehearse(**options)
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "hello": hello,
-    "matmul": matmul,
-    "gemm": _gemm,
-    "elementwise": elementwise,
-    "copy": copy,
-    "overhead": overhead,
-    "all_reduce": _all_reduce,
-    "rehearse": _rehearse,
-    "kernels": _kernels,
-    "gpu_facts": gpu_facts,
-}

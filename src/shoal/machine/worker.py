@@ -1,7 +1,8 @@
 """A child process that measures torch, so that the caller's threads stay as they are.
 
 The parent sends one line of JSON, ``{"call": NAME, "with": {...}}``; the child answers
-one line. NAME is a function of :mod:`shoal.machine.torch_side`, and of nothing else.
+one line. NAME is a function of :mod:`shoal.machine.torch_side`, or ``module:function`` of the
+probe that asks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from shoal.core import children
 from shoal.core.errors import MachineError, MissingExtraError
+from shoal.core.parts import load_object
 
 __all__ = ["Worker"]
 
@@ -110,7 +112,8 @@ def _serve() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            function = torch_side.CALLS[asked["call"]]
+            call = asked["call"]
+            function = load_object(call) if ":" in call else getattr(torch_side, call)
             answer = {"result": function(**asked["with"])}
         except Exception as cause:  # every failure is the parent's to report
             answer = {"error": f"{type(cause).__name__}: {cause}"}

@@ -3,15 +3,14 @@
 Read in this order: ``config`` (what fixes a model), ``transformer`` (its arithmetic;
 ``attention``, ``feedforward``, ``rope``, ``norm`` and ``loss`` beside it; ``routing`` and ``gates``
 send tokens to experts), ``families``
-and ``huggingface`` (directories), ``initialise`` and ``generate``; ``attention_kernels`` are what
-attention can be computed with, ``quantize`` makes weights few bits. Only ``config``,
-``protocols``, ``families`` and the parts in ``gates``, ``attention_kernels`` and ``quantize`` can
+and ``huggingface`` (directories), ``initialise`` and ``generate``; ``quantize`` makes weights few
+bits. Only ``config``, ``protocols``, ``families`` and the parts in ``gates`` and ``quantize`` can
 be imported without torch.
 """
 
 from shoal.core.parts import PartTable
 
-__all__ = ["ATTENTION_KERNELS", "FAMILIES", "GATES", "QUANTIZERS"]
+__all__ = ["FAMILIES", "GATES", "QUANTIZERS"]
 
 FAMILIES = PartTable(
     "family",
@@ -46,23 +45,6 @@ GATES = PartTable(
         "file."
     ),
     protocol="shoal.model.protocols:Gate",
-)
-
-ATTENTION_KERNELS = PartTable(
-    "attention_kernel",
-    {
-        "naive": "shoal.model.attention_kernels.naive:Naive",
-        "sdpa": "shoal.model.attention_kernels.sdpa:SDPA",
-        "flash_cpu": "shoal.model.attention_kernels.flash_cpu:FlashCPU",
-        "flex": "shoal.model.attention_kernels.flex:Flex",
-        "tiled": "shoal.model.attention_kernels.tiled:Tiled",
-        "varlen": "shoal.model.attention_kernels.varlen:Varlen",
-        "chunked": "shoal.model.attention_kernels.chunked:Chunked",
-    },
-    about=(
-        "How attention under a mask is computed on one device. Compared by `shoal bench attention`."
-    ),
-    protocol="shoal.model.protocols:AttentionKernelPart",
 )
 
 QUANTIZERS = PartTable(

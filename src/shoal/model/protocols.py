@@ -1,4 +1,4 @@
-"""What families, gates, attention kernels and quantizers promise.
+"""What families, gates and quantizers promise.
 
 A family is the correspondence between one Hugging Face architecture and ours. It keeps no
 state and needs no torch. It is called when a directory is read or written, and when fresh
@@ -7,10 +7,9 @@ weights are drawn: their streams are keyed by the stored names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from shoal.ir.mask import Mask
 from shoal.model.config import ModelConfig
 from shoal.model.families.common import Names
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.model.quantize.inputs import Inputs
     from shoal.model.routing import Asked, Routed
 
-__all__ = ["AttentionKernelPart", "Family", "Gate", "Quantizer"]
+__all__ = ["Family", "Gate", "Quantizer"]
 
 
 @runtime_checkable
@@ -89,42 +88,6 @@ class Gate(Protocol):
 
     def settle(self, own: Mapping[str, Tensor], load_E: Tensor) -> None:
         """A step has ended in which so many tokens chose each expert; may change ``own``."""
-        ...
-
-
-class AttentionKernelPart(Protocol):
-    """A part of kind ``attention_kernel``: one way to compute attention under a typed mask.
-
-    Attributes:
-        name: as in the table.
-        compiled: the first call compiles, so that it is neither timed nor watched.
-    """
-
-    name: ClassVar[str]
-    compiled: ClassVar[bool]
-
-    def refuses(
-        self, mask: Mask, *, dtype: str = "fp32", device: str = "cpu", backward: bool = True
-    ) -> str | None:
-        """Why this kernel cannot compute that, or None if it can."""
-        ...
-
-    def prepare(
-        self, mask: Mask, *, dtype: str = "fp32", device: str = "cpu"
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Attention of q [B, H, T, d] over k and v [B, K, S, d] under ``mask``.
-
-        Raises:
-            ConfigError: this kernel cannot compute that; says why.
-        """
-        ...
-
-    def cells(self, mask: Mask) -> int:
-        """Cells whose score is computed; the seen ones and those that are wasted."""
-        ...
-
-    def held_bytes(self, mask: Mask, heads: int) -> int:
-        """Bytes that grow with T x S, for the mask and for scores."""
         ...
 
 

@@ -1,14 +1,14 @@
 """train: the training job.
 
-The door: the tables of its parts. ``run.train`` starts a run, ``worker`` is one rank,
-``loop`` is the step.
+The door: the tables of its parts, and that of the probes, of which one trains. ``run.train``
+starts a run, ``worker`` is one rank, ``loop`` is the step.
 """
 
 from shoal.core.parts import PartTable
 from shoal.train.drafters import DRAFTERS
 from shoal.train.peft import PEFTS
 
-__all__ = ["DRAFTERS", "LAUNCHERS", "LR_SCHEDULES", "OPTIMIZERS", "PEFTS"]
+__all__ = ["DRAFTERS", "LAUNCHERS", "LR_SCHEDULES", "OPTIMIZERS", "PEFTS", "PROBES"]
 
 OPTIMIZERS = PartTable(
     "optimizer",
@@ -41,4 +41,23 @@ LAUNCHERS = PartTable(
     },
     about="Files that start a plan elsewhere. Chosen by `shoal train --launch`.",
     protocol="shoal.train.protocols:Launcher",
+)
+
+# In the order in which they run: what needs a quiet machine most comes first.
+PROBES = PartTable(
+    "probe",
+    {
+        "units": "shoal.machine.probes.units:Units",
+        "memory_latency": "shoal.machine.probes.memory_latency:MemoryLatency",
+        "memory_bandwidth": "shoal.machine.probes.memory_bandwidth:MemoryBandwidth",
+        "matmul": "shoal.machine.probes.matmul:Matmul",
+        "framework": "shoal.machine.probes.framework:Framework",
+        "collective": "shoal.parallel.comm.measure:Collective",
+        "steps": "shoal.train.rehearse:Steps",
+        "kernels": "shoal.kernel.rehearse:Kernels",
+        "gpu": "shoal.machine.probes.gpu:Gpu",
+        "loopback": "shoal.machine.probes.loopback:Loopback",
+        "system": "shoal.machine.probes.system:System",
+        "gemm": "shoal.machine.probes.gemm:Gemm",
+    },
 )

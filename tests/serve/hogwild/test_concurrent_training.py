@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from shoal.claims.lab.concurrent import Text, batch_of, loss_of, scores_of  # noqa: E402
 from shoal.core.errors import DataError  # noqa: E402
 from shoal.serve.decode.hogwild.blocks import BlockStore  # noqa: E402
 from shoal.serve.decode.hogwild.forward import Forward  # noqa: E402
 from shoal.serve.decode.hogwild.views import Feed, View  # noqa: E402
-from shoal.train.concurrent import Text, batch_of, loss_of, scores_of  # noqa: E402
 
 TEXTS = (
     Text([3, 60, 61, 62], ([10, 11, 12, 13], [20, 21, 22]), ([0, 1, 2, 5], [1, 3, 4])),

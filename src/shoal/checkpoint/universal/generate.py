@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.convert import Readable
-from shoal.checkpoint.universal.protocols import FP32, Coord, Layout, Shape
+from shoal.checkpoint.universal.protocols import Coord, Layout, Shape
 from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Local", "Read", "boxes_of_run", "load_into", "local_of", "read_local", "stage_names"]
+__all__ = ["Local", "Read", "boxes_of_run", "local_of", "read_local", "stage_names"]
 
 _BLOCK = re.compile(r"^blocks\.(\d+)\.")
 
@@ -104,46 +103,6 @@ def read_local(
     for read, values in pieces:
         out[read.target.slices(here)] = values.to(kind)
     return out
-
-
-def load_into(
-    source: Readable,
-    targets: Mapping[str, Tensor],
-    *,
-    spec: UniversalSpec | None = None,
-    layout: Layout | None = None,
-    at: Coord | None = None,
-    key: str = FP32,
-) -> None:
-    """Fill a rank's own tensors, in place: a plain module's on one rank, or local parts of a split.
-
-    Args:
-        source: a universal checkpoint, or another of whole tensors.
-        targets: parameter name -> the tensor to fill, such as ``dict(model.named_parameters())``.
-        spec: patterns of the split; not needed for one rank.
-        layout: the split; one rank if not given.
-        at: this rank.
-        key: which tensor of each parameter: the weight, ``exp_avg`` ...
-
-    Raises:
-        CheckpointError: a tensor is not stored, or has another shape than the target.
-    """
-    import torch
-
-    for name, target in targets.items():
-        stored = MODEL + name if key == FP32 else f"{OPTIMIZER}{name}.{key}"
-        shape = source.shape(stored)
-        if spec is None:
-            local = Local(name, shape, (Read(Box.whole(shape), Box.whole(shape)),))
-        else:
-            local = local_of(spec, name, shape, layout or Layout(), at or Coord())
-        if local.shape != tuple(target.shape):
-            raise CheckpointError(
-                f"{source.path}: {stored} makes a tensor of {list(local.shape)} here, and the "
-                f"target has {list(target.shape)}; it is of another model or split"
-            )
-        with torch.no_grad():
-            target.copy_(read_local(source, stored, local, target.dtype))
 
 
 def boxes_of_run(shape: Shape, start: int, stop: int) -> list[Box]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.core.measure import interleave
+from shoal.kernel.threads import torch_threads
 from shoal.memory.activations.ssdtrain import SSDTrain, lifetime_years
 from shoal.memory.tiers.device import DeviceScope
 from shoal.memory.tiers.tier import MemoryTier
@@ -110,9 +111,7 @@ def compare(
     Raises:
         MachineError: the disk's directory cannot be written.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         ways = {name: way(name, config, sequences, length, disk, seed) for name in WAYS}
         for one in ways.values():
             for _ in range(_WARM):
@@ -125,8 +124,6 @@ def compare(
         written = (cache.stats.written_bytes - before[0]) / (rounds + 1)
         stall = (cache.stats.stall_s - before[1]) / (rounds + 1)
         cache.close()
-    finally:
-        torch.set_num_threads(threads)
     rows = []
     for name in WAYS:
         seconds = times.median(name).value

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from shoal.claims.lab.route_oracle import best, difficulty, patterns, search
 from shoal.core.errors import ModelError, PlanError, require
 from shoal.core.random import generator
 from shoal.model.duo import (
@@ -32,7 +33,6 @@ from shoal.model.duo import (
     routed,
     router_routes,
 )
-from shoal.plan.experts.oracle import best, difficulty, patterns, search
 from shoal.train.routers import calibrate
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.claims.lab.rnn.autograd import rnn
+from shoal.claims.lab.rnn.blocks import RecurrentModel
 from shoal.core.random import generator, seed64
-from shoal.kernel.rnn.autograd import rnn
 from shoal.kernel.rnn.functions import FUNCTIONS
 from shoal.kernel.rnn.loop import loop
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import init_weights
-from shoal.model.rnn import RecurrentModel
 from shoal.model.transformer import Transformer
 
 __all__ = ["Parity", "compiled_loop", "inputs", "learn_parity", "one_head", "train_step", "wrong"]

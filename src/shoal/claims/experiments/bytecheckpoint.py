@@ -20,13 +20,12 @@ Development, 2024.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
 from shoal.claims.experiments.bytecheckpoint_load import LOADING, measure_load
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -38,7 +37,7 @@ _DCP = "torch.distributed.checkpoint.save"
 
 
 @part
-class ByteCheckpointClaim:
+class ByteCheckpointClaim(BaseClaim):
     """Stall, time, balance and planning of saves by four ranks.
 
     Args:
@@ -52,6 +51,7 @@ class ByteCheckpointClaim:
     width: int = 1024
 
     rows: ClassVar[tuple[int, ...]] = (102,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="stall_avoided",
@@ -109,12 +109,6 @@ class ByteCheckpointClaim:
             self.width,
             expected="a multiple of 64 up to 4096",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Four processes of torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.claims.protocols import Context, Metric, Paired
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     import torch
@@ -70,11 +71,7 @@ def measure_load(context: Context, *, quick: bool, as_baseline: bool = False) ->
         quick: of half of the layouts.
         as_baseline: put the baseline in the method's place.
     """
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         context.progress("loading in other layouts", 0.02)
         place = context.work_dir / ("load-baseline" if as_baseline else "load")
         return {
@@ -86,8 +83,6 @@ def measure_load(context: Context, *, quick: bool, as_baseline: bool = False) ->
                 )
             ),
         }
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _read_bytes(place: Path, as_baseline: bool) -> list[float]:
@@ -97,7 +92,7 @@ def _read_bytes(place: Path, as_baseline: bool) -> list[float]:
     from shoal.checkpoint.loading import load_pieces
     from shoal.checkpoint.pieces import Piece
     from shoal.checkpoint.store import Store
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
 
     found = []
     for step, (rows, count) in enumerate(((300, 3), (1100, 5), (3000, 2))):
@@ -138,8 +133,8 @@ def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
     """
     from shoal import checkpoint
     from shoal.checkpoint.store import Store
-    from shoal.parallel.check import Fresh, tokens
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.same_as_one import Fresh, tokens
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.parallel.tensor.rows import Rows
     from shoal.train.state import held_by
 
@@ -185,7 +180,7 @@ def layout_pair(
     from shoal import checkpoint
     from shoal.checkpoint.shards import file_name
     from shoal.checkpoint.store import Store
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.train.reshard import Blank
     from shoal.train.state import held_by
 

@@ -17,7 +17,6 @@ The A/A run has the fixed grid.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shoal.claims.experiments import ragged
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -37,7 +36,7 @@ _FLOPS, _LINK = 400e12, 50e9
 
 
 @part
-class ByteScaleClaim:
+class ByteScaleClaim(BaseClaim):
     """Hybrid data parallelism beside a fixed grid with packing.
 
     Args:
@@ -53,6 +52,7 @@ class ByteScaleClaim:
     seeds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (20,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="over_static",
@@ -97,18 +97,11 @@ class ByteScaleClaim:
             "error", "<=", 1e-9, "one process, in float64", statistic="max", evidence="mechanism"
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("documents", "longest", "turns", "seeds"):
             value = getattr(self, name)
             require(value >= 2, f"claim.bytescale.{name}", value, expected="2 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

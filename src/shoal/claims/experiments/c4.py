@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.lab.path_jobs import times_of_jobs
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.machine.emulate import emulate, unavailable
-from shoal.plan.paths.jobs import times_of_jobs
 from shoal.train.watch.c4d import C4D
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.protocols import Fault, Verdict
@@ -44,7 +44,7 @@ _SHAPED_ELEMENTS = 1 << 16
 
 
 @part
-class C4:
+class C4(BaseClaim):
     """Sixty faults and a thousand clean steps; rings of three jobs on a fabric of 16 leaves.
 
     Args:
@@ -117,7 +117,6 @@ class C4:
             evidence="simulated",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         require(
@@ -133,10 +132,6 @@ class C4:
             expected=f"at least {_CHUNK}",
         )
         require(self.draws >= 1, "claim.c4.draws", self.draws, expected="at least 1")
-
-    def refuses(self, context: Context) -> str | None:
-        """Threads run everywhere; what needs namespaces is skipped by itself."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Plant, record, locate; plan, hash, simulate."""

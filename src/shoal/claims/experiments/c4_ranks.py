@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import RankError
-from shoal.parallel.comm.links import LinkComm, Links, run_linked
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
 from shoal.parallel.protocols import Comm, Pending
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.protocols import Verdict

@@ -18,12 +18,11 @@ elsewhere.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
@@ -51,7 +50,7 @@ _Times = dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
 
 @part
-class CO2Claim:
+class CO2Claim(BaseClaim):
     """Two workers over 50 Mbit/s beside summed gradients and beside local SGD.
 
     Args:
@@ -72,6 +71,7 @@ class CO2Claim:
     seeds: int = 3
 
     rows: ClassVar[tuple[int, ...]] = (13,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.speedup(
             "over_summed",
@@ -140,12 +140,6 @@ class CO2Claim:
         for name in ("bandwidth", "packet", "tau", "turns", "steps", "seeds"):
             value = getattr(self, name)
             require(value >= 1, f"claim.co2.{name}", value, expected="1 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
@@ -312,14 +306,14 @@ def _unlike(*, local: bool) -> list[int]:
     """Elements in which workers that are threads differ from their simulation, by setting."""
     import torch
 
+    from shoal.claims.lab.outer_reference import simulate
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.ir import Parallel
     from shoal.ir.hooks import TrainStep
     from shoal.parallel.comm.ranks import ranks_of
-    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.outer.averaging import Averaging
     from shoal.parallel.outer.co2 import CO2
     from shoal.parallel.outer.local_sgd import LocalSGD
-    from shoal.parallel.outer.reference import simulate
 
     source = torch.Generator().manual_seed(0)
     start = [torch.randn(size, generator=source, dtype=torch.float64) for size in (37, 5, 128)]

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from shoal.claims.experiments.arch_training import Recipe, batch, heldout, text
+from shoal.claims.lab.same_as_one import Fresh
 from shoal.core.parts import table
 from shoal.ir import TrainJob
 from shoal.ir.hooks import TrainStep
 from shoal.model.config import ModelConfig
-from shoal.parallel.check import Fresh
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.outer.rounds import Rounds

@@ -22,6 +22,7 @@ from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.parts import part
+from shoal.kernel.threads import torch_threads
 from shoal.plan.memory.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
 from shoal.train.optimizers.adamw import AdamW
 
@@ -237,9 +238,7 @@ class DeepOptimizerStates:
             torchs.step()
             narrow.copy_(master)
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             timed = interleave(
                 {
                     **{name: functools.partial(_update, one) for name, one in runs.items()},
@@ -248,8 +247,6 @@ class DeepOptimizerStates:
                 self.pairs,
                 seed=context.seed,
             )
-        finally:
-            torch.set_num_threads(threads)
         for one in runs.values():
             one.close()
         rates = {

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.corpora.tasks import NAMES, Problem, is_right, problem
 from shoal.ir import Request, SamplingParams, ServeJob
+from shoal.kernel.threads import torch_threads
 from shoal.train import zoo
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class _Answer(NamedTuple):
 
 
 @part
-class DInfer:
+class DInfer(BaseClaim):
     """Answers and their price, by arm.
 
     Args:
@@ -193,23 +194,13 @@ class DInfer:
             expected=f"at least {len(NAMES)} in each of {self.rounds} rounds",
         )
 
-    def refuses(self, context: Context) -> str | None:
-        """Never."""
-        return None
-
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             metrics = self._counted(context, as_baseline=as_baseline)
             if quick:
                 return Samples(metrics=metrics)
             found = context.remember("answers", lambda: self._answers(context))
-        finally:
-            torch.set_num_threads(threads)
         answers: dict[str, list[list[_Answer]]] = found["answers"]
         full = answers[_ONE if as_baseline else _FULL]
         metrics |= {

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.serving.fleet import Instance, Wire, simulate_fleet
 from shoal.cost.serving.queueing import md1_ttft
 from shoal.cost.serving.simulator import Served
-from shoal.cost.step_cost.phased import DecodeLine, Phased, PromptLine
 from shoal.ir import Arrival, Limits
 from shoal.plan.batching.dispatch import LeastLoaded
 from shoal.plan.serving.goodput import Goodput, Slo, poisson
@@ -83,7 +83,7 @@ def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Sequence[Served]], 
 
 
 @part
-class DistServe:
+class DistServe(BaseClaim):
     """Goodput under targets, simulated; two processes, predicted and served.
 
     Args:
@@ -235,10 +235,6 @@ class DistServe:
     def __post_init__(self) -> None:
         require(self.requests >= 500, "claim.distserve.requests", self.requests, expected="500 up")
         require(self.seconds > 0, "claim.distserve.seconds", self.seconds, expected="more than 0")
-
-    def refuses(self, context: Context) -> str | None:
-        """Two processes run everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Simulate; then, unless it is quick, serve."""

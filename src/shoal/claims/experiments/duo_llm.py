@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -37,7 +37,7 @@ _LENGTH = 64
 
 
 @part
-class DuoLLM:
+class DuoLLM(BaseClaim):
     """The oracle, trained routers and chance, by the loss of held-out bytes.
 
     Args:
@@ -118,7 +118,6 @@ class DuoLLM:
             paper="trained routers are far below the oracle",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("steps", "router_steps", "hidden", "groups"):
@@ -130,10 +129,6 @@ class DuoLLM:
             self.tokens,
             expected=f"a multiple of groups * {_LENGTH}",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """A small model runs everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Compare patterns of a random model; then, unless it is quick, of a trained one."""
@@ -148,8 +143,8 @@ class DuoLLM:
         import torch
 
         from shoal.claims.experiments.arch_training import mini, text
+        from shoal.claims.lab.route_oracle import best, patterns
         from shoal.model.duo import BIG, committed, pattern_losses, routed
-        from shoal.plan.experts.oracle import best, patterns
         from shoal.train.zoo import random
 
         config = mini(64, _LAYERS, initializer_range=0.2, architecture={"ffn": "duo"})
@@ -219,6 +214,7 @@ class DuoLLM:
     ) -> None:
         import torch
 
+        from shoal.claims.lab.route_oracle import best, difficulty, patterns
         from shoal.model.duo import (
             BIG,
             SMALL,
@@ -228,7 +224,6 @@ class DuoLLM:
             routed,
             router_routes,
         )
-        from shoal.plan.experts.oracle import best, difficulty, patterns
 
         model = context.remember("model", lambda: self._trained(context))
         data = context.remember("text", lambda: None)

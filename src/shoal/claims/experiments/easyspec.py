@@ -11,11 +11,10 @@ group of its own. Eight devices are simulated by what a published draft would re
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -31,7 +30,7 @@ _PLAIN_DRAFT = "the same draft, layer by layer"
 
 
 @part
-class EasySpecClaim:
+class EasySpecClaim(BaseClaim):
     """Groups of layers beside layers one by one.
 
     Args:
@@ -59,6 +58,7 @@ class EasySpecClaim:
     draft: str = "shoal-draft-8l"
 
     rows: ClassVar[tuple[int, ...]] = (142,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.speedup("draft_pass", 1.15, _PLAIN_DRAFT, evidence="mechanism", paper="up to 1.62x"),
         Metric.counted(
@@ -141,12 +141,6 @@ class EasySpecClaim:
         ):
             value = getattr(self, name)
             require(value >= 1, f"claim.easyspec.{name}", value, expected="1 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -36,7 +36,7 @@ _HIDDEN = 384
 
 
 @part
-class EnergonAI:
+class EnergonAI(BaseClaim):
     """Packed or padded, blocking or not, resident or elsewhere.
 
     Args:
@@ -102,16 +102,11 @@ class EnergonAI:
             timing=True,
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompts", "longest", "requests", "tokens", "layers", "rounds"):
             value = getattr(self, name)
             require(value >= 2, f"claim.energon_ai.{name}", value, expected="at least 2")
-
-    def refuses(self, context: Context) -> str | None:
-        """Two processes run everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count rows; then, unless it is quick, time the three."""

@@ -12,7 +12,6 @@ without glancing in the place of Falcon.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +26,7 @@ from shoal.claims.experiments.decoding import (
     target_of,
     told,
 )
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Calibration
@@ -42,7 +41,7 @@ _RIGHT = (0.6, 0.15, 0.05)
 
 
 @part
-class FalconClaim:
+class FalconClaim(BaseClaim):
     """Greedy decoding at batch 1 with drafters over features.
 
     Args:
@@ -70,6 +69,7 @@ class FalconClaim:
     threads: int = 0
 
     rows: ClassVar[tuple[int, ...]] = (104,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.speedup("over_plain", 1.3, _PLAIN, evidence="mechanism", paper="2.91x to 3.51x"),
         Metric.counted("passes_of_single", "<=", 0.5, _ONE, statistic="ratio"),
@@ -97,12 +97,6 @@ class FalconClaim:
         require(self.k >= 2, "claim.falcon.k", self.k, expected="2 or more: 1 is the baseline")
         require(self.new >= 8, "claim.falcon.new", self.new, expected="8 or more")
         require(1 <= self.nodes <= 63, "claim.falcon.nodes", self.nodes, expected="1 to 63")
-
-    def refuses(self, context: Context) -> str | None:
-        """Training and decoding need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

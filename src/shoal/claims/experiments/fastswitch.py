@@ -15,7 +15,6 @@ profiled.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.serving.simulator import Predicted
@@ -141,7 +140,7 @@ class _Said:
 
 
 @part
-class FastSwitch:
+class FastSwitch(BaseClaim):
     """Context switches of conversations under fair priorities.
 
     Args:
@@ -169,6 +168,7 @@ class FastSwitch:
     rounds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (86,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="copies_with_groups",
@@ -243,12 +243,6 @@ class FastSwitch:
             self.rate,
             expected="positive, as think_s and frequency",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """The engine needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

@@ -16,7 +16,6 @@ The A/A run has the best single degree.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from typing import Any, ClassVar
@@ -24,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shoal.claims.experiments import ragged
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -36,7 +35,7 @@ _FLOPS, _LINKS = 156e12, ((8, 300e9), (16, 6.25e9))
 
 
 @part
-class FlexSPClaim:
+class FlexSPClaim(BaseClaim):
     """Groups by an integer program beside one degree for all.
 
     Args:
@@ -58,6 +57,7 @@ class FlexSPClaim:
     seeds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (96,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="over_one_degree",
@@ -87,18 +87,11 @@ class FlexSPClaim:
             "error", "<=", 1e-9, "one process, in float64", statistic="max", evidence="mechanism"
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("batches", "sequences", "documents", "longest", "turns", "seeds"):
             value = getattr(self, name)
             require(value >= 2, f"claim.flexsp.{name}", value, expected="2 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

@@ -16,7 +16,6 @@ The quick run counts passes through the model: requests come at fixed steps inst
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -97,7 +96,7 @@ class _Served:
 
 
 @part
-class Flover:
+class Flover(BaseClaim):
     """Requests that come at random, fused in time or in batches.
 
     Args:
@@ -117,6 +116,7 @@ class Flover:
     rounds: int = 8
 
     rows: ClassVar[tuple[int, ...]] = (95,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.speedup(
             "makespan_vs_dynamic", 2.0, _DYNAMIC, evidence="mechanism", paper="11x (GPT)"
@@ -170,12 +170,6 @@ class Flover:
             require(value >= 1, f"claim.flover.{name}", value, expected="1 or more")
         require(self.rate > 0, "claim.flover.rate", self.rate, expected="positive")
         require(self.window_s >= 0, "claim.flover.window_s", self.window_s, expected="0 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """The engine needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

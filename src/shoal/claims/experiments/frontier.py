@@ -22,7 +22,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.cost.scaling_reports import scaling_report
@@ -74,7 +74,7 @@ _JOB = TrainJob(seq_len=2048, precision="bf16")
 
 
 @part
-class FrontierRecipe:
+class FrontierRecipe(BaseClaim):
     """Tuning GPT 175B on 1,024 dies, five rules, and two published runs.
 
     Args:
@@ -139,16 +139,11 @@ class FrontierRecipe:
             paper="31.96 % of the peak",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name, value in (("trials", self.trials), ("explained", self.explained)):
             require(value >= 24, f"claim.frontier.{name}", value, expected="24 or more")
         require(self.seeds >= 1, "claim.frontier.seeds", self.seeds, expected="1 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Needs nothing that could be missing."""
-        return None
 
     def _scarce(self, seed: int) -> dict[str, JsonValue]:
         """The same search on sixteen nodes, where 3 % of the configurations work."""

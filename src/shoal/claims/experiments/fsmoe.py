@@ -16,12 +16,11 @@ The A/A run has one chunk.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 
@@ -64,7 +63,7 @@ class _Seconds(NamedTuple):
 
 
 @part
-class FsmoeClaim:
+class FsmoeClaim(BaseClaim):
     """Layers of experts in chunks, simulated on two levels of links and really run on four ranks.
 
     Args:
@@ -80,6 +79,7 @@ class FsmoeClaim:
     repeats: int = 24
 
     rows: ClassVar[tuple[int, ...]] = (35,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="over_one_chunk",
@@ -142,12 +142,6 @@ class FsmoeClaim:
         for name in ("hidden", "width", "tokens", "repeats"):
             value = getattr(self, name)
             require(value >= 4, f"claim.fsmoe.{name}", value, expected="4 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Layers need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
@@ -324,9 +318,9 @@ def _machine() -> Machine:
 
 def _errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
     """Largest relative difference to one process after a step in chunks, in float64."""
+    from shoal.claims.lab.same_as_one import same_as_one
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
-    from shoal.parallel.check import same_as_one
 
     config = ModelConfig(
         name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,

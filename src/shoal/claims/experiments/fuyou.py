@@ -14,15 +14,15 @@ Fuyou's place. The quick run is a small model on the disk as it is, and has no c
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.claims.experiments.fuyou_runs import Regime
@@ -35,7 +35,7 @@ _BASELINE = "ZeRO-Infinity: the optimizer after the backward pass, activations o
 
 
 @part
-class FuyouClaim:
+class FuyouClaim(BaseClaim):
     """Steps beside ZeRO-Infinity's, amounts of swapping, bits and budgets.
 
     Args:
@@ -57,6 +57,7 @@ class FuyouClaim:
     amounts: int = 9
 
     rows: ClassVar[tuple[int, ...]] = (79,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.speedup("step", 1.3, _BASELINE, evidence="mechanism", paper="3.4x for 13B"),
         Metric(
@@ -116,26 +117,14 @@ class FuyouClaim:
             expected="a multiple of 64 from 128",
         )
 
-    def refuses(self, context: Context) -> str | None:
-        """It needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
-
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
-        import torch
+        from shoal.claims.lab.thread_ranks import run_ranks
 
-        from shoal.parallel.comm.threads import run_ranks
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             return run_ranks(
                 1, lambda comm: self._run(context, comm, quick=quick, as_baseline=as_baseline)
             )[0]
-        finally:
-            torch.set_num_threads(threads)
 
     def _run(self, context: Context, comm: Comm, *, quick: bool, as_baseline: bool) -> Samples:
         from shoal.claims.experiments import fuyou_runs as runs

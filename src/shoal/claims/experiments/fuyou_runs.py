@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from shoal.claims.lab.measure_passes import Cheap
 from shoal.core.random import generator
 from shoal.ir import TrainJob, Work
 from shoal.machine.described import load
@@ -21,7 +22,6 @@ from shoal.memory.streaming.build import Wanted, offloaded
 from shoal.memory.tiers.shared import SharedLink
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import empty
-from shoal.parallel.pipeline.measure_passes import Cheap
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:

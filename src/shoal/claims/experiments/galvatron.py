@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.experiments.galvatron_plans import gap, misses, mixed_plans
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.training.layer_fit import LayerProfile
@@ -48,7 +48,7 @@ _CUT = 8
 
 
 @part
-class GalvatronClaim:
+class GalvatronClaim(BaseClaim):
     """Search against exact optima, predictions against two real processes, a link that is cut.
 
     Args:
@@ -179,10 +179,6 @@ class GalvatronClaim:
             expected=f"more than patience = {self.patience} steps",
         )
 
-    def refuses(self, context: Context) -> str | None:
-        """The search runs everywhere; what cannot be run is skipped by itself."""
-        return None
-
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Search and simulate; the full run also runs two processes, for some five minutes."""
         context.progress("every choice of small cases", 0.0)
@@ -267,8 +263,8 @@ class GalvatronClaim:
         )
 
     def _profile(self, config: ModelConfig) -> LayerProfile:
+        from shoal.claims.lab.measure_layers import profile_of
         from shoal.parallel.comm.processes import run_processes
-        from shoal.parallel.measure_layers import profile_of
 
         given = {
             "config": config.model_dump(mode="json"),

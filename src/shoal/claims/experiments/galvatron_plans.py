@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.lab.layer_exact import optimum
 from shoal.core.random import generator
 from shoal.cost.arithmetic import linears
 from shoal.cost.shapes import resolve
@@ -22,7 +23,6 @@ from shoal.ir import Machine, ModelShape, TrainJob
 from shoal.machine.described import load
 from shoal.plan.strategy.galvatron import Galvatron, Option, group_words
 from shoal.plan.strategy.layer_dp import cheapest_chain
-from shoal.plan.strategy.layer_exact import optimum
 from shoal.plan.strategy.layer_search import StageSearch
 
 __all__ = ["gap", "misses", "mixed_plans"]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.claims.lab.measure_layers import measure_layers
+from shoal.claims.lab.measure_passes import Cheap
 from shoal.core.files import write_json
 from shoal.core.parts import table
 from shoal.core.random import generator
@@ -16,8 +18,6 @@ from shoal.cost.training.layer_fit import LayerProfile
 from shoal.ir import Machine, TrainJob
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
-from shoal.parallel.measure_layers import measure_layers
-from shoal.parallel.pipeline.measure_passes import Cheap
 from shoal.parallel.tensor.rows import Rows
 from shoal.train.allocator import keep_freed_memory
 from shoal.train.replan import Replanner
@@ -40,7 +40,7 @@ def measured(
     tps: Sequence[int],
     repeats: int,
 ) -> dict[str, Any]:
-    """See :func:`~shoal.parallel.measure_layers.measure_layers`."""
+    """See :func:`~shoal.claims.lab.measure_layers.measure_layers`."""
     keep_freed_memory()
     return measure_layers(
         comm, config=config, seq_len=seq_len, sizes=sizes, tps=tps, repeats=repeats

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -37,7 +37,7 @@ _MANY = 32
 
 
 @part
-class GPipeClaim:
+class GPipeClaim(BaseClaim):
     """Equal layers on two real processes, four and eight simulated ones, and bytes kept.
 
     Args:
@@ -112,10 +112,6 @@ class GPipeClaim:
         require(self.width >= 8, "claim.gpipe.width", self.width, expected="at least 8")
         require(self.repeats >= 3, "claim.gpipe.repeats", self.repeats, expected="at least 3")
         require(self.budget >= 4, "claim.gpipe.budget", self.budget, expected="at least 4")
-
-    def refuses(self, context: Context) -> str | None:
-        """It runs wherever torch does."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count and simulate; the full run also times processes, for a minute."""
@@ -210,7 +206,7 @@ def most_layers(budget: int, k: int, m: int, *, recompute: bool) -> int:
     Counted from what autograd really keeps in a step; ranks are threads.
     """
     from shoal.claims.experiments.gpipe_ranks import saved_bytes
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
 
     batch, width = 4 * m, 4
     allowed = 4.0 * budget * batch * width

@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.pipeline.gpipe import Pipeline, gpipe
+from shoal.claims.lab.gpipe import Pipeline, gpipe
 from shoal.parallel.protocols import Comm
 
 __all__ = ["Saved", "equal_layers", "pass_times", "saved_bytes", "times"]

@@ -17,18 +17,17 @@ The A/A run has experts on their owners.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 
 if TYPE_CHECKING:
+    from shoal.claims.lab.replay import ExpertCosts, Replayed
     from shoal.plan.placement.protocols import Devices, Ints
-    from shoal.plan.placement.replay import ExpertCosts, Replayed
 
 __all__ = ["HecateClaim"]
 
@@ -52,7 +51,7 @@ def _simulated(name: str, threshold: float, baseline: str, paper: str = "") -> M
 
 
 @part
-class HecateClaim:
+class HecateClaim(BaseClaim):
     """Sparse copies beside plain and beside rearranged expert parallelism.
 
     Args:
@@ -66,6 +65,7 @@ class HecateClaim:
     tokens: int = 4096
 
     rows: ClassVar[tuple[int, ...]] = (65,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         _simulated("imbalance", 1.5, _OWNERS),
         _simulated("imbalance_of_zipf", 2.0, _OWNERS),
@@ -89,17 +89,11 @@ class HecateClaim:
             require(value >= 1, f"claim.hecate.{name}", value, expected="1 or more")
         require(self.slots >= 0, "claim.hecate.slots", self.slots, expected="0 or more")
 
-    def refuses(self, context: Context) -> str | None:
-        """Routing needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
-
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.hecate_ranks import copied, errors, recorded
+        from shoal.claims.lab.replay import gini
         from shoal.plan.placement.protocols import Devices
-        from shoal.plan.placement.replay import gini
 
         placer = {"name": "fssdp", "slots": self.slots}
         method: Any = "owners" if as_baseline else placer
@@ -143,8 +137,8 @@ class HecateClaim:
 
     def _costs(self, model: str) -> ExpertCosts:
         """A layer of a mixture."""
+        from shoal.claims.lab.replay import ExpertCosts
         from shoal.cost.shapes import find
-        from shoal.plan.placement.replay import ExpertCosts
 
         shape = find(model)
         matrices = 3.0 * shape.hidden * shape.expert_hidden
@@ -165,8 +159,8 @@ class HecateClaim:
         self, trace: Ints, devices: Devices, method: Any, model: str
     ) -> dict[str, Replayed]:
         """What each placer makes of a trace that is scaled to the tokens of a device."""
-        from shoal.plan.placement.rearranged import Rearranged
-        from shoal.plan.placement.replay import replay
+        from shoal.claims.lab.rearranged import Rearranged
+        from shoal.claims.lab.replay import replay
 
         wanted = 2 * self.tokens
         scaled = trace * max(1, round(wanted / float(trace.sum(-1).mean())))

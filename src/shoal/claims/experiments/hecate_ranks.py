@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.comm.threads import ThreadComm
+    from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.plan.placement.protocols import Ints
 
 __all__ = ["Copied", "copied", "errors", "recorded"]
@@ -77,6 +77,7 @@ def copied(placer: Any, seed: int) -> Copied:
     """Route on four ranks for some steps, some experts far more popular than others."""
     import torch
 
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.core.meter import Meter
     from shoal.core.parts import Choice
     from shoal.ir import Parallel
@@ -84,7 +85,6 @@ def copied(placer: Any, seed: int) -> Copied:
     from shoal.model.config import ModelConfig
     from shoal.model.routing import StepRouting
     from shoal.parallel.comm.ranks import ranks_of
-    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.expert.balance import Routers
     from shoal.parallel.expert.copies import copies_of, sent_copies
     from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
@@ -135,9 +135,9 @@ def copied(placer: Any, seed: int) -> Copied:
 
 def errors(placer: Any, *, quick: bool) -> tuple[float, ...]:
     """Largest relative difference to one process after steps with copies, in float64."""
+    from shoal.claims.lab.same_as_one import same_as_one
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
-    from shoal.parallel.check import same_as_one
 
     config = ModelConfig(
         name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,

@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.bench.decode import LOOPS, distinct_runs
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -67,7 +67,7 @@ _NOW = "the same kernel, layout contiguous, 21 rounds: what is judged here"
 
 
 @part
-class HogwildClaim:
+class HogwildClaim(BaseClaim):
     """Workers over one concurrent cache, timed and counted.
 
     Args:
@@ -124,13 +124,9 @@ class HogwildClaim:
                 expected=f"at least {least}",
             )
 
-    def refuses(self, context: Context) -> str | None:
-        """It runs wherever torch does."""
-        return None
-
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Compare scores; the full run also times, trains the mini-model once, and counts."""
-        from shoal.train.zoo.sums import trained
+        from shoal.claims.lab.sums import trained
 
         errors = Paired(method=_score_errors(context.seed, together=not as_baseline))
         if quick:
@@ -232,8 +228,8 @@ class _Done:
 
 
 def _shared_out(mini: Path, number: int, seed: int, *, together: bool) -> _Done:
+    from shoal.claims.lab.sums import MOST, problem, read
     from shoal.model import huggingface
-    from shoal.train.zoo.sums import MOST, problem, read
 
     model = huggingface.read(mini).eval().requires_grad_(False)
     problems = [
@@ -277,10 +273,10 @@ def _write(
     model: Transformer, prompts: list[tuple[int, ...]], workers: tuple[int, ...], seed: int
 ) -> list[list[list[int]]]:
     """What these workers write on each prompt; token i comes from forward pass i."""
+    from shoal.claims.lab.sums import END, TAGS
     from shoal.serve.decode.hogwild.engine import HogwildEngine
     from shoal.serve.decode.hogwild.part import Hogwild
     from shoal.serve.decode.hogwild.words import Words
-    from shoal.train.zoo.sums import END, TAGS
 
     words = Words(prefixes=[[TAGS[worker]] for worker in workers])
     engine = HogwildEngine(

@@ -16,10 +16,9 @@ The A/A run has hosts in turn.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
@@ -40,7 +39,7 @@ _GBIT = 1e9 / 8
 
 
 @part
-class HolmesClaim:
+class HolmesClaim(BaseClaim):
     """Ranks that know their networks beside ranks that do not.
 
     Args:
@@ -58,6 +57,7 @@ class HolmesClaim:
     turns: int = 14
 
     rows: ClassVar[tuple[int, ...]] = (12,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="simulated",
@@ -102,12 +102,6 @@ class HolmesClaim:
             list(self.global_batches),
             expected="numbers of 32 sequences or more, one for each device",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

@@ -15,13 +15,12 @@ Distributed KVCache, 2024.
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -38,7 +37,7 @@ _APART = "instances that do not lend"
 
 
 @part
-class InfiniteLLM:
+class InfiniteLLM(BaseClaim):
     """Contexts longer than an instance, and short requests beside a long one.
 
     Args:
@@ -66,6 +65,7 @@ class InfiniteLLM:
     rounds: int = 4
 
     rows: ClassVar[tuple[int, ...]] = (39,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="longest_context",
@@ -94,7 +94,6 @@ class InfiniteLLM:
             "throughput", 1.2, _APART, evidence="mechanism", paper="1.03 to 2.4x throughput"
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "long", "long_new", "shorts", "short", "short_new"):
@@ -104,12 +103,6 @@ class InfiniteLLM:
             value = getattr(self, name)
             require(value >= 512, f"claim.infinite_llm.{name}", value, expected="512 or more")
         require(self.rounds >= 2, "claim.infinite_llm.rounds", self.rounds, expected="2 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """The engine needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Measure contexts and count bytes; then, unless it is quick, time both."""

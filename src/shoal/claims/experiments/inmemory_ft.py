@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
@@ -52,7 +52,7 @@ _CYCLES = 4
 
 
 @part
-class InMemoryFT:
+class InMemoryFT(BaseClaim):
     """Five trainers and four nodes killed; a snapshot after every step; a hundred thousand jobs.
 
     Args:
@@ -204,10 +204,6 @@ class InMemoryFT:
             self.trials,
             expected="at least 1000",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Processes run everywhere; where namespaces cannot be had, hosts are processes."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Decode, count and simulate; kill and go on; time."""

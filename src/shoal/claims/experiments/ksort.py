@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -60,7 +60,7 @@ def _metric(name: str, comparison: str, threshold: float, **fields: object) -> M
 
 
 @part
-class KSort:
+class KSort(BaseClaim):
     """Scores and perplexity with keys in block floats, channels sorted or not.
 
     Args:
@@ -104,7 +104,6 @@ class KSort:
             evidence="same_regime",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("eval_tokens", 1024), ("samples", 1), ("pairs", 3)):
@@ -114,10 +113,6 @@ class KSort:
                 getattr(self, name),
                 expected=f"at least {least}",
             )
-
-    def refuses(self, context: Context) -> str | None:
-        """It runs wherever torch does; attention is skipped where the kernel refuses."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count; the full run also trains the model once, predicts and times, for minutes."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -45,7 +45,7 @@ _REQUESTS = 8
 
 
 @part
-class LadderClaim:
+class LadderClaim(BaseClaim):
     """Loss of three seeds, and decoding on two ranks, beside the standard model.
 
     Args:
@@ -152,10 +152,6 @@ class LadderClaim:
         for name in ("seeds", "steps", "deep", "hidden", "layers", "tokens", "rounds"):
             value = getattr(self, name)
             require(value >= 1, f"claim.ladder.{name}", value, expected="at least 1")
-
-    def refuses(self, context: Context) -> str | None:
-        """Two processes run everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count the sums; then, unless it is quick, train and decode."""

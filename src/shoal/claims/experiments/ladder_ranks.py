@@ -88,7 +88,7 @@ def counted(kind: str, seed: int) -> tuple[int, int, int]:
     """
     import torch
 
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.serve.engine.build import prepare
     from shoal.serve.ranks.boundary import Boundary
     from shoal.serve.ranks.part import PartModel

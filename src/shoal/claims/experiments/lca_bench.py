@@ -29,7 +29,7 @@ from shoal.claims.bench.attention.masks import (
     real_lengths,
 )
 from shoal.claims.bench.attention.values import ContextRow, KernelRow, Network, Settings
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part, table
 from shoal.ir.mask import Mask
@@ -51,7 +51,7 @@ _SLOW = Network(flops=5e12)
 
 
 @part
-class LCABench:
+class LCABench(BaseClaim):
     """Correctness of every cell, and three findings of the benchmark.
 
     Args:
@@ -144,7 +144,6 @@ class LCABench:
             evidence="same_regime",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for length in (*self.lengths, self.context_length, self.document_length):
@@ -154,10 +153,6 @@ class LCABench:
                 length,
                 expected="multiples of 128 of at least 256",
             )
-
-    def refuses(self, context: Context) -> str | None:
-        """It runs wherever torch does."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Check every cell; the quick run and the A/A run have short sequences.

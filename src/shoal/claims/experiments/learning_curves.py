@@ -27,7 +27,7 @@ from shoal.claims.experiments.learning_curves_charlm import (
     train,
 )
 from shoal.claims.experiments.learning_curves_digits import digits_curve
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
 from shoal.core.random import generator
@@ -56,7 +56,7 @@ def _metric(name: str, comparison: str, threshold: float, **more: object) -> Met
 
 
 @part
-class LearningCurves:
+class LearningCurves(BaseClaim):
     """Learning curves of character models and of digits, and what the fitter is worth.
 
     Args:
@@ -108,10 +108,6 @@ class LearningCurves:
             self.widths,
             expected="three or more multiples of 8",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Nothing: it needs neither a quiet machine nor a GPU."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Collect the samples; see the module's description."""

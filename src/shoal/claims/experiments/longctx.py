@@ -21,7 +21,6 @@ figures, FLOP against an operator count and bytes against a real cache.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import statistics
 import time
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.longctx.peak import LongContext, LongModel, Peaks
@@ -103,7 +102,7 @@ class _Measured:
 
 
 @part
-class LongCtx:
+class LongCtx(BaseClaim):
     """The four numbers of long context, of the paper and of this machine.
 
     Args:
@@ -119,6 +118,7 @@ class LongCtx:
     repeats: int = 48
 
     rows: ClassVar[tuple[int, ...]] = (85,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted(
             "paper_error",
@@ -154,7 +154,6 @@ class LongCtx:
             quick=False,
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         require(
@@ -164,12 +163,6 @@ class LongCtx:
             expected=f"a multiple of {_BLOCK}, up to last = {self.last}, which is up to 131072",
         )
         require(self.repeats >= 1, "claim.longctx.repeats", self.repeats, expected="1 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """The model needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

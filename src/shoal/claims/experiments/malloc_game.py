@@ -205,7 +205,7 @@ class MallocGameClaim:
         self, context: Context, as_baseline: bool, details: dict[str, JsonValue]
     ) -> Paired:
         """Seconds of a model in two real memories, by hybrid and by greedy, turn by turn."""
-        from shoal.memory.mapping.executor import execute
+        from shoal.claims.lab.mapping_executor import execute
 
         traced: Traced = context.remember("executed", _executed_model)
         tiers = _memories(traced.program, 8, slow_bandwidth=_SLOW_BANDWIDTH)

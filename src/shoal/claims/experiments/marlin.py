@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.lab import marlin_layout
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
@@ -31,7 +32,6 @@ from shoal.kernel.base import roof_s
 from shoal.kernel.calls import Linear, LinearLowbit
 from shoal.kernel.dispatch import candidates, here, kernels_of
 from shoal.kernel.formats import weight_format
-from shoal.kernel.lowbit import marlin_layout
 
 if TYPE_CHECKING:
     from torch import Tensor

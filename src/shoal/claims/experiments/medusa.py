@@ -10,7 +10,6 @@ A/A run the heads are left out: plain decoding stands in the place of the part.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from shoal.claims.experiments.decoding import (
     target_of,
     told,
 )
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -33,7 +32,7 @@ _MEDUSA = "medusa"
 
 
 @part
-class MedusaClaim:
+class MedusaClaim(BaseClaim):
     """Medusa heads beside plain decoding.
 
     Args:
@@ -53,6 +52,7 @@ class MedusaClaim:
     weights: str = "plain"
 
     rows: ClassVar[tuple[int, ...]] = (97,)
+    needs: ClassVar[tuple[str, ...]] = ("torch", "transformers")
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.speedup(
             "wall_clock",
@@ -92,19 +92,11 @@ class MedusaClaim:
         ),
         Metric.counted("tree_logits", "<=", 1e-9, "a pass over each path alone", statistic="max"),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompts", "prompt_tokens", "new_tokens", "rounds", "exact"):
             value = getattr(self, name)
             require(value >= 1, f"claim.medusa.{name}", value, expected="1 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch, and the baseline is held against transformers."""
-        for name, extra in (("torch", "run"), ("transformers", "bench")):
-            if importlib.util.find_spec(name) is None:
-                return f"no {name}; install shoal-ml[{extra}]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

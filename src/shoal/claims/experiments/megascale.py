@@ -28,18 +28,18 @@ from typing import Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.experiments.c4 import longest_waiter
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.lab.bootstrap import bootstrap, groups_of
+from shoal.claims.lab.overlap_ladder import ladder
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.cost.shapes import find
-from shoal.cost.training.overlap_ladder import ladder
 from shoal.ir import Parallel, TrainJob, TrainPlan, Work
 from shoal.machine.described import load
 from shoal.machine.emulate import emulate, unavailable
-from shoal.parallel.comm.bootstrap import bootstrap, groups_of
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.megascale import MegaScale as Locator
 
@@ -56,7 +56,7 @@ _TP, _PP = 8, 8
 
 
 @part
-class MegaScaleClaim:
+class MegaScaleClaim(BaseClaim):
     """Five kinds of fault in eight processes; the ladder of a 175B plan; groups of 1024 ranks.
 
     Args:
@@ -143,7 +143,6 @@ class MegaScaleClaim:
             quick=False,
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("faults", "pairs"):
@@ -165,10 +164,6 @@ class MegaScaleClaim:
             self.ranks,
             expected=f"a multiple of {_TP * _PP}, 256 or more",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Processes run everywhere; what needs namespaces is skipped by itself."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Break, watch, repair; count; simulate; and time two processes with a slow link."""

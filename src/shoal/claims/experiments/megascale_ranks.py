@@ -38,9 +38,9 @@ def overlapped_steps(
         pairs: steps of each way.
         overlapped: False puts the other way in its place.
     """
+    from shoal.claims.lab.measure_passes import Cheap, batch
     from shoal.model.config import ModelConfig
     from shoal.parallel.engine import Engine
-    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     keep_freed_memory()
     model = ModelConfig.model_validate(config)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.experiments.pipeline_ranks import profile, time_steps
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -30,8 +30,8 @@ from shoal.parallel.legal import schedule_of
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
+    from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.model.config import ModelConfig
-    from shoal.parallel.comm.threads import ThreadComm
 
 __all__ = ["Megatron", "internode_bytes"]
 
@@ -41,7 +41,7 @@ _TENSOR = (2, 4)
 
 
 @part
-class Megatron:
+class Megatron(BaseClaim):
     """Interleaved stages, shares of boundaries, and the calculator.
 
     Args:
@@ -99,15 +99,10 @@ class Megatron:
             paper="34 days for 300B tokens on 1024 GPUs at 140 TFLOP/s",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "claim.megatron.rounds", self.rounds, expected="at least 1")
         require(self.pairs >= 1, "claim.megatron.pairs", self.pairs, expected="at least 1")
-
-    def refuses(self, context: Context) -> str | None:
-        """Runs everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count bytes and compute days; the full run also times schedules, for about 2 min."""
@@ -137,7 +132,7 @@ class Megatron:
         self, context: Context, details: dict[str, JsonValue], as_baseline: bool
     ) -> Paired:
         """Simulated steps with measured passes, round by round."""
-        from shoal.parallel.pipeline.measure_passes import measure_link, measure_passes
+        from shoal.claims.lab.measure_passes import measure_link, measure_passes
 
         config = _model(num_layers=16, hidden=256)
         # Four micro-batches are timed; eight are simulated.
@@ -213,11 +208,11 @@ def internode_bytes(tp: int, *, scatter: bool) -> float:
         tp: tensor-parallel ranks of a stage.
         scatter: each sends its share of a boundary; else each sends all of it.
     """
+    from shoal.claims.lab.measure_passes import Cheap, batch
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.core.meter import Meter
-    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
-    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     config = _model(num_layers=2, hidden=32)
     job = _job(4, pp=2, tp=tp, seq_len=16, scatter_gather=scatter)

@@ -17,12 +17,12 @@ The A/A run has the experts inside dp.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.ir import Machine, Parallel
@@ -35,7 +35,7 @@ _PER_NODE = 8
 
 
 @part
-class MoeFoldingClaim:
+class MoeFoldingClaim(BaseClaim):
     """Folded grids beside experts inside dp.
 
     Args:
@@ -55,6 +55,7 @@ class MoeFoldingClaim:
     rounds: int = 150
 
     rows: ClassVar[tuple[int, ...]] = (92,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted("off_node", "<=", 0.0, _INSIDE, statistic="max", evidence="arithmetic"),
         Metric(
@@ -84,18 +85,11 @@ class MoeFoldingClaim:
             for name in ("permuting", "permuting_tiny")
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch", "hidden", "tiny", "tokens", "rounds"):
             value = getattr(self, name)
             require(value >= 1, f"claim.moe_folding.{name}", value, expected="1 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
@@ -151,22 +145,16 @@ class MoeFoldingClaim:
 
     def _permuting(self, context: Context, experts: int, width: int, *, whole: bool) -> Paired:
         """Seconds of permuting rows to experts and back, beside those of the whole layer."""
-        import torch
-
         from shoal.claims.experiments.moe_folding_ranks import layer_and_permuting
         from shoal.core.measure import interleave
 
         layer, permuting = layer_and_permuting(experts, width, self.tokens, context.seed)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             timed = interleave(
                 {"method": layer if whole else permuting, "baseline": layer},
                 self.rounds,
                 seed=context.seed,
             ).seconds
-        finally:
-            torch.set_num_threads(threads)
         return Paired(method=timed["method"], baseline=timed["baseline"])
 
 

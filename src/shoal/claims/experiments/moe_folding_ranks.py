@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.model.config import ModelConfig
-    from shoal.parallel.comm.threads import ThreadComm
 
 __all__ = ["SPLITS", "Sent", "errors", "layer_and_permuting", "routed_bytes"]
 
@@ -54,11 +54,11 @@ def routed_bytes(seed: int, *, fold: bool) -> Sent:
     """Route tokens on eight ranks, some experts far more popular than others, and count."""
     import torch
 
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.core.meter import Meter
     from shoal.cost.price.expert_hops import routed
     from shoal.ir import Parallel
     from shoal.parallel.comm.ranks import ranks_of
-    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.expert.exchange import TAG
 
@@ -98,8 +98,8 @@ def routed_bytes(seed: int, *, fold: bool) -> Sent:
 
 def errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
     """Largest relative difference to one process after a step on each grid, in float64."""
+    from shoal.claims.lab.same_as_one import same_as_one
     from shoal.ir import TrainJob
-    from shoal.parallel.check import same_as_one
 
     found = []
     for split in splits:
@@ -118,8 +118,8 @@ def layer_and_permuting(
     """A layer of experts of this width, forward and back, and its permuting."""
     import torch
 
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.model.permutation import Permutation
-    from shoal.parallel.comm.threads import run_ranks
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.protocols import ExpertRanks
 

@@ -32,13 +32,13 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.lab.sbp_exhaustive import least_seconds
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.placement import Mesh, Placement
 from shoal.ir.signatures import Legal
 from shoal.parallel.pipeline.actor import ActorGraph
-from shoal.plan.sbp.exhaustive import least_seconds
 from shoal.plan.sbp.search import Leaf, Node, OpGraph, Problem, Rates, SbpPlan, place
 
 __all__ = ["OneFlow", "column_row", "greedy", "random_graph"]
@@ -50,7 +50,7 @@ BLOCKS = ("mlp", "attention")
 
 
 @part
-class OneFlow:
+class OneFlow(BaseClaim):
     """Planner against every choice, bytes against DTensor, actors against one register.
 
     Args:
@@ -149,10 +149,6 @@ class OneFlow:
             where = f"claim.oneflow.{name}"
             require(given >= least, where, given, expected=f"at least {least}")
         require(self.stage_s > 0, "claim.oneflow.stage_s", self.stage_s, expected="more than 0 s")
-
-    def refuses(self, context: Context) -> str | None:
-        """It runs wherever torch is."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Place random graphs, blocks on ranks, and run actors; two minutes in full."""

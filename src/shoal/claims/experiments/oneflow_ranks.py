@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.parallel.placed.placement import RankMesh, execute
+from shoal.claims.lab.placed.placement import RankMesh, execute
 from shoal.parallel.placed.trace import Traced, trace
 from shoal.plan.sbp.search import SbpPlan
 

@@ -186,6 +186,7 @@ def _policies() -> list[Any]:
 
 def _wrong(seed: int) -> int:
     """Results that are not NumPy's, over algorithms, policies, chunkings and lengths."""
+    from shoal.claims.lab import algorithms as lab
     from shoal.kernel import algorithms as alg
 
     wrong = 0
@@ -202,15 +203,15 @@ def _wrong(seed: int) -> int:
                     a + 3.0 * b,
                     rtol=1e-15,
                 ),
-                alg.reduce(policy, whole) == whole.sum(),
-                n == 0 or alg.reduce(policy, a, "max") == a.max(),
-                np.array_equal(alg.inclusive_scan(policy, whole, ints), np.cumsum(whole)),
-                np.array_equal(alg.sort(policy, a.copy()), np.sort(a)),
-                alg.partition(policy, a, out, "a > 0") == int((a > 0).sum()),
+                lab.reduce(policy, whole) == whole.sum(),
+                n == 0 or lab.reduce(policy, a, "max") == a.max(),
+                np.array_equal(lab.inclusive_scan(policy, whole, ints), np.cumsum(whole)),
+                np.array_equal(lab.sort(policy, a.copy()), np.sort(a)),
+                lab.partition(policy, a, out, "a > 0") == int((a > 0).sum()),
                 np.array_equal(out, expected),
-                np.array_equal(ints[: alg.unique(policy, steps, ints)], np.unique(steps)),
+                np.array_equal(ints[: lab.unique(policy, steps, ints)], np.unique(steps)),
                 np.array_equal(
-                    alg.histogram(policy, a, 16, -3.0, 3.0), np.histogram(a, 16, (-3.0, 3.0))[0]
+                    lab.histogram(policy, a, 16, -3.0, 3.0), np.histogram(a, 16, (-3.0, 3.0))[0]
                 ),
             ]
             wrong += sum(not check for check in checks)
@@ -235,10 +236,11 @@ def _threads(as_baseline: bool) -> float:
 
 def _sums(seed: int, as_baseline: bool) -> int:
     """Different results of one sum, over threads, executors and chunks."""
+    from shoal.claims.lab import algorithms as lab
     from shoal.kernel import algorithms as alg
 
     a = generator(seed, purpose="stream", index=3).standard_normal(100_000)
     cores = (alg.max_cores(1), alg.max_cores(num_cores()))
     policies = [policy.with_(count) for policy in _policies()[1:] for count in cores]
     fixed = alg.deterministic(not as_baseline)
-    return len({alg.reduce(policy.with_(fixed), a) for policy in policies})
+    return len({lab.reduce(policy.with_(fixed), a) for policy in policies})

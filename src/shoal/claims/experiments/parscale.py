@@ -35,7 +35,7 @@ from shoal.claims.experiments.parscale_runs import (
     decoded,
     wrong_tokens,
 )
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -98,7 +98,7 @@ _TRIED: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 @part
-class ParScaleClaim:
+class ParScaleClaim(BaseClaim):
     """The law, the losses of one, two and four streams, and what both ways of growing cost.
 
     Args:
@@ -236,10 +236,6 @@ class ParScaleClaim:
         )
         require(0 < self.late < 1, "claim.parscale.late", self.late, expected="in (0, 1)")
         require(self.faster > 0, "claim.parscale.faster", self.faster, expected="a number above 0")
-
-    def refuses(self, context: Context) -> str | None:
-        """Small models run everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Fit the law and compare tokens; then, unless it is quick, train and decode."""

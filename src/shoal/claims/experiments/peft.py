@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +30,7 @@ from shoal.claims.experiments.peft_learning import (
     texts,
     tune,
 )
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part, table
@@ -69,7 +68,7 @@ _AT_A_TIME = 2
 
 
 @part
-class PeftClaim:
+class PeftClaim(BaseClaim):
     """Methods of fine-tuning on one shifted domain.
 
     Args:
@@ -95,6 +94,7 @@ class PeftClaim:
     rounds: int = 15
 
     rows: ClassVar[tuple[int, ...]] = (66,)
+    needs: ClassVar[tuple[str, ...]] = ("torch", "peft", "transformers")
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted(
             "lora_class_gain",
@@ -151,13 +151,6 @@ class PeftClaim:
         require(
             self.hidden % 64 == 0, "claim.peft.hidden", self.hidden, expected="a multiple of 64"
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch, and steps are compared with the library."""
-        for name, extra in (("torch", "run"), ("peft", "bench"), ("transformers", "bench")):
-            if importlib.util.find_spec(name) is None:
-                return f"no {name}; install shoal-ml[{extra}]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

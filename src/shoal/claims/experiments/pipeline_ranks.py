@@ -156,9 +156,9 @@ def profile(events: Sequence[Event], *, title: str) -> str:
 def _engine(
     comm: TorchComm, job: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[Engine, Rows]:
+    from shoal.claims.lab.measure_passes import Cheap, batch
     from shoal.model.config import ModelConfig
     from shoal.parallel.engine import Engine
-    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     model = ModelConfig.model_validate(config)
     named = TrainJob.model_validate(job)

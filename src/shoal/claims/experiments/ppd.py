@@ -12,7 +12,6 @@ Medusa's heads.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from typing import Any, ClassVar
 
@@ -26,7 +25,7 @@ from shoal.claims.experiments.decoding import (
     target_of,
     told,
 )
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost import shapes
@@ -39,7 +38,7 @@ _HEADS = 4
 
 
 @part
-class PpdClaim:
+class PpdClaim(BaseClaim):
     """Greedy decoding at batch 1, with and without prompt tokens.
 
     Args:
@@ -67,6 +66,7 @@ class PpdClaim:
     threads: int = 0
 
     rows: ClassVar[tuple[int, ...]] = (129,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.speedup(
             "over_plain", 1.2, _PLAIN, evidence="mechanism", paper="up to 2.49x"
@@ -114,12 +114,6 @@ class PpdClaim:
         fewest = self.prompts * self.ensemble + 1
         good = bool(self.sizes) and fewest <= min(self.sizes) and max(self.sizes) <= 64
         require(good, "claim.ppd.sizes", list(self.sizes), expected=f"sizes of {fewest} to 64 rows")
-
-    def refuses(self, context: Context) -> str | None:
-        """Training and decoding need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.claims.lab.same_as_one import Fresh, same_as_one
 from shoal.core.parts import table
 from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
-from shoal.parallel.check import Fresh, same_as_one
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import Rows

@@ -12,7 +12,6 @@ lines. The A/A run puts a plan that splits nothing in the place of the rules.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.meter import Meter
 from shoal.core.parts import part
 
@@ -34,7 +33,7 @@ _QUICK = ("gpt2", "llama", "t5")
 
 
 @part
-class RedcoClaim:
+class RedcoClaim(BaseClaim):
     """Eight families at two ranks, against one process and against transformers' own plans.
 
     Args:
@@ -44,6 +43,7 @@ class RedcoClaim:
     tp: int = 2
 
     rows: ClassVar[tuple[int, ...]] = (29,)
+    needs: ClassVar[tuple[str, ...]] = ("transformers",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="difference",
@@ -93,13 +93,6 @@ class RedcoClaim:
             paper="any training pipeline in three functions",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
-
-    def refuses(self, context: Context) -> str | None:
-        """It is about models of transformers."""
-        if importlib.util.find_spec("transformers") is None:
-            return "transformers is not installed; pip install 'shoal-ml[bench]'"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Trace, plan and run every family; the quick run takes three of them."""
@@ -136,9 +129,9 @@ def run_family(name: str, tp: int, seed: int) -> dict[str, float]:
     """One family on ranks that are threads, against one process, in float64."""
     import torch
 
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.parallel.autotp.auto import discover, split_model
     from shoal.parallel.autotp.families import FAMILIES, example, from_config
-    from shoal.parallel.comm.threads import run_ranks
 
     model: Any = from_config({"model_type": name, **FAMILIES[name]}, device="cpu", seed=seed)
     model = model.double().eval()

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.context.ways import Split, layer_memory
@@ -55,7 +55,7 @@ _QUARTER = 4
 
 
 @part
-class SequenceParallel:
+class SequenceParallel(BaseClaim):
     """Bytes kept by 2, 4 and 8 ranks, and what fits into a budget.
 
     Args:
@@ -115,7 +115,6 @@ class SequenceParallel:
             paper="more than 114K tokens with projected attention",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         require(
@@ -124,10 +123,6 @@ class SequenceParallel:
             self.device_gib,
             expected="2 to 32; more would be run for long, and less holds hardly more than weights",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Threads in place of ranks run everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count; the full run counts at full width and also fills the budget, for a minute.

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.claims.lab.projected import projected_attention
+from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
-from shoal.parallel.comm.threads import ThreadComm, run_ranks
-from shoal.parallel.context.projected import projected_attention
 from shoal.parallel.tensor.linear import ColumnLinear, Linear, RowLinear
 
 if TYPE_CHECKING:

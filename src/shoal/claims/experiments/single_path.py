@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -43,7 +43,7 @@ _SWEEP = (0.0, 0.1, 0.25, 0.5, 1.0)
 
 
 @part
-class SinglePath:
+class SinglePath(BaseClaim):
     """Random permutations over thirty leaf-spine fabrics, simulated at the level of flows.
 
     Args:
@@ -92,7 +92,6 @@ class SinglePath:
             evidence="simulated",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         require(
@@ -101,10 +100,6 @@ class SinglePath:
             self.permutations,
             expected=f"{len(FABRICS)} to 100000",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Runs everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Plan and simulate; every permutation is a phase, so that a fabric's go together."""

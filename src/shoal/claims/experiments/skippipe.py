@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
+from shoal.kernel.threads import torch_threads
 from shoal.plan.routes.conflicts import random_routes
 from shoal.plan.routes.network import REGIONS, Network
 from shoal.plan.routes.plan import Planned, RouteTask, plan
@@ -75,7 +76,7 @@ def task(keep: int) -> RouteTask:
 
 
 @part
-class SkipPipeClaim:
+class SkipPipeClaim(BaseClaim):
     """Simulated networks, and a small model trained on the routes.
 
     Args:
@@ -171,10 +172,6 @@ class SkipPipeClaim:
         require(self.steps >= 20, "claim.skippipe.steps", self.steps, expected="at least 20")
         require(0 < self.lr < 1, "claim.skippipe.lr", self.lr, expected="a number between 0 and 1")
 
-    def refuses(self, context: Context) -> str | None:
-        """Nothing: it needs neither a quiet machine nor a GPU."""
-        return None
-
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Plan and simulate, compare gradients, and train; see the module's description."""
         planned = context.remember("planned", lambda: _planned(context))
@@ -231,12 +228,9 @@ class SkipPipeClaim:
             "texts",
             lambda: read_texts(choice, train_chars=2**22, heldout_chars=2**15, seed=context.seed),
         )
-        import torch
 
         # The order of sums, and so the losses, would follow the number of threads.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             return train_routes(
                 planned,
                 texts.train,
@@ -247,8 +241,6 @@ class SkipPipeClaim:
                 seed=context.seed,
                 progress=lambda share: context.progress("training", done + share * 0.4),
             )
-        finally:
-            torch.set_num_threads(threads)
 
 
 def _planned(context: Context) -> dict[int, list[Planned]]:
@@ -274,11 +266,9 @@ def _drawn(skips: Planned) -> list[float]:
 
 def _gradient_error(*, plain: bool) -> float:
     """Worst error of ranks that skip, against the masked model; of ``plain``, the whole one."""
-    import torch
-
+    from shoal.claims.lab.masked import same_as_masked
+    from shoal.claims.lab.same_as_one import same_as_one
     from shoal.ir import TrainJob
-    from shoal.parallel.check import same_as_one
-    from shoal.parallel.pipeline.masked import same_as_masked
 
     job = TrainJob.model_validate(
         {
@@ -292,12 +282,8 @@ def _gradient_error(*, plain: bool) -> float:
         }
     )
     config = model_config(32, layers=3, context=8)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         found = (same_as_one if plain else same_as_masked)(job, config, steps=2)
-    finally:
-        torch.set_num_threads(threads)
     return max(found.loss, found.norm, found.gradient, found.parameter)
 
 
@@ -349,9 +335,9 @@ def train_routes(
     """
     import torch
 
+    from shoal.claims.lab.masked import layer_routes, masked_backward
     from shoal.core.random import generator
     from shoal.model.initialise import empty, init_weights
-    from shoal.parallel.pipeline.masked import layer_routes, masked_backward
     from shoal.parallel.tensor.rows import Rows
 
     config = model_config(width)
@@ -379,7 +365,7 @@ def _loss(model: Transformer, heldout: np.ndarray, layers: tuple[int, ...]) -> f
     """Held-out loss of these layers alone, in nats a character."""
     import torch
 
-    from shoal.parallel.pipeline.masked import visiting
+    from shoal.claims.lab.masked import visiting
 
     count = len(heldout) // (CONTEXT + 1)
     rows = torch.from_numpy(

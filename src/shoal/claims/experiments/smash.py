@@ -20,13 +20,13 @@ import numpy as np
 from pydantic import JsonValue
 from scipy.sparse import csr_array
 
+from shoal.claims.lab.rmat import grid, rmat
 from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.core.rmat import grid, rmat
 
 __all__ = ["Smash"]
 
@@ -117,8 +117,8 @@ class Smash:
 
     def _memory(self, context: Context, method: str) -> Paired:
         """Bytes beyond the matrices, beside those of all products."""
+        from shoal.claims.lab.spgemm.product import multiply
         from shoal.kernel.spgemm.csr import from_any
-        from shoal.kernel.spgemm.product import multiply
 
         graph = from_any("graph", self._graph(context, self.inner_scale))
         found = multiply(graph, graph, kernel=method).counters
@@ -204,7 +204,7 @@ class Smash:
 
     def _interleaved(self, context: Context, matrix: csr_array, ways: dict[str, Any]) -> Any:
         """Each way from matrix to matrix, SciPy's left unsorted as it is."""
-        from shoal.kernel.spgemm import spgemm
+        from shoal.claims.lab.spgemm import spgemm
 
         runs: dict[str, Callable[[], object]] = {}
         for name, way in ways.items():
@@ -243,11 +243,11 @@ def _neighbours(points: int, seed: int) -> csr_array:
 
 def _roof_s(context: Context, matrix: csr_array) -> float:
     """Seconds in which memory can give A and B and take C."""
+    from shoal.claims.lab.spgemm.product import multiply
     from shoal.kernel.base import roof_s
     from shoal.kernel.dispatch import here
     from shoal.kernel.spgemm.call import SpGemm
     from shoal.kernel.spgemm.csr import from_any
-    from shoal.kernel.spgemm.product import multiply
 
     sides = from_any("A", matrix)
     made = multiply(sides, sides, kernel="hash")
@@ -260,8 +260,8 @@ def _roof_s(context: Context, matrix: csr_array) -> float:
 def _counters(matrix: csr_array, method: str) -> dict[str, JsonValue]:
     import dataclasses
 
+    from shoal.claims.lab.spgemm.product import multiply
     from shoal.kernel.spgemm.csr import from_any
-    from shoal.kernel.spgemm.product import multiply
 
     sides = from_any("A", matrix)
     found = multiply(sides, sides, kernel=method).counters
@@ -271,7 +271,7 @@ def _counters(matrix: csr_array, method: str) -> dict[str, JsonValue]:
 
 def _wrong(seed: int, method: str) -> int:
     """Products of irregular matrices that are not SciPy's: pattern, or values beyond 1e-12."""
-    from shoal.kernel.spgemm import spgemm
+    from shoal.claims.lab.spgemm import spgemm
 
     wrong = 0
     for index in range(12):
@@ -294,9 +294,9 @@ def _wrong(seed: int, method: str) -> int:
 
 def _probes(method: str) -> tuple[float, ...]:
     """Slots looked at for a product, on columns at strides that break simple hashes."""
+    from shoal.claims.lab.spgemm.product import multiply
     from shoal.kernel.spgemm.csr import from_any
     from shoal.kernel.spgemm.hash import Hash
-    from shoal.kernel.spgemm.product import multiply
 
     found = []
     for stride in (1, 7, 64, 1000, 1024, 4096, 65_536, 1 << 20):

@@ -13,17 +13,17 @@ run keeps.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
+from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.claims.bench.activations import Way
@@ -36,7 +36,7 @@ _VOCABULARY = 256
 
 
 @part
-class SSDTrainClaim:
+class SSDTrainClaim(BaseClaim):
     """What is saved kept, computed again, and on a disk.
 
     Args:
@@ -52,6 +52,7 @@ class SSDTrainClaim:
     pairs: int = 21
 
     rows: ClassVar[tuple[int, ...]] = (99,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted(
             "peak", "<=", 0.6, "keep", statistic="ratio", evidence="mechanism", paper="47 % less"
@@ -99,22 +100,10 @@ class SSDTrainClaim:
             expected="a multiple of 64",
         )
 
-    def refuses(self, context: Context) -> str | None:
-        """It needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
-
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             return self._run(context, quick, as_baseline)
-        finally:
-            torch.set_num_threads(threads)
 
     def _run(self, context: Context, quick: bool, as_baseline: bool) -> Samples:
         ways = {

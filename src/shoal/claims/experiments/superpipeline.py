@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -38,7 +38,7 @@ _WINDOWS = {"language": (24, 8, 2), "vision": (12, 4, 1)}
 
 
 @part
-class SuperpipelineClaim:
+class SuperpipelineClaim(BaseClaim):
     """Windows of a third of the blocks, counted and timed.
 
     Args:
@@ -54,6 +54,7 @@ class SuperpipelineClaim:
     pairs: int = 15
 
     rows: ClassVar[tuple[int, ...]] = (141,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted(
             "peak_language",
@@ -93,7 +94,6 @@ class SuperpipelineClaim:
             peer="accelerate",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         require(
@@ -105,12 +105,6 @@ class SuperpipelineClaim:
         for name in ("tokens", "bytes_per_s", "pairs"):
             value = getattr(self, name)
             require(value >= 1, f"claim.superpipeline.{name}", value, expected="at least 1")
-
-    def refuses(self, context: Context) -> str | None:
-        """It needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

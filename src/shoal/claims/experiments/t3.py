@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.meter import Meter
 from shoal.core.parts import part
@@ -36,7 +36,7 @@ _REAL = ("scatter_speedup", "gather_speedup")
 
 
 @part
-class T3:
+class T3(BaseClaim):
     """Simulated sublayers of T-NLG, GPT-3, PaLM and MT-NLG; two real processes with a slow link.
 
     Args:
@@ -141,10 +141,6 @@ class T3:
                 expected="an even number of at least 64",
             )
         require(self.repeats >= 3, "claim.t3.repeats", self.repeats, expected="at least 3")
-
-    def refuses(self, context: Context) -> str | None:
-        """The simulator runs everywhere; what cannot be run is skipped by itself."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Simulate, and count bytes; the full run also times two processes, for a minute."""
@@ -261,7 +257,7 @@ def _bytes_over_ring(world: int) -> float:
     """Bytes that threads in place of ranks really sent, over those of a ring."""
     import torch
 
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.parallel.overlap.tile import scattered_product
 
     rows, width = 4 * world, 8

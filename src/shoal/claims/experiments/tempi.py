@@ -373,7 +373,7 @@ def _wrong(nests: int, seed: int, as_baseline: bool) -> float:
     """Types of which some byte is packed, or unpacked, from or to another place."""
     import torch
 
-    from shoal.kernel.strided.api import pack, unpack
+    from shoal.claims.lab.strided.api import pack, unpack
 
     wrong = 0
     for index in range(nests):
@@ -475,8 +475,8 @@ def _gpu(as_baseline: bool, pairs: int, seed: int) -> Paired | str:
 
     if not torch.cuda.is_available():
         return _NO_GPU
+    from shoal.claims.lab.strided.api import pack
     from shoal.core.measure import interleave
-    from shoal.kernel.strided.api import pack
 
     blocks, sample = 2**20, 2**12
     memory = torch.zeros(blocks * 512, dtype=torch.uint8, device="cuda")

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.claims.lab.strided.api import commit, layout_of, pack, unpack
+from shoal.claims.lab.strided.messages import receive, send
+from shoal.claims.lab.strided.method import MESSAGES, MethodModel
+from shoal.claims.lab.strided.tables import measure_parts
 from shoal.core.measure import interleave, num_cores
-from shoal.kernel.strided.api import commit, layout_of, pack, unpack
 from shoal.kernel.strided.datatype import contiguous, hvector, named, resized
-from shoal.kernel.strided.method import MESSAGES, MethodModel
-from shoal.parallel.comm.strided import receive, send
-from shoal.parallel.comm.strided_tables import measure_parts
 from shoal.parallel.protocols import Comm
 
 __all__ = ["CASES", "LOOPED", "methods", "packing"]

@@ -332,9 +332,9 @@ def _wrong(types: Sequence[TileType], context: Context) -> list[str]:
 def _wrong_together(types: Sequence[TileType], seed: int) -> Iterable[str]:
     import torch
 
+    from shoal.claims.lab.tile_interpreter import interpret
     from shoal.kernel.formats.bits import pack
     from shoal.kernel.tile.host import build_host
-    from shoal.kernel.tile.interpret import interpret
     from shoal.kernel.tile.programs import lowbit_matmul, lowbit_pack
 
     programs = []

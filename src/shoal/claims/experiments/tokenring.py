@@ -23,12 +23,12 @@ from typing import ClassVar, Literal
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.context.traffic import tokenring_traffic
 from shoal.ir.mask import Mask
-from shoal.parallel.comm.links import LinkComm, Links, run_linked
 
 __all__ = ["Passes", "Setting", "TokenRing", "passes"]
 
@@ -128,7 +128,7 @@ def passes(name: str, setting: Setting, *, seed: int = 0) -> Passes:
 
 
 @part
-class TokenRing:
+class TokenRing(BaseClaim):
     """Four ranks on a mesh of full-duplex links, and where a ring is the better one.
 
     Args:
@@ -183,7 +183,6 @@ class TokenRing:
             evidence="simulated",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         where = "claim.tokenring"
@@ -202,10 +201,6 @@ class TokenRing:
             self.latency,
             expected="a share of a message's seconds, 0 or more",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Threads and virtual clocks run everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Read the clocks; the full run also tries other precisions, wirings and rank numbers."""

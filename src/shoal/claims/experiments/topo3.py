@@ -16,11 +16,10 @@ The A/A run has the baseline in the place of the three levels.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import statistics
 from typing import Any, ClassVar
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 
@@ -40,7 +39,7 @@ _SWITCHES: tuple[Any, ...] = (
 
 
 @part
-class Topo3Claim:
+class Topo3Claim(BaseClaim):
     """Three levels beside ZeRO 3 and ZeRO++.
 
     Args:
@@ -60,6 +59,7 @@ class Topo3Claim:
     seeds: int = 2
 
     rows: ClassVar[tuple[int, ...]] = (24,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted("of_zero3", "<=", 0.35, "ZeRO 3", statistic="ratio", evidence="mechanism"),
         Metric.counted("of_zeropp", "<=", 0.999, "ZeRO++", statistic="ratio", evidence="mechanism"),
@@ -102,12 +102,6 @@ class Topo3Claim:
         for name in ("microbatches", "sequences", "steps", "seeds"):
             value = getattr(self, name)
             require(value >= 1, f"claim.topo3.{name}", value, expected="1 or more")
-
-    def refuses(self, context: Context) -> str | None:
-        """Models need torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.ir import TrainJob
-    from shoal.parallel.comm.threads import ThreadComm
     from shoal.parallel.engine import Engine
 
 __all__ = ["RANKS", "errors", "learn", "node_bytes", "uncounted"]
 
-RANKS, _PER_NODE, _PACKAGE = 8, 4, 2
+RANKS, _PER_NODE = 8, 4
 _COUNTED = ("parameters", "gradients")
 
 
@@ -45,8 +45,8 @@ def _stepped(shard: Any, microbatches: int, look: Any) -> list[Any]:
     """One training step on eight ranks, two nodes of two packages of two; what ``look`` saw."""
     import torch
 
-    from shoal.parallel.check import Fresh, tokens
-    from shoal.parallel.comm.threads import run_ranks
+    from shoal.claims.lab.same_as_one import Fresh, tokens
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.parallel.engine import Engine
     from shoal.parallel.legal import check_split
     from shoal.parallel.tensor.rows import Rows
@@ -109,7 +109,7 @@ def uncounted(shard: Any) -> tuple[float, ...]:
 
 def errors(shards: tuple[Any, ...]) -> tuple[float, ...]:
     """Largest relative difference to one process after two steps, in float64."""
-    from shoal.parallel.check import same_as_one
+    from shoal.claims.lab.same_as_one import same_as_one
 
     found = []
     for shard in shards:
@@ -121,8 +121,8 @@ def errors(shards: tuple[Any, ...]) -> tuple[float, ...]:
 def learn(shard: Any, seed: int, steps: int, ranks: int) -> float:
     """Held-out loss in nats a byte of a small model that ``ranks`` threads have trained."""
     from shoal.claims.experiments.arch_training import mini, text
+    from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.ir import TrainJob
-    from shoal.parallel.comm.threads import run_ranks
 
     job = TrainJob.model_validate(
         {

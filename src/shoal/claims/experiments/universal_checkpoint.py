@@ -20,7 +20,6 @@ Distributed Training, 2024.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import SHARED_MEMORY, scratch_directory
@@ -50,7 +49,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @part
-class UniversalCheckpoint:
+class UniversalCheckpoint(BaseClaim):
     """Sixteen pairs of layouts, time of saves, memory of taking files apart.
 
     Args:
@@ -66,6 +65,7 @@ class UniversalCheckpoint:
     large: int = 256
 
     rows: ClassVar[tuple[int, ...]] = (7,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted(
             "wrong_elements",
@@ -119,7 +119,6 @@ class UniversalCheckpoint:
             unit="x",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("steps", "after", "rounds"):
@@ -132,12 +131,6 @@ class UniversalCheckpoint:
             self.large,
             expected="a multiple of 64 up to 4096",
         )
-
-    def refuses(self, context: Context) -> str | None:
-        """Four processes of torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""

@@ -19,10 +19,10 @@ from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.atomic import Universal
 from shoal.checkpoint.universal.extract import extract
 from shoal.checkpoint.universal.protocols import Fragment
+from shoal.claims.lab.same_as_one import assemble
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import TrainJob
-from shoal.parallel.check import assemble
 from shoal.parallel.engine import Engine
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import Rows

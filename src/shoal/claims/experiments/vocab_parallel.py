@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.experiments.pipeline_ranks import peak_memory, profile, time_steps
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -36,8 +36,8 @@ from shoal.plan.partition import partition, stages_for, uniform_stages
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
+    from shoal.claims.lab.measure_passes import Measured
     from shoal.model.config import ModelConfig
-    from shoal.parallel.pipeline.measure_passes import Measured
 
 __all__ = ["VocabParallel", "in_flight", "parameter_share", "recut"]
 
@@ -49,7 +49,7 @@ _VOCABULARIES = (32 * 1024, 64 * 1024, 128 * 1024, 256 * 1024)
 
 
 @part
-class VocabParallel:
+class VocabParallel(BaseClaim):
     """Passes of the vocabulary on all ranks, against output layers in one place.
 
     Args:
@@ -148,16 +148,11 @@ class VocabParallel:
             paper="p + 2",
         ),
     )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         where = "claim.vocab_parallel"
         require(self.rounds >= 1, f"{where}.rounds", self.rounds, expected="at least 1")
         require(self.pairs >= 1, f"{where}.pairs", self.pairs, expected="at least 1")
-
-    def refuses(self, context: Context) -> str | None:
-        """Runs everywhere."""
-        return None
 
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """Count parameters and micro-batches; the full run also times, for about 3 min."""
@@ -185,7 +180,7 @@ class VocabParallel:
         self, context: Context, details: dict[str, JsonValue], as_baseline: bool
     ) -> dict[str, Paired]:
         """Simulated steps with measured passes, round by round."""
-        from shoal.parallel.pipeline.measure_passes import measure_link
+        from shoal.claims.lab.measure_passes import measure_link
 
         context.progress("passes of every rank", 0.1)
         naive, split = self._passes(context, _VOCABULARIES[0])
@@ -223,7 +218,7 @@ class VocabParallel:
 
     def _passes(self, context: Context, vocab_size: int) -> list[Measured]:
         """Measured passes without and with a split vocabulary."""
-        from shoal.parallel.pipeline.measure_passes import measure_passes
+        from shoal.claims.lab.measure_passes import measure_passes
 
         config = _model(vocab_size, _RANKS * _BLOCKS)
         # Four micro-batches are timed; sixteen are simulated.
@@ -376,8 +371,8 @@ def parameter_share(vocab_size: int, vocab: str) -> float:
     """
     import torch
 
+    from shoal.claims.lab.measure_passes import Alone
     from shoal.parallel.comm.ranks import ranks_of
-    from shoal.parallel.pipeline.measure_passes import Alone
     from shoal.parallel.pipeline.stage import LocalModel
     from shoal.parallel.vocab.passes import VocabShard
 
@@ -410,9 +405,9 @@ def in_flight(schedule: str, barriers: int) -> list[int]:
         schedule: the schedule to which the vocabulary's passes are added.
         barriers: meetings of the ranks in a micro-batch.
     """
-    from shoal.parallel.comm.threads import ThreadComm, run_ranks
+    from shoal.claims.lab.measure_passes import Cheap, batch
+    from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
     from shoal.parallel.engine import Engine
-    from shoal.parallel.pipeline.measure_passes import Cheap, batch
 
     config = _model(256, _RANKS)
     job = _job(_MICROBATCHES, "pp", schedule=schedule, barriers=barriers, seq_len=8)

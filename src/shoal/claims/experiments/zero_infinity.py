@@ -12,16 +12,16 @@ clock.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
+from shoal.kernel.threads import torch_threads
 
 __all__ = ["ZeroInfinity"]
 
@@ -32,7 +32,7 @@ _PLAIN = "PyTorch, everything on the device"
 
 
 @part
-class ZeroInfinity:
+class ZeroInfinity(BaseClaim):
     """Sizes, fetches, overlap and predicted peaks.
 
     Args:
@@ -52,6 +52,7 @@ class ZeroInfinity:
     pairs: int = 9
 
     rows: ClassVar[tuple[int, ...]] = (64,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric.counted(
             "parameters", ">=", 8.0, _PLAIN, statistic="ratio", unit="x", paper="40x on 32 GPUs"
@@ -108,19 +109,9 @@ class ZeroInfinity:
             expected="above 0",
         )
 
-    def refuses(self, context: Context) -> str | None:
-        """It needs torch."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
-
     def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             metrics, details = self._sizes(context, quick=quick, as_baseline=as_baseline)
             if quick:
                 return Samples(metrics=metrics, details=details)
@@ -128,8 +119,6 @@ class ZeroInfinity:
             metrics["fetch"] = self._fetches(context, as_baseline=as_baseline)
             context.progress("overlap", 0.7)
             metrics["overlap"], profile = self._overlap(context, as_baseline=as_baseline)
-        finally:
-            torch.set_num_threads(threads)
         bounds = {"fetch": 2.0, "overlap": 2.0}
         return Samples(metrics=metrics, bounds=bounds, profile=profile, details=details)
 

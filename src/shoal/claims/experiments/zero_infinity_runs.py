@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shoal.claims.lab.measure_passes import Cheap
+from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import TierFullError
 from shoal.core.random import generator
 from shoal.ir import TrainJob, Work
@@ -23,8 +25,6 @@ from shoal.memory.tiers.tier import MemoryTier
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import empty
 from shoal.model.transformer import Transformer
-from shoal.parallel.comm.threads import run_ranks
-from shoal.parallel.pipeline.measure_passes import Cheap
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:

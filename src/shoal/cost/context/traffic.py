@@ -33,7 +33,6 @@ from typing import NamedTuple
 __all__ = [
     "Sent",
     "Traffic",
-    "projected_traffic",
     "ring_traffic",
     "tokenring_traffic",
     "ulysses_traffic",
@@ -142,16 +141,3 @@ def usp_traffic(
         messages=swap.messages + ring.messages,
         hidden=world > group,
     )
-
-
-def projected_traffic(size: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
-    """Keys and values projected to ``size`` rows are all-reduced, whatever the length is.
-
-    Args:
-        size: rows k of the projection, times sequences; with 4 k d_kv a multiple of N.
-        kv_heads: key/value heads of one rank.
-        head_dim: width of a head.
-        world: ranks N.
-    """
-    moved = 4 * size * kv_heads * head_dim * (world - 1) // world
-    return Traffic(Sent(0, moved), Sent(0, moved), messages=4 * (world - 1), hidden=False)

@@ -8,7 +8,7 @@ TokenRing, 2024 (two directions, hops); Jacobs et al., DeepSpeed-Ulysses, 2023.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from shoal.core.errors import PlanError, require
@@ -28,7 +28,6 @@ __all__ = [
     "SplitMemory",
     "advise_context",
     "attention_memory",
-    "largest_batch",
     "layer_memory",
     "link_bytes",
     "mlp_memory",
@@ -164,17 +163,6 @@ def layer_memory(
         attention.states + mlp.states,
         attention.activations + mlp.activations + 4 * tokens / world + norms,
     )
-
-
-def largest_batch(memory_of: Callable[[int], SplitMemory], budget: float) -> int:
-    """The largest batch whose elements fit into ``budget``; 0 if none does.
-
-    Args:
-        memory_of: batch -> elements, linear in the batch.
-        budget: elements.
-    """
-    base, one = memory_of(0).total, memory_of(1).total
-    return max(0, int((budget - base) / (one - base)))
 
 
 def _check_split(split: Split) -> None:

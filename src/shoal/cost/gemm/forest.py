@@ -52,11 +52,6 @@ class Forest:
         if not sound:
             raise ConfigError("forest: its arrays do not fit each other; fit it again")
 
-    @property
-    def num_trees(self) -> int:
-        """Trees."""
-        return len(self.roots)
-
     def trees(self, rows: np.ndarray) -> np.ndarray:
         """What each tree says: [N, F] -> [T, N, O]."""
         rows = np.asarray(rows, dtype=np.float32)

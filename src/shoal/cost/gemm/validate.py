@@ -21,20 +21,9 @@ from shoal.core.extras import import_extra
 from shoal.core.random import generator
 from shoal.cost.gemm.features import FEATURES, features
 from shoal.cost.gemm.predictor import GemmPredictor, fit, grouped_folds
-from shoal.cost.price.rates import Rates
-from shoal.ir import Machine, Parallel
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmTable
 
-__all__ = [
-    "SPLITS",
-    "HeldOut",
-    "TileChoice",
-    "against_curves",
-    "held_out",
-    "importance",
-    "r2",
-    "tile_choices",
-]
+__all__ = ["SPLITS", "HeldOut", "TileChoice", "held_out", "importance", "r2", "tile_choices"]
 
 SPLITS = ("random", "grouped", "extrapolate")
 FOLDS = 5
@@ -282,43 +271,3 @@ def importance(table: GemmTable, *, trees: int = 100, seed: int = 0) -> dict[str
         shuffled[:, number] = rows[order, number]
         found[name] = error(shuffled) - plain
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def against_curves(
-    table: GemmTable, machine: Machine, *, trees: int = 100, seed: int = 0
-) -> dict[str, dict[str, float]]:
-    """Dtype -> median errors of the forest (on shapes it did not see) and of the probed curves.
-
-    The curves are what the cost model uses: rates over the edge of an equal cube. Only linear
-    layers (nt) of torch are compared, with the threads that the curves are asked for.
-
-    Args:
-        table: a sweep of ``machine``.
-        machine: the machine with its probed curves.
-        trees: trees of the forest.
-        seed: seed of folds and forest.
-    """
-    points = table.points
-    fold = grouped_folds(points, FOLDS, seed)
-    told: dict[str, list[tuple[float, float]]] = {}
-    for number in range(FOLDS):
-        seen = tuple(p for p, f in zip(points, fold, strict=True) if f != number)
-        part = table.model_copy(update={"points": seen})
-        predictor = fit(part, trees=trees, seed=seed, calibrate=False)
-        for p, f in zip(points, fold, strict=True):
-            if f != number or p.tile or p.layout != "nt" or p.dtype == "int8":
-                continue
-            curve = Rates(machine, Parallel(), p.threads).matmul_curve(p.dtype)
-            by_curve = p.flops / curve((p.M * p.N * p.K) ** (1 / 3))
-            by_forest = float(predictor.seconds([p])[0])
-            told.setdefault(p.dtype, []).append(
-                (abs(by_forest / p.seconds - 1), abs(by_curve / p.seconds - 1))
-            )
-    return {
-        dtype: {
-            "products": float(len(pairs)),
-            "forest": float(np.median([one for one, _ in pairs])),
-            "curve": float(np.median([other for _, other in pairs])),
-        }
-        for dtype, pairs in told.items()
-    }

@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.core.errors import PlanError
 
-__all__ = ["certificate", "max_min_rates"]
+__all__ = ["max_min_rates"]
 
 _SAME = 1e-9
 
@@ -64,30 +64,3 @@ def max_min_rates(
         alive, lk = alive[keep], lk[keep]
         wt = None if wt is None else wt[keep]
     return rates
-
-
-def certificate(
-    links: np.ndarray,
-    capacity: np.ndarray,
-    rates: np.ndarray,
-    weights: np.ndarray | None = None,
-) -> bool:
-    """Whether rates are max-min fair: each flow has a full link on which none is faster.
-
-    Args:
-        links: as for :func:`max_min_rates`.
-        capacity: as there.
-        rates: B/s, [P].
-        weights: as there.
-    """
-    per = np.broadcast_to(rates[:, None], links.shape)
-    carried = per if weights is None else per * weights
-    load = np.bincount(links.ravel(), carried.ravel(), len(capacity))
-    if (load > capacity * (1 + 1e-6)).any():
-        return False
-    full = load >= capacity * (1 - 1e-6)
-    fastest = np.zeros(len(capacity))
-    used = np.ones(links.shape, bool) if weights is None else weights > 0
-    np.maximum.at(fastest, links[used], per[used])
-    held = full[links] & used & (per >= fastest[links] * (1 - 1e-6))
-    return bool(held.any(axis=1).all())

@@ -46,16 +46,7 @@ from shoal.ir.placement import (
     show_placement,
 )
 
-__all__ = [
-    "Boxing",
-    "Step",
-    "boxing",
-    "disjoint_elements",
-    "is_view",
-    "step_elements",
-    "step_weight",
-    "weighed",
-]
+__all__ = ["Boxing", "Step", "boxing", "is_view", "step_elements", "step_weight", "weighed"]
 
 # Among ways of equal bytes the one with fewest steps is taken: elements weigh most, then steps
 # that send, of which an exchange between all ranks is worth one on each axis and between.
@@ -273,20 +264,3 @@ def is_view(source: Placement, target: Placement) -> bool:
         if new in source[axis + 1 :]:
             return False
     return True
-
-
-def disjoint_elements(size: int, source: Placement, target: Placement, p1: int, p2: int) -> int:
-    """Elements that travel from p1 ranks to p2 other ones, each set with one axis.
-
-    Args:
-        size: elements of the tensor.
-        source: placement on the p1 ranks, of one entry.
-        target: placement on the p2 ranks, of one entry.
-        p1: ranks that have it.
-        p2: ranks that get it.
-    """
-    (old,), (new,) = source, target
-    copies = p2 if isinstance(new, Broadcast) else 1
-    if isinstance(old, Partial):
-        return (p1 - 1 + copies) * size
-    return copies * size

@@ -1,7 +1,7 @@
 """cost.scaling: laws of learning curves, one fitter for all of them.
 
 The door: the table of laws. ``curve`` holds the points, ``fit`` the fitter, ``ask`` the
-questions (best law, data needed, outliers, regimes), ``published`` known exponents.
+questions (best law, data needed).
 """
 
 from shoal.core.parts import PartTable

@@ -2,8 +2,7 @@
 
 A pass of a layer takes ``constant + per_token b T + per_pair b T^2`` seconds for b sequences of T
 tokens; a collective takes its latency and its bytes over its bandwidth, by kind, number of ranks
-and how far these stand apart; what overlaps is slower by factors of its own. Nothing here measures:
-:mod:`shoal.parallel.measure_layers` does.
+and how far these stand apart; what overlaps is slower by factors of its own. Nothing here measures.
 
 Source: Miao et al., Galvatron, 2023, section 3.4.
 """

@@ -15,22 +15,9 @@ Recomputation in Large Transformer Models, 2022 (activations of a block).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shoal.core.errors import PlanError, require
 
-__all__ = [
-    "batch_seconds",
-    "best_microbatch",
-    "block_activation_bytes",
-    "boundary_bytes",
-    "bubble",
-    "checkpoints",
-    "flops_per_iteration",
-    "parameters",
-    "tensor_parallel_bytes",
-    "training_days",
-]
+__all__ = ["boundary_bytes", "bubble", "checkpoints", "parameters", "training_days"]
 
 _SECONDS_A_DAY = 86400.0
 
@@ -39,14 +26,6 @@ def parameters(num_layers: int, hidden: int, vocab_size: int, seq_len: int) -> f
     """Parameters: ``12 l h^2 (1 + 13 / 12h + (V + s) / 12lh)``."""
     rest = 13 / (12 * hidden) + (vocab_size + seq_len) / (12 * num_layers * hidden)
     return 12 * num_layers * hidden**2 * (1 + rest)
-
-
-def flops_per_iteration(
-    num_layers: int, hidden: int, vocab_size: int, seq_len: int, global_batch: int
-) -> float:
-    """FLOP of one step, every block recomputed: ``96 B s l h^2 (1 + s / 6h + V / 16lh)``."""
-    rest = seq_len / (6 * hidden) + vocab_size / (16 * num_layers * hidden)
-    return 96.0 * global_batch * seq_len * num_layers * hidden**2 * (1 + rest)
 
 
 def training_days(parameters: float, tokens: float, devices: int, flops_per_device: float) -> float:
@@ -75,58 +54,6 @@ def bubble(pp: int, microbatches: int, vpp: int = 1) -> float:
     return (pp - 1) / (vpp * microbatches)
 
 
-def batch_seconds(share: int, microbatch: int, pp: int, seconds: float, *, vpp: int = 1) -> float:
-    """Seconds of a step without communication: ``(B' / b + (p - 1) / v) (t_f + t_b)``.
-
-    Args:
-        share: sequences of one data-parallel rank, B' = B / d.
-        microbatch: b, a divisor of B'.
-        pp: stages of the pipeline.
-        seconds: forward and backward of one micro-batch on one rank, t_f(b) + t_b(b).
-        vpp: stages of a rank; 1 in the paper's equation (1).
-    """
-    _positive(share=share, microbatch=microbatch, pp=pp, vpp=vpp)
-    require(
-        share % microbatch == 0,
-        "microbatch",
-        microbatch,
-        expected=f"a divisor of {share}, the sequences of a data-parallel rank",
-        error=PlanError,
-    )
-    return (share // microbatch + (pp - 1) / vpp) * seconds
-
-
-def best_microbatch(share: int, pp: int, seconds: Callable[[int], float], *, vpp: int = 1) -> int:
-    """The micro-batch of the fastest step; of equal ones the smallest, which holds least.
-
-    Args:
-        share: sequences of one data-parallel rank; its divisors are tried.
-        pp: stages of the pipeline.
-        seconds: micro-batch -> its forward and backward on one rank.
-        vpp: stages of a rank.
-    """
-    _positive(share=share)
-    sizes = [b for b in range(1, share + 1) if share % b == 0]
-    return min(sizes, key=lambda b: (batch_seconds(share, b, pp, seconds(b), vpp=vpp), b))
-
-
-def tensor_parallel_bytes(
-    microbatch: int, seq_len: int, hidden: int, tp: int, *, layers: int = 1, width: float = 2.0
-) -> float:
-    """Bytes a device sends for one micro-batch, both passes: ``8 b s h (t - 1) / t`` a block.
-
-    Args:
-        microbatch: b.
-        seq_len: s.
-        hidden: h.
-        tp: t.
-        layers: blocks of one stage.
-        width: bytes of an element.
-    """
-    _positive(tp=tp)
-    return width * layers * 8.0 * microbatch * seq_len * hidden * (tp - 1) / tp
-
-
 def boundary_bytes(
     microbatch: int,
     seq_len: int,
@@ -145,18 +72,6 @@ def boundary_bytes(
     """
     _positive(tp=tp, vpp=vpp)
     return width * vpp * microbatch * seq_len * hidden / (tp if scatter_gather else 1)
-
-
-def block_activation_bytes(
-    microbatch: int, seq_len: int, hidden: int, num_heads: int, tp: int = 1
-) -> tuple[float, float]:
-    """Bytes (input, everything between) of one block in half precision.
-
-    ``2 s b h`` and ``s b h (10 + 24 / t + 5 a s / (h t))``, scores of attention kept.
-    """
-    _positive(tp=tp)
-    tokens = float(seq_len * microbatch * hidden)
-    return 2 * tokens, tokens * (10 + 24 / tp + 5 * num_heads * seq_len / (hidden * tp))
 
 
 def checkpoints(layers: int, input_bytes: float, between_bytes: float) -> tuple[int, float]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import DataError, require
-from shoal.core.files import write_atomic
 from shoal.core.parts import part
 from shoal.cost.workloads.drawing import check_requests, check_sizes, clipped
 from shoal.ir import Arrival
 
-__all__ = ["Trace", "find_data", "read_lines", "retimed", "write_trace"]
+__all__ = ["Trace", "find_data", "read_lines", "retimed"]
 
 
 @part
@@ -67,23 +65,6 @@ class Trace:
                     f"it, {found[index - 1].at}; sort the lines by time"
                 )
         return retimed(found, self.rate)
-
-
-def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
-    """Write arrivals as a trace that :class:`Trace` reads."""
-    lines = (
-        json.dumps(
-            {
-                "at": one.at,
-                "prompt": list(one.prompt),
-                "output_tokens": one.output_tokens,
-                "session": one.session,
-            },
-            separators=(",", ":"),
-        )
-        for one in arrivals
-    )
-    write_atomic(path, "".join(f"{line}\n" for line in lines))
 
 
 def check_rate(where: str, rate: float | None) -> None:

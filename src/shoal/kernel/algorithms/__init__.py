@@ -17,7 +17,6 @@ Source: Heller et al., Closing the Performance Gap with Modern C++, 2016 (HPX.Co
 from shoal.kernel.algorithms.elementwise import copy, fill, for_each, for_loop, transform
 from shoal.kernel.algorithms.expression import Cpp
 from shoal.kernel.algorithms.memory import allocate
-from shoal.kernel.algorithms.order import histogram, partition, sort, unique
 from shoal.kernel.algorithms.policy import (
     Policy,
     auto,
@@ -36,8 +35,6 @@ from shoal.kernel.algorithms.policy import (
     task,
     work_stealing,
 )
-from shoal.kernel.algorithms.reduce import reduce, transform_reduce
-from shoal.kernel.algorithms.scan import exclusive_scan, inclusive_scan
 
 __all__ = [
     "Cpp",
@@ -48,27 +45,19 @@ __all__ = [
     "copy",
     "deterministic",
     "dynamic",
-    "exclusive_scan",
     "fill",
     "for_each",
     "for_loop",
     "fork_join",
     "guided",
-    "histogram",
-    "inclusive_scan",
     "inline",
     "max_cores",
     "numa",
     "par",
     "par_unseq",
-    "partition",
-    "reduce",
     "seq",
-    "sort",
     "static",
     "task",
     "transform",
-    "transform_reduce",
-    "unique",
     "work_stealing",
 ]

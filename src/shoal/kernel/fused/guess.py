@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.core.native import compiler, cpu_flags
 from shoal.kernel.native import function
 
-__all__ = ["best", "best_reference", "gate", "gate_reference", "native"]
+__all__ = ["best", "gate", "native"]
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"})
@@ -38,13 +38,6 @@ def gate(x_RX: Tensor, table_VX: Tensor, tokens_R: Tensor, out_RD: Tensor) -> No
     )
 
 
-def gate_reference(x_RX: Tensor, table_VX: Tensor, tokens_R: Tensor, out_RD: Tensor) -> None:
-    """The same by operators of PyTorch."""
-    (u, a), (v, b) = x_RX.float().chunk(2, -1), table_VX[tokens_R].float().chunk(2, -1)
-    z = torch.sigmoid(a + b)
-    out_RD.copy_(z * u + (1 - z) * v)
-
-
 def best(logits_RV: Tensor, tokens_RK: Tensor, values_RK: Tensor) -> None:
     """The K best tokens behind each row, best first, and the logs of their probabilities.
 
@@ -58,11 +51,3 @@ def best(logits_RV: Tensor, tokens_RK: Tensor, values_RK: Tensor) -> None:
         logits_RV.data_ptr(), tokens_RK.data_ptr(), values_RK.data_ptr(), rows,
         logits_RV.shape[-1], count,
     )  # fmt: skip
-
-
-def best_reference(logits_RV: Tensor, tokens_RK: Tensor, values_RK: Tensor) -> None:
-    """The same by operators of PyTorch."""
-    found = logits_RV.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
-    count = tokens_RK.shape[1]
-    tokens_RK.copy_(found.indices[:, :count])
-    values_RK.copy_(found.values[:, :count])

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.core.errors import KernelError, require
 from shoal.kernel.formats.bipolar import codes_of, meant
 
-__all__ = ["WORD", "affine_of", "bipolar_of", "join", "pack", "split", "unpack", "words"]
+__all__ = ["WORD", "bipolar_of", "join", "pack", "split", "unpack", "words"]
 
 WORD = 64
 
@@ -103,8 +103,3 @@ def bipolar_of(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         bits: of u.
     """
     return scale / 2, zero + scale * ((2**bits - 1) / 2)
-
-
-def affine_of(scale: Tensor, offset: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`bipolar_of`."""
-    return scale * 2, offset - scale * (2**bits - 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.errors import KernelError
+from shoal.core.parts import load_object
 from shoal.ir import Estimate, Interval, Machine
 from shoal.kernel.base import BaseKernel
 from shoal.kernel.protocols import Ready
@@ -54,6 +55,7 @@ class RecurrenceKernel(BaseKernel):
 
     Attributes:
         step_s: seconds that a step costs beside arithmetic, forward.
+        calls: module whose ``forward`` and ``backward`` compute all steps.
         traced: PyTorch differentiates what it does; otherwise it has a ``backward``.
     """
 
@@ -61,6 +63,7 @@ class RecurrenceKernel(BaseKernel):
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16")
     rate: ClassVar[str | None] = None
     step_s: ClassVar[float] = 1e-4
+    calls: ClassVar[str]
     traced: ClassVar[bool] = False
 
     def estimate(self, call: Any, machine: Machine) -> Estimate:
@@ -96,7 +99,10 @@ class RecurrenceKernel(BaseKernel):
             keep: keep what ``backward`` wants of the gates.
             out: memory for the states [S, B, T, N, D], in the type computed in.
         """
-        raise TypeError(f"{type(self).__name__} cannot run")
+        trace: Trace = load_object(f"{self.calls}:forward")(
+            call, wx, R, bias, states, keep=keep, out=out
+        )
+        return trace
 
     def backward(
         self,
@@ -125,7 +131,10 @@ class RecurrenceKernel(BaseKernel):
             dlast: of the last states [S, B, 1, N, D].
             clip: bound of what the product sends back to a state, at every step; 0: none.
         """
-        raise TypeError(f"{type(self).__name__} has no backward pass")
+        found: Gradients = load_object(f"{self.calls}:backward")(
+            call, wx, R, states, trace, dh, drest, dlast, clip
+        )
+        return found
 
     def _step_s(self, call: Recurrence, machine: Machine) -> float:
         # Every step reads the matrices again, from the nearest level that holds them all.

@@ -6,15 +6,11 @@ kernel).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
-from shoal.kernel.rnn.base import Gradients, RecurrenceKernel, Trace
-from shoal.kernel.rnn.call import Recurrence
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from shoal.kernel.rnn.base import RecurrenceKernel
 
 __all__ = ["Triton"]
 
@@ -30,40 +26,7 @@ class Triton(TritonKernel, RecurrenceKernel):
     memory_share: ClassVar[float] = 0.4
     compute_share: ClassVar[float] = 0.1
     step_s: ClassVar[float] = 2e-6
-
-    def forward(
-        self,
-        call: Recurrence,
-        wx: Tensor,
-        R: Tensor,
-        bias: Tensor,
-        states: Tensor,
-        *,
-        keep: bool = False,
-        out: Tensor | None = None,
-    ) -> Trace:
-        """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
-        from shoal.kernel.rnn.triton_calls import forward
-
-        return forward(call, wx, R, bias, states, keep=keep, out=out)
-
-    def backward(
-        self,
-        call: Recurrence,
-        wx: Tensor,
-        R: Tensor,
-        bias: Tensor,
-        states: Tensor,
-        trace: Trace,
-        dh: Tensor | None,
-        drest: Tensor | None,
-        dlast: Tensor | None,
-        clip: float,
-    ) -> Gradients:
-        """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
-        from shoal.kernel.rnn.triton_calls import backward
-
-        return backward(call, wx, R, states, trace, dh, drest, dlast, clip)
+    calls: ClassVar[str] = "shoal.kernel.rnn.triton_calls"
 
     def _refuses(self, call: Any) -> str | None:
         reason = super()._refuses(call)

@@ -2,8 +2,7 @@
 
 The door. A program says what one block of threads does with tensors in global, shared and
 register memory (:mod:`~shoal.kernel.tile.build`); layouts say which thread holds what
-(:mod:`~shoal.kernel.tile.layout`); the interpreter says what a program means
-(:mod:`~shoal.kernel.tile.interpret`), and two generators make it fast, C++ for AVX-512
+(:mod:`~shoal.kernel.tile.layout`); two generators make it fast, C++ for AVX-512
 (:mod:`~shoal.kernel.tile.host`) and CUDA C++ (:mod:`~shoal.kernel.tile.cuda`).
 """
 

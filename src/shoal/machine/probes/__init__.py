@@ -1,1 +1,1 @@
-"""Microbenchmarks, one a file. ``shoal.machine.PROBES`` lists them."""
+"""Microbenchmarks, one a file. ``shoal.train.PROBES`` lists them, and those of rooms above."""

@@ -305,7 +305,7 @@ class _Torch:
         if way in self._refused:
             return None
         answer: dict[str, Any] = self._context.worker().call(
-            "gemm",
+            "shoal.machine.probes.gemm_torch:gemm",
             timeout_s=120.0,
             m=shape.M,
             n=shape.N,

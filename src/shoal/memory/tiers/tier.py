@@ -11,7 +11,7 @@ import bisect
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shoal.core.errors import TierFullError, require
 from shoal.core.sizes import human_bytes
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Block", "Ledger", "MemoryTier", "Tier", "TierStats"]
+__all__ = ["ALIGNMENT", "Block", "Ledger", "MemoryTier", "TierStats"]
 
 ALIGNMENT = 256
 """Bytes: blocks of memory begin at a multiple of this, whatever is put there."""
@@ -64,26 +64,6 @@ class TierStats:
     bytes_out: int = 0
 
 
-class Tier(Protocol):
-    """A place. ``name`` is device, host or disk; ``capacity`` its hard budget in bytes."""
-
-    name: str
-    capacity: int
-    stats: TierStats
-
-    def alloc(self, nbytes: int, tag: str) -> Block:
-        """A block for so many bytes.
-
-        Raises:
-            TierFullError: none is free; says what is missing.
-        """
-        ...
-
-    def free(self, block: Block) -> None:
-        """Give a block back."""
-        ...
-
-
 class Ledger:
     """Which bytes of a tier are whose.
 
@@ -110,11 +90,6 @@ class Ledger:
     def largest_hole(self) -> int:
         """Bytes of the largest block that could be had."""
         return min(self.room, max((size for _, size in self._holes), default=0))
-
-    @property
-    def fragmentation(self) -> float:
-        """Share of the free bytes that the largest block could not have."""
-        return 1.0 - self.largest_hole / self.room if self.room else 0.0
 
     def rounded(self, nbytes: int) -> int:
         """Bytes that a block of ``nbytes`` takes."""

@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.core.errors import PlanError
-from shoal.parallel.autotp.split import SplitModel, whole_of
+from shoal.parallel.autotp.split import SplitModel
 from shoal.parallel.autotp.trace import Traced, trace
-from shoal.parallel.tensor.operators import TAG
 from shoal.plan.autotp.plan import Flow, TensorPlan, WeightSplit, plan_tensors
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["Part", "Planned", "discover", "full_state", "split_model"]
+__all__ = ["Part", "Planned", "discover", "split_model"]
 
 Fallback = Literal["modules", "refuse"]
 
@@ -204,24 +203,4 @@ def split_model(planned: Planned, model: nn.Module, comm: Comm) -> nn.Module:
             name,
             SplitModel(part.traced, part.plan, part.flow, own, comm),
         )
-    return out
-
-
-def full_state(planned: Planned, split: nn.Module, comm: Comm) -> dict[str, Tensor]:
-    """Whole parameters by their names in the model, on every rank."""
-    out: dict[str, Tensor] = {}
-    inside: set[str] = set()
-    for part in planned.parts:
-        module = split.get_submodule(part.path) if part.path else split
-        assert isinstance(module, SplitModel)
-        for value, target in part.traced.params.items():
-            x = module.parameter_of(target).detach()
-            place = part.flow.params.get(value)
-            if place is not None:
-                every = x.new_empty(comm.world * x.shape[0], *x.shape[1:])
-                comm.all_gather(every, x.contiguous(), tag=TAG).wait()
-                x = whole_of(list(every.chunk(comm.world)), *place)
-            out[f"{part.path}.{target}".lstrip(".")] = x
-        inside |= {name for name, _ in module.named_parameters(prefix=part.path)}
-    out |= {n: p.detach() for n, p in split.named_parameters() if n not in inside}
     return out

@@ -15,10 +15,9 @@ from shoal.cost.context.traffic import Traffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
-    from shoal.ir.mask import Mask
+    from shoal.parallel.context.run.peers import View
     from shoal.parallel.protocols import Comm
 
 __all__ = ["AllGather"]
@@ -35,16 +34,7 @@ class AllGather(ContextAttention):
         """Elements that one rank sends for one layer."""
         return ring_traffic(tokens, heads, kv_heads, head_dim, world)
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: tuple[Mask, ...],
-        positions: list[np.ndarray],
-        comm: Comm,
-    ) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
         from shoal.parallel.context.run.all_gather import gathered_attention
-        from shoal.parallel.context.run.peers import View
 
-        return gathered_attention(q, k, v, View(masks, q.shape[0], positions), comm)
+        return gathered_attention(q, k, v, view, comm)

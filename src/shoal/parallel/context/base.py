@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.ir.mask import Mask
+    from shoal.parallel.context.run.peers import View
     from shoal.parallel.protocols import Comm
 
 __all__ = ["ContextAttention", "group_of", "near_ranks"]
@@ -92,26 +93,20 @@ class ContextAttention:
         """
         import torch
 
+        from shoal.parallel.context.run.peers import View
+
         self._check_inputs(q, k, v, masks, comm.world)
         self.check(q.shape[1], k.shape[1], comm.world)
         positions = self.positions(q.shape[2] * comm.world, comm.world)
         # Statistics stay in their wide type whatever the caller's autocast says.
         with torch.autocast(q.device.type, enabled=False):
-            return self._run(q, k, v, tuple(masks), positions, comm)
+            return self._run(q, k, v, View(tuple(masks), q.shape[0], positions), comm)
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends for the attention of one step, and the seconds not hidden."""
         return context_estimate(self.routes, self.paired, work, machine)
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: tuple[Mask, ...],
-        positions: list[np.ndarray],
-        comm: Comm,
-    ) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
         raise TypeError(f"{type(self).__name__} cannot run")
 
     def _check_inputs(

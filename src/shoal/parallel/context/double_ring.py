@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from shoal.ir.mask import Mask
+    from shoal.parallel.context.run.peers import View
     from shoal.parallel.protocols import Comm
 
 __all__ = ["DoubleRing"]
@@ -77,17 +77,9 @@ class DoubleRing(ContextAttention):
     def _group(self, world: int) -> int:
         return group_of(self.inner, world, where="context.double_ring.inner")
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: tuple[Mask, ...],
-        positions: list[np.ndarray],
-        comm: Comm,
-    ) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
         from shoal.parallel.context.run.double_ring import double_ring_attention
-        from shoal.parallel.context.run.peers import Peers, View
+        from shoal.parallel.context.run.peers import Peers
 
         group = self._group(comm.world)
         mine = comm.rank // group * group
@@ -95,7 +87,7 @@ class DoubleRing(ContextAttention):
             q,
             k,
             v,
-            View(masks, q.shape[0], positions),
+            view,
             Peers(comm, range(mine, mine + group)),
             Peers(comm, range(comm.rank % group, comm.world, group)),
         )

@@ -16,10 +16,9 @@ from shoal.cost.context.traffic import Traffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
-    from shoal.ir.mask import Mask
+    from shoal.parallel.context.run.peers import View
     from shoal.parallel.protocols import Comm
 
 __all__ = ["RSA"]
@@ -37,16 +36,8 @@ class RSA(ContextAttention):
         found = ring_traffic(tokens, heads, kv_heads, head_dim, world)
         return found._replace(messages=2 * found.messages)
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: tuple[Mask, ...],
-        positions: list[np.ndarray],
-        comm: Comm,
-    ) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers, View
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers
         from shoal.parallel.context.run.rsa import rsa_attention
 
-        return rsa_attention(q, k, v, View(masks, q.shape[0], positions), Peers(comm))
+        return rsa_attention(q, k, v, view, Peers(comm))

@@ -20,10 +20,9 @@ from shoal.parallel.context.base import ContextAttention
 from shoal.parallel.context.cost import waits
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
-    from shoal.ir.mask import Mask
+    from shoal.parallel.context.run.peers import View
     from shoal.parallel.protocols import Comm
 
 __all__ = ["TokenRing"]
@@ -46,16 +45,8 @@ class TokenRing(ContextAttention):
         """Elements that one rank sends for one layer."""
         return tokenring_traffic(tokens, heads, kv_heads, head_dim, world)
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: tuple[Mask, ...],
-        positions: list[np.ndarray],
-        comm: Comm,
-    ) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers, View
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers
         from shoal.parallel.context.run.tokenring import tokenring_attention
 
-        return tokenring_attention(q, k, v, View(masks, q.shape[0], positions), Peers(comm))
+        return tokenring_attention(q, k, v, view, Peers(comm))

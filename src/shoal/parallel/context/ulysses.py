@@ -23,7 +23,7 @@ from shoal.parallel.context.cost import waits
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.ir.mask import Mask
+    from shoal.parallel.context.run.peers import View
     from shoal.parallel.protocols import Comm
 
 __all__ = ["Ulysses", "check_heads"]
@@ -68,20 +68,12 @@ class Ulysses(ContextAttention):
         """Elements that one rank sends for one layer."""
         return ulysses_traffic(tokens, heads, kv_heads, head_dim, world)
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: tuple[Mask, ...],
-        positions: list[np.ndarray],
-        comm: Comm,
-    ) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers, View
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers
         from shoal.parallel.context.run.ulysses import ulysses_attention
 
-        view = View(masks, q.shape[0], [np.concatenate(positions)])
-        return ulysses_attention(q, k, v, view, Peers(comm), Peers(comm, [comm.rank]))
+        whole = view._replace(positions=[np.concatenate(view.positions)])
+        return ulysses_attention(q, k, v, whole, Peers(comm), Peers(comm, [comm.rank]))
 
 
 def check_heads(heads: int, kv_heads: int, world: int, *, where: str, replicate: bool) -> None:

@@ -26,7 +26,7 @@ from shoal.parallel.context.ulysses import check_heads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.ir.mask import Mask
+    from shoal.parallel.context.run.peers import View
     from shoal.parallel.protocols import Comm
 
 __all__ = ["USP"]
@@ -116,29 +116,21 @@ class USP(ContextAttention):
     def _group(self, world: int) -> int:
         return group_of(self.ulysses, world, where="context.usp.ulysses")
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: tuple[Mask, ...],
-        positions: list[np.ndarray],
-        comm: Comm,
-    ) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers, View
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import Peers
         from shoal.parallel.context.run.ulysses import ulysses_attention
 
         group = self._group(comm.world)
         mine = comm.rank // group * group
         shared = [
-            np.concatenate(positions[start : start + group])
+            np.concatenate(view.positions[start : start + group])
             for start in range(0, comm.world, group)
         ]
         return ulysses_attention(
             q,
             k,
             v,
-            View(masks, q.shape[0], shared),
+            view._replace(positions=shared),
             Peers(comm, range(mine, mine + group)),
             Peers(comm, range(comm.rank % group, comm.world, group)),
         )

@@ -172,11 +172,6 @@ class RankedRunner:
         return [_peer_process(peer.socket) for _, peer in sorted(self._peers.items())]
 
     @property
-    def num_under_way(self) -> int:
-        """Steps that were submitted and not collected."""
-        return len(self._under_way)
-
-    @property
     def lost(self) -> bool:
         """Whether a rank has ended."""
         self._read(0.0)

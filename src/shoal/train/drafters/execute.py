@@ -26,6 +26,7 @@ from shoal.core.parts import table
 from shoal.core.random import Permutation
 from shoal.cost.score import Score
 from shoal.ir import DrafterJob, DrafterPlan, DrafterReport, errors_of
+from shoal.kernel.threads import torch_threads
 from shoal.model import huggingface
 from shoal.model.drafters.files import (
     DrafterConfig,
@@ -91,23 +92,21 @@ def execute(
         )
     Score().register(run_dir, "drafter", job.name, job.model)
     plan.save(directory.plan, header="What will run, and what it is predicted to cost.")
-    before = torch.get_num_threads()
-    torch.set_num_threads(job.threads or before)
-    try:
-        with Meter([SINKS.build({"name": "jsonl", "path": str(directory.events)})]) as meter:
+    with (
+        torch_threads(job.threads),
+        Meter([SINKS.build({"name": "jsonl", "path": str(directory.events)})]) as meter,
+    ):
 
-            def tell(kind: str, **fields: Any) -> None:
-                meter.event(kind, **fields)
-                if watch is not None:
-                    watch({"kind": kind, **fields})
+        def tell(kind: str, **fields: Any) -> None:
+            meter.event(kind, **fields)
+            if watch is not None:
+                watch({"kind": kind, **fields})
 
-            def progress(*state: Any) -> None:
-                if watch is not None:
-                    watch({"kind": "prepare", "state": state})
+        def progress(*state: Any) -> None:
+            if watch is not None:
+                watch({"kind": "prepare", "state": state})
 
-            measured, calibration = _run(plan, part, directory, tell, progress, resume)
-    finally:
-        torch.set_num_threads(before)
+        measured, calibration = _run(plan, part, directory, tell, progress, resume)
     return _conclude(plan, directory, measured, calibration)
 
 

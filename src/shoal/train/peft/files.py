@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.train.peft.protocols import PeftMethod
     from shoal.train.peft.run.handle import Handle
 
-__all__ = ["CONFIG", "WEIGHTS", "Stored", "is_adapter", "load", "read", "write"]
+__all__ = ["CONFIG", "WEIGHTS", "Stored", "load", "read", "write"]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -200,11 +200,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "target_parameters": (None, []),
 }
-
-
-def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter."""
-    return (directory / CONFIG).is_file()
 
 
 def _name_of(config: Mapping[str, Any]) -> str:

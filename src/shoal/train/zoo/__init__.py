@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["config", "corpus", "found", "judge", "names", "random", "recipe", "trained"]
 
-_FAMILY = "Shoal"
 
 # Model -> (tokens of training, sequence length, sequences of a step, peak learning rate).
 # Seconds for the smallest to minutes for the largest, on two cores.

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.claims.bench.attention.kernels import BACKWARD_FLOPS, FORWARD_FLOPS
 from shoal.claims.bench.attention.reference import NAMES, inputs, reference, worst
 from shoal.claims.bench.attention.values import TOLERANCES, ContextRow, Network, Settings
+from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
 from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.ir.mask import Mask
-from shoal.parallel.comm.links import LinkComm, Links, run_linked
 from shoal.parallel.protocols import ContextPart
 
 __all__ = ["Case", "context_row"]

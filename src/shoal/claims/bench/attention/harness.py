@@ -8,6 +8,7 @@ from shoal.claims.bench.attention.masks import MASKS, build_mask, check_masks, r
 from shoal.claims.bench.attention.values import ContextRow, KernelRow, Report, Settings
 from shoal.core.errors import require
 from shoal.core.parts import PartTable, table
+from shoal.kernel.threads import torch_threads
 
 __all__ = ["chosen", "run"]
 
@@ -81,9 +82,7 @@ def run(
     total, done = float(sum(units) * len(settings.masks)), 0.0
     kernel_found: list[KernelRow] = []
     context_found: list[ContextRow] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(settings.threads or before)
-    try:
+    with torch_threads(settings.threads):
         for length in settings.lengths if kernels else ():
             for name in settings.masks:
                 progress(f"kernels, {name} of {length}", done, total)
@@ -101,8 +100,6 @@ def run(
                         for label, method in methods.items()
                     ]
                     done += length**2 * len(methods)
-    finally:
-        torch.set_num_threads(before)
     progress("", total, total)
     return Report(
         settings=settings,

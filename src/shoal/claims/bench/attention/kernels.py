@@ -13,10 +13,10 @@ from torch import Tensor
 from shoal.claims.bench.attention.memory import Live, Saved
 from shoal.claims.bench.attention.reference import NAMES, inputs, reference, worst
 from shoal.claims.bench.attention.values import TOLERANCES, KernelRow, Settings, Timing
+from shoal.claims.lab.attention_kernels.protocols import AttentionKernelPart
 from shoal.core.measure import Paired, interleave
 from shoal.ir.mask import Mask
 from shoal.machine import host
-from shoal.model.protocols import AttentionKernelPart
 
 __all__ = ["kernel_rows"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shoal.claims.lab.attention_kernels.base import DTYPES
 from shoal.ir.mask import Mask
-from shoal.model.attention_kernels.base import DTYPES
 
 __all__ = ["NAMES", "inputs", "reference", "worst"]
 

@@ -266,18 +266,3 @@ class Report(Value):
         for row in rows:
             found[row.status] += 1
         return found
-
-    def without_times(self) -> Report:
-        """The same without what a clock or an allocator said: equal for equal settings."""
-        rows = tuple(
-            row.model_copy(
-                update={
-                    "forward": None,
-                    "backward": None,
-                    "saved_bytes": None,
-                    "peak_bytes": None,
-                }
-            )
-            for row in self.kernels
-        )
-        return self.model_copy(update={"kernels": rows})

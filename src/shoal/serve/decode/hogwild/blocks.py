@@ -99,11 +99,6 @@ class BlockStore:
         """Tokens that there is room for."""
         return len(self._free)
 
-    @property
-    def blocks_free(self) -> int:
-        """Blocks that can be opened."""
-        return len(self._numbers)
-
     def open(self, writer: str | None) -> Block:
         """An empty block.
 

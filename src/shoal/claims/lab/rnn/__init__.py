@@ -1,0 +1,1 @@
+"""rnn: recurrences with gradients, and recurrent blocks in place of attention."""

@@ -1,0 +1,1 @@
+"""strided: tensors of any strides packed, and sent by the method that is fastest for them."""
