@@ -60,4 +60,6 @@ PROBES = PartTable(
         "system": "shoal.machine.probes.system:System",
         "gemm": "shoal.machine.probes.gemm:Gemm",
     },
+    about="One microbenchmark of this machine. `shoal probe` runs all of them.",
+    protocol="shoal.machine.protocols:Probe",
 )
