@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import ServeError
 from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.plan.batching.cache.ledger import Beat, Ledger
+from shoal.plan.batching.cache.ledger import Ledger
 from shoal.serve.cluster.distkv import DistKVEngine, EvenCost
 
 if TYPE_CHECKING:
@@ -206,9 +206,8 @@ class Near:
     def advise(self) -> None:
         """What the ledger proposes."""
         for one in self.instances:
-            assert one.engine is not None
-            beat: Beat = one.engine.beat()
-            self.ledger.beat(beat, 0.0)
+            assert one.lending is not None
+            self.ledger.beat(one.lending.beat(), 0.0)
         for debt in self.ledger.loans():
             loans = [[debt.creditor, debt.blocks]]
             self.instances[debt.debtor].handle({"kind": "loans", "loans": loans})

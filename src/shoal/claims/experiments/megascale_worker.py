@@ -37,7 +37,7 @@ def break_here(kind: str, step: int) -> None:
         now["step"] = number
         return whole(self, number, **options)
 
-    Trainer.step = counted  # type: ignore[method-assign, assignment]
+    Trainer.step = counted  # type: ignore[method-assign]
     if kind == "stall":
         from shoal.train.batches import BatchSource
 
@@ -48,7 +48,7 @@ def break_here(kind: str, step: int) -> None:
                 time.sleep(_FOR_EVER_S)
             return rows(self, number)
 
-        BatchSource.read = stalled  # type: ignore[method-assign]
+        BatchSource.read = stalled  # type: ignore[method-assign, assignment]
     elif kind == "hang":
         all_reduce = TorchComm.all_reduce
 
