@@ -290,7 +290,7 @@ def test_bad_requests(model, engine_of, requests_of):
     with pytest.raises(ServeError, match="workers = 3: expected 1 to 2"):
         engine.add(requests_of(PROMPT, 3)[0])
     one, other = requests_of(PROMPT, 2)
-    other.tokens = [*PROMPT, 9]
+    other.tokens, other.n_prompt = [*PROMPT, 9], len(PROMPT) + 1
     engine.add(one)
     with pytest.raises(ServeError, match="the same prompt for all"):
         engine.add(other)
