@@ -52,8 +52,8 @@ def test_a_file_for_a_gpu(tmp_path: Path) -> None:
         (("compile", "--settings", "{rows: two}"), "a whole number"),
         (("compile", "--settings", "{zeros: 1}"), "true or false"),
         (("compile", "--target", "cuda"), "cpp is for the host"),
-        (("planes", "--widths", "0x9"), "1 to 8"),
-        (("planes", "--rows", "one"), "whole numbers"),
+        (("planes", "--machine", "laptop", "--widths", "0x9"), "1 to 8"),
+        (("planes", "--machine", "laptop", "--rows", "one"), "whole numbers"),
     ],
 )
 def test_bad_input(words: tuple[str, ...], message: str) -> None:

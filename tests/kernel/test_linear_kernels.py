@@ -55,7 +55,16 @@ def test_others_do_not_gate(backend):
     assert "does not gate" in KERNELS[backend].refuses(Linear(1, 8, 8, gated=True))
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("cpp", "fp32"), ("cpp", "bf16"), ("amx", "bf16")])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("reference", "fp32"),
+        ("reference", "bf16"),
+        ("cpp", "fp32"),
+        ("cpp", "bf16"),
+        ("amx", "bf16"),
+    ],
+)
 def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(backend, dtype):
     usable(backend, dtype)
     n, k = 77, 515
@@ -125,6 +134,6 @@ def test_what_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(base, "cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(KernelError, match=r"avx512f.*choose another"):
         KERNELS["cpp"].prepare(call, torch.ones(5, 8, dtype=torch.bfloat16))
-    monkeypatch.undo()
+    monkeypatch.setattr(base, "cpu_flags", lambda: KERNELS["cpp"].needs)
     monkeypatch.setattr(base, "compiler", lambda: None)
     assert "needs a C++ compiler" in str(KERNELS["cpp"].refuses(call))

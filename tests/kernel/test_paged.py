@@ -144,20 +144,21 @@ def test_reference_is_attention_in_double():
             torch.testing.assert_close(out[row, head], wanted)
 
 
-def able(call):
-    kernel = BACKENDS["cpp"]
+def able(call, backend="cpp"):
+    kernel = BACKENDS[backend]
     reason = kernel.refuses(call)
     if reason is not None:
-        pytest.skip(f"cpp {reason}")
+        pytest.skip(f"{backend} {reason}")
     return kernel.prepare(call)
 
 
 @pytest.mark.parametrize("form", ["plain", "int8", "bfp12-b32", "bfp16-b32"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_same_bits_in_any_company(dtype, form):
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_same_bits_in_any_company(backend, dtype, form):
     """Of a request alone, among others, in one chunk or in many, and on any number of threads."""
     call = PagedAttention(1, 1, 6, 2, 64, 16, dtype, form)
-    run = able(call)
+    run = able(call, backend)
     lengths = [700, 3, 256, 257, 64, 511]
     q, k, v, blocks, seen, _ = make(call, lengths)
     together = run(q, k, v, blocks, seen)
@@ -246,10 +247,14 @@ def test_what_cannot_be_read_is_refused():
     assert "takes fp32, bf16" in refuses(PagedAttention(1, 1, 2, 1, 64, dtype="fp16"))
     with pytest.raises(KernelError, match="expected plain, int8, or block floats"):
         kv_format("int3")
+
+
+def test_numbers_of_a_head_that_lie_apart_are_refused():
+    call = PagedAttention(1, 1, 2, 1, 8, 16, "fp32")
+    run = able(call)
+    q, k, v, blocks, lengths, _ = make(call, [20, 30])
     with pytest.raises(KernelError, match="last stride of 1"):
-        call = PagedAttention(1, 1, 2, 1, 8, 16, "fp32")
-        q, k, v, blocks, lengths, _ = make(call, [20, 30])
-        able(call)(q, k.repeat(1, 1, 2)[..., ::2], v, blocks, lengths)
+        run(q, k.repeat(1, 1, 2)[..., ::2], v, blocks, lengths)
 
 
 def test_fewer_bits_move_fewer_bytes_and_exact_takes_the_invariant():

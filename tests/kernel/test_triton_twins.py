@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -249,6 +250,10 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     weight, x = placed(made((20, 70), torch.float32), made((19, 70), torch.float32, seed=5))
     _, run = twins("linear", Linear(1, 20, 70, "fp32", DEVICE), weight)
     whole = run(x)
+    tile = made((16, 128), torch.float32).numpy()
+    other = made((128, 64), torch.float32, seed=5).numpy()
+    if not GPU and not np.array_equal((tile @ other)[3:], (np.roll(tile, -3, 0) @ other)[:-3]):
+        pytest.skip("NumPy's product, which Triton's interpreter takes, depends on a row's place")
     for first, last in ((0, 1), (3, 10), (17, 19)):
         assert torch.equal(run(x[first:last]), whole[first:last])
 

@@ -116,11 +116,11 @@ def test_what_cannot_be_is_named(wanted, words, monkeypatch):
         logits(accelerate(model("llama"), wanted))
 
 
-def test_exact_gives_a_row_the_same_bits_in_any_company():
-    if kernels_of("linear")["cpp"].refuses(Linear(1, 8, 8, "fp32")):
-        pytest.skip("no invariant kernel on this machine")
-    layer = DispatchedLinear(torch.randn(33, 70), exact=True)
-    x = torch.randn(50, 70)
+@pytest.mark.parametrize("wanted", [None, "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_gives_a_row_the_same_bits_in_any_company(wanted, dtype):
+    layer = DispatchedLinear(torch.randn(33, 70, dtype=dtype), wanted=wanted, exact=True)
+    x = torch.randn(50, 70, dtype=dtype)
     whole = layer(x)
     for rows in (1, 2, 7, 17, 40):
         assert torch.equal(layer(x[:rows]), whole[:rows])

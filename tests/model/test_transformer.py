@@ -230,7 +230,7 @@ def test_every_token_of_a_masked_diffusion_model_sees_all_others(make):
         family="mdlm", vocab_size=20, hidden=16, num_layers=1, num_heads=2, num_kv_heads=1,
         head_dim=8, ffn_hidden=24, max_position=32, mask_token_id=19, initializer_range=0.3,
     )  # fmt: skip
-    model = make(config)
+    model = make(config, dtype=torch.float64)
     ids = torch.randint(0, 19, (1, 9), generator=torch.Generator().manual_seed(1))
     first = model(ids)[0, 0]
     changed = ids.clone()

@@ -58,6 +58,7 @@ def test_ranks_that_get_the_same_steps_stay_equal(random_model, engine_for):
         model,
         PagedCache(model.config, first.cache.num_blocks, 8, slot_blocks=8),
         attention=first.attention,
+        prompts=first.prompts,
     )
 
     class Both:

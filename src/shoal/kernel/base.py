@@ -67,7 +67,10 @@ class BaseKernel:
     call_s: ClassVar[float] = 5e-6
 
     def refuses(self, call: Any) -> str | None:
-        """Why it cannot compute that here, or None if it can."""
+        """Why it cannot compute that here, or None if it can.
+
+        What no machine could compute is named before what this one lacks.
+        """
         if call.device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         dtype = getattr(call, "dtype", None)
@@ -78,12 +81,15 @@ class BaseKernel:
             return f"does not round its input to {rounded}"
         if getattr(call, "gated", False) and not self.gates:
             return "does not gate its outputs"
+        reason = self._refuses(call)
+        if reason is not None:
+            return reason
         missing = sorted(self.needs - cpu_flags()) if call.device == "cpu" else []
         if missing:
             return f"needs a CPU with {', '.join(missing)}"
         if self.compiled and compiler() is None:
             return "needs a C++ compiler (apt install g++)"
-        return self._refuses(call)
+        return None
 
     def estimate(self, call: Any, machine: Machine) -> Estimate:
         """Time of one call whose operands lie in main memory."""

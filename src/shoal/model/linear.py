@@ -123,7 +123,9 @@ class DispatchedLinear(nn.Module):
         )
 
     def _kernel(self, rows: int) -> Kernel:
-        return dispatch(self.call(rows), wanted=self._wanted, exact=self._exact)
+        # Two kernels sum in two orders, so in exact mode one of them computes any number of rows.
+        call = self.call(1 if self._exact else rows)
+        return dispatch(call, wanted=self._wanted, exact=self._exact)
 
     def _choose(self, rows: int) -> Ready:
         kernel = self._kernel(rows if self.weight is not None else 1)

@@ -35,8 +35,12 @@ class Amx(BaseKernel):
     memory_share: ClassVar[float] = 0.95
     compute_share: ClassVar[float] = 0.4
 
-    def _refuses(self, call: Linear) -> str | None:
-        return None if has_tiles() else "needs the system's leave to use matrix tiles"
+    def refuses(self, call: Linear) -> str | None:
+        """Why it cannot compute that here, or None if it can."""
+        reason = super().refuses(call)
+        if reason is None and not has_tiles():
+            return "needs matrix tiles, which the operating system does not grant"
+        return reason
 
     def unpack(self, call: Linear, ready: Ready) -> Tensor:
         """The weight [N, K] that was packed, bit for bit.

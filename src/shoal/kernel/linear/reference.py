@@ -17,10 +17,14 @@ __all__ = ["Reference"]
 
 @part
 class Reference(BaseKernel):
-    """Plain torch in fp32 (fp64 for fp64), rounded once at the end; slow on purpose."""
+    """Plain torch in fp32 (fp64 for fp64), row by row, rounded once at the end.
+
+    Slow on purpose: a product of one row is computed in the same way in any company, on any CPU.
+    """
 
     op: ClassVar[str] = "linear"
     backend: ClassVar[str] = "reference"
+    invariant: ClassVar[bool] = True
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
     gates: ClassVar[bool] = True
@@ -36,7 +40,12 @@ class Reference(BaseKernel):
         weight, bias = weight_NK.to(wide), None if bias_N is None else bias_N.to(wide)
 
         def run(x_MK: Tensor) -> Tensor:
-            out = x_MK.to(wide) @ weight.T
+            rows_MK = x_MK.reshape(-1, call.k).to(wide)
+            out = rows_MK.new_empty(len(rows_MK), call.n)
+            for row_K, out_N in zip(rows_MK, out, strict=True):
+                # A copy begins where every tensor does: the library's sums can depend on that.
+                out_N.copy_(torch.mv(weight, row_K.clone()))
+            out = out.view(*x_MK.shape[:-1], call.n)
             out = (out if bias is None else out + bias).to(x_MK.dtype)
             if not call.gated:
                 return out

@@ -31,9 +31,14 @@ class Amx(Cpp):
     memory_share: ClassVar[float] = 0.5
     compute_share: ClassVar[float] = 0.3
 
-    def _refuses(self, call: PagedAttention) -> str | None:
-        if not has_tiles():
+    def refuses(self, call: PagedAttention) -> str | None:
+        """Why it cannot compute that here, or None if it can."""
+        reason = super().refuses(call)
+        if reason is None and not has_tiles():
             return "needs matrix tiles, which the operating system does not grant"
+        return reason
+
+    def _refuses(self, call: PagedAttention) -> str | None:
         if call.format != "plain":
             return f"reads a plain cache, and this one is {call.format}"
         if call.tree:

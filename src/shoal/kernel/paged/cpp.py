@@ -50,11 +50,6 @@ class Cpp(BaseKernel):
             return f"cannot read a cache that {reason}"
         if call.kv_heads < 1 or call.heads % call.kv_heads:
             return f"wants query heads that are a multiple of the {call.kv_heads} key/value heads"
-        if call.dtype != "bf16" and isinstance(form, Plain):
-            return None
-        missing = sorted({"avx512_bf16", "avx512_vnni"} - cpu_flags())
-        if missing:
-            return f"needs a CPU with {', '.join(missing)} for bf16 and for codes"
         if isinstance(form, Bfp):
             least = 32 if form.bits == 12 else 16
             if form.block < least or call.head_dim > 16 * form.block:
@@ -64,6 +59,11 @@ class Cpp(BaseKernel):
                 )
         elif not isinstance(form, Plain | Int8):
             return f"does not know the cache format {form}"
+        if call.dtype != "bf16" and isinstance(form, Plain):
+            return None
+        missing = sorted({"avx512_bf16", "avx512_vnni"} - cpu_flags())
+        if missing:
+            return f"needs a CPU with {', '.join(missing)} for bf16 and for codes"
         return None
 
     def _symbol(self, call: PagedAttention) -> tuple[str, str]:

@@ -29,6 +29,7 @@ class Reference(BaseKernel):
 
     op: ClassVar[str] = "paged_attention"
     backend: ClassVar[str] = "reference"
+    invariant: ClassVar[bool] = True
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
     rate: ClassVar[str | None] = "fp32"
