@@ -37,7 +37,13 @@ def test_shows_competing_plans_and_what_binds(home: Path) -> None:
     done = shoal(home, "Qwen3-8B", "--machine", "H100", "--rate", 20, "--requests", 50)
     assert time.monotonic() - begin < 30
     assert done.returncode == 0, done.stderr
-    for words in ("fcfs paged bf16", "static contiguous bf16", "tokens/s", "decode step", "seed 0"):
+    for words in (
+        "fcfs paged bf16",
+        "prefill_first paged bf16",
+        "tokens/s",
+        "decode step",
+        "seed 0",
+    ):
         assert words in done.stdout
     assert "50 requests" in done.stdout
 

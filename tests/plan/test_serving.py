@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.errors import ConfigError, ModelError, PlanError, ServeError
-from shoal.core.parts import table
+from shoal.core.errors import ConfigError, ModelError, PlanError, ServeError, ShoalError
+from shoal.core.parts import Choice, table
 from shoal.core.random import generator
 from shoal.cost.arithmetic import parameters
 from shoal.cost.serving.fleet import Instance, simulate_fleet
@@ -20,15 +20,16 @@ from shoal.cost.serving.simulator import simulate, simulate_ahead
 from shoal.cost.shapes import find
 from shoal.cost.step_cost.fitted import Fitted
 from shoal.cost.step_cost.roofline import Roofline, cache_bytes_per_token
-from shoal.ir import Arrival, ServeJob, ServePlan
+from shoal.ir import Arrival, Machine, ServeJob, ServePlan
 from shoal.machine.described import load
 from shoal.plan.batching.balanced import Balanced
 from shoal.plan.batching.schedulers.ahead import Ahead
-from shoal.plan.serving.choices import alternatives, splits
+from shoal.plan.serving.choices import splits
 from shoal.plan.serving.memory import token_bytes
 from shoal.plan.serving.plans import (
     arrivals_of,
     build_scheduler,
+    competing,
     foretell,
     plan_serve,
     precision_of,
@@ -185,24 +186,93 @@ def test_says_what_binds() -> None:
     assert any("7 of the 8 devices of 8xH100 are not used" in note for note in many.notes)
 
 
-def test_competitors_differ_in_one_part_or_two() -> None:
-    found = {(one.scheduler.name, one.kv.name) for one in alternatives(job())}
-    every = {
-        (scheduler, kv)
-        for scheduler in ("fcfs", "fair", "prefill_first", "static", "temporal_fusion")
-        for kv in ("paged", "blockgroups", "contiguous", "slots")
+def rivals(asked: ServeJob, machine: Machine = LAPTOP) -> list[ServePlan]:
+    return competing(asked, plan_serve(asked, machine), divide=False)
+
+
+def test_parts_compete_where_they_offer_themselves() -> None:
+    """All at once in a large cache there is nothing to choose; in a small one there is."""
+
+    def names(plans: list[ServePlan]) -> set[tuple[str, str]]:
+        return {(one.job.scheduler.name, one.job.kv.name) for one in plans}
+
+    assert names(rivals(job())) == {("fcfs", "paged")}
+    over_time = {"name": "chat", "requests": 20, "scale": 4, "rate": 5.0}
+    assert names(rivals(job(workload=over_time))) == {("fcfs", "paged"), ("prefill_first", "paged")}
+    every = {(s, kv) for s in ("fcfs", "fair") for kv in ("paged", "blockgroups")}
+    # A group of blocks is larger than some caches: what cannot be built does not compete.
+    assert names(rivals(job(kv_tokens=1024))) == every
+    assert names(rivals(job(kv_tokens=512, max_position=512))) == {
+        ("fcfs", "paged"),
+        ("fair", "paged"),
     }
-    assert found == every - {("fcfs", "paged")}
+    # What was asked for competes, whether it offers itself or not.
+    asked = job(kv="slots", scheduler="static")
+    assert names(rivals(asked)) == {
+        (s, kv) for s in ("static", "fcfs") for kv in ("slots", "paged")
+    }
 
 
 def test_competitors_serve_the_same_requests() -> None:
-    slots = [one for one in alternatives(job(), 1000) if one.kv.name == "slots"]
-    assert {one.kv.options["max_len"] for one in slots} == {1008}
-    assert all(one.max_position == 1000 for one in alternatives(job(), 1000))
+    asked = job(kv_tokens=1024, max_position=1000)
+    assert all(one.job.max_position == 1000 for one in rivals(asked))
+    assert len({one.notes[0] for one in rivals(asked)}) == 1
     short = plan_serve(job(kv="slots"), LAPTOP)
     assert short.job.max_position == 512
     assert short.job.kv_tokens is not None
     assert short.job.kv_tokens % 512 == 0
+
+
+def test_a_drafter_competes_when_there_is_one_and_text_that_repeats_itself(tmp_path: Path) -> None:
+    def guessing(asked: ServeJob, *drafters: str) -> set[str]:
+        found = competing(asked, plan_serve(asked, LAPTOP), drafters=drafters, divide=False)
+        return {one.job.speculative.name for one in found if one.job.speculative is not None}
+
+    code = job(workload={"name": "code", "requests": 4, "scale": 4})
+    assert guessing(job()) == set()
+    assert guessing(code) == {"ngram"}
+    notes = plan_serve(code.model_copy(update={"speculative": Choice(name="ngram")}), LAPTOP).notes
+    assert any("30% of the guesses" in note for note in notes)
+    heads = {"name": "medusa", "target": "0" * 64, "vocab_size": 512, "hidden": 64}
+    (tmp_path / "drafter.json").write_text(json.dumps({**heads, "calibration": [[0.5], [0.3]]}))
+    assert guessing(job(), str(tmp_path)) == {"medusa"}
+    for asked, directory in ((job(), tmp_path / "nowhere"), (job(replicas=2), tmp_path)):
+        with pytest.raises(PlanError, match=r"--drafter = .*: expected the directory of a drafter"):
+            guessing(asked, str(directory))
+    (tmp_path / "drafter.json").write_text("{")
+    with pytest.raises(ShoalError, match="cannot be read"):
+        guessing(job(), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"speculative": "ngram", "scheduler": "static"},
+            r"scheduler = static with speculative = ngram: static has the trait fixed_batches .*"
+            r"legal with it: fcfs, fair, prefill_first$",
+        ),
+        (
+            {"speculative": "ngram", "kv": "slots"},
+            r"kv = slots with speculative = ngram: slots lacks the trait takes_back .*"
+            r"legal with it: paged, blockgroups$",
+        ),
+        (
+            {"kv": "distributed", "preempt": "swap"},
+            r"preempt = swap with kv = distributed: swap has the trait swaps_cache .*"
+            r"legal with it: recompute$",
+        ),
+        (
+            {"max_adapters": 2, "kv": "distributed"},
+            r"kv = distributed with adapters: distributed has the trait lends_blocks",
+        ),
+    ],
+)
+def test_parts_that_do_not_go_together_are_named_with_the_trait(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        job(**changes)
 
 
 def test_continuous_batching_and_paging_rank_first_where_they_should() -> None:
@@ -210,7 +280,12 @@ def test_continuous_batching_and_paging_rank_first_where_they_should() -> None:
     asked = job(
         workload={"name": "chat", "requests": 60, "scale": 4}, kv_tokens=4096, max_running=32
     )
-    plans = [plan_serve(one, LAPTOP) for one in [*alternatives(asked), asked]]
+    others = [
+        asked.model_copy(update={"scheduler": Choice(name=scheduler), "kv": Choice(name=kv)})
+        for scheduler in ("static", "temporal_fusion")
+        for kv in ("paged", "contiguous")
+    ]
+    plans = [plan_serve(one, LAPTOP) for one in [*others, asked]]
     ranked = rank(plans)
     assert ranked[0].job.scheduler.name == "fcfs"
     assert ranked[0].job.kv.name == "paged"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 
+from shoal.core.errors import ConfigError
 from shoal.core.parts import Choice, table
 
-__all__ = ["TRAITS", "traits"]
+__all__ = ["TRAITS", "check_beside", "traits"]
 
 # Trait -> what it means.
 TRAITS: dict[str, str] = {
@@ -33,6 +34,7 @@ TRAITS: dict[str, str] = {
     "phase_decode": "an instance that generates",
     "phase_prefill": "an instance that reads prompts",
     "prompts_apart": "a step has prompts or generates, not both",
+    "quotes_prompts": "answers often repeat parts of their prompts",
     "recomputes_cache": "the cache of a preempted request is computed again",
     "remote": "workers may be on other hosts",
     "separates_documents": "attention does not cross from one document to another",
@@ -64,3 +66,31 @@ def traits(kind: str, choice: Choice | str) -> frozenset[str]:
         UnknownPartError: there is no such part.
     """
     return _of(kind, choice if isinstance(choice, str) else choice.name)
+
+
+def check_beside(
+    key: str, choice: Choice, trait: str, *, has: bool, beside: str, why: str, kind: str = ""
+) -> None:
+    """Refuse a part that does not go with another choice of the same job.
+
+    Args:
+        key: of the job, which holds the part.
+        choice: the part.
+        trait: that decides.
+        has: whether the part must have it, or must not.
+        beside: the other choice, such as ``speculative = ngram``.
+        why: it needs that.
+        kind: of the part; that of its key if not given.
+
+    Raises:
+        ConfigError: both choices, the trait and its meaning, and the parts that would be legal.
+    """
+    kind = kind or key
+    if (trait in traits(kind, choice)) == has:
+        return
+    legal = [name for name in table(kind) if (trait in traits(kind, name)) == has]
+    raise ConfigError(
+        f"{key} = {choice.name} with {beside}: {choice.name} {'lacks' if has else 'has'} the trait "
+        f"{trait} ({TRAITS.get(trait, 'of a part from elsewhere')}), and {why}; legal with it: "
+        f"{', '.join(legal) or 'no part of this kind'}"
+    )

@@ -66,7 +66,7 @@ from shoal.ir.plan import (
 )
 from shoal.ir.protocols import Part
 from shoal.ir.schedule import Event, LinkModel, Op, OpCosts, Schedule, SchedulePart
-from shoal.ir.serve_job import Disagg, Phase, ServeJob, ServeParallel
+from shoal.ir.serve_job import Disagg, Phase, ServeJob, ServeParallel, ServeWork
 from shoal.ir.serving import (
     Arrival,
     Chunk,
@@ -160,6 +160,7 @@ __all__ = [
     "ServeParallel",
     "ServePlan",
     "ServeReport",
+    "ServeWork",
     "Step",
     "StepCost",
     "StepResult",

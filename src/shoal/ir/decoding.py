@@ -140,12 +140,14 @@ class Expectation:
         weight_bytes: B of what it reads to guess once, for however many requests.
         reads: how often it reads that for the guesses of one step.
         request_bytes: B that it keeps for one token of a request's context.
+        assumes: what the numbers rest on, where nobody measured it.
     """
 
     tokens: tuple[float, ...]
     weight_bytes: float = 0.0
     reads: int = 1
     request_bytes: float = 0.0
+    assumes: str = ""
 
     def __post_init__(self) -> None:
         require(

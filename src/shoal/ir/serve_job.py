@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -14,10 +16,13 @@ from pydantic import (
 from shoal.core.config import Kind, Value
 from shoal.core.errors import ConfigError
 from shoal.core.parts import Choice
-from shoal.core.traits import traits
+from shoal.core.traits import check_beside, traits
+from shoal.ir.engine import StepCost
 from shoal.ir.job_kind import Job
+from shoal.ir.serving import Arrival
+from shoal.ir.shape import ModelShape
 
-__all__ = ["Disagg", "Phase", "ServeJob", "ServeParallel"]
+__all__ = ["Disagg", "Phase", "ServeJob", "ServeParallel", "ServeWork"]
 
 
 class Phase(Value):
@@ -166,66 +171,74 @@ class ServeJob(Job):
 
     @model_validator(mode="after")
     def _adaptable(self) -> Self:
-        if not self.room_for_adapters:
-            return self
-        for key, value, good in (
-            ("replicas", self.replicas, self.replicas == 1),
-            ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
-            ("disagg", self.disagg, self.disagg is None),
-            ("kv", self.kv.name, "lends_blocks" not in traits("kv", self.kv)),
-            ("memory", self.memory.name, "weights_stay" in traits("memory", self.memory)),
-        ):
-            if not good:
-                raise ConfigError(
-                    f"{key} = {value} with adapters: they are served by one engine that has the "
-                    f"whole model in memory; leave {key} at its default"
-                )
+        if self.room_for_adapters:
+            beside, why = "adapters", "adapters are served by one engine with the whole model"
+            self._alone(beside, why)
+            check_beside("kv", self.kv, "lends_blocks", has=False, beside=beside, why=why)
+            check_beside("memory", self.memory, "weights_stay", has=True, beside=beside, why=why)
         return self
 
     @model_validator(mode="after")
     def _speculative(self) -> Self:
-        if self.speculative is None:
-            return self
-        for key, value, good in (
-            ("adapters", "some", not self.room_for_adapters),
-            ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
-            ("disagg", "two phases", self.disagg is None),
-            ("kv", self.kv.name, "takes_back" in traits("kv", self.kv)),
-            ("memory", self.memory.name, "weights_stay" in traits("memory", self.memory)),
-            (
-                "scheduler",
-                self.scheduler.name,
-                "fixed_batches" not in traits("scheduler", self.scheduler),
-            ),
-        ):
-            if not good:
-                raise ConfigError(
-                    f"{key} = {value} with speculative = {self.speculative.name}: guesses are "
-                    "verified by one engine that has the whole model in memory and plans every "
-                    f"step anew; leave {key} at its default, or speculative out"
-                )
+        if self.speculative is not None:
+            beside = f"speculative = {self.speculative.name}"
+            why = "guesses are verified by one engine that has the whole model in memory"
+            self._alone(beside, why, replicas=True)
+            if self.room_for_adapters:
+                raise ConfigError(f"adapters with {beside}: guesses know one model; leave one out")
+            check_beside("kv", self.kv, "takes_back", has=True, beside=beside, why=why)
+            check_beside("memory", self.memory, "weights_stay", has=True, beside=beside, why=why)
+            why = "what is guessed changes who is in a step"
+            check_beside(
+                "scheduler", self.scheduler, "fixed_batches", has=False, beside=beside, why=why
+            )
         return self
 
     @model_validator(mode="after")
     def _diffuses(self) -> Self:
-        if "whole_blocks" not in traits("decode", self.decode):
-            return self
+        if "whole_blocks" in traits("decode", self.decode):
+            beside = f"decode {self.decode.name}"
+            why = "it works on blocks of requests that hold their whole cache, in one process"
+            self._alone(beside, why, replicas=True)
+            check_beside("preempt", self.preempt, "swaps_cache", has=False, beside=beside, why=why)
+            for key, value, good in (
+                ("scheduler", self.scheduler.name, self._is_default("scheduler")),
+                ("kv", self.kv.name, self._is_default("kv")),
+                ("host_tokens", self.host_tokens, not self.host_tokens),
+                ("exact", self.exact, not self.exact),
+                ("adapters", "some", not self.room_for_adapters),
+            ):
+                if not good:
+                    raise ConfigError(
+                        f"{key} = {value} with {beside}: {why}; leave {key} at its default"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _lends(self) -> Self:
+        if "lends_blocks" in traits("kv", self.kv):
+            why = "who holds a lent block knows nothing of copies on the host"
+            check_beside(
+                "preempt",
+                self.preempt,
+                "swaps_cache",
+                has=False,
+                beside=f"kv = {self.kv.name}",
+                why=why,
+            )
+        return self
+
+    def _alone(self, beside: str, why: str, *, replicas: bool = False) -> None:
+        """Refuse further ranks, phases and, unless they are allowed, replicas."""
         for key, value, good in (
-            ("scheduler", self.scheduler.name, self._is_default("scheduler")),
-            ("disagg", self.disagg, self.disagg is None),
+            ("replicas", self.replicas, self.replicas == 1 or replicas),
             ("parallel", "several ranks", self.parallel.world == self.parallel.depth == 1),
-            ("kv", self.kv.name, self._is_default("kv")),
-            ("preempt", self.preempt.name, "swaps_cache" not in traits("preempt", self.preempt)),
-            ("host_tokens", self.host_tokens, not self.host_tokens),
-            ("exact", self.exact, not self.exact),
-            ("adapters", "some", not self.room_for_adapters),
+            ("disagg", "two phases", self.disagg is None),
         ):
             if not good:
                 raise ConfigError(
-                    f"{key} = {value} with decode diffusion: it works on blocks of requests that "
-                    f"hold their whole cache, in one process; leave {key} at its default"
+                    f"{key} = {value} with {beside}: {why}; leave {key} at its default"
                 )
-        return self
 
     def _is_default(self, key: str) -> bool:
         """Whether the part is the one of a job that says nothing of it."""
@@ -247,3 +260,47 @@ class ServeJob(Job):
         if self.host_tokens is None:
             return 0 if "swaps_cache" not in traits("preempt", self.preempt) else kv_tokens
         return self.host_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeWork:
+    """What a serving plan is made for, which ``candidates`` of its parts read.
+
+    Args:
+        shape: the model.
+        job: as it was asked for, with the longest request as ``max_position``.
+        arrivals: what comes, in the order of time; at least one.
+        room: tokens that the memory of a device has for the cache.
+        cost: seconds of a step of an instance.
+        drafters: directories of trained drafters and draft models that there are.
+    """
+
+    shape: ModelShape
+    job: ServeJob
+    arrivals: Sequence[Arrival]
+    room: int
+    cost: StepCost
+    drafters: tuple[str, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one request."""
+        return max(len(one.prompt) + one.output_tokens for one in self.arrivals)
+
+    @property
+    def crowded(self) -> bool:
+        """Requests that may run at once have more tokens than the cache."""
+        total = sum(len(one.prompt) + one.output_tokens for one in self.arrivals)
+        many = min(len(self.arrivals), self.job.max_running) / len(self.arrivals)
+        return total * many > (self.job.kv_tokens or self.room)
+
+    @property
+    def over_time(self) -> bool:
+        """Requests come one after the other, not all at once."""
+        return self.arrivals[-1].at > self.arrivals[0].at
+
+    @property
+    def one_rank(self) -> bool:
+        """One engine of one rank serves."""
+        job = self.job
+        return job.parallel.world == job.parallel.depth == job.replicas == 1 and job.disagg is None

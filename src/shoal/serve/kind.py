@@ -66,14 +66,12 @@ class Serve:
     )
 
     def plan(self, job: ServeJob, machine: Machine) -> Sequence[ServePlan]:
-        """The job as it is, then with the other schedulers and caches that could serve it."""
-        from shoal.plan.serving.choices import alternatives
-        from shoal.plan.serving.plans import plan_serve
-        from shoal.plan.serving.table import rank
+        """The job as it is, then with the other parts that could serve it, best first."""
+        from shoal.plan.serving.plans import competing, plan_serve
 
         asked = plan_serve(job, machine)
-        others = alternatives(job, asked.job.max_position) if asked.fits else []
-        return [asked, *rank([plan_serve(other, machine) for other in others])]
+        others = competing(job, asked, divide=False)
+        return [asked, *(one for one in others if one is not asked)]
 
     def run(
         self,

@@ -251,10 +251,14 @@ def serve(
         Path | None, typer.Option(help="With --slo: draw the share that meets the targets.")
     ] = None,
     kv: Annotated[str | None, typer.Option("--kv", help="paged or contiguous.")] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="Directory of a drafter or draft model that may guess; again for more."),
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
     compare: Annotated[
-        bool, typer.Option(help="Rank the other schedulers and caches beside it.")
+        bool, typer.Option(help="Rank the other parts that could serve it beside it.")
     ] = True,
     out: Annotated[Path | None, typer.Option(help="Save the plan.")] = None,
     emit: Annotated[
@@ -282,6 +286,8 @@ def serve(
 
         shoal plan serve Qwen3-0.6B -m laptop --workload mooncake --set workload.scale=16
 
+        shoal plan serve Qwen3-8B -m H100 --workload code --rate 4 --drafter runs/heads/drafter
+
         shoal plan serve Qwen3-8B -m 4xH100 --workload code --slo ttft=0.25,tpot=0.03
     """
     from shoal.app.show import as_json
@@ -291,8 +297,7 @@ def serve(
     from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
     from shoal.machine.described import load
-    from shoal.plan.serving.choices import alternatives, splits
-    from shoal.plan.serving.plans import plan_serve
+    from shoal.plan.serving.plans import competing, plan_serve
 
     file = Path(model) if model.endswith((".yaml", ".yml")) else None
     target = load(machine)
@@ -344,19 +349,16 @@ def serve(
     elif output is Written.yaml:
         typer.echo(to_yaml(asked.model_dump(mode="json", exclude_none=True)), nl=False)
     else:
-        others = alternatives(job, asked.job.max_position) if compare and asked.fits else []
-        others += splits(job, target) if compare else []
-        show_serve_plan(asked, [plan_serve(other, target) for other in others])
+        show_serve_plan(asked, competing(job, asked, drafters=drafter or ()) if compare else ())
 
 
-def show_serve_plan(plan: ServePlan, others: Sequence[ServePlan] = ()) -> None:
+def show_serve_plan(plan: ServePlan, ranked: Sequence[ServePlan] = ()) -> None:
     """Print a serving plan among its competitors, what it costs and what binds it."""
     from shoal.app.show import show_estimate, table
-    from shoal.plan.serving.table import COLUMNS, explain, rank
+    from shoal.plan.serving.table import COLUMNS, explain
 
-    ranked = rank([plan, *others])
-    rows = explain(ranked)
-    title = "plans, best first" if others else "plan"
+    rows = explain(ranked or [plan])
+    title = "plans, best first" if len(ranked) > 1 else "plan"
     table(title, COLUMNS, [[row[column] for column in COLUMNS] for row in rows], numeric="  rrrrr")
     if plan.estimate is not None:
         spelled = f"{plan.job.scheduler} {plan.job.kv}"

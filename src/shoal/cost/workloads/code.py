@@ -15,6 +15,7 @@ __all__ = ["Code"]
 class Code(Independent):
     """Independent completions of code: prompts of 165 tokens, outputs of 55 in the median."""
 
+    traits: ClassVar[frozenset[str]] = frozenset({"quotes_prompts"})
     NAME: ClassVar = "code"
     PROMPTS: ClassVar = LengthLaw(165, 0.45, 30, 600)
     OUTPUTS: ClassVar = LengthLaw(55, 0.7, 8, 400)

@@ -15,6 +15,7 @@ __all__ = ["Summary"]
 class Summary(Independent):
     """Independent documents of 6000 tokens in the median, summaries of 150."""
 
+    traits: ClassVar[frozenset[str]] = frozenset({"quotes_prompts"})
     NAME: ClassVar = "summary"
     PROMPTS: ClassVar = LengthLaw(6000, 0.5, 64, 60000)
     OUTPUTS: ClassVar = LengthLaw(150, 0.6, 8, 2000)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
+from collections.abc import Iterator
 
-from shoal.core.errors import PlanError, require
-from shoal.core.parts import table
+from shoal.core.errors import ConfigError, PlanError, require
+from shoal.core.parts import Choice, table
 from shoal.cost.shapes import resolve
-from shoal.ir import Machine, ModelShape, ServeJob, ServeParallel
+from shoal.ir import Machine, ModelShape, ServeJob, ServeParallel, ServeWork
 
-__all__ = ["alternatives", "check_split", "splits"]
+__all__ = ["alternatives", "check_split", "offered", "splits"]
 
-# Slots are whole multiples of so many tokens, the default size of a block.
-_SLOT_STEP = 16
+# Keys of a job whose parts compete, each named as its kind.
+_SEARCHED = ("scheduler", "kv", "preempt", "speculative")
 
 
 def splits(job: ServeJob, machine: Machine) -> list[ServeJob]:
@@ -41,46 +42,37 @@ def splits(job: ServeJob, machine: Machine) -> list[ServeJob]:
     return found
 
 
-def alternatives(job: ServeJob, max_position: int | None = None) -> list[ServeJob]:
-    """The job with every other scheduler and cache bookkeeping that needs no options.
+def offered(kind: str, work: ServeWork, machine: Machine) -> Iterator[Choice]:
+    """What the parts of a kind offer for a workload, in the order of their table."""
+    parts = table(kind)
+    for name in parts:
+        offer = getattr(parts.load(name), "candidates", None)
+        for one in () if offer is None else offer(work, machine):
+            yield parts.spell(one)
+
+
+def alternatives(work: ServeWork, machine: Machine) -> list[ServeJob]:
+    """The job with every other legal combination of what its parts offer.
+
+    All of them give the answers of the job as it is: how weights and cache are kept and how
+    scores become text stay as they are.
 
     Args:
-        job: that they compete with.
-        max_position: most tokens of its requests, which all of them must be able to serve;
-            slots are as long as that.
+        work: the job that they compete with, and what it serves.
+        machine: where it is served.
     """
-    longest = max_position or job.max_position
-    found = []
-    for scheduler in _choices("scheduler", job.scheduler.name):
-        for kv in _choices("kv", job.kv.name):
-            if kv == "distributed" and kv != job.kv.name:
-                continue  # further engines with memory of their own are no choice for this one
-            changes: dict[str, object] = {}
-            if scheduler != job.scheduler.name:
-                changes["scheduler"] = scheduler
-            if kv != job.kv.name:
-                changes["kv"] = kv
-                if kv == "slots" and longest is not None:
-                    slot = -(-longest // _SLOT_STEP) * _SLOT_STEP
-                    changes["kv"] = {"name": kv, "max_len": slot}
-            if changes:
-                changes["max_position"] = longest
+    job, found = work.job, []
+    choices = []
+    for key in _SEARCHED:
+        own = getattr(job, key)
+        others = (one for one in offered(key, work, machine) if own is None or one.name != own.name)
+        choices.append([(key, own), *((key, one) for one in others)])
+    for chosen in itertools.product(*choices):
+        changes = {key: one for key, one in chosen if one != getattr(job, key)}
+        if changes:
+            with contextlib.suppress(ConfigError):  # parts that do not go with each other
                 found.append(ServeJob.model_validate({**job.model_dump(), **changes}))
     return found
-
-
-def _choices(kind: str, own: str) -> list[str]:
-    parts = table(kind)
-    return [own, *(name for name in parts if name != own and _optionless(parts.load(name)))]
-
-
-def _optionless(part: type) -> bool:
-    """Every option of the part has a default."""
-    return all(
-        option.default is not dataclasses.MISSING
-        or option.default_factory is not dataclasses.MISSING
-        for option in dataclasses.fields(part)
-    )
 
 
 def check_split(job: ServeJob, shape: ModelShape, machine: Machine) -> None:

@@ -15,6 +15,7 @@ from pydantic import PositiveInt
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError, StoreError
 from shoal.core.files import shoal_home, write_json
+from shoal.core.parts import table as table_of
 from shoal.ir import Machine, ServeJob
 
 __all__ = ["MeasuredRow", "MeasuredTable", "decoding_notes", "find", "how_to", "keep", "sentence"]
@@ -192,7 +193,8 @@ def decoding_notes(job: ServeJob, machine: Machine) -> tuple[str, ...]:
     if rows:
         return (sentence(name, rows),)
     path = job.speculative.options.get("path")
+    assumes = table_of("speculative").build(job.speculative).expects().assumes
     return (
-        f"what {name} gives here is predicted, and was not measured; on that machine: "
-        f"{how_to(name, job.model, path)}",
+        f"what {name} gives here is predicted{', ' if assumes else ''}{assumes}, and was not "
+        f"measured; on that machine: {how_to(name, job.model, path)}",
     )

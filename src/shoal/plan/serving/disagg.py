@@ -19,6 +19,7 @@ from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.svg import Chart, Series
+from shoal.core.traits import traits
 from shoal.cost.serving.fleet import Instance, Wire, simulate_fleet
 from shoal.cost.serving.queueing import busy_share
 from shoal.cost.serving.simulator import Served
@@ -34,9 +35,12 @@ from shoal.ir import (
     Phase,
     ServeJob,
     ServeParallel,
+    ServeWork,
     StepCost,
 )
+from shoal.ir.phases import PhasePart
 from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.plan.serving.choices import offered
 from shoal.plan.serving.goodput import FEWEST_REQUESTS, Goodput, Slo, poisson, replicas
 from shoal.plan.serving.memory import fillable, fixed_memory
 from shoal.plan.serving.plans import arrivals_of, positions, precision_of, sharded_costs
@@ -58,8 +62,6 @@ _KEPT = 3
 _FINE = 0.02
 # Rates of the drawn curves, as shares of the goodput.
 _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
-# From so many tokens on, twice as many take nearly twice as long: arithmetic binds a prompt.
-_LINEAR = 1.8
 # Requests at once of an engine that no limit of the job's keeps smaller.
 _UNLIMITED = 1e15
 
@@ -279,6 +281,7 @@ class _Search:
         # A rate per device that was good enough: where to look next; and where to look first.
         self._guess = self._near = 0.0
         self.lengths = arrivals_of(self.job, self.shape, count=min(requests, 2000))
+        self.arrivals = poisson(self.lengths, len(self.lengths), job.seed)
         # Phases on any two devices: the slower link, where there are several nodes.
         self.link = machine.link("node") or machine.link("device") or machine.link("loopback")
         self.costs: Costs = costs or sharded_costs(job, machine)
@@ -292,8 +295,7 @@ class _Search:
         """Search, and say what was found."""
         splits = list(self._splits())
         self._check(splits)
-        steps = 2 * len(splits) + _KEPT
-        done = 0
+        done = steps = 0
 
         def tell(text: str) -> None:
             nonlocal done
@@ -302,14 +304,14 @@ class _Search:
                 progress(min(done, steps), steps, text)
 
         tried: list[tuple[Tried, Goodput]] = []
-        for scheduler in ("fcfs", "prefill_first"):
+        schedulers = list(offered("scheduler", self._work(*splits[0]), self.machine))
+        steps = len(schedulers) * len(splits) + _KEPT
+        for scheduler in schedulers:
             for tp, pp in splits:
                 if pp == 1:
                     both = Phase(count=self.devices // tp, tp=tp)
-                    tried.append(
-                        self._try(Setting(scheduler=Choice(name=scheduler), both=both), near=0.0)
-                    )
-                tell(scheduler)
+                    tried.append(self._try(Setting(scheduler=scheduler, both=both), near=0.0))
+                tell(str(scheduler))
         fronts = sorted(((self._prompts(*split), *split) for split in splits), reverse=True)
         backs = sorted(((self._tokens(*split), *split) for split in splits), reverse=True)
         for rate, setting in self._together(fronts[:_KEPT], backs[:_KEPT]):
@@ -433,13 +435,11 @@ class _Search:
         cost = self.costs(phase.tp, phase.pp)
         lanes = phase.pp if role == "decode" else 1
         tokens = self._kv_tokens(phase.tp, phase.pp) // lanes
-        if scheduler is not None:
-            part = table("scheduler").build(scheduler)
-        elif role == "prefill":
-            batch = self._batch(cost)
-            part = table("phase").build({"name": role, "batch_tokens": batch})
-        else:
-            part = table("phase").build(role)
+        part = (
+            self._phase(role, phase.tp, phase.pp)
+            if scheduler is None
+            else table("scheduler").build(scheduler)
+        )
         stages = phase.pp if role == "prefill" else 1
         return [
             Instance(
@@ -448,14 +448,23 @@ class _Search:
             for _ in range(phase.count * lanes)
         ]
 
-    def _batch(self, cost: StepCost) -> int:
-        """Tokens from which on arithmetic binds a prompt, up to those of a step."""
-        tokens = 32
-        while tokens < self.limits.max_step_tokens:
-            if cost.seconds([(0, 2 * tokens)]) >= _LINEAR * cost.seconds([(0, tokens)]):
-                break
-            tokens *= 2
-        return min(tokens, self.limits.max_step_tokens)
+    def _phase(self, role: str, tp: int, pp: int) -> PhasePart:
+        """The first part that is offered for a phase, on such an instance."""
+        for choice in offered("phase", self._work(tp, pp), self.machine):
+            if f"phase_{role}" in traits("phase", choice):
+                part: PhasePart = table("phase").build(choice)
+                return part
+        raise PlanError(f"no part of kind phase is offered for {role}: one must have its trait")
+
+    def _work(self, tp: int, pp: int) -> ServeWork:
+        """What the parts of an instance are asked for."""
+        return ServeWork(
+            shape=self.shape,
+            job=self.job,
+            arrivals=self.arrivals,
+            room=self._kv_tokens(tp, pp),
+            cost=self.costs(tp, pp),
+        )
 
     def _wire(self) -> Wire:
         link = self.link
@@ -513,7 +522,9 @@ class _Search:
         cost = self.costs(tp, pp)
         lengths = [len(one.prompt) for one in self.lengths]
         service = [cost.seconds([(0, length)]) for length in lengths]
-        batch, steps = self._batch(cost), [[lengths[0]]]
+        most = self.limits.max_step_tokens
+        batch = getattr(self._phase("prefill", tp, pp), "batch_tokens", None) or most
+        steps = [[lengths[0]]]
         for length in lengths[1:]:
             if sum(steps[-1]) + length > batch:
                 steps.append([])

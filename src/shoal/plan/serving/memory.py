@@ -111,9 +111,10 @@ def free_tokens(job: ServeJob, shape: ModelShape, machine: Machine, precision: s
 
 
 def _least(job: ServeJob, longest: int) -> int:
-    """Tokens of the smallest cache that serves a request of full length."""
+    """Tokens of the smallest cache that serves a request of full length, others' memory with it."""
     size = _unit(job)
-    return -(-longest // size) * size
+    instances = int(getattr(table("kv").build(job.kv, where="kv"), "instances", 1))
+    return -(-longest // instances // size) * size
 
 
 def block_size(job: ServeJob) -> int:

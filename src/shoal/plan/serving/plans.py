@@ -8,6 +8,7 @@ slower and the faster simulation give.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from shoal.core.errors import PlanError, require
+from shoal.core.errors import PlanError, ServeError, require
 from shoal.core.parts import table
 from shoal.core.traits import traits
 from shoal.cost.arithmetic import flops_per_token
@@ -42,13 +43,14 @@ from shoal.ir import (
     Scheduler,
     ServeJob,
     ServePlan,
+    ServeWork,
     StepCost,
 )
 from shoal.plan.batching.balanced import Balanced
 from shoal.plan.batching.cache.distributed import Distributed
 from shoal.plan.batching.common import Queues
 from shoal.plan.batching.schedulers.ahead import Ahead, Open
-from shoal.plan.serving.choices import check_split, splits
+from shoal.plan.serving.choices import alternatives, check_split, offered, splits
 from shoal.plan.serving.decode_measured import decoding_notes
 from shoal.plan.serving.diffusion import foretell_passes, usual_pass
 from shoal.plan.serving.lending import simulate_lending
@@ -61,11 +63,13 @@ from shoal.plan.serving.memory import (
     slot_length,
     token_bytes,
 )
+from shoal.plan.serving.table import rank
 from shoal.plan.trees.drafting import Paying, PredictedRows
 
 __all__ = [
     "arrivals_of",
     "build_scheduler",
+    "competing",
     "foretell",
     "plan_serve",
     "positions",
@@ -342,6 +346,53 @@ def plan_serve(
         why=_why(concrete, estimate, seen, arrivals, memory, most),
         notes=(sentence(arrivals, seed=job.seed), *_seen(concrete, seen), *notes),
     )
+
+
+def competing(
+    job: ServeJob, asked: ServePlan, *, drafters: Sequence[str] = (), divide: bool = True
+) -> list[ServePlan]:
+    """A plan among those that compete with it, best first.
+
+    Args:
+        job: as it was asked for.
+        asked: its plan.
+        drafters: directories of drafters that may guess.
+        divide: other splits over the machine's devices compete, too.
+
+    Raises:
+        PlanError: a directory has no drafter, or guesses cannot be verified.
+        ShoalError: a drafter's files are damaged.
+    """
+    machine, shape, concrete = asked.machine, resolve(job.model), asked.job
+    arrivals = arrivals_of(concrete, shape)
+    split = concrete.parallel
+    open_job = job.model_copy(update={"max_position": concrete.max_position})
+    work = ServeWork(
+        shape=shape,
+        job=open_job,
+        arrivals=arrivals,
+        room=free_tokens(job, shape, machine, concrete.precision),
+        cost=sharded_costs(concrete, machine)(split.tp, split.pp),
+        drafters=tuple(drafters),
+    )
+    guessing = {one.options.get("path") for one in offered("speculative", work, machine)}
+    for directory in drafters:
+        require(
+            directory in guessing,
+            "--drafter",
+            directory,
+            expected="the directory of a drafter (drafter.json) or of a smaller model "
+            "(config.json), and one engine of one rank, which verifies guesses",
+            hint="shoal run drafter trains one",
+            error=PlanError,
+        )
+    others = [*alternatives(work, machine), *(splits(job, machine) if divide else ())]
+    found = [asked]
+    for other in others:
+        # What a combination cannot serve, such as a request that its cache never holds.
+        with contextlib.suppress(PlanError, ServeError):
+            found.append(plan_serve(other, machine))
+    return rank(found)
 
 
 def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Sharded]:

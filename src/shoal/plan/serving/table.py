@@ -54,7 +54,9 @@ def _name(job: ServeJob) -> str:
     split = "".join(
         f" {n}{v}" for n, v in (("tp", job.parallel.tp), ("pp", job.parallel.pp)) if v > 1
     )
-    return f"{job.scheduler} {job.kv} {job.precision}{split}"
+    preempt = "" if job.preempt == ServeJob.model_fields["preempt"].default else f" {job.preempt}"
+    guesses = "" if job.speculative is None else f" {job.speculative.name}"
+    return f"{job.scheduler} {job.kv}{preempt} {job.precision}{split}{guesses}"
 
 
 def _time(interval: Interval | None) -> str:

@@ -8,14 +8,15 @@ Source: Saxena, Prompt Lookup Decoding, 2023.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
-from shoal.ir import MAX_NODES, Expectation, ServeJob
+from shoal.core.traits import traits
+from shoal.ir import MAX_NODES, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
@@ -58,10 +59,19 @@ class Ngram:
             expected=f"1 to {MAX_NODES}",
         )
 
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Where answers repeat parts of their prompts; it needs no training."""
+        if work.one_rank and "quotes_prompts" in traits("workload", work.job.workload):
+            yield cls()
+
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""
         shares = [_PRIOR**level for level in range(self.nodes + 1)]
-        return Expectation(tokens=tuple(accumulate(shares)))
+        return Expectation(
+            tokens=tuple(accumulate(shares)),
+            assumes=f"{_PRIOR:.0%} of the guesses from the text itself are taken to be right",
+        )
 
     def drafter(self, job: ServeJob, model: Transformer) -> NgramDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import ModelError
-from shoal.ir import ServeJob
+from shoal.ir import ServeJob, ServeWork
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.model.drafters.files import DrafterConfig
 
-__all__ = ["config_of", "stored"]
+__all__ = ["config_of", "of_kind", "stored"]
 
 
 def config_of(name: str, directory: Path) -> DrafterConfig:
@@ -25,6 +26,22 @@ def config_of(name: str, directory: Path) -> DrafterConfig:
     from shoal.model.drafters import files
 
     return _of_kind(files.read_config(directory), name, directory)
+
+
+def of_kind(name: str, work: ServeWork) -> Iterator[str]:
+    """The directories among a plan's drafters that hold one of this kind.
+
+    Raises:
+        ModelError: a file of one of them is damaged.
+    """
+    from shoal.model.drafters import files
+
+    if not work.one_rank:
+        return
+    for directory in work.drafters:
+        path = Path(directory)
+        if (path / files.CONFIG).is_file() and files.read_config(path).name == name:
+            yield directory
 
 
 def stored(name: str, directory: Path, job: ServeJob) -> tuple[DrafterConfig, dict[str, Tensor]]:

@@ -13,13 +13,13 @@ Source: Shen et al., FastSwitch, 2024, section 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.ir import InFlight, Request
+from shoal.ir import InFlight, Machine, Request, ServeWork
 from shoal.plan.batching.cache.runs import Runs, joined
 from shoal.plan.batching.common import check_block_size, whole_blocks
 
@@ -44,6 +44,14 @@ class BlockGroups:
     def __post_init__(self) -> None:
         check_block_size("kv.blockgroups.block_size", self.block_size)
         require(self.init >= 1, "kv.blockgroups.init", self.init, expected="at least 1 block")
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Where caches may be swapped often, by fewer copies."""
+        part = cls()
+        blocks = (work.job.kv_tokens or work.room) // part.block_size
+        if work.crowded and work.one_rank and blocks >= part.init:
+            yield part
 
     def build(self, num_tokens: int) -> GroupedBlocks:
         """See :class:`~shoal.ir.engine.KVPart`.

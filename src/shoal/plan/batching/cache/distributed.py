@@ -15,13 +15,13 @@ Source: Lin et al., Infinite-LLM, 2024, section 4.2 (rManager, rBlocks).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Request
+from shoal.ir import Machine, Request, ServeWork
 from shoal.plan.batching.cache.paged import PagedBlocks
 from shoal.plan.batching.common import check_block_size, whole_blocks
 
@@ -94,6 +94,14 @@ class Distributed:
             ),
         ):
             require(good, f"kv.distributed.{name}", value, expected=expected)
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Where one device has no room for the longest request, and all of them have."""
+        devices = machine.num_devices if machine.device.kind == "gpu" else 1
+        free = work.room / (work.job.max_position or work.longest)
+        if work.one_rank and work.job.kv_tokens is None and 1 / devices < free < 1:
+            yield cls(instances=devices)
 
     @property
     def lenders(self) -> int:

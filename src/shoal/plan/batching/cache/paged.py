@@ -15,11 +15,11 @@ PagedAttention, 2023, section 4 (copy-on-write: section 4.4).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Self
 
 from shoal.core.parts import part
-from shoal.ir import Copy, InFlight, Request
+from shoal.ir import Copy, InFlight, Machine, Request, ServeWork
 from shoal.plan.batching.common import Chain, check_block_size, whole_blocks
 
 __all__ = ["Paged", "PagedBlocks"]
@@ -40,6 +40,11 @@ class Paged:
 
     def __post_init__(self) -> None:
         check_block_size("kv.paged.block_size", self.block_size)
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """For every workload."""
+        yield cls()
 
     def build(self, num_tokens: int) -> PagedBlocks:
         """See :class:`~shoal.ir.engine.KVPart`.

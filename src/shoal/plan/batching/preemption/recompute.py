@@ -5,12 +5,21 @@ Source: Kwon et al., PagedAttention, 2023, section 4.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import HostLink, KVManager, Limits, Request, StepCost, Transfer
+from shoal.ir import (
+    HostLink,
+    KVManager,
+    Limits,
+    Machine,
+    Request,
+    ServeWork,
+    StepCost,
+    Transfer,
+)
 from shoal.ir.serving import Fetched
 
 __all__ = ["Recompute", "Recomputing"]
@@ -21,6 +30,11 @@ class Recompute:
     """A preempted request is computed again; nothing is copied, and no host memory is used."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"recomputes_cache"})
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """For every workload."""
+        yield cls()
 
     def build(
         self,

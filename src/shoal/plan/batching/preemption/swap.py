@@ -13,13 +13,23 @@ Source: Shen et al., FastSwitch, 2024, sections 4.2 and 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Copy, HostLink, KVManager, Limits, Request, StepCost, Transfer
+from shoal.ir import (
+    Copy,
+    HostLink,
+    KVManager,
+    Limits,
+    Machine,
+    Request,
+    ServeWork,
+    StepCost,
+    Transfer,
+)
 from shoal.ir.serving import Fetched, TransferKind
 from shoal.plan.batching.cache.host import HostBooks
 from shoal.plan.batching.cache.runs import joined
@@ -68,6 +78,12 @@ class Swap:
     keep_host_copies: bool = True
     park: bool = True
     join: bool = True
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Where requests give their blocks back, and the host has a memory of its own."""
+        if work.crowded and work.one_rank and machine.device.kind == "gpu":
+            yield cls()
 
     def build(
         self,

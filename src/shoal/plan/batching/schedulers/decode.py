@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import KVManager, Limits, Output, Request, Step
+from shoal.ir import KVManager, Limits, Machine, Output, Request, ServeWork, Step
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
 __all__ = ["Decode", "DecodeScheduler"]
@@ -50,6 +51,11 @@ class Decode:
             self.watermark,
             expected="a share in [0, 1)",
         )
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """For every workload."""
+        yield cls()
 
     def build(self, kv: KVManager, limits: Limits) -> DecodeScheduler:
         """A scheduler without requests."""

@@ -15,13 +15,23 @@ Fairness in Serving Large Language Models, 2024 (virtual token counter).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.ir import KVManager, Limits, Output, Preemption, Request, Step, StepResult
+from shoal.ir import (
+    KVManager,
+    Limits,
+    Machine,
+    Output,
+    Preemption,
+    Request,
+    ServeWork,
+    Step,
+    StepResult,
+)
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
 __all__ = ["Fair", "FairScheduler", "Policy"]
@@ -66,6 +76,12 @@ class Fair:
             self.watermark,
             expected="a share in [0, 1)",
         )
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Where long requests keep short ones waiting, and others take their turns meanwhile."""
+        if work.crowded:
+            yield cls()
 
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None

@@ -20,7 +20,9 @@ section 4.5 (preemption by recomputation and by swapping).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Self
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import part
@@ -30,9 +32,11 @@ from shoal.ir import (
     Forking,
     KVManager,
     Limits,
+    Machine,
     Output,
     Preemption,
     Request,
+    ServeWork,
     Step,
     StepResult,
 )
@@ -67,6 +71,11 @@ class Fcfs:
             self.watermark,
             expected="a share in [0, 1)",
         )
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """For every workload."""
+        yield cls()
 
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None

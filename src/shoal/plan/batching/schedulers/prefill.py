@@ -12,13 +12,27 @@ Source: Zhong et al., DistServe, 2024, sections 4.1 and 4.3.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Self
 
 from shoal.core.parts import part
-from shoal.ir import Chunk, KVManager, Limits, Output, Request, Step, StepResult
+from shoal.ir import (
+    Chunk,
+    KVManager,
+    Limits,
+    Machine,
+    Output,
+    Request,
+    ServeWork,
+    Step,
+    StepResult,
+)
 from shoal.plan.batching.schedulers.prefill_first import PrefillFirstScheduler, check_batch
 
 __all__ = ["Prefill", "PrefillScheduler"]
+
+# From so many tokens on, twice as many take nearly twice as long: nothing is won by waiting.
+_LINEAR = 1.8
 
 
 @part
@@ -34,6 +48,14 @@ class Prefill:
 
     def __post_init__(self) -> None:
         check_batch("phase.prefill.batch_tokens", self.batch_tokens)
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """With steps up to the tokens from which on arithmetic binds a prompt."""
+        tokens, most, seconds = 32, work.job.max_step_tokens, work.cost.seconds
+        while tokens < most and seconds([(0, 2 * tokens)]) < _LINEAR * seconds([(0, tokens)]):
+            tokens *= 2
+        yield cls(batch_tokens=min(tokens, most))
 
     def build(self, kv: KVManager, limits: Limits) -> PrefillScheduler:
         """A scheduler without requests."""

@@ -12,11 +12,12 @@ Sarathi-Serve, 2024, section 3 (why it stalls generation).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Chunk, KVManager, Limits, Preemption, Request, Step
+from shoal.ir import Chunk, KVManager, Limits, Machine, Preemption, Request, ServeWork, Step
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
 __all__ = ["PrefillFirst", "PrefillFirstScheduler", "check_batch"]
@@ -57,6 +58,12 @@ class PrefillFirst:
             self.watermark,
             expected="a share in [0, 1)",
         )
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Where requests come while others generate, whose first tokens would wait."""
+        if work.over_time:
+            yield cls()
 
     def build(
         self, kv: KVManager, limits: Limits, preemption: Preemption | None = None

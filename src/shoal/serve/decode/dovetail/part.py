@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from shoal.core.config import Kind as PartKind
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part
-from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
+from shoal.ir import MAX_NODES, Calibration, Expectation, Machine, ServeJob, ServeWork
 from shoal.serve.decode.draft.part import check_tree
 
 if TYPE_CHECKING:
@@ -97,6 +97,14 @@ class Dovetail:
             self.link_bytes_per_s,
             expected="above 0 with link_s",
         )
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Of every drafter of this kind that there is."""
+        from shoal.serve.decode.trained import of_kind
+
+        for directory in of_kind("dovetail", work):
+            yield cls(path=directory)
 
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""

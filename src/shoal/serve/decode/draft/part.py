@@ -11,15 +11,16 @@ al., Accelerating Large Language Model Decoding with Speculative Sampling, 2023.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.core.traits import traits
-from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
+from shoal.ir import MAX_NODES, Calibration, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,7 +66,6 @@ def expectation(path: str, depth: int, breadth: int, nodes: int) -> Expectation:
         ModelError: it has none, or they are damaged.
     """
     import json
-    from pathlib import Path
 
     from shoal.core.errors import ModelError
     from shoal.plan.trees.auto import Auto
@@ -122,6 +122,13 @@ class DraftModel:
                     "speculative.draft_model.accept", self.accept.name,
                     expected="another rule with prompts, which draw nothing",
                     hint="use accept: sample_match, or leave prompts out")  # fmt: skip
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Of every draft model that there is."""
+        for directory in work.drafters if work.one_rank else ():
+            if (Path(directory) / "config.json").is_file():
+                yield cls(path=directory)
 
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""

@@ -13,15 +13,15 @@ Semi-Autoregressive Drafting and Custom-Designed Decoding Tree, 2025, sections 3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
 from shoal.core.traits import traits
-from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
+from shoal.ir import MAX_NODES, Calibration, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,6 +65,14 @@ class Falcon:
         for name in ("k", "forwards"):
             value = getattr(self, name)
             require(value >= 0, f"speculative.falcon.{name}", value, expected="0 or more")
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Of every drafter of this kind that there is."""
+        from shoal.serve.decode.trained import of_kind
+
+        for directory in of_kind("falcon", work):
+            yield cls(path=directory)
 
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`; weights as if in bf16."""

@@ -11,14 +11,14 @@ Heads, 2024, sections 2.1 and 2.3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import Calibration, Expectation, ServeJob
+from shoal.ir import Calibration, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +69,14 @@ class Medusa:
         heads.load_state_dict(state)
         heads.heads = heads.heads[: self._used(config)]
         return MedusaDrafter(heads, self._spec(config), model.weight, self.weights)
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Of every drafter of this kind that there is."""
+        from shoal.serve.decode.trained import of_kind
+
+        for directory in of_kind("medusa", work):
+            yield cls(path=directory)
 
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`; weights as if in bf16."""

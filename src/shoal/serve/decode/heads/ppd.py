@@ -14,17 +14,17 @@ LLM Inference, 2024, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import numpy as np
 
 from shoal.core.config import Kind
 from shoal.core.errors import ConfigError, ModelError, require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import MAX_NODES, Calibration, Expectation, ServeJob
+from shoal.ir import MAX_NODES, Calibration, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,14 @@ class Ppd:
         require(
             self.prompts >= 0, "speculative.ppd.prompts", self.prompts, expected="0 (all) or more"
         )
+
+    @classmethod
+    def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:
+        """Of every drafter of this kind that there is."""
+        from shoal.serve.decode.trained import of_kind
+
+        for directory in of_kind("ppd", work):
+            yield cls(path=directory)
 
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`; rows are all that guesses take."""
