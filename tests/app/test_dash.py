@@ -38,11 +38,11 @@ from starlette.testclient import TestClient
 from shoal.app.commands.dash import dash
 from shoal.app.dash.app import Settings
 from shoal.app.dash.guard import CHAT, HEALTH
-from shoal.app.dash.runs import Events
-from shoal.app.dash.upstream import Upstream
 from shoal.core.errors import ConfigError, ServeError
 from shoal.cost.score import Score, run_id
+from shoal.serve.watch.upstream import Upstream
 from shoal.train.layout import RunDir
+from shoal.train.runs import Events
 
 pytestmark = pytest.mark.usefixtures("environment")
 

@@ -15,13 +15,13 @@ from starlette.testclient import TestClient
 
 from shoal.app.dash import goodput
 from shoal.app.dash.goodput import FAMILIES, Search, Searches, measured, show
-from shoal.app.dash.scrape import Scrape
-from shoal.app.dash.upstream import Health
 from shoal.core.parts import Choice
 from shoal.cost.workloads import WORKLOADS
 from shoal.ir import Phase, ServeJob
 from shoal.plan.serving.disagg import GoodputReport, Setting, Tried
 from shoal.plan.serving.goodput import Slo
+from shoal.serve.watch.scrape import Scrape
+from shoal.serve.watch.upstream import Health
 
 pytestmark = pytest.mark.usefixtures("environment")
 

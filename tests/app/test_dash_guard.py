@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 
 from shoal.app.dash.app import Settings, create_app
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, host_names
-from shoal.app.dash.runs import open_inside
 from shoal.cost.score import run_id
+from shoal.train.runs import open_inside
 
 pytestmark = pytest.mark.usefixtures("environment")
 

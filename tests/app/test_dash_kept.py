@@ -13,12 +13,12 @@ torch = pytest.importorskip("torch")
 
 from dash_home import client_of, make_run, settings, step, write_events  # noqa: E402
 
-from shoal.app.dash.kept import checkpoints  # noqa: E402
-from shoal.app.dash.runs import Events  # noqa: E402
 from shoal.checkpoint.history import slowest  # noqa: E402
 from shoal.checkpoint.store import Store  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
+from shoal.train.kept import checkpoints  # noqa: E402
 from shoal.train.layout import RunDir  # noqa: E402
+from shoal.train.runs import Events  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("environment")
 

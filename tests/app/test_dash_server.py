@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from shoal.app.dash.guard import CHAT
-from shoal.app.dash.scrape import Scrape, quantile, share_below
-from shoal.app.dash.upstream import Token, Upstream
-from shoal.app.dash.watch import WINDOW_S, Watch
+from shoal.serve.watch.moments import WINDOW_S, Watch
+from shoal.serve.watch.scrape import Scrape, quantile, share_below
+from shoal.serve.watch.upstream import Token, Upstream
 
 pytestmark = pytest.mark.usefixtures("environment")
 

@@ -14,8 +14,8 @@ from dash_home import client_of, make_run, settings, start, step, write_events
 from starlette.testclient import TestClient
 
 from shoal.app.dash import timeline as module
-from shoal.app.dash.runs import MAX_STORY, Events
 from shoal.cost.score import Score
+from shoal.train.runs import MAX_STORY, Events
 from shoal.train.watch.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("environment")

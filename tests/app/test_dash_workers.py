@@ -11,9 +11,9 @@ pytest.importorskip("fastapi")
 
 from dash_home import KEY, client_of, settings
 
-from shoal.app.dash.upstream import Upstream
 from shoal.app.dash.workers import read
 from shoal.core.errors import ServeError
+from shoal.serve.watch.upstream import Upstream
 
 pytestmark = pytest.mark.usefixtures("environment")
 

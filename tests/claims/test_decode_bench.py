@@ -98,7 +98,7 @@ def test_advice_is_for_every_size_of_batch_and_for_the_model_itself():
 
 
 def test_rows_are_kept_and_drawn(tmp_path, monkeypatch):
-    from shoal.app.commands.bench_decode import _draw, _keep
+    from shoal.claims.bench.decode_methods import drawn, keep_rows
     from shoal.machine.fingerprint import fingerprint
     from shoal.model.drafters.files import fingerprint as target_of
     from shoal.plan.serving.decode_measured import find
@@ -107,16 +107,13 @@ def test_rows_are_kept_and_drawn(tmp_path, monkeypatch):
     place = tmp_path / "target"
     huggingface.write(place, random(CONFIG, 1), None)
     rows = [row(PLAIN, 1, 1.0), row("medusa", 1, 1.6), row("duo", 1, 2.0, None)]
-    _keep(rows, place, str(place), "bf16")
+    keep_rows(rows, place, str(place), "bf16")
     found = find(fingerprint(), target=target_of(place))
     assert found == find(fingerprint(), model=str(place))
     assert [(one.method, one.speedup) for one in found.rows] == [("medusa", 1.6)]
-    for name, some in (("one.svg", rows), ("two.svg", [*rows, *(row(n, 8, 1.0) for n in
+    for name, some in (("one", rows), ("two", [*rows, *(row(n, 8, 1.0) for n in
                        (PLAIN, "medusa", "duo"))])):  # fmt: skip
-        _draw(some, tmp_path / name)
-        assert "medusa" in (tmp_path / name).read_text()
-    with pytest.raises(ConfigError, match=r"ends in \.svg"):
-        _draw(rows, tmp_path / "picture.png")
+        assert "medusa" in drawn(some).render(), name
 
 
 def run(*words):

@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +19,11 @@ if TYPE_CHECKING:
     from shoal.ir import Estimate, Report
 
 __all__ = [
+    "Anyway",
     "Format",
+    "Output",
+    "Quiet",
+    "Sets",
     "TrainingBar",
     "WorkBar",
     "as_json",
@@ -37,6 +43,13 @@ class Format(StrEnum):
     json = "json"
 
 
+# Options of several commands.
+Anyway = Annotated[bool, typer.Option("--anyway", help="Measure on a busy machine too.")]
+Output = Annotated[Format, typer.Option("--output", "-o", help="text or json.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")]
+
+
 def console(*, stderr: bool = False) -> Console:
     """A rich console; plain text when the output is no terminal."""
     from rich.console import Console
@@ -48,8 +61,6 @@ def console(*, stderr: bool = False) -> Console:
 
 def say_if_slower() -> None:
     """Say once that native code is missing; everything runs without it."""
-    import typer
-
     from shoal.core.native import compiler
 
     if compiler() is None:

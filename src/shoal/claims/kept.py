@@ -6,11 +6,13 @@ given, the sources of the code and the versions of libraries. Where one differs,
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from shoal.core.errors import StoreError, require
 from shoal.core.files import write_json
 from shoal.machine.fingerprint import versions
 
-__all__ = ["Kept", "kept"]
+__all__ = ["Kept", "kept", "own_home"]
 
 
 class Kept(NamedTuple):
@@ -98,3 +100,17 @@ def _read(path: Path) -> dict[str, Any]:
         return found
     except ValueError as error:
         raise StoreError(f"{path}: {error}; delete it, and it is made again") from None
+
+
+@contextlib.contextmanager
+def own_home(folder: Path) -> Iterator[None]:
+    """Caches and scores of these runs are not the user's."""
+    before = os.environ.get("SHOAL_HOME")
+    os.environ["SHOAL_HOME"] = str(folder / "home")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SHOAL_HOME"]
+        else:
+            os.environ["SHOAL_HOME"] = before

@@ -82,8 +82,8 @@ def test_workers_of_a_chat(write_model, caller):
 
 @pytest.mark.slow
 def test_views_of_workers(write_model, caller):
-    from shoal.app.dash.upstream import Upstream
     from shoal.app.dash.workers import inspect, read
+    from shoal.serve.watch.upstream import Upstream
 
     decode = {"name": "hogwild", "workers": 2, "rules": "Together:", "early_answer": ""}
     job = ServeJob.model_validate({"model": str(write_model(1024)), "threads": 1, "decode": decode})

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from shoal.app.dash.upstream import Upstream
 from shoal.core.errors import ServeError
 from shoal.ir import Arrival
 from shoal.serve.bench.remote import Remote, replay_remote, served_model
+from shoal.serve.watch.upstream import Upstream
 
 KEY = "key-for-the-first-server-only"
 

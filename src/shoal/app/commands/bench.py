@@ -17,7 +17,7 @@ from shoal.app.commands.bench_shown import (
 )
 from shoal.app.commands.bench_tune import tune
 from shoal.app.commands.jobs import Studied
-from shoal.app.show import Format
+from shoal.app.show import Anyway, Format, Output, Quiet, Sets
 
 if TYPE_CHECKING:
     from shoal.claims.bench.attention.values import Report
@@ -89,7 +89,7 @@ def serve(
         float, typer.Option(help="With --url: seconds after which a request counts as hung.")
     ] = 600.0,
     machine: Annotated[str, typer.Option("--machine", "-m", help="What to plan for.")] = "local",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    set_: Sets = None,
     profile: Annotated[
         float,
         typer.Option(help="Seconds for timing steps before, and at most for a rehearsal.", min=0),
@@ -104,7 +104,7 @@ def serve(
     score: Annotated[
         bool, typer.Option("--score/--no-score", help="Keep the report in the score.")
     ] = True,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
     peers: Annotated[
         bool, typer.Option("--peers", help="Compare with other engines, one at a time, in turns.")
     ] = False,
@@ -119,7 +119,7 @@ def serve(
         list[Path] | None,
         typer.Option(help="A file .json, or .svg of how long clients waited; repeatable."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Serve a workload in real time, predicted before by the simulator.
 
@@ -359,9 +359,7 @@ def kernels(
     quick: Annotated[
         bool, typer.Option("--quick", help="Three rounds, and a quarter of the memory.")
     ] = False,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Measure on a busy machine too.")
-    ] = False,
+    anyway: Anyway = False,
     out: Annotated[
         list[Path] | None,
         typer.Option("--out", "-o", help="A file .json, or .svg of one operator; repeatable."),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Anyway, Format, Output
 
 __all__ = ["activations"]
 
@@ -17,10 +17,8 @@ def activations(
     length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 256,
     path: Annotated[str, typer.Option(help="Directory on the disk.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Three rounds.")] = False,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Measure on a busy machine too.")
-    ] = False,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    anyway: Anyway = False,
+    output: Output = Format.text,
 ) -> None:
     """Compare keeping what the forward pass saves with computing it again and with a disk.
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Anyway, Format, Output
 
 if TYPE_CHECKING:
     from shoal.claims.bench.decode import Row
 
 __all__ = ["decode"]
 
-# Kinds that the zoo trains a drafter of, and others that need none or a second model.
+# What is compared on the mini-model if nothing is named.
 _TRAINED = ("medusa", "falcon", "ppd")
-_DRAFTS = ("draft_model", "easyspec")
 
 
 def decode(
@@ -44,13 +43,11 @@ def decode(
     rounds: Annotated[int, typer.Option(help="Times that all are answered.", min=1)] = 3,
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     threads: Annotated[int, typer.Option(help="Threads; 0 for all cores.", min=0)] = 0,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Measure on a busy machine too.")
-    ] = False,
+    anyway: Anyway = False,
     keep: Annotated[
         bool, typer.Option("--keep/--no-keep", help="Keep the table for plans to cite.")
     ] = True,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
     picture: Annotated[
         Path | None,
         typer.Option(help="Draw speed by tokens a step, or by size of batch, to this .svg file."),
@@ -76,18 +73,25 @@ def decode(
 
     from shoal.app.show import as_json
     from shoal.claims.bench.decode import PLAIN, Bench, compared, held_out_prompts, lively
+    from shoal.claims.bench.decode_methods import check_own, drawn, keep_rows
+    from shoal.core.errors import StoreError, require
+    from shoal.core.files import write_atomic
     from shoal.core.measure import check_quiet, num_cores
     from shoal.train import zoo
+    from shoal.train.zoo.drafters import method_of
 
+    if picture is not None:
+        require(picture.suffix == ".svg", "--picture", picture, expected="a name that ends in .svg")
     sizes = _sizes(batch)
     given = dict(_pair(one, "--drafter") for one in drafter or [])
     others = dict(_pair(one, "--also") for one in also or [])
     for name, directory in others.items():
-        _check_own(name, directory)
+        check_own(name, directory)
     target = Path(model) if model else zoo.trained("shoal-27m", typer.echo)
     wanted = [one.strip() for one in methods.split(",") if one.strip()]
     wanted = wanted or ["ngram", *(_TRAINED if not model else ()), *given]
-    parts = {name: _part(name, target, given) for name in dict.fromkeys([*wanted, *given])}
+    every = dict.fromkeys([*wanted, *given])
+    parts = {name: method_of(name, target, given, typer.echo) for name in every}
     data = None if model else zoo.corpus("shoal-27m")
     # A fifth may go: answers that repeat themselves.
     count = max(prompts, max(sizes) * 5 // 4)
@@ -115,9 +119,10 @@ def decode(
         for row in compared(bench, kept, new_tokens, rounds=rounds, batch=size, loops=loops)
     ]
     if keep:
-        _keep(rows, target, model or "shoal-27m", precision)
+        place = keep_rows(rows, target, model or "shoal-27m", precision)
+        typer.echo(f"kept in {place}, for shoal explain decode and plan serve to cite", err=True)
     if picture is not None:
-        _draw(rows, picture)
+        write_atomic(picture, drawn(rows).render().encode(), error=StoreError)
     if output is Format.json:
         as_json([dataclasses.asdict(row) for row in rows])
         return
@@ -188,128 +193,3 @@ def _pair(text: str, option: str) -> tuple[str, Path]:
     name, mark, directory = text.partition("=")
     require(bool(mark and name and directory), option, text, expected="NAME=DIRECTORY")
     return name, Path(directory)
-
-
-def _check_own(name: str, directory: Path) -> None:
-    """A model that is what it is said to be."""
-    from shoal.claims.bench.decode import OWN
-    from shoal.core.errors import require
-    from shoal.model import huggingface
-
-    require(name in OWN, "--also", name, expected=f"one of {', '.join(OWN)}")
-    config = huggingface.read_config(directory)
-    found = "diffusion" if config.family == "mdlm" else config.architecture.name
-    require(
-        found == name,
-        "--also",
-        f"{name}={directory}",
-        expected=f"a model of {name}; {directory} is {found or 'a plain one'}",
-        hint="docs/how-to/choose-a-decoding.md says how to make one",
-    )
-
-
-def _part(name: str, target: Path, given: dict[str, Path]) -> dict[str, Any]:
-    """The part of kind speculative, its drafter trained if it is not there."""
-    from shoal.core.parts import table as parts_of
-    from shoal.train import zoo
-    from shoal.train.zoo.drafters import drafter, drafters
-
-    parts_of("speculative").load(name, where="--methods")
-    if name in given:
-        return {"name": name, "path": str(given[name])}
-    if name in drafters():
-        return {"name": name, "path": str(drafter(name, target, say=typer.echo))}
-    if name in _DRAFTS:
-        small = "shoal-draft-1m" if name == "draft_model" else "shoal-draft-8l"
-        return {"name": name, "path": str(zoo.trained(small, typer.echo))}
-    return {"name": name}
-
-
-def _keep(rows: Sequence[Row], target: Path, called: str, precision: str) -> None:
-    """Keep what was measured for plans to cite."""
-    import datetime
-
-    from shoal.claims.bench.decode import PLAIN
-    from shoal.machine.fingerprint import fingerprint as machine
-    from shoal.model.drafters.files import fingerprint
-    from shoal.plan.serving.decode_measured import MeasuredRow, MeasuredTable, keep
-
-    today = datetime.date.today().isoformat()
-    place = keep(
-        MeasuredTable(
-            target=fingerprint(target),
-            models=tuple(dict.fromkeys((called, str(target.resolve())))),
-            machine=machine(),
-            precision=precision,
-            rows=tuple(
-                MeasuredRow(
-                    method=row.method,
-                    batch=row.batch,
-                    speedup=row.speedup,
-                    low=row.low,
-                    high=row.high,
-                    tokens_per_step=row.tokens_per_step,
-                    date=today,
-                )
-                for row in rows
-                if row.method != PLAIN and row.agreement is not None
-            ),
-        )
-    )
-    typer.echo(f"kept in {place}, for shoal explain decode and plan serve to cite", err=True)
-
-
-def _draw(rows: Sequence[Row], path: Path) -> None:
-    """Speed over plain decoding: by requests where there are several sizes, else by tokens a step.
-
-    On the line of free guesses no step costs more than plain decoding's.
-    """
-    from shoal.core.errors import StoreError, require
-    from shoal.core.files import write_atomic
-    from shoal.core.svg import Chart, Series
-
-    require(path.suffix == ".svg", "--picture", path, expected="a name that ends in .svg")
-    sizes = sorted({row.batch for row in rows})
-    if len(sizes) > 1:
-        names = dict.fromkeys(row.method for row in rows)
-        chart = Chart(
-            title="Does guessing pay here?",
-            description="Speed over plain decoding by the requests that decode together.",
-            x_label="requests together",
-            y_label="tokens/s over plain decoding",
-            log_x=True,
-            series=[
-                Series(
-                    name,
-                    sizes,
-                    [row.speedup for row in rows if row.method == name],
-                    points=True,
-                )
-                for name in names
-            ],
-            cover_y=(0.0,),
-        )
-    else:
-        most = max(row.tokens_per_step for row in rows)
-        chart = Chart(
-            title="Does guessing pay here?",
-            description="Speed over plain decoding by the tokens of a step. The line is what it "
-            "would be if guesses and the rows that verify them took no time.",
-            x_label="tokens a step",
-            y_label="tokens/s over plain decoding",
-            series=[
-                Series("free guesses", (1.0, most), (1.0, most)),
-                *(
-                    Series(
-                        row.method,
-                        (row.tokens_per_step,),
-                        (row.speedup,),
-                        line=False,
-                        points=True,
-                    )
-                    for row in rows
-                ),
-            ],
-            cover_y=(0.0,),
-        )
-    write_atomic(path, chart.render().encode(), error=StoreError)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Anyway, Format, Output, Quiet, Sets
 from shoal.core.counts import duration
 
+if TYPE_CHECKING:
+    from shoal.plan.tune.protocols import Study
+
 __all__ = ["tune"]
+
+# Engine -> what gives its knobs, and loads it with its workload.
+ENGINES = {
+    "shoal": "shoal.serve.bench.tune:shoal_engine",
+    "transformers": "shoal.claims.bench.serving.generate:transformers_engine",
+}
 
 
 def tune(
@@ -37,18 +46,16 @@ def tune(
     warm: Annotated[
         Path | None, typer.Option(help="A study of another machine: its best are tried first.")
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    set_: Sets = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the job with the best settings, as YAML.")
     ] = None,
     study: Annotated[Path | None, typer.Option(help="Write all trials, as YAML.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the landscape, as HTML.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Measure on a busy machine too.")
-    ] = False,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    anyway: Anyway = False,
+    output: Output = Format.text,
+    quiet: Quiet = False,
 ) -> None:
     """Tune the settings of a serving engine by really serving a workload with them.
 
@@ -69,18 +76,26 @@ def tune(
     import time
 
     from shoal.app.show import WorkBar, as_json
-    from shoal.app.tuning import UNITS, engine_of, knob_of, show, summary
     from shoal.core.config import resolve
     from shoal.core.errors import require
     from shoal.core.files import write_atomic
     from shoal.core.measure import check_quiet
+    from shoal.core.parts import load_object
     from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
     from shoal.plan.tune import TUNERS
+    from shoal.plan.tune.landscape import summary
     from shoal.plan.tune.landscape_page import page
     from shoal.plan.tune.protocols import Study
     from shoal.plan.tune.repeats import Repeats
-    from shoal.plan.tune.serving import GOALS, ServingObjective, job_of, tune_serving
+    from shoal.plan.tune.serving import (
+        GOALS,
+        UNITS,
+        ServingObjective,
+        job_of,
+        knob_of,
+        tune_serving,
+    )
 
     seconds, limit_s = duration(budget, "--budget"), duration(limit, "--limit")
     require(goal in GOALS, "--goal", goal, expected=f"one of {', '.join(GOALS)}")
@@ -95,7 +110,8 @@ def tune(
     chosen = choose(None, None if trace is None else str(trace))
     flags = {"model": model, "workload": chosen and chosen.model_dump(mode="json")}
     job = resolve(ServeJob, flags=flags, sets=set_ or []).value
-    space, load = engine_of(engine, job, dict(knob_of(word) for word in knob or []))
+    require(engine in ENGINES, "--engine", engine, expected=f"one of {', '.join(ENGINES)}")
+    space, load = load_object(ENGINES[engine])(job, dict(knob_of(word) for word in knob or []))
     options = {"starts": min(16, max(4, space.size // 10))} if tuner == "bayes" else {}
     searcher = TUNERS.build({"name": tuner, **options}, where="--tuner")
     repeats = Repeats(width=width)
@@ -134,4 +150,21 @@ def tune(
     if output is Format.json:
         as_json({"goal": goal, "engine": engine, **summary(found)})
     else:
-        show(found, UNITS[goal])
+        _show(found, UNITS[goal])
+
+
+def _show(study: Study, unit: str) -> None:
+    """Print tables."""
+    from shoal.app.show import console, table
+    from shoal.plan.tune.landscape_page import tables
+
+    best = study.best
+    for one in tables(study, unit):
+        if one.rows:
+            table(one.title, one.columns, one.rows[:8])
+    failed = len(study.trials) - len(study.feasible)
+    spelt = ", ".join(f"{name}={value}" for name, value in best.config.items())
+    console().print(
+        f"{len(study.trials)} of {study.space.size} configurations tried, {failed} failed; "
+        f"the best reaches {best.value:.4g} {unit}: {spelt}"
+    )

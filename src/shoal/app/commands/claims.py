@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Format, Output
 
 if TYPE_CHECKING:
     from shoal.claims.run import Result
@@ -21,7 +21,7 @@ app = typer.Typer(help="Check the papers' claims on this machine.", no_args_is_h
 def list_(
     room: Annotated[str | None, typer.Option(help="Only this room.")] = None,
     status: Annotated[str | None, typer.Option(help="Only this status.")] = None,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """List all papers of the catalogue with status, evidence, threshold and measurement.
 

@@ -54,10 +54,10 @@ def dash(
     import_extra("fastapi", extra="run", purpose="the dashboard")
     from shoal.app.dash.app import Settings, create_app
     from shoal.app.dash.guard import Access, host_names
-    from shoal.app.dash.upstream import Upstream
     from shoal.core.logs import log_to_stderr
     from shoal.serve.http.accept import BoundedServer
     from shoal.serve.http.limits import HttpLimits
+    from shoal.serve.watch.upstream import Upstream
 
     for folder in runs or ():
         require(folder.is_dir(), "--runs", str(folder), expected="a directory that exists")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Format, Output
 
 __all__ = ["doctor"]
 
 
 def doctor(
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """Check what Shoal needs on this machine; exit 1 when something must be fixed.
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from shoal.app.commands.jobs import option
 from shoal.app.show import Format, WorkBar, as_json, show, table
 
 __all__ = ["Parts", "app", "explained"]
@@ -226,27 +227,19 @@ def _study_command(name: str) -> Callable[..., None]:
     parameters = [_parameter(field, hints[field.name], told, subject) for field in fields]
     needed = getattr(cls, "machine", "local")
     if needed is not None:
-        parameters.append(_option("machine", str | None, needed or None, "What it is for.", "-m"))
+        parameters.append(
+            option("machine", str | None, needed or None, "What it is for.", "--machine", "-m")
+        )
     parameters += [
-        _option("picture", Path | None, None, "Draw it into this file."),
-        _option("out", Path | None, None, "Directory for its files."),
-        _option("output", Format, Format.text, "text or json.", "-o"),
+        option("picture", Path | None, None, "Draw it into this file."),
+        option("out", Path | None, None, "Directory for its files."),
+        option("output", Format, Format.text, "text or json.", "--output", "-o"),
     ]
     parameters.sort(key=lambda one: one.kind)
     command.__doc__ = _prose(cls)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
-
-
-def _option(name: str, annotation: Any, default: Any, text: str, *more: str) -> inspect.Parameter:
-    words = (f"--{name.replace('_', '-')}", *more)
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[annotation, typer.Option(*words, help=text)],
-    )
 
 
 def _parameter(
@@ -273,8 +266,8 @@ def _parameter(
     default = _default_of(field)
     text += f" [default: {default}]" if default and default != "none" else ""
     if hint == tuple[str, ...]:
-        return _option(field.name, list[str] | None, None, text + " Repeatable.")
-    return _option(field.name, str | None, None, text)
+        return option(field.name, list[str] | None, None, text + " Repeatable.")
+    return option(field.name, str | None, None, text)
 
 
 def _value(name: str, hint: Any, given: Any) -> Any:

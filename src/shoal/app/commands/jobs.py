@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from shoal.core.config import Resolved
     from shoal.ir import Job, JobKind, Plan, Report
 
-__all__ = ["Kinds", "PlanKinds", "Studied", "app", "same_kind", "show_job_plans", "show_report"]
+__all__ = [
+    "Kinds",
+    "PlanKinds",
+    "Studied",
+    "app",
+    "continuable",
+    "option",
+    "same_kind",
+    "show_job_plans",
+    "show_report",
+]
 
 
 class Studied(TyperGroup):
@@ -101,7 +111,8 @@ def _group() -> None:
     """Run a job of any kind: plan it, do it, report prediction beside measurement."""
 
 
-def _option(name: str, annotation: Any, default: Any, text: str, *words: str) -> inspect.Parameter:
+def option(name: str, annotation: Any, default: Any, text: str, *words: str) -> inspect.Parameter:
+    """A keyword whose words on the command line are ``words``, or follow from its name."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -122,7 +133,7 @@ def _command(
             str | None, typer.Argument(help=f"The job's {kind.subject}, or a job in YAML.")
         ],
     )
-    flags = [_option(flag.name, str | None, None, flag.help) for flag in kind.flags]
+    flags = [option(flag.name, str | None, None, flag.help) for flag in kind.flags]
 
     def command(**given: Any) -> None:
         do(**given)
@@ -134,11 +145,11 @@ def _command(
     return command
 
 
-_MACHINE = _option(
+_MACHINE = option(
     "machine", str, "local", "local, 16xH100, 8xA100@IB200, or a file.", "--machine", "-m"
 )
-_SET = _option("set_", list[str] | None, None, "path=value, over everything else.", "--set")
-_OUTPUT = _option("output", Format, Format.text, "text or json.", "--output", "-o")
+_SET = option("set_", list[str] | None, None, "path=value, over everything else.", "--set")
+_OUTPUT = option("output", Format, Format.text, "text or json.", "--output", "-o")
 
 
 def plan_command(name: str, kind: JobKind) -> Callable[..., None]:
@@ -169,8 +180,8 @@ def plan_command(name: str, kind: JobKind) -> Callable[..., None]:
     options = [
         _MACHINE,
         _SET,
-        _option("top", int, 5, "Plans to show."),
-        _option("out", Path | None, None, "Save the best plan."),
+        option("top", int, 5, "Plans to show."),
+        option("out", Path | None, None, "Save the best plan."),
         _OUTPUT,
     ]
     text = f"""Predict what it costs to {kind.summary}; nothing runs.
@@ -221,19 +232,22 @@ def run_command(name: str, kind: JobKind) -> Callable[..., None]:
             _show_plan(kind, chosen, output)
             return
         say_if_slower()
-        with _continuable(name, directory), TrainingBar(quiet=quiet, before=name) as bar:
+        with (
+            continuable(f"run {name}", directory),
+            TrainingBar(quiet=quiet, before=name) as bar,
+        ):
             report = kind.run(chosen, directory, resume=resume, watch=bar, anyway=anyway)
         show_report(report, directory, output)
 
     options = [
-        _option("plan", Path | None, None, "Run this plan of shoal plan --out."),
-        _option("directory", Path | None, None, "Where it runs; runs/NAME if not given.", "--dir"),
+        option("plan", Path | None, None, "Run this plan of shoal plan --out."),
+        option("directory", Path | None, None, "Where it runs; runs/NAME if not given.", "--dir"),
         _MACHINE,
         _SET,
-        _option("resume", bool, False, "Go on with the run that lies there.", "--resume"),
-        _option("dry_run", bool, False, "Show job and plan; run nothing.", "--dry-run"),
-        _option("anyway", bool, False, "Run here what is planned for another device.", "--anyway"),
-        _option("quiet", bool, False, "Print the result only.", "--quiet", "-q"),
+        option("resume", bool, False, "Go on with the run that lies there.", "--resume"),
+        option("dry_run", bool, False, "Show job and plan; run nothing.", "--dry-run"),
+        option("anyway", bool, False, "Run here what is planned for another device.", "--anyway"),
+        option("quiet", bool, False, "Print the result only.", "--quiet", "-q"),
         _OUTPUT,
     ]
     text = f"""Plan and {kind.summary}; report prediction beside measurement.
@@ -319,13 +333,13 @@ def _saved(name: str, kind: JobKind, path: Path) -> Plan[Any]:
 
 
 @contextlib.contextmanager
-def _continuable(name: str, directory: Path) -> Iterator[None]:
-    """Say how a run goes on that a signal has stopped."""
+def continuable(command: str, directory: Path, more: str = "") -> Iterator[None]:
+    """Say how a run goes on that a signal has stopped; ``more`` are other words of its command."""
     try:
         yield
     except KeyboardInterrupt:
         if (directory / "plan.yaml").exists():
-            typer.echo(f"continue with: shoal run {name} --dir {directory} --resume", err=True)
+            typer.echo(f"continue with: shoal {command} --dir {directory} --resume{more}", err=True)
         raise
 
 

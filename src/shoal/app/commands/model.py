@@ -11,7 +11,7 @@ from shoal.app.commands.model_kv import kv
 from shoal.app.commands.model_mini import mini
 from shoal.app.commands.model_routers import routers
 from shoal.app.commands.model_saves import inspect, stalls, timeline
-from shoal.app.show import Format
+from shoal.app.show import Format, Output
 
 __all__ = ["app"]
 
@@ -28,7 +28,7 @@ def ls(
         str,
         typer.Argument(help="A run, a checkpoint or a Hugging Face model; or a store's address."),
     ],
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """List the tensors of a directory.
 
@@ -167,7 +167,7 @@ def diff(
         bool, typer.Option("--weights", help="Leave out the optimizer's state.")
     ] = False,
     all_: Annotated[bool, typer.Option("--all", help="List equal tensors, too.")] = False,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """Compare names, shapes, dtypes and values, across formats; exit 1 when they differ.
 
@@ -251,7 +251,7 @@ def quantize(
         ),
     ] = 0.0,
     timing: Annotated[bool, typer.Option(help="Decode with both models in turn.")] = True,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """Store the matrices of a model in few bits, and say what that costs.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Format, Output
 
 __all__ = ["kv"]
 
@@ -42,7 +42,7 @@ def kv(
     picture: Annotated[
         Path | None, typer.Option(help="SVG file for the sizes of all key channels.")
     ] = None,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """Say what each format of the key/value cache takes and loses, channels sorted or not.
 

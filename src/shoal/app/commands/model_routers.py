@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Format, Output
 
 __all__ = ["routers"]
 
@@ -28,7 +28,7 @@ def routers(
         typer.Option(help="Text, a file or a directory; Python's standard library otherwise."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of the text, and of samples.")] = 0,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """Train the routers of a model, all else frozen, and measure what each share of it takes.
 

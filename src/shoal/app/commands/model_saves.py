@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Format, Output
 
 if TYPE_CHECKING:
     from shoal.checkpoint.history import Told
 
 __all__ = ["inspect", "stalls", "timeline"]
 
-_Output = Annotated[Format, typer.Option("--output", "-o", help="text or json.")]
+_Output = Output
 _Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
 _Svg = Annotated[Path | None, typer.Option("--svg", help="Write the picture here as well.")]
 

@@ -11,7 +11,7 @@ import typer
 from shoal.app.commands.jobs import PlanKinds, same_kind
 from shoal.app.commands.plan_fit import show_fit, show_ways
 from shoal.app.emitting import write_emitted
-from shoal.app.show import Format
+from shoal.app.show import Format, Output, Sets
 from shoal.core.counts import count
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def train(
             "none,zero_infinity,ssdtrain."
         ),
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    set_: Sets = None,
     top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
     fit: Annotated[
         bool, typer.Option("--fit", help="Only say whether it fits, and what would help.")
@@ -85,7 +85,7 @@ def train(
     emit_dir: Annotated[
         Path | None, typer.Option(help="Where to; launch-ENGINE if not given.")
     ] = None,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """Rank the ways to train a model on a machine; nothing runs and no torch is needed.
 
@@ -256,7 +256,7 @@ def serve(
         typer.Option(help="Directory of a drafter or draft model that may guess; again for more."),
     ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="path=value of the job.")] = None,
+    set_: Sets = None,
     compare: Annotated[
         bool, typer.Option(help="Rank the other parts that could serve it beside it.")
     ] = True,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Format, Output
 
 if TYPE_CHECKING:
     from shoal.ir import Machine
@@ -35,7 +35,7 @@ def probe(
         list[str] | None, typer.Option(help="Give twice: show two machines side by side.")
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the roofline as SVG.")] = None,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
     budget: Annotated[float, typer.Option(help="Of gemm: seconds of the sweep.")] = 180.0,
     watts: Annotated[
         float, typer.Option(help="Of gemm: draw of this host under load, if it has no counters.")

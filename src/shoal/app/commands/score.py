@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.app.show import Format
+from shoal.app.show import Format, Output
 
 if TYPE_CHECKING:
     from shoal.cost.imports.measure import Measured
@@ -18,7 +18,7 @@ __all__ = ["score"]
 
 
 def score(
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
     last: Annotated[int, typer.Option(help="Newest rows to show.")] = 20,
     import_: Annotated[
         Path | None,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.app.commands.jobs import same_kind, show_report
-from shoal.app.show import Format, say_if_slower
+from shoal.app.commands.jobs import continuable, same_kind, show_report
+from shoal.app.show import Format, Output, Quiet, say_if_slower
 
 if TYPE_CHECKING:
     from shoal.core.config import Resolved
@@ -129,7 +127,7 @@ def train(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of a job, for editors.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    quiet: Quiet = False,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Run a plan made for GPUs on this CPU; not scored.")
     ] = False,
@@ -189,7 +187,7 @@ def train(
         for flag, value in unknown.items():
             if value is not None:
                 raise ConfigError(f"{flag} with --launch {launch}: leave {flag} out")
-        again = _continuable(directory, f" --launch {launch}")
+        again = continuable("train", directory, f" --launch {launch}")
         with again, TrainingBar(quiet=quiet) as bar:
             report = starter.run(
                 chosen, directory, resume=resume, start=start, restarts=restarts, watch=bar
@@ -217,7 +215,7 @@ def train(
     from shoal.train.run import execute
 
     say_if_slower()
-    with _continuable(directory), TrainingBar(quiet=quiet) as bar:
+    with continuable("train", directory), TrainingBar(quiet=quiet) as bar:
         report = execute(
             chosen,
             directory,
@@ -230,17 +228,6 @@ def train(
             anyway=anyway,
         )
     show_report(report, directory)
-
-
-@contextlib.contextmanager
-def _continuable(directory: Path, more: str = "") -> Iterator[None]:
-    """Say how a run goes on that a signal has stopped; ``more`` are other words of its command."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if (directory / "plan.yaml").exists():
-            typer.echo(f"continue with: shoal train --dir {directory} --resume{more}", err=True)
-        raise
 
 
 def _run_robust(
@@ -257,7 +244,7 @@ def _run_robust(
     from shoal.app.show import TrainingBar
     from shoal.train.watch.robust import Robust, execute_robust
 
-    with _continuable(directory), TrainingBar(quiet=quiet) as bar:
+    with continuable("train", directory), TrainingBar(quiet=quiet) as bar:
         report = execute_robust(
             plan,
             directory,
@@ -296,7 +283,7 @@ def diagnose(
     locator: Annotated[
         list[str] | None, typer.Option(help="Ask these; c4d and megascale by default.")
     ] = None,
-    output: Annotated[Format, typer.Option("--output", "-o", help="text or json.")] = Format.text,
+    output: Output = Format.text,
 ) -> None:
     """Say who was slow and who hung; write a heat map and a trace for Perfetto.
 

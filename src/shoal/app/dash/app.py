@@ -23,15 +23,15 @@ from shoal.app.dash import views
 from shoal.app.dash.explore import explore
 from shoal.app.dash.goodput import Searches, show
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
-from shoal.app.dash.runs import FILES, Found, Runs, open_inside
 from shoal.app.dash.timeline import timeline
-from shoal.app.dash.upstream import Piece, Upstream
-from shoal.app.dash.watch import Watch
 from shoal.app.dash.workers import inspect
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import render_index, render_row
 from shoal.core.errors import ConfigError, ServeError, ShoalError, StoreError
 from shoal.core.web import Link, Site
+from shoal.serve.watch.moments import Watch
+from shoal.serve.watch.upstream import Piece, Upstream
+from shoal.train.runs import FILES, Found, Runs, open_inside
 
 __all__ = ["Settings", "create_app"]
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.app.dash.kept import memory_by_tier
-from shoal.app.dash.runs import Events, number
-from shoal.app.dash.watch import WINDOW_S, Moment
 from shoal.core.errors import MachineError
 from shoal.core.svg import Band, Chart, Series
 from shoal.cost.score import Row
 from shoal.ir import Machine, Plan, predictions
 from shoal.machine.roofline import attainable, ridge
+from shoal.serve.watch.moments import WINDOW_S, Moment
+from shoal.train.kept import memory_by_tier
+from shoal.train.runs import Events, number
 
 __all__ = ["of_machine", "of_run", "of_score", "of_server"]
 

@@ -17,8 +17,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 from shoal.app.dash.explore import check_machine
-from shoal.app.dash.scrape import share_below
-from shoal.app.dash.watch import Watch
 from shoal.core.config import resolve
 from shoal.core.errors import ConfigError, PlanError, ShoalError, require
 from shoal.core.svg import Series
@@ -28,6 +26,8 @@ from shoal.machine import described
 from shoal.plan.serving.disagg import GoodputReport, plan_goodput
 from shoal.plan.serving.goodput import Slo, replicas
 from shoal.plan.serving.plans import sharded_costs
+from shoal.serve.watch.moments import Watch
+from shoal.serve.watch.scrape import share_below
 
 __all__ = ["FAMILIES", "Measured", "Searches", "measured", "show"]
 

@@ -1,6 +1,6 @@
 """The timeline of a run: its starts on their places, and what its ranks did in one of them.
 
-Two sources, both bounded: the events, of which :class:`~shoal.app.dash.runs.Events` keeps the
+Two sources, both bounded: the events, of which :class:`~shoal.train.runs.Events` keeps the
 newest that say how the run went, and the flights of the ranks, rings of a fixed size.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from shoal.app.dash.lanes import Lanes, Places, Span, Stay
-from shoal.app.dash.runs import Events, Found, number, open_inside
 from shoal.core.errors import ShoalError
 from shoal.core.parts import table
 from shoal.train.layout import RunDir
+from shoal.train.runs import Events, Found, number, open_inside
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.protocols import Fault
 from shoal.train.watch.recorder import COMPUTE, Flight, read

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
 from shoal.app.dash import charts
-from shoal.app.dash.kept import checkpoints, heat_of, stalls_of
-from shoal.app.dash.runs import FILES, Events, Found, Runs, number, open_inside
-from shoal.app.dash.watch import WINDOW_S, Watch
 from shoal.checkpoint.history import slowest
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import Places, facets
@@ -26,6 +23,9 @@ from shoal.cost.score import ErrorSummary, summarise
 from shoal.ir import Machine, Plan, Quantity, Report, compared, kind_of, quantities
 from shoal.machine.described import load, names
 from shoal.plan.saved import read_plan
+from shoal.serve.watch.moments import WINDOW_S, Watch
+from shoal.train.kept import checkpoints, heat_of, stalls_of
+from shoal.train.runs import FILES, Events, Found, Runs, number, open_inside
 
 if TYPE_CHECKING:
     from shoal.app.dash.app import Settings

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from shoal.app.dash.upstream import Upstream
 from shoal.core.errors import ServeError
+from shoal.serve.watch.upstream import Upstream
 
 __all__ = ["Block", "Row", "Session", "inspect", "read"]
 

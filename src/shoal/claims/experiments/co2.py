@@ -37,7 +37,7 @@ _RANKS = "shoal.claims.experiments.co2_ranks"
 # What the losses depend on.
 _CODE = (
     *("core", "ir", "kernel", "memory", "model", "parallel", "train"),
-    *("claims/experiments/co2_ranks.py", "claims/experiments/arch_training.py"),
+    *("claims/lab", "claims/experiments/co2_ranks.py", "claims/experiments/arch_training.py"),
 )
 _TIMED = ("over_summed", "over_local_sgd", "not_exposed", "kept")
 # What is timed in a row.

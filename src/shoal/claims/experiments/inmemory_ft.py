@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.kept import own_home
 from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
 from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
@@ -267,7 +268,7 @@ class InMemoryFT(BaseClaim):
             else:
                 supervisor.processes[rank].kill()
 
-        with _own_home(context.work_dir), _hosts() as hosts:
+        with own_home(context.work_dir), _hosts() as hosts:
             context.progress("a run without faults", 0.05)
             execute(_plan(context, steps, None), right, hosts=hosts)
             context.progress("trainers and nodes are killed", 0.15)
@@ -320,7 +321,7 @@ class InMemoryFT(BaseClaim):
         steps = WARM + len(MODES) * _CYCLES * self.samples
         plan = _plan(context, steps, "xor", seq_len=256, global_batch=16)
         directory = RunDir(context.work_dir / "times")
-        with _own_home(context.work_dir), _hosts() as hosts:
+        with own_home(context.work_dir), _hosts() as hosts:
             prepare_run(plan, directory, resume=False)
             with MemoryLevel(plan.job, directory, None, hosts) as level:
                 supervisor = Supervisor(
@@ -512,17 +513,3 @@ def _hosts() -> Iterator[Any]:
         return
     with emulate(_WORLD, bandwidth=_BANDWIDTH) as network:
         yield Hosts(network, 1)
-
-
-@contextlib.contextmanager
-def _own_home(folder: Path) -> Iterator[None]:
-    """Caches and scores of these runs are not the user's."""
-    before = os.environ.get("SHOAL_HOME")
-    os.environ["SHOAL_HOME"] = str(folder / "home")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["SHOAL_HOME"]
-        else:
-            os.environ["SHOAL_HOME"] = before

@@ -20,14 +20,14 @@ import random
 import signal
 import statistics
 import sysconfig
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
 from shoal.claims.experiments.c4 import longest_waiter
+from shoal.claims.kept import own_home
 from shoal.claims.lab.bootstrap import bootstrap, groups_of
 from shoal.claims.lab.overlap_ladder import ladder
 from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
@@ -224,7 +224,7 @@ class MegaScaleClaim(BaseClaim):
         alarms = 0
         told: list[JsonValue] = []
         restarts: list[float] = []
-        with _own_home(context.work_dir):
+        with own_home(context.work_dir):
             clean = context.work_dir / "clean"
             context.progress("a run without faults", 0.0)
             rest = max(0, self.clean_steps - steps)
@@ -372,20 +372,6 @@ def _killer(plan: Mapping[int, tuple[str, int]]) -> Any:
                 os.kill(supervisor.processes[place].pid, signal.SIGKILL)
 
     return inject
-
-
-@contextmanager
-def _own_home(folder: Path) -> Iterator[None]:
-    """Caches and scores of these runs are not the user's."""
-    before = os.environ.get("SHOAL_HOME")
-    os.environ["SHOAL_HOME"] = str(folder / "home")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["SHOAL_HOME"]
-        else:
-            os.environ["SHOAL_HOME"] = before
 
 
 def _events(run: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from shoal.core.errors import PlanError, require
 from shoal.cost.gemm.forest import fit_forest
 from shoal.plan.tune.protocols import Setting, Space, Study
 
-__all__ = ["Landscape", "Turn", "transfer_gain"]
+__all__ = ["Landscape", "Turn", "summary", "transfer_gain"]
 
 Row = tuple[int, ...]
 
@@ -254,3 +255,19 @@ def transfer_gain(home: Landscape, away: Landscape) -> list[float]:
         tuned = int(here[:, others].mean(axis=1).argmax())
         gains.append(math.exp(here[tuned, turn] - here[moved, turn]) - 1)
     return gains
+
+
+def summary(study: Study) -> dict[str, Any]:
+    """What was found, for other programs."""
+    land = Landscape.of(study)
+    return {
+        "best": study.best.model_dump(mode="json"),
+        "configurations": study.space.size,
+        "best_over_worst": land.ratio,
+        "noise": land.noise[0] if land.noise[1] else None,
+        "peaks": land.peaks(),
+        "turns": [
+            {"knob": turn.axis, "config": turn.config, "peak": turn.peak} for turn in land.turns()
+        ],
+        "trials": [trial.model_dump(mode="json", exclude_none=True) for trial in study.trials],
+    }

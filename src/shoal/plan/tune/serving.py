@@ -34,11 +34,13 @@ from shoal.plan.tune.repeats import Repeats
 __all__ = [
     "GOALS",
     "KNOBS",
+    "UNITS",
     "Goal",
     "Measure",
     "Sample",
     "ServingObjective",
     "job_of",
+    "knob_of",
     "serving_space",
     "tune_serving",
 ]
@@ -49,6 +51,8 @@ GOALS: dict[str, str] = {
     "latency": "1 / s in which 95 % of the answers end, requests sent at their times",
     "ttft": "1 / s in which 95 % of the first tokens come, requests sent at their times",
 }
+# Of what a goal is measured in.
+UNITS = {"throughput": "tokens/s", "latency": "1/s", "ttft": "1/s"}
 
 # Knob -> (what it is of a job, values that are tried when nobody says which).
 KNOBS: dict[str, tuple[str, tuple[Setting, ...]]] = {
@@ -62,6 +66,26 @@ KNOBS: dict[str, tuple[str, tuple[Setting, ...]]] = {
     "weights": ("format of the matrices, such as plain or int4-g128", ()),
     "exact": ("the same bits whoever runs beside", ()),
 }
+
+
+def knob_of(word: str) -> tuple[str, tuple[Setting, ...]]:
+    """A knob and its values, as ``--knob`` has them.
+
+    Raises:
+        ConfigError: it is not ``knob=value[,value...]``.
+    """
+    name, separator, text = word.partition("=")
+    values = [value.strip() for value in text.split(",")]
+    require(
+        bool(separator and name and all(values)),
+        "--knob",
+        word,
+        expected="knob=value[,value...], such as max_running=4,8",
+    )
+    named: dict[str, Setting] = {"true": True, "false": False}
+    return name, tuple(
+        int(value) if value.isdigit() else named.get(value.lower(), value) for value in values
+    )
 
 
 def serving_space(given: Mapping[str, Sequence[Setting]] | None = None) -> Space:

@@ -18,9 +18,10 @@ import torch
 from shoal.core.errors import ConfigError, RankError, ServeError
 from shoal.core.pool.local import LocalActor
 from shoal.cost.serving.simulator import Served
-from shoal.ir import Arrival, Output, ServeJob
-from shoal.plan.tune.protocols import Config
-from shoal.plan.tune.serving import Measure, Sample, job_of
+from shoal.ir import Arrival, ModelShape, Output, ServeJob
+from shoal.plan.serving.plans import arrivals_of
+from shoal.plan.tune.protocols import Config, Setting, Space
+from shoal.plan.tune.serving import Measure, Sample, job_of, serving_space
 from shoal.serve.bench.replay import replay, weights_of
 from shoal.serve.engine.build import engine_of
 
@@ -28,7 +29,16 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.engine.loop import Engine
 
-__all__ = ["MeasureProcess", "ShoalRunner", "failure", "quantiles", "sample_of"]
+__all__ = [
+    "MeasureProcess",
+    "ShoalRunner",
+    "Start",
+    "failure",
+    "quantiles",
+    "sample_of",
+    "shoal_engine",
+    "workload_of",
+]
 
 # Knobs that change the model itself, not only the engine around it.
 _OF_MODEL = ("precision", "weights", "exact")
@@ -208,3 +218,35 @@ def sample_of(served: Sequence[Served], *, memory_bytes: float) -> Sample:
         memory_bytes=memory_bytes,
         seconds=total,
     )
+
+
+# Requests of a workload that is made up.
+_REQUESTS = 32
+
+Start = Callable[[int | None], tuple[MeasureProcess, Sequence[Arrival]]]
+"""Loads an engine, and so many requests of its workload."""
+
+
+def workload_of(job: ServeJob, shape: ModelShape, requests: int | None) -> list[Arrival]:
+    """The requests to serve; a trace has its own number of them."""
+    few = None if job.workload.name == "trace" else _REQUESTS
+    return arrivals_of(job, shape, count=requests or few)
+
+
+def shoal_engine(job: ServeJob, given: Mapping[str, Sequence[Setting]]) -> tuple[Space, Start]:
+    """The knobs of this engine, and what loads it and its workload.
+
+    Args:
+        job: model and workload, and what the knobs do not say.
+        given: values of knobs.
+
+    Raises:
+        ConfigError: a knob that there is not.
+    """
+
+    def start(requests: int | None) -> tuple[MeasureProcess, Sequence[Arrival]]:
+        model, _ = weights_of(job)
+        workload = workload_of(job, model.config.shape(), requests)
+        return MeasureProcess(make=ShoalRunner, arguments={"job": job}), workload
+
+    return serving_space(given), start

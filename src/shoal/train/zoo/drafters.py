@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ModelError, nearest
 from shoal.core.files import shoal_home, write_json
-from shoal.core.parts import Choice
+from shoal.core.parts import Choice, table
 from shoal.ir import DrafterJob, Machine
 from shoal.train.zoo.places import kept
 
-__all__ = ["drafter", "drafter_recipe", "drafters"]
+__all__ = ["drafter", "drafter_recipe", "drafters", "method_of"]
 
 # Tokens of text.
 _TEXT = 300_000
@@ -31,6 +31,8 @@ _RECIPES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "ppd": ({}, 400_000, {}),
     "dovetail": ({}, 1_000_000, {}),
 }
+# Ways to guess whose draft model is one of the zoo.
+_DRAFTS = {"draft_model": "shoal-draft-1m", "easyspec": "shoal-draft-8l"}
 
 
 def drafters() -> tuple[str, ...]:
@@ -133,3 +135,26 @@ def drafter(
         return run_dir / "drafter"
 
     return kept(place, "drafter.json", make, say)
+
+
+def method_of(
+    name: str, target: Path, given: Mapping[str, Path], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The part of kind ``speculative``, its drafter trained if it is not there.
+
+    Args:
+        name: of the part.
+        target: directory of the model that it drafts for.
+        given: name -> directory of drafters that are there.
+        say: told what is trained.
+    """
+    from shoal.train import zoo
+
+    table("speculative").load(name, where="--methods")
+    if name in given:
+        return {"name": name, "path": str(given[name])}
+    if name in _RECIPES:
+        return {"name": name, "path": str(drafter(name, target, say=say))}
+    if name in _DRAFTS:
+        return {"name": name, "path": str(zoo.trained(_DRAFTS[name], say))}
+    return {"name": name}

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.core.errors import ServeError, UnknownKeyError, nearest
 from shoal.core.extras import import_extra
 from shoal.cost.serving.simulator import Served
-from shoal.ir import Arrival
+from shoal.ir import Arrival, ServeJob
+from shoal.model import huggingface
 from shoal.plan.tune.protocols import Axis, Config, Setting, Space
 from shoal.plan.tune.serving import Sample
-from shoal.serve.bench.tune import failure, sample_of
+from shoal.serve.bench.tune import MeasureProcess, Start, failure, sample_of, workload_of
 
-__all__ = ["PADDINGS", "GenerateRunner", "generate_space"]
+__all__ = ["PADDINGS", "GenerateRunner", "generate_space", "transformers_engine"]
 
 PADDINGS = ("longest", "sorted", "full")
 
@@ -130,3 +133,37 @@ class GenerateRunner:
         token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head
         size = len(some) * out.shape[1] * token * next(self.model.parameters()).element_size()
         return out.shape[1] - width, size
+
+
+def transformers_engine(
+    job: ServeJob, given: Mapping[str, Sequence[Setting]]
+) -> tuple[Space, Start]:
+    """The knobs of ``generate``, and what loads it and its workload.
+
+    Args:
+        job: model and workload.
+        given: values of knobs.
+
+    Raises:
+        ConfigError: a knob that there is not.
+    """
+    known = ("batch", "padding")
+    for name in given:
+        if name not in known:
+            raise UnknownKeyError(
+                f"tune.{name}: no such knob of transformers; expected one of {', '.join(known)}; "
+                + nearest(name, known)
+            )
+    values = {"paddings": given.get("padding", PADDINGS)}
+    if "batch" in given:
+        values["batches"] = given["batch"]
+
+    def start(requests: int | None) -> tuple[MeasureProcess, Sequence[Arrival]]:
+        if not Path(job.model, "config.json").is_file():
+            raise ServeError(f"model = {job.model!r}: transformers needs a Hugging Face directory")
+        shape = huggingface.read_config(Path(job.model)).shape()
+        options = {"directory": job.model, "threads": job.threads}
+        runner = MeasureProcess(make=GenerateRunner.load, arguments=options)
+        return runner, workload_of(job, shape, requests)
+
+    return generate_space(**values), start

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.app.dash.scrape import Scrape
 from shoal.core.errors import ServeError, require
+from shoal.serve.watch.scrape import Scrape
 
 __all__ = ["Health", "Piece", "Token", "Upstream"]
 

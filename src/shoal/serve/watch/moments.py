@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shoal.app.dash.scrape import Scrape, quantile
-from shoal.app.dash.upstream import Health, Upstream
+from shoal.serve.watch.scrape import Scrape, quantile
+from shoal.serve.watch.upstream import Health, Upstream
 
 __all__ = ["WINDOW_S", "Moment", "Watch"]
 

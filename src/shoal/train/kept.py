@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.app.dash.runs import Events, number
 from shoal.checkpoint.branches import branches, place_of
 from shoal.checkpoint.history import Told, heat_map, stalls
 from shoal.checkpoint.index import INDEX_NAME
@@ -18,6 +17,7 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.core.svg import Chart, Series
 from shoal.core.svg_rows import Bars, HeatMap
+from shoal.train.runs import Events, number
 
 __all__ = ["Save", "checkpoints", "heat_of", "memory_by_tier", "stalls_of"]
 
