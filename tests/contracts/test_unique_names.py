@@ -1,4 +1,4 @@
-"""No new public class has the name of another one; those that have are listed with a better name."""
+"""No new public class has a name that is taken; those that have are listed with a better one."""
 
 from __future__ import annotations
 
