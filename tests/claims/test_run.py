@@ -255,6 +255,7 @@ def test_catalogue_has_every_system_once() -> None:
         39: "infinite_llm",
         40: "distserve",
         41: "gemm_forest",
+        47: "fasterpam",
         48: "dissect",
         51: "deep_optimizer_states",
         53: "single_path",

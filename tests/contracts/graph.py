@@ -19,7 +19,6 @@ from pathlib import Path
 import shoal
 from shoal.core.parts import KINDS, table
 
-from .conftest import PROTOCOLS
 
 SOURCE = Path(shoal.__file__).parent
 NAMED = re.compile(r"(shoal(?:\.\w+)*)(?::([\w.]+))?")
@@ -112,7 +111,7 @@ def leads_to(place: str) -> frozenset[str]:
     """What a module or a kind names. The list of all kinds names every table and chooses none."""
     if place.startswith("kind:"):
         kind = place.removeprefix("kind:")
-        named = (PROTOCOLS[kind], *table(kind).values())
+        named = (table(kind).protocol, *table(kind).values())
         return frozenset(one.partition(":")[0] for one in named)
     found = frozenset(to for _, to in edges(place))
     if place == "shoal.core.parts":

@@ -108,7 +108,7 @@ def _words(node: ast.expr) -> Iterator[str]:
 
 def _is_meter(node: ast.expr) -> bool:
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    return name in ("meter", "_meter")
+    return name in ("meter", "_meter", "run", "_run")
 
 
 def test_every_event_counter_and_tag_is_documented() -> None:

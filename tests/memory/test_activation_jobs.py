@@ -99,5 +99,5 @@ def test_a_job_is_the_same(changes, tmp_path):
 
 
 def test_compiled_code_keeps_what_it_saves():
-    with pytest.raises(PlanError, match=r"activation = 'ssdtrain': expected keep with compile"):
+    with pytest.raises(PlanError, match=r"activation = ssdtrain: expected keep with compile"):
         check_split(job(activation="ssdtrain", compile=True), MODEL.shape())

@@ -143,7 +143,7 @@ def test_tiles_are_saved_as_what_they_are_cut_from(tmp_path):
         ({}, {"compile": True}, "use compile: false"),
         ({}, {"optimizer": "muon"}, "optimizer muon looks at several elements"),
         ({}, {"optimizer": "lamb"}, "optimizer lamb looks at several elements"),
-        ({}, {"parallel": {"pp": 2, "schedule": "zb_h1"}}, "no offload with schedule zb_h1"),
+        ({}, {"parallel": {"pp": 2, "schedule": "zb_h1"}}, "expected nothing with schedule zb_h1"),
         ({"tiling": "auto"}, {"parallel": {"tp": 2}}, "use tiling: none"),
         ({"device_budget": "1 meter"}, {}, "1 meter' is no size"),
         ({"device_budget": 12}, {}, "device_budget = 12: expected at least 1MiB"),

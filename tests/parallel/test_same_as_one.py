@@ -165,7 +165,7 @@ def test_tied_embeddings_whose_gradients_are_not_summed_are_found(monkeypatch):
         ({"cp": 3}, {}, "seq_len"),
         ({"tp": 8, "sp": True}, {"seq_len": 10}, "20 tokens that tp = 8 divides"),
         ({"ep": 2, "dp": 2}, {}, "parallel.ep"),
-        ({"pp": 2, "schedule": "zb_h1", "dp": 2}, {"shard": "zero3"}, "shard = 'zero3'"),
+        ({"pp": 2, "schedule": "zb_h1", "dp": 2}, {"shard": "zero3"}, "shard = zero3"),
         ({"pp": 2, "vocab": "pp", "dp": 2}, {"shard": "zero2"}, "replicated or zero1 with vocab"),
         ({"tp": 2}, {"optimizer": "muon"}, "whole matrices"),
         ({"tp": 2}, {"compile": True}, "compile"),

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.core.errors import ServeError  # noqa: E402
+from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
@@ -230,7 +230,7 @@ def test_a_host_lends_memory_and_computes_no_request(
 )
 def test_what_does_not_go_together_is_refused(model_dir, changes, named) -> None:
     fields = {**job(model_dir).model_dump(mode="json"), **changes}
-    with pytest.raises(ServeError, match=named):
+    with pytest.raises((ConfigError, ServeError), match=named):
         DistKVEngine(ServeJob.model_validate(fields))
 
 

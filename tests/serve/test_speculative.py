@@ -214,7 +214,7 @@ def test_recorded_steps_give_the_same_bits_as_others(random_model, serve_all, re
         ({"scheduler": "static"}, "scheduler = static with speculative = ngram"),
         ({"kv": "distributed"}, "kv = distributed with speculative"),
         ({"parallel": {"tp": 2}}, "parallel = several ranks with speculative"),
-        ({"adapters": {"a": "b"}}, "adapters = some with speculative"),
+        ({"adapters": {"a": "b"}}, "adapters with speculative = ngram"),
         ({"speculative": "medussa"}, "medussa"),
         ({"speculative": {"name": "ngram", "longest": 0}}, "shortest"),
         ({"speculative": {"name": "ngram", "accept": "grady"}}, "grady"),
