@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shoal.core.parts import table
+from shoal.core.traits import traits
 
 STEPS = 20
 
@@ -149,7 +150,7 @@ def _splits() -> dict[str, Row]:
         "cp2 dropout recompute": _with(_split(cp=2), dropout=0.1, recompute="full"),
     }  # fmt: skip
     for name in table("schedule"):
-        two = name in ("interleaved", "zbv", "vhalf")
+        two = "several_stages" in traits("schedule", name)
         model = DEEP if two else {}
         rows[f"schedule {name}"] = _split(model, pp=2, schedule=name, vpp=2 if two else 1)
     skips = {"name": "skippipe", "keep": 2, "effort": 5}
