@@ -27,7 +27,7 @@ Bar = Callable[[float, float, str], None]
 
 # From here on a larger model makes better use of the time.
 _LONG_MINUTES = 10.0
-# Causes of a step's time, and plans beside the best, that are told.
+# Causes of a step's time, and plans beside the best, that are printed.
 _CAUSES, _OTHERS = 4, 3
 
 

@@ -1,4 +1,4 @@
-"""Loading: what all ranks want of a checkpoint, read once and passed on to whoever wants it.
+"""Loading: what all ranks want of a checkpoint, read once and passed on to the ranks that want it.
 
 The ranks tell each other their boxes and come to one plan (:mod:`~shoal.checkpoint.agreement`,
 :mod:`~shoal.checkpoint.reads`). Then they go round by round: each has one read, keeps what it

@@ -1,4 +1,4 @@
-"""The parameters of a model directory one by one, for whoever holds a part of each.
+"""The parameters of a model directory one by one, for ranks that hold a part of each.
 
 A rank reads a parameter, keeps its slices and lets the rest go: at no time does it hold more than
 its part of the model and one whole parameter.

@@ -1,4 +1,4 @@
-"""Batches: converted, and dealt out to ranks by their rows."""
+"""Batches: converted, and distributed over ranks by their rows."""
 
 from __future__ import annotations
 

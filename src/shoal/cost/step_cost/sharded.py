@@ -1,4 +1,4 @@
-"""A step's time on ranks that share the model: layers split over some, and dealt out to others.
+"""A step's time on ranks that share the model: layers split over some, assigned to others.
 
 Arithmetic and memory divide by the ranks of a layer, which exchange two sums of it; each stage
 sends its tokens to the next. What the host does for a step is done once.

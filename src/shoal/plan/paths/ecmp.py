@@ -1,4 +1,4 @@
-"""Equal-cost multi-path: a hash of the flow chooses its path, whoever else is there.
+"""Equal-cost multi-path: a hash of the flow chooses its path, whatever the load.
 
 Source: Hopps, Analysis of an Equal-Cost Multi-Path Algorithm, RFC 2992, 2000.
 """

@@ -1,4 +1,4 @@
-"""Outputs of a request between the engine that gives them and whoever reads them."""
+"""Outputs of a request between the engine that produces them and their reader."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ __all__ = ["Offsite"]
 class Offsite:
     """The first and last blocks are trained; of those between, an emulator keeps some.
 
-    Whoever has the data needs no more than the ends and the emulator, and whoever has the model
+    The owner of the data needs no more than the ends and the emulator, and the owner of the model
     no data: merging puts the trained ends around all blocks. A fresh one changes the output, for
     blocks are missing, and merging changes it again.
 

@@ -1,4 +1,4 @@
-"""A step of the target as it crosses to whoever computes its first layers, and is read there.
+"""A step of the target as it is sent to the process of its first layers, and read there.
 
 What is written: copies inside the cache since the last step, each a kind, a length and so many
 numbers; of each request where its rows begin, how many they are, whether they are a tree, and how
