@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shoal.core.parts import table
 from shoal.ir import ModelShape
@@ -44,6 +45,7 @@ class Linear:
         copies: weights of one layer (experts).
         share: tokens that pass one copy, as a share of all tokens.
         bias: it has a bias of N.
+        role: part of a block, one of its experts' products, or the output layer.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Linear:
     copies: int = 1
     share: float = 1.0
     bias: bool = False
+    role: Literal["block", "expert", "output"] = "block"
 
     @property
     def parameters(self) -> int:
@@ -88,8 +91,8 @@ def linears(shape: ModelShape) -> tuple[Linear, ...]:
         X, E, S = shape.expert_hidden, shape.num_experts, shape.num_shared_experts
         found.append(Linear("router", _router(shape)["router.weight"][0], D, sparse))
         share = shape.top_k / E
-        found.append(Linear("expert_in", wide * X, D, sparse, copies=E, share=share))
-        found.append(Linear("expert_out", D, X, sparse, copies=E, share=share))
+        for name, N, K in (("expert_in", wide * X, D), ("expert_out", D, X)):
+            found.append(Linear(name, N, K, sparse, copies=E, share=share, role="expert"))
         if S:
             found.append(Linear("shared_in", wide * X, D, sparse, copies=S))
             found.append(Linear("shared_out", D, X, sparse, copies=S))
@@ -103,7 +106,7 @@ def linears(shape: ModelShape) -> tuple[Linear, ...]:
         found = [replace(one, share=one.share * P) for one in found]
         found.append(Linear("aggregate_in", D, P * D, bias=True))
         found.append(Linear("aggregate_out", P, D, bias=True))
-    found.append(Linear("logits", shape.vocab_size, D))
+    found.append(Linear("logits", shape.vocab_size, D, role="output"))
     return tuple(found)
 
 
@@ -122,7 +125,7 @@ def _norms(shape: ModelShape) -> int:
 
 def block_parameters(shape: ModelShape) -> int:
     """Parameters of all blocks and of what joins streams, without embedding, output, final norm."""
-    matrices = sum(x.parameters for x in linears(shape) if x.name != "logits")
+    matrices = sum(x.parameters for x in linears(shape) if x.role != "output")
     of_routers = sum(math.prod(size) for name, size in _router(shape).items() if "." not in name)
     beside = mixture_layers(shape) * of_routers
     return matrices + _norms(shape) + prefix_parameters(shape) + beside
@@ -163,7 +166,7 @@ def active_parameters(shape: ModelShape) -> int:
     idle = sum(
         x.layers * x.N * x.K * (x.copies - shape.top_k)
         for x in linears(shape)
-        if x.name in ("expert_in", "expert_out")
+        if x.role == "expert"
     )
     return parameters(shape) - idle
 
@@ -176,7 +179,7 @@ def flops_by_op(shape: ModelShape, seq_len: int, *, training: bool = True) -> di
     Backward costs twice the forward pass.
     """
     factor = 3.0 if training else 1.0
-    blocks = sum(x.flops_per_token for x in linears(shape) if x.name != "logits")
+    blocks = sum(x.flops_per_token for x in linears(shape) if x.role != "output")
     # A token at position t attends to t + 1 keys: (seq_len + 1) / 2 on average.
     streams = shape.architecture.streams
     virtual = streams.prefix if streams.num > 1 else 0

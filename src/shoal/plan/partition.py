@@ -139,7 +139,7 @@ def block_costs(
     everywhere, dense, sparse, output = attention, 0.0, 0.0, 0.0
     for linear in linears(shape):
         one = linear.flops_per_token / linear.layers
-        if linear.name == "logits":
+        if linear.role == "output":
             output = one
         elif linear.name.startswith("ffn"):
             dense += one

@@ -193,7 +193,7 @@ def _rate(server: Server, k: ServeCalibration, tokens: float) -> float:
 def _flops(server: Server, tokens: float, context: float) -> float:
     """FLOP of one device for ``tokens`` tokens that see ``context`` tokens each."""
     shape = server.shape
-    linear = float(sum(x.flops_per_token for x in linears(shape) if x.name != "logits"))
+    linear = float(sum(x.flops_per_token for x in linears(shape) if x.role != "output"))
     latent = latent_of(shape)
     if latent:
         common, experts = _weights(shape)

@@ -87,7 +87,7 @@ class LongModel:
         """
         for where, dtype in (("precision", precision), ("kv", kv or precision)):
             require(dtype in BYTES, where, dtype, expected=f"one of {', '.join(BYTES)}")
-        blocks = [one for one in linears(shape) if one.name != "logits"]
+        blocks = [one for one in linears(shape) if one.role != "output"]
         return cls(
             name=shape.name,
             params=sum(one.flops_per_token for one in blocks) / 2,

@@ -190,9 +190,9 @@ def ledger(
     ep, etp = experts or (1, tp)
     visiting = ep * etp / tp
     for linear in linears(shape):
-        if linear.name == "logits":
+        if linear.role == "output":
             continue
-        if linear.name in ("expert_in", "expert_out"):
+        if linear.role == "expert":
             column = linear.name == "expert_in"
             ops.append(
                 Op(

@@ -189,7 +189,7 @@ class Roofline:
             matmul = memory = calls = 0.0
             displaced = DISPLACED if self._cpu else 1.0
             for linear in linears(self.shape):
-                if linear.name == "logits":
+                if linear.role == "output":
                     continue
                 # Few tokens reach few of the experts, and only their weights are read.
                 reached = 1.0 - (1.0 - linear.share) ** tokens if linear.share < 1 else 1.0

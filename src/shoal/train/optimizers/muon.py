@@ -78,7 +78,7 @@ class Muon:
         rest = shape.vocab_size * shape.hidden * (1 if shape.tied else 2)
         matrices = max(0, count - rest)
         # AdamW updates the output matrix, as it does the embedding.
-        blocks = [linear for linear in linears(shape) if linear.name != "logits"]
+        blocks = [linear for linear in linears(shape) if linear.role != "output"]
         flops = sum(
             self.iterations
             * (4 * min(x.N, x.K) ** 2 * max(x.N, x.K) + 2 * min(x.N, x.K) ** 3)
