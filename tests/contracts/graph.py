@@ -19,7 +19,6 @@ from pathlib import Path
 import shoal
 from shoal.core.parts import KINDS, table
 
-
 SOURCE = Path(shoal.__file__).parent
 NAMED = re.compile(r"(shoal(?:\.\w+)*)(?::([\w.]+))?")
 TABLES = {place.replace(":", "."): kind for kind, place in KINDS.items()}

@@ -224,3 +224,9 @@ def test_a_base_is_below_every_other_layer() -> None:
     assert reasons["name"] == reasons["parallel.dp"] == "plan"
     assert reasons["steps"].startswith("flag")
     assert reasons["parallel.tp"].startswith("--set")
+
+
+def test_what_a_base_leaves_open_stays_open() -> None:
+    found = resolve(Job, base=Job(name="old", parallel=Parallel(dp=4)), environment={})
+    assert found.value.model_fields_set == {"name", "parallel"}
+    assert found.value.parallel.model_fields_set == {"dp"}

@@ -167,7 +167,8 @@ def resolve(
     raw: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if base is not None:
-        raw = base.model_dump(mode="json")
+        # What it leaves to its defaults stays open, for a planner to choose.
+        raw = base.model_dump(mode="json", exclude_unset=True)
         origins = {path: "plan" for path, _ in _leaves(raw)}
 
     def put(path: str, value: Any, reason: str) -> None:
