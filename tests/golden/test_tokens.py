@@ -40,8 +40,6 @@ from shoal.core.parts import table  # noqa: E402
 from shoal.cost.step_cost.fitted import Fitted  # noqa: E402
 from shoal.ir import HostLink, ServeJob  # noqa: E402
 from shoal.kernel import dispatch  # noqa: E402
-from shoal.kernel.calls import Linear  # noqa: E402
-from shoal.kernel.dispatch import kernels_of  # noqa: E402
 from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
 from shoal.serve.engine.build import prepare  # noqa: E402
 
@@ -386,10 +384,6 @@ PRECISIONS = {
 
 @pytest.mark.parametrize("row", PRECISIONS)
 def test_recorded_steps_of_kernels(row, home):
-    if "exact" in row and (
-        reason := kernels_of("linear")["cpp"].refuses(Linear(1, 64, 64, "fp32"))
-    ):
-        pytest.skip(reason)
     engine = shipped(home, PRECISIONS[row], model_of(dtype=torch.float32))
     if "ngram" in row:
         engine.scheduler.drafting = Always(6)

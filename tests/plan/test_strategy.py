@@ -189,7 +189,8 @@ def test_the_space_has_every_dimension_and_only_what_runs() -> None:
     job = TrainJob.model_validate({"model": "Llama-3-8B", "seq_len": 8192, "global_batch": 64})
     found = list(candidates(job, machine))
     splits = [item.parallel for item in found]
-    assert {"1f1b", "interleaved", "zb_h1", "zbv", "vhalf"} == {s.schedule.name for s in splits}
+    schedules = {split.schedule.name for split in splits}
+    assert {"1f1b", "interleaved", "zb_h1", "zbv", "vhalf", "vmin"} == schedules
     assert {2, 4} == {s.vpp for s in splits if s.schedule.name == "interleaved"}
     assert any(s.sp for s in splits)
     assert all(s.tp > 1 for s in splits if s.sp)

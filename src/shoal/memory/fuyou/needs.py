@@ -100,6 +100,7 @@ class _Shape:
     width: float
     layers: int
     vocab: float
+    qk_norm: bool
 
     @classmethod
     def of(cls, work: Work) -> _Shape:
@@ -117,6 +118,7 @@ class _Shape:
             width=width,
             layers=shape.num_layers,
             vocab=shape.vocab_size,
+            qk_norm=shape.qk_norm,
         )
 
     @property
@@ -133,8 +135,12 @@ class _Shape:
     def swappable(self) -> list[tuple[float, float]]:
         """(bytes, operations) of what a block can send away."""
         n, a = self.tokens, self.size
+        # Where no kernel norms and rotates at once: four products, two sums and their joining, of
+        # halves of queries and keys.
+        turned = n * (self.qkv + self.heads) / 2 * a * 4 if self.qk_norm else 0.0
         return [
             (n * self.qkv * a, 2 * n * self.hidden * self.qkv),
+            *([(turned, 0.0)] if turned else []),
             (n * self.heads * a, 0.0),
             (n * (self.heads * a + 4.0 * self.num_heads), 2 * n * n * self.heads),
             (2 * n * self.width * a, 4 * n * self.hidden * self.width),

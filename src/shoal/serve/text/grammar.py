@@ -317,5 +317,6 @@ def vocabulary(job: ServeJob, vocab_size: int) -> Vocabulary:
 
 def grammars_of(built: Building) -> Grammars:
     """Of every engine: a request says whether its answer has a form."""
-    size = built.model.config.vocab_size
-    return Grammars(lambda: vocabulary(built.job, size))
+    # Not of ``built`` as a whole: it holds the model, whose layers may be let go of.
+    job, size = built.job, built.model.config.vocab_size
+    return Grammars(lambda: vocabulary(job, size))

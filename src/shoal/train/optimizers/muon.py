@@ -87,7 +87,7 @@ class Muon:
             for x in blocks
         )
         device = machine.device
-        rate = device.matmul_flops.get("bf16") or device.matmul_flops.get("fp32") or 1e11
+        rate = max(device.matmul_flops.get(name, 0.0) for name in ("bf16", "fp32")) or 1e11
         traffic = (7 * 4 * rest + (5 * 4 + 2 * 12 * self.iterations) * matrices) / (
             device.main_memory.read_bandwidth or 1e10
         )
@@ -100,9 +100,10 @@ class Muon:
         )
 
     def build(self, parameters: Mapping[str, Tensor]) -> Updater:
-        """Torch's implementations, one for each of the two groups."""
+        """An optimizer of torch's form for each of the two groups."""
         import torch
 
+        from shoal.train.optimizers.muon_step import MuonStep
         from shoal.train.optimizers.torch_state import TorchUpdater
 
         matrices = {n: p for n, p in parameters.items() if p.dim() == 2 and "blocks." in n}
@@ -110,7 +111,7 @@ class Muon:
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:
             optimizers.append(
-                torch.optim.Muon(
+                MuonStep(
                     list(matrices.values()),
                     lr=self.lr * self.matrix_lr,
                     weight_decay=self.weight_decay,

@@ -86,7 +86,7 @@ def placed(
     if part.weights != "plain" and not fast:
         raise ConfigError(
             f"{_WHERE}.weights = {part.weights}: the drafter is computed without the kernels of "
-            "inference here (another device or precision, exact, or a memory_cap under "
+            "inference here (another device, precision or CPU, exact, or a memory_cap under "
             f"{quick + least * of_layer} bytes); give weights: plain"
         )
     drafter = quick if fast else nbytes
