@@ -28,7 +28,7 @@ import torch.distributed as dist
 from common import RESULTS, Row, finish, require_quiet
 
 from shoal.checkpoint import SAVE_MODES
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.store import Store
 from shoal.core.measure import bootstrap
 from shoal.model.config import ModelConfig
@@ -132,7 +132,7 @@ class Ours:
 
     def __init__(self, place: Path, mode: str) -> None:
         self.place = place
-        self.saver = SAVE_MODES.build(mode).build(Store(place, keep=1), Alone())
+        self.saver = SAVE_MODES.build(mode).build(Store(place, keep=1), SinglePeer())
         self.before_update: Callable[[], Any] = self.saver.before_update
         self.ticket: Any = None
 

@@ -26,11 +26,11 @@ from common import RESULTS, Row, record, require_quiet
 
 from shoal.core.files import write_json
 from shoal.core.parts import table
-from shoal.cost.serving.simulator import Served, quantities, simulate
-from shoal.cost.step_cost.fitted import Sample
+from shoal.cost.serving.simulator import ServedRequest, quantities, simulate
+from shoal.cost.step_cost.fitted import StepSample
 from shoal.ir import Arrival, ServeJob
 from shoal.plan.serving.plans import build_scheduler
-from shoal.serve.bench.rehearse import OTHERS, STEADY, Pulse, learned, spread_of
+from shoal.serve.bench.rehearse import OTHERS, STEADY, MachineSpeed, learned, spread_of
 from shoal.serve.bench.replay import replay
 from shoal.serve.engine.build import engine_of, prepare
 from shoal.train import zoo
@@ -69,7 +69,7 @@ def requests(workload: dict[str, Any], count: int, seed: int, rate: float) -> li
     return [dataclasses.replace(one, at=one.at * count / rate / last) for one in found]
 
 
-def told(served: Sequence[Served]) -> dict[str, float]:
+def told(served: Sequence[ServedRequest]) -> dict[str, float]:
     """What is compared."""
     ttft = [one.ttft for one in served]
     return {
@@ -87,9 +87,9 @@ def attempt(
     # One that is new has no pages for its cache yet, and gets them while it serves.
     engine, _, runner = engine_of(JOB, model)
     replay(engine, requests(workload, count, 200 + turn, 1000.0))
-    pulse = Pulse(runner, seconds=1.0)
+    pulse = MachineSpeed(runner, seconds=1.0)
     looks = [pulse.take()]
-    steps: list[Sample] = []
+    steps: list[StepSample] = []
     rehearsed = replay(engine, requests(workload, count, 100 + turn, 1000.0), steps=steps)
     looks.append(pulse.take())
     rate = 2 * quantities(rehearsed)["requests_per_s"]

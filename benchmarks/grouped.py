@@ -24,7 +24,7 @@ from common import Row, record, require_quiet
 from shoal.core.measure import interleave
 from shoal.kernel.dispatch import kernels_of
 from shoal.kernel.grouped.call import GroupedLinear
-from shoal.kernel.grouped.choice import taken
+from shoal.kernel.grouped.choice import chosen_kernel
 from shoal.kernel.grouped.product import multiply
 from shoal.kernel.tensors import dtype_of
 
@@ -112,7 +112,7 @@ def measured(case: Case, rounds: int) -> list[Row]:
     ours = paired.median("rule").value
     gain = paired.ratio("one by one", "rule")
     kernels = {
-        taken(counts, case.n, case.k, case.dtype, "cpu").backend  # type: ignore[arg-type]
+        chosen_kernel(counts, case.n, case.k, case.dtype, "cpu").backend  # type: ignore[arg-type]
         for counts in every
     }
     beside = ", ".join(

@@ -19,7 +19,7 @@ from common import Row, record, require_quiet
 
 from shoal.core.measure import interleave
 from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.kernel.calls import Linear, PagedAttention
+from shoal.kernel.calls import LinearCall, PagedAttentionCall
 from shoal.kernel.dispatch import kernels_of
 from shoal.kernel.native import function
 from shoal.serve.engine.build import engine_of, prepare
@@ -38,7 +38,7 @@ def products() -> list[Row]:
     read = function("linear", "read_fp32", "pl", "d")
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         weights = [torch.randn(N, K).to(dtype) for _ in range(20)]
-        call = Linear(1, N, K, name)  # type: ignore[arg-type]
+        call = LinearCall(1, N, K, name)  # type: ignore[arg-type]
         ours = [kernels_of("linear")["cpp"].prepare(call, weight) for weight in weights]
         peer = [kernels_of("linear")["torch"].prepare(call, weight) for weight in weights]
         size = weights[0].numel() * weights[0].element_size()
@@ -93,7 +93,7 @@ def attention() -> list[Row]:
     """Paged attention beside PyTorch's on pages that are copied side by side."""
     rows = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        call = PagedAttention(
+        call = PagedAttentionCall(
             BATCH,
             CONTEXT,
             HEADS,

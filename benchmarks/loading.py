@@ -30,7 +30,7 @@ from common import RESULTS, Row, record, require_quiet
 
 from shoal.checkpoint.loading import LoadReport, load_pieces
 from shoal.checkpoint.pieces import Piece
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.store import Store
 from shoal.core.files import write_json
 from shoal.core.measure import bootstrap
@@ -106,7 +106,7 @@ def measure(nbytes: int, rounds: int) -> tuple[Row, dict[str, Any]]:
             reports.append(load_pieces(Store(place).open(1, verify=False), wanted))
 
         def piece_by_piece() -> None:
-            saved = Saved(folder)
+            saved = SavedCheckpoint(folder)
             for name, tensor in targets.items():
                 saved.read_into(name, tensor)
 

@@ -33,8 +33,8 @@ import torch
 from common import RESULTS, Row, finish
 
 from shoal.checkpoint import SAVE_MODES
-from shoal.checkpoint.levels import Level
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.levels import LevelCopier
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, CorruptError
 from shoal.core.meter import read_events
@@ -81,8 +81,8 @@ def newest(store: Store, least: int) -> int | None:
 def save_for_ever(near: Store, far: Store | None, mode: str, first: int, told: int) -> None:
     """Save step by step, training between them, and say which are durable."""
     if far is not None:
-        Level(near, far)
-    saver = SAVE_MODES.build(mode).build(near, Alone())
+        LevelCopier(near, far)
+    saver = SAVE_MODES.build(mode).build(near, SinglePeer())
     live = state(first)
     os.write(told, (0).to_bytes(4, "big"))
     for step in range(first, first + 10_000):
@@ -258,13 +258,13 @@ def trained(faults: int, *, size: int) -> tuple[list[Row], dict[str, Any]]:
 def hosts(size: int) -> Iterator[Any]:
     """Hosts of so many ranks each, if this machine can have them."""
     from shoal.machine.emulate import emulate, unavailable
-    from shoal.train.memory import Hosts
+    from shoal.train.memory import EmulatedHosts
 
     if unavailable() is not None:
         yield None
         return
     with emulate(WORLD // size, bandwidth=BANDWIDTH) as network:
-        yield Hosts(network, size)
+        yield EmulatedHosts(network, size)
 
 
 def plan(place: Path, steps: int, memory: Mapping[str, Any] | None) -> Any:

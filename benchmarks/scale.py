@@ -30,7 +30,7 @@ import torch
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.index import Merger
 from shoal.checkpoint.inmemory.layout import coding_groups
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.plan import PROPOSAL, assign
 from shoal.checkpoint.protocols import RankShare, SaveTicket
 from shoal.checkpoint.reads import plan_reads
@@ -39,7 +39,7 @@ from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.store import Store
 from shoal.core.files import write_json
 from shoal.core.meter import EventTail, Meter
-from shoal.core.meter.jsonl import Jsonl
+from shoal.core.meter.jsonl import JsonlSink
 from shoal.corpora.order import batch
 from shoal.ir import Layout
 from shoal.machine.fingerprint import fingerprint, versions
@@ -47,7 +47,7 @@ from shoal.parallel.comm.agree import agree
 from shoal.parallel.comm.heartbeat import Heartbeat, blame
 from shoal.train import supervise
 from shoal.train.layout import RunDir
-from shoal.train.saving import Saves
+from shoal.train.saving import RunSaver
 from shoal.train.watch import robust
 from shoal.train.watch.recorder import Recorder
 
@@ -177,7 +177,7 @@ def told(worlds: tuple[int, ...]) -> Iterator[Measured]:
     for world in worlds:
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / "events.jsonl"
-            meter = Meter([Jsonl(path=path)])
+            meter = Meter([JsonlSink(path=path)])
             ticket = SaveTicket(1)
             phases = {"plan": 0.1, "copy": 0.2, "write": 0.3}
             share = RankShare(10**9, phases, dict.fromkeys(phases, (0.0, 0.1)))
@@ -187,13 +187,13 @@ def told(worlds: tuple[int, ...]) -> Iterator[Measured]:
                 _levels=SimpleNamespace(reports=list),
                 tell_levels=lambda reports: None,
                 _saver=SimpleNamespace(finished=lambda ticket=ticket: [ticket]),
-                peers=Alone(),
+                peers=SinglePeer(),
                 _meter=meter,
                 _job=SimpleNamespace(
                     checkpoint=SimpleNamespace(mode=SimpleNamespace(name="snapshot"))
                 ),
             )
-            saved[world] = least(lambda saves=saves: Saves._tell(saves))
+            saved[world] = least(lambda saves=saves: RunSaver._tell(saves))
             tail = EventTail(path)
             tail._at = 0
             tailed[world] = least(lambda tail=tail: list(tail), 1)

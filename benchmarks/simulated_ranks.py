@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shoal.checkpoint.agreement import addressed, together, told_all
+from shoal.checkpoint.agreement import addressed, merge_wants, together
 from shoal.checkpoint.image import Image, image_of
-from shoal.checkpoint.index import INDEX_NAME, Index, Merger, read_index
+from shoal.checkpoint.index import INDEX_NAME, CheckpointIndex, Merger, read_index
 from shoal.checkpoint.pieces import Given, Piece, as_pieces
-from shoal.checkpoint.plan import Planner
-from shoal.checkpoint.reads import Wants, Wish
+from shoal.checkpoint.plan import WritePlanner
+from shoal.checkpoint.reads import BoxRequest, Wants
 from shoal.checkpoint.shards import file_name, shard_name
 from shoal.cost.shapes import resolve
 from shoal.model.config import ModelConfig
@@ -85,10 +85,10 @@ def held(
 
 def wishes(
     rank: int, world: int, tensors: Mapping[str, tuple[int, ...]], layout: Layout = zero3
-) -> list[Wish]:
+) -> list[BoxRequest]:
     """What a rank asks of a load."""
     return [
-        Wish(name, offset, size)
+        BoxRequest(name, offset, size)
         for name, shape in tensors.items()
         for offset, size in layout(rank, world, shape)
     ]
@@ -121,7 +121,7 @@ def proposals(world: int, given: Callable[[int], Given]) -> list[bytes]:
     found = []
     for rank in range(world):
         alone = Recorded(0, 1)
-        Planner(alone).plan(given(rank))
+        WritePlanner(alone).plan(given(rank))
         found.append(alone.said[0])
     return found
 
@@ -160,7 +160,7 @@ class SimulatedFolder:
         merged, _ = Merger().merge(1, {}, self.votes)
         self._files[INDEX_NAME] = merged.encode()
 
-    def index(self) -> Index:
+    def index(self) -> CheckpointIndex:
         """Open it."""
         return read_index(self)
 
@@ -191,7 +191,7 @@ def saved_by(
     )
 
 
-def homes_of(asked: Iterable[Sequence[Wish]], world: int) -> dict[int, list[bytes]]:
+def homes_of(asked: Iterable[Sequence[BoxRequest]], world: int) -> dict[int, list[bytes]]:
     """Rank -> what all ranks tell it of their wishes for its tensors; of ranks that have any."""
     found: dict[int, list[bytes]] = {}
     for rank, own in enumerate(asked):
@@ -201,6 +201,6 @@ def homes_of(asked: Iterable[Sequence[Wish]], world: int) -> dict[int, list[byte
     return found
 
 
-def wants_of_all(asked: Sequence[Sequence[Wish]]) -> Wants:
+def wants_of_all(asked: Sequence[Sequence[BoxRequest]]) -> Wants:
     """What all ranks want, agreed as they agree it."""
-    return told_all([together(one) for one in homes_of(asked, len(asked)).values()])
+    return merge_wants([together(one) for one in homes_of(asked, len(asked)).values()])

@@ -35,7 +35,7 @@ from shoal.model.transformer import Transformer
 from shoal.parallel.comm.collectives import TorchComm
 from shoal.train.allocator import keep_freed_memory
 from shoal.train.build import weights_of
-from shoal.train.loop import Trainer
+from shoal.train.loop import RankTrainer
 
 MODEL = "shoal-4m"
 BATCH, LENGTH = 16, 256
@@ -67,7 +67,9 @@ def model() -> Transformer:
 def shoal_steps() -> Callable[[int], list[float]]:
     """Our loop on one rank."""
     comm = TorchComm(Meter([]))
-    trainer = Trainer(job(), 10_000, weights_of(job()), prepare("stdlib", vocab_size=4096), comm)
+    trainer = RankTrainer(
+        job(), 10_000, weights_of(job()), prepare("stdlib", vocab_size=4096), comm
+    )
     state = {"step": 0}
 
     def run(count: int) -> list[float]:

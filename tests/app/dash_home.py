@@ -11,8 +11,8 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
-from shoal.app.dash.app import Settings, create_app
-from shoal.app.dash.guard import Access
+from shoal.app.dash.app import DashboardSettings, create_app
+from shoal.app.dash.guard import DashboardAccess
 from shoal.cost.score import Score, run_id
 from shoal.cost.shapes import find
 from shoal.ir import Estimate, Interval, TrainJob, TrainPlan
@@ -114,12 +114,12 @@ def make_run(
     return run_id(root)
 
 
-def settings(home: Path, **changes: object) -> Settings:
-    plain = {"results": home / "results", "access": Access()}
-    return Settings(**{**plain, **changes})
+def settings(home: Path, **changes: object) -> DashboardSettings:
+    plain = {"results": home / "results", "access": DashboardAccess()}
+    return DashboardSettings(**{**plain, **changes})
 
 
-def client_of(chosen: Settings) -> TestClient:
+def client_of(chosen: DashboardSettings) -> TestClient:
     """A browser that has come with the token."""
     client = TestClient(create_app(chosen), base_url=BASE, follow_redirects=False)
     assert client.get("/", params={"token": chosen.access.token}).status_code == 200
@@ -127,7 +127,7 @@ def client_of(chosen: Settings) -> TestClient:
 
 
 @contextlib.contextmanager
-def running(chosen: Settings, listening: socket.socket) -> Iterator[None]:
+def running(chosen: DashboardSettings, listening: socket.socket) -> Iterator[None]:
     """The dashboard at this socket, in a thread."""
     import uvicorn
 

@@ -15,7 +15,7 @@ from traces import write_trace
 
 from shoal.app.commands.bench import app
 from shoal.ir import Arrival, ServeJob
-from shoal.plan.tune.protocols import Study
+from shoal.plan.tune.protocols import TuningResult
 
 
 def tune(*words: str) -> Result:
@@ -40,7 +40,7 @@ def test_writes_the_best_and_the_landscape(tmp_path: Path) -> None:
     job = ServeJob.load(best)
     assert job.max_running == told["best"]["config"]["max_running"]
     assert (job.threads, job.kv_tokens, job.kv.options) == (1, 256, {"block_size": 8})
-    assert Study.load(study).best.config == told["best"]["config"]
+    assert TuningResult.load(study).best.config == told["best"]["config"]
     assert "<svg" in picture.read_text()
     again = tune(*words[:-2], "--warm", str(study))
     assert again.exit_code == 0, again.output

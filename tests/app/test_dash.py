@@ -36,7 +36,7 @@ from dash_home import (
 from starlette.testclient import TestClient
 
 from shoal.app.commands.dash import dash
-from shoal.app.dash.app import Settings
+from shoal.app.dash.app import DashboardSettings
 from shoal.app.dash.guard import CHAT, HEALTH
 from shoal.core.errors import ConfigError, ServeError
 from shoal.cost.score import Score, run_id
@@ -292,7 +292,7 @@ def test_without_anything_each_page_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    client = client_of(Settings(results=tmp_path / "none"))
+    client = client_of(DashboardSettings(results=tmp_path / "none"))
     first = ("shoal probe", "shoal probe", "shoal train", "--out", "16xH100", "4xH100", "none yet")
     for path, told in zip(PAGES, (*first, "shoal serve", "146"), strict=True):
         answer = client.get(path)

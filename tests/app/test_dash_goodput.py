@@ -14,14 +14,14 @@ from dash_home import client_of, settings
 from starlette.testclient import TestClient
 
 from shoal.app.dash import goodput
-from shoal.app.dash.goodput import FAMILIES, Search, Searches, measured, show
+from shoal.app.dash.goodput import FAMILIES, GoodputSearch, GoodputSearches, measured, show
 from shoal.core.parts import Choice
 from shoal.cost.workloads import WORKLOADS
 from shoal.ir import Phase, ServeJob
-from shoal.plan.serving.disagg import GoodputReport, Setting, Tried
+from shoal.plan.serving.disagg import DisaggSetting, GoodputReport, SettingResult
 from shoal.plan.serving.goodput import Slo
 from shoal.serve.watch.scrape import Scrape
-from shoal.serve.watch.upstream import Health
+from shoal.serve.watch.upstream import ServerHealth
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -31,16 +31,16 @@ ASKED |= {"tpot": "50", "share": "90", "rate": "30"}
 
 def report_of(job: ServeJob, machine: object, slo: Slo) -> GoodputReport:
     curve = ((2.0, 1.0), (5.0, 0.9), (8.0, 0.4))
-    both = Setting(scheduler=Choice(name="fcfs"), both=Phase(count=2))
-    apart = Setting(prefill=Phase(), decode=Phase())
+    both = DisaggSetting(scheduler=Choice(name="fcfs"), both=Phase(count=2))
+    apart = DisaggSetting(prefill=Phase(), decode=Phase())
     return GoodputReport(
         job=job,
         machine=machine,
         devices=2,
         slo=slo,
         tried=(
-            Tried(setting=both, goodput=10.0, per_device=5.0, curve=curve),
-            Tried(setting=apart, goodput=8.0, per_device=4.0, curve=curve),
+            SettingResult(setting=both, goodput=10.0, per_device=5.0, curve=curve),
+            SettingResult(setting=apart, goodput=8.0, per_device=4.0, curve=curve),
         ),
         why="one engine for both phases serve 10 requests/s <b>",
     )
@@ -69,17 +69,17 @@ class Clock:
         return self.now
 
 
-def over(searches: Searches, query: dict[str, str]) -> dict[str, object]:
+def over(searches: GoodputSearches, query: dict[str, str]) -> dict[str, object]:
     """What the page shows when the search is over."""
     search = show(query, searches, None, begin=True)["search"]
-    assert isinstance(search, Search) and search.finished.wait(30)
+    assert isinstance(search, GoodputSearch) and search.finished.wait(30)
     return show(query, searches, None, begin=False)
 
 
 class Watched:
     """A watch that has seen two pages, 10 s apart."""
 
-    health = Health(True, True, "ready")
+    health = ServerHealth(True, True, "ready")
 
     def __init__(self, ttft: str = "", tpot: str = "", success: float = 20.0) -> None:
         self.pages = (
@@ -106,7 +106,7 @@ def _histogram(name: str, counts: str) -> str:
 
 def test_what_was_found_is_drawn_and_kept() -> None:
     planner = Planner()
-    searches = Searches(plan=planner)
+    searches = GoodputSearches(plan=planner)
     page = over(searches, ASKED)
     assert page["error"] == "" and page["state"] == "finished" and page["copies"] == 3
     drawn = page["chart"].render()  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def test_the_server_stands_between_what_both_histograms_allow() -> None:
     assert measured(None, slo) is None
     assert measured(Watched(success=0.0), slo) is None  # type: ignore[arg-type]
     assert measured(Watched(), slo) is None  # type: ignore[arg-type]
-    searches = Searches(plan=Planner())
+    searches = GoodputSearches(plan=Planner())
     over(searches, ASKED)
     watched = Watched("4 16 20", "14 20 20")
     page = show(ASKED, searches, watched, begin=False)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_the_server_stands_between_what_both_histograms_allow() -> None:
 
 def test_a_new_question_ends_the_search_before() -> None:
     planner = Planner(endless=True)
-    searches = Searches(plan=planner)
+    searches = GoodputSearches(plan=planner)
     first = show(ASKED, searches, None, begin=True)
     assert first["state"] == "running" and planner.begun.wait(30)
     again = show(ASKED, searches, None, begin=True)["search"]
@@ -153,7 +153,7 @@ def test_a_new_question_ends_the_search_before() -> None:
 
 def test_a_search_ends_with_its_time() -> None:
     clock, planner = Clock(), Planner(endless=True)
-    searches = Searches(clock=clock, limit_s=60.0, plan=planner)
+    searches = GoodputSearches(clock=clock, limit_s=60.0, plan=planner)
     search = show(ASKED, searches, None, begin=True)["search"]
     assert planner.begun.wait(30)
     clock.now = 61.0
@@ -170,7 +170,7 @@ def test_a_search_that_breaks_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> GoodputReport:
         raise RuntimeError("broken")
 
-    assert "the search failed" in over(Searches(plan=broken), ASKED)["error"]
+    assert "the search failed" in over(GoodputSearches(plan=broken), ASKED)["error"]
     assert told.wait(30)  # and the terminal says why
 
 
@@ -188,7 +188,7 @@ def test_what_nothing_can_serve_is_said(change: dict[str, str], told: str) -> No
     if "model" in change:  # the largest there is
         largest = max(shapes.names(), key=lambda name: shapes.find(name).hidden)
         change = {"model": largest}
-    assert told in over(Searches(), {**ASKED, **change})["error"]
+    assert told in over(GoodputSearches(), {**ASKED, **change})["error"]
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_mistakes_are_said_on_the_page(
 
 
 def test_pages(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    searches = Searches(plan=Planner())
-    monkeypatch.setattr("shoal.app.dash.app.Searches", lambda: searches)
+    searches = GoodputSearches(plan=Planner())
+    monkeypatch.setattr("shoal.app.dash.app.GoodputSearches", lambda: searches)
     client = client_of(settings(home))
     assert "was forgotten" in client.get("/goodput/live", params=ASKED).text
     over(searches, ASKED)

@@ -14,7 +14,7 @@ from dash_home import BASE, PAGES, settings
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
-from shoal.app.dash.app import Settings, create_app
+from shoal.app.dash.app import DashboardSettings, create_app
 from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, host_names
 from shoal.cost.score import run_id
 from shoal.train.runs import open_inside
@@ -101,7 +101,7 @@ def test_names_of_this_machine() -> None:
     assert host_names("127.0.0.1") == {"localhost", "127.0.0.1", "::1"}
     everywhere = host_names("0.0.0.0")
     assert socket.gethostname().lower() in everywhere and "evil.example" not in everywhere
-    client = TestClient(create_app(Settings()), base_url="http://localhost:9000")
+    client = TestClient(create_app(DashboardSettings()), base_url="http://localhost:9000")
     assert client.get(HEALTH).status_code == 200  # another port: a tunnel
     assert client.get(HEALTH, headers={"host": "[::1]:8642"}).status_code == 200
 

@@ -16,9 +16,9 @@ from dash_home import client_of, make_run, settings, step, write_events  # noqa:
 from shoal.checkpoint.history import slowest  # noqa: E402
 from shoal.checkpoint.store import Store  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
-from shoal.train.kept import checkpoints  # noqa: E402
 from shoal.train.layout import RunDir  # noqa: E402
 from shoal.train.runs import Events  # noqa: E402
+from shoal.train.saves import checkpoints  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -68,7 +68,7 @@ def test_causes_add_up_and_failures_are_told(root: Path) -> None:
     )
     found = {one.step: one for one in saves_of(root)}
     assert found[30].stall_s == 0.75
-    assert (found[40].state, found[40].told, found[40].stall_s) == (
+    assert (found[40].state, found[40].message, found[40].stall_s) == (
         "failed",
         "the disk is full",
         None,
@@ -84,8 +84,8 @@ def test_damage_is_told(root: Path, tmp_path: Path) -> None:
     shutil.move(Store(RunDir(root).checkpoints).folder(20), elsewhere)
     (RunDir(root).checkpoints / "step-00000020").symlink_to(elsewhere)
     newest, middle, _ = saves_of(root)
-    assert newest.state == "damaged" and file.name in newest.told
-    assert middle.state == "damaged" and "is a link" in middle.told
+    assert newest.state == "damaged" and file.name in newest.message
+    assert middle.state == "damaged" and "is a link" in middle.message
 
 
 def test_the_page_of_a_run(root: Path, tmp_path: Path) -> None:

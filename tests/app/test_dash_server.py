@@ -208,7 +208,7 @@ def test_a_server_that_goes_is_told_and_taken_up_again(
     serve.server_close()
     clock.now += 2
     health, moments = watch.look()
-    assert not health.answers and "does not answer" in health.told and not moments[-1].values
+    assert not health.answers and "does not answer" in health.message and not moments[-1].values
     _again(serve, port)
     clock.now += 2
     assert Serve.numbers is good and watch.look()[0].ready

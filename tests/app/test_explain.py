@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.app.cli import app
-from shoal.app.commands.explain import Parts, explained
+from shoal.app.commands.explain import PartCommands, explained
 from shoal.core.errors import ConfigError, UnknownPartError
 from shoal.core.parts import KINDS, table
 
@@ -30,7 +30,7 @@ def test_all_parts_are_listed() -> None:
 
 def test_every_part_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for kind, name in PARTS:
-        command = Parts.action(name) if kind == "study" else explained(f"{kind}.{name}")
+        command = PartCommands.action(name) if kind == "study" else explained(f"{kind}.{name}")
         assert command.__doc__
         if kind != "study":
             command()

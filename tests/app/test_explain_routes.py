@@ -11,13 +11,13 @@ from typer.testing import CliRunner, Result
 
 from shoal.app.commands.explain import app
 from shoal.core.errors import ShoalError
-from shoal.plan.routes.network import Network, WanNode
+from shoal.plan.routes.network import WanNetwork, WanNode
 
 
 @pytest.fixture
 def net(tmp_path: Path) -> Path:
     file = tmp_path / "net.yaml"
-    Network.wan(6).save(file)
+    WanNetwork.wan(6).save(file)
     return file
 
 
@@ -73,7 +73,7 @@ def test_refuses_with_a_reason(net: Path, words: tuple[object, ...], said: str) 
 
 def test_disconnected_nodes_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "net.yaml"
-    Network(nodes=(WanNode(name="a", region="ohio"), WanNode(name="b"))).save(file)
+    WanNetwork(nodes=(WanNode(name="a", region="ohio"), WanNode(name="b"))).save(file)
     done = shoal(file, "--stages", 2)
     assert isinstance(done.exception, ShoalError), done.output
     assert "b without a way to a" in str(done.exception)

@@ -14,7 +14,7 @@ from shoal.core.errors import ShoalError
 from shoal.machine.described import load
 from shoal.machine.probes.gemm import drawn
 from shoal.machine.probes.gemm_table import GemmPoint, GemmTable, telling
-from shoal.plan.tune.protocols import Study
+from shoal.plan.tune.protocols import TuningResult
 
 
 def shoal(*words: object) -> Result:
@@ -30,7 +30,7 @@ def test_shows_trials_and_what_mattered(tmp_path: Path) -> None:
     assert "trials, best first" in done.output
     assert "what made the difference" in done.output
     assert "failed; the best reaches" in done.output
-    assert len(Study.load(tmp_path / "trials.yaml").trials) == 24
+    assert len(TuningResult.load(tmp_path / "trials.yaml").trials) == 24
 
 
 def test_json_has_everything() -> None:

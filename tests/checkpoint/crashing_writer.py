@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import SAVE_MODES
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.store import Store
 
 KEEP = 2
@@ -111,7 +111,7 @@ def save_behind(mode: str) -> Callable[[Path, int, int], None]:
     """The same in a mode that saves behind training."""
 
     def run(root: Path, first: int, told: int) -> None:
-        saver = SAVE_MODES.build(mode).build(Store(root, keep=KEEP), Alone())
+        saver = SAVE_MODES.build(mode).build(Store(root, keep=KEEP), SinglePeer())
         live = state(first)
         for step in range(first, first + 10_000):
             saver.before_update()

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.image import bytes_of
-from shoal.checkpoint.index import INDEX_NAME, Index, digest, sealed
-from shoal.checkpoint.reads import Read, Segment, Wish, _grouped, _needed, _runs
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.index import INDEX_NAME, CheckpointIndex, digest, sealed
+from shoal.checkpoint.reads import BoxRequest, FileRead, ReadSegment, _grouped, _needed, _runs
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.shards import shard_name
 from shoal.core.boxes import Box
 from shoal.core.safetensors_header import ITEM_BYTES
@@ -19,7 +19,7 @@ from shoal.core.safetensors_header import ITEM_BYTES
 
 def rewrite_as(folder: Path, version: int) -> None:
     """Make an index of an old version of a checkpoint; its shards are removed."""
-    saved = Saved(folder)
+    saved = SavedCheckpoint(folder)
     tensors: dict[str, Any] = {}
     for name in saved.names():
         pieces = []
@@ -51,20 +51,20 @@ def rewrite_as(folder: Path, version: int) -> None:
 
 
 def planned_with_all(
-    index: Index,
-    wishes: Sequence[Sequence[Wish]],
+    index: CheckpointIndex,
+    wishes: Sequence[Sequence[BoxRequest]],
     *,
     whole: bool,
     read_bytes: int,
     gap_bytes: int,
-) -> list[list[Read]]:
+) -> list[list[FileRead]]:
     """Rank -> its reads, as every rank planned them for all before plans were local."""
     wanted: dict[str, list[tuple[Box, int]]] = {}
     for rank, own in enumerate(wishes):
         for wish in own:
             if wish.box.volume:
                 wanted.setdefault(wish.name, []).append((wish.box, rank))
-    segments: dict[str, list[Segment]] = {}
+    segments: dict[str, list[ReadSegment]] = {}
     for name, boxes in wanted.items():
         entry = index.tensors[name]
         item = ITEM_BYTES[entry.dtype]
@@ -75,19 +75,19 @@ def planned_with_all(
             runs = [(0, piece.volume)] if whole else _runs(piece, parts, gap_bytes // item)
             _, number, start = index.stored(name, file, piece)
             segments.setdefault(file, []).extend(
-                Segment(name, number, piece, item, first, last, start + first * item)
+                ReadSegment(name, number, piece, item, first, last, start + first * item)
                 for first, last in runs
             )
-    reads: list[Read] = []
+    reads: list[FileRead] = []
     for file in sorted(segments):
         ordered = sorted(segments[file], key=lambda segment: segment.start)
         for group in _grouped(ordered, read_bytes, gap_bytes):
-            reads.append(Read(file, group, _takers(group, wanted)))
+            reads.append(FileRead(file, group, _takers(group, wanted)))
     return _dealt(reads, wanted, len(wishes))
 
 
 def _takers(
-    segments: Sequence[Segment], wanted: Mapping[str, Sequence[tuple[Box, int]]]
+    segments: Sequence[ReadSegment], wanted: Mapping[str, Sequence[tuple[Box, int]]]
 ) -> tuple[int, ...]:
     return tuple(
         sorted(
@@ -104,8 +104,8 @@ def _takers(
 
 
 def _dealt(
-    reads: Sequence[Read], wanted: Mapping[str, Sequence[tuple[Box, int]]], world: int
-) -> list[list[Read]]:
+    reads: Sequence[FileRead], wanted: Mapping[str, Sequence[tuple[Box, int]]], world: int
+) -> list[list[FileRead]]:
     load = [0] * world
     taken: list[list[int]] = [[] for _ in range(world)]
     able = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.store import Store
-from shoal.checkpoint.universal.protocols import Coord, Fragment, Layout, Scalar
+from shoal.checkpoint.universal.protocols import Coord, Fragment, RankLayout, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.core.random import generator
 from shoal.model.config import ModelConfig
@@ -36,7 +36,7 @@ class Dumps:
     def __init__(
         self,
         path: Path,
-        layout: Layout,
+        layout: RankLayout,
         rules: str | Sequence[Any],
         held: Mapping[Coord, Sequence[Fragment | Scalar]],
     ) -> None:

@@ -21,7 +21,7 @@ from shoal.checkpoint.formats.transfer import (
     transfer,
 )
 from shoal.checkpoint.inspect import find, listing, verify
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.core.errors import CheckpointError, ConfigError, CorruptError, ModelError
 
@@ -59,7 +59,7 @@ def slow(case):
 )
 def test_there_and_back(tmp_path, to, mesh, model):
     saved(tmp_path / "store", model)
-    place = transfer(tmp_path / "store", tmp_path / "out", to, mesh=Layout.parse(mesh))
+    place = transfer(tmp_path / "store", tmp_path / "out", to, mesh=RankLayout.parse(mesh))
     name = to if isinstance(to, str) else to["name"]
     assert format_of(place) == name
     count = sum(1 for n in state_of(model) if name != "huggingface" or n.startswith("model."))
@@ -76,11 +76,11 @@ def test_there_and_back(tmp_path, to, mesh, model):
 def test_by_way_of_another_split_is_the_same(tmp_path):
     """A -> B -> C is A -> C."""
     saved(tmp_path / "store", DENSE)
-    a = transfer(tmp_path / "store", tmp_path / "a", "deepspeed", mesh=Layout(dp=4))
+    a = transfer(tmp_path / "store", tmp_path / "a", "deepspeed", mesh=RankLayout(dp=4))
     zero3 = {"name": "deepspeed", "zero": 3}
-    b = transfer(a, tmp_path / "b", zero3, mesh=Layout(dp=2, tp=2))
-    c = transfer(b, tmp_path / "c", {"name": "megatron"}, mesh=Layout(tp=2, pp=2))
-    d = transfer(a, tmp_path / "d", {"name": "megatron"}, mesh=Layout(tp=2, pp=2))
+    b = transfer(a, tmp_path / "b", zero3, mesh=RankLayout(dp=2, tp=2))
+    c = transfer(b, tmp_path / "c", {"name": "megatron"}, mesh=RankLayout(tp=2, pp=2))
+    d = transfer(a, tmp_path / "d", {"name": "megatron"}, mesh=RankLayout(tp=2, pp=2))
     assert equal(c, d) == equal(tmp_path / "store", c) == len(state_of(DENSE))
     for file in sorted(c.rglob("*.pt")):
         one, two = (torch.load(root / file.relative_to(c), weights_only=False) for root in (c, d))
@@ -212,7 +212,7 @@ def test_patterns_that_deepspeed_does_not_say_are_given(tmp_path):
 
 def test_files_that_are_missing_or_damaged(tmp_path):
     saved(tmp_path / "store", DENSE)
-    place = transfer(tmp_path / "store", tmp_path / "d", "deepspeed", mesh=Layout(dp=2, tp=2))
+    place = transfer(tmp_path / "store", tmp_path / "d", "deepspeed", mesh=RankLayout(dp=2, tp=2))
     folder = place / "global_step7"
     for name in ("zero_pp_rank_1_mp_rank_01_optim_states.pt", "mp_rank_01_model_states.pt"):
         data = (folder / name).read_bytes()
@@ -278,7 +278,7 @@ def test_groups_of_queries_keys_and_values():
 
 def test_megatrons_own_files_give_weights_and_say_what_they_leave_out(tmp_path):
     saved(tmp_path / "store", DENSE)
-    place = transfer(tmp_path / "store", tmp_path / "m", "megatron", mesh=Layout(tp=2))
+    place = transfer(tmp_path / "store", tmp_path / "m", "megatron", mesh=RankLayout(tp=2))
     for file in place.rglob("*.pt"):
         content = torch.load(file, weights_only=False)
         assert isinstance(content["args"], argparse.Namespace)
@@ -313,11 +313,11 @@ def test_meshes_that_cannot_be(tmp_path):
         ("deepspeed", "ep=2", "experts are cut by their width"),
     ]:
         with pytest.raises((CheckpointError, ConfigError), match=said):
-            transfer(tmp_path / "store", tmp_path / "o", to, mesh=Layout.parse(mesh))
+            transfer(tmp_path / "store", tmp_path / "o", to, mesh=RankLayout.parse(mesh))
         assert not (tmp_path / "o").exists()
     for text in ("dp", "dp=0", "xp=2", "dp=2;tp=2"):
         with pytest.raises(ConfigError, match="mesh"):
-            Layout.parse(text)
+            RankLayout.parse(text)
 
 
 # Differences and conversion -------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.checkpoint.history import (
-    Told,
+    SaveRecord,
     heat_map,
     history,
     pick,
@@ -63,7 +63,7 @@ def test_the_newest_of_a_step_counts_and_levels_belong_to_theirs() -> None:
 
 
 def test_who_was_slowest_and_when() -> None:
-    save = Told.of(event(4, **RANKS))
+    save = SaveRecord.of(event(4, **RANKS))
     assert slowest(save) == {"plan": 1, "write": 0}
     grid = heat_map(save)
     assert list(grid.columns) == ["plan", "write"] and grid.values == [[0.25, 1.0], [0.5, 0.75]]
@@ -75,7 +75,11 @@ def test_who_was_slowest_and_when() -> None:
 
 
 def test_which_save_is_shown() -> None:
-    saves = [Told.of(event(1, **RANKS)), Told.of(event(2, **RANKS)), Told.of(event(3))]
+    saves = [
+        SaveRecord.of(event(1, **RANKS)),
+        SaveRecord.of(event(2, **RANKS)),
+        SaveRecord.of(event(3)),
+    ]
     assert pick(saves, None).step == 2 and pick(saves, 1).step == 1
     with pytest.raises(CheckpointError, match=r"no save of step 3 .* those that have: 1, 2"):
         pick(saves, 3)
@@ -83,7 +87,7 @@ def test_which_save_is_shown() -> None:
 
 def test_nothing_to_draw() -> None:
     with pytest.raises(ConfigError, match="no bar"):
-        stalls([Told.of(event(1))]).render()
+        stalls([SaveRecord.of(event(1))]).render()
     with pytest.raises(ConfigError, match="at least one row"):
         HeatMap(title="t", description="d", rows=[], columns=[], values=[]).render()
     with pytest.raises(ConfigError, match="1 rows of 2"):

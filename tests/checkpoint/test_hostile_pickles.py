@@ -19,7 +19,7 @@ from shoal.checkpoint.formats.dcp_metadata import read_metadata
 from shoal.checkpoint.formats.pickles import load
 from shoal.checkpoint.formats.transfer import open_any, transfer
 from shoal.checkpoint.inspect import find, listing, verify
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.core.errors import CheckpointError, CorruptError, ShoalError
 
 
@@ -153,7 +153,7 @@ def test_tensors_of_dcp(dcp, canary, name):
 @pytest.mark.parametrize("to", ["deepspeed", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_rank_files(tmp_path, canary, to, name):
     saved(tmp_path / "store", config())
-    place = transfer(tmp_path / "store", tmp_path / "d", to, mesh=Layout(tp=2))
+    place = transfer(tmp_path / "store", tmp_path / "d", to, mesh=RankLayout(tp=2))
     for file in place.rglob("*.pt"):
         shutil.copy(file, tmp_path / "kept")
         file.write_bytes(hostile(PICKLES[name](canary)))

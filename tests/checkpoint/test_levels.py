@@ -12,8 +12,8 @@ import torch
 from stored import META, ThreadPeers, flip, on_ranks, split, tensors
 
 from shoal.checkpoint import SAVE_MODES, levels
-from shoal.checkpoint.levels import Level, LevelReport, Levels, nearest
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.levels import CheckpointLevels, LevelCopier, LevelReport, nearest
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ConfigError
 from shoal.ir import CheckpointPolicy
@@ -30,7 +30,7 @@ def far() -> Store:
     return Store(f"memory://{uuid.uuid4().hex}/run", keep=9)
 
 
-def done(level: Level) -> list[LevelReport]:
+def done(level: LevelCopier) -> list[LevelReport]:
     level.close()
     return level.reports()
 
@@ -55,8 +55,8 @@ def refuse(store: Store, monkeypatch: pytest.MonkeyPatch, times: int) -> list[st
 @pytest.mark.parametrize("mode", list(SAVE_MODES))
 def test_from_every_mode_to_the_far_place(mode: str, tmp_path: Path, far: Store) -> None:
     near = Store(tmp_path, keep=1)
-    level = Level(near, far)
-    saver = SAVE_MODES.build(mode).build(near, Alone())
+    level = LevelCopier(near, far)
+    saver = SAVE_MODES.build(mode).build(near, SinglePeer())
     for step in (1, 2, 3):
         saver.save(step, tensors(step), META).wait(30)
         while not any(report.step == step for report in level._reports):
@@ -81,7 +81,7 @@ def test_files_of_several_ranks_arrive_as_they_were(tmp_path: Path, far: Store) 
     near, whole = Store(tmp_path), torch.randn(9, 4)
 
     def work(peers: ThreadPeers) -> None:
-        found = Levels(peers, [lambda: Level(near, far)])
+        found = CheckpointLevels(peers, [lambda: LevelCopier(near, far)])
         saver = SAVE_MODES.build("snapshot").build(near, peers)
         saver.save(4, {"w": split(whole, 0, 3)[peers.rank], "same": whole}, META)
         saver.close()
@@ -98,7 +98,7 @@ def test_a_place_that_fails_is_tried_again(
 ) -> None:
     near = Store(tmp_path)
     refuse(far, monkeypatch, 2)
-    level = Level(near, far, tries=3)
+    level = LevelCopier(near, far, tries=3)
     near.save(1, tensors(1), META)
     reports = done(level)
     assert [(one.state, one.tries) for one in reports] == [
@@ -117,7 +117,7 @@ def test_a_place_that_stays_away_leaves_the_near_one_as_it_is(
 ) -> None:
     near = Store(tmp_path, keep=2)
     refuse(far, monkeypatch, 1000)
-    level = Level(near, far, tries=2)
+    level = LevelCopier(near, far, tries=2)
     for step in (1, 2, 3):
         near.save(step, tensors(step), META)
     reports = done(level)
@@ -149,7 +149,7 @@ def test_a_slow_place_gets_the_newest_and_holds_nobody_up(
     tmp_path: Path, far: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, gate = Store(tmp_path, keep=1), Gate(far, monkeypatch)
-    level = Level(near, far)
+    level = LevelCopier(near, far)
     near.save(1, tensors(1), META)
     assert gate.asked.wait(30)
     for step in (2, 3, 4, 5):  # none of these waits for the place
@@ -164,7 +164,7 @@ def test_a_slow_place_gets_the_newest_and_holds_nobody_up(
 
 def test_every_and_the_last_one(tmp_path: Path, far: Store) -> None:
     near = Store(tmp_path)
-    level = Level(near, far, every=3)
+    level = LevelCopier(near, far, every=3)
     for step in range(1, 6):
         near.save(step, tensors(step), META)
         while step == 3 and not far.steps():
@@ -177,7 +177,7 @@ def test_giving_up_sends_nothing_more(
     tmp_path: Path, far: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, gate = Store(tmp_path), Gate(far, monkeypatch)
-    level = Level(near, far)
+    level = LevelCopier(near, far)
     near.save(1, tensors(1), META)
     assert gate.asked.wait(30)
     near.save(2, tensors(2), META)
@@ -193,7 +193,7 @@ def test_what_is_damaged_here_is_not_sent(tmp_path: Path, far: Store) -> None:
     near.save(1, tensors(1), META)
     file = near.folder(1) / "rank-00000.safetensors"
     flip(file, file.stat().st_size - 1)
-    level = Level(near, far, tries=1)
+    level = LevelCopier(near, far, tries=1)
     level._put(1)
     (report,) = done(level)
     assert report.state == "failed" and "model.b" in report.message and str(file) in report.message
@@ -203,10 +203,10 @@ def test_what_is_damaged_here_is_not_sent(tmp_path: Path, far: Store) -> None:
 def test_two_runs_may_not_share_a_level(tmp_path: Path, far: Store) -> None:
     def second(peers: ThreadPeers) -> str:
         with pytest.raises(CheckpointError) as refused:
-            Levels(peers, [lambda: Level(Store(tmp_path / "b"), far)])
+            CheckpointLevels(peers, [lambda: LevelCopier(Store(tmp_path / "b"), far)])
         return str(refused.value)
 
-    first = Levels(Alone(), [lambda: Level(Store(tmp_path / "a"), far)])
+    first = CheckpointLevels(SinglePeer(), [lambda: LevelCopier(Store(tmp_path / "a"), far)])
     for told in on_ranks(2, second):
         assert "another process is saving here" in told
     first.close()
@@ -222,7 +222,7 @@ def test_a_place_that_is_away_at_first_is_taken_up_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(fs, "pipe_file", away)
-        level = Level(Store(tmp_path), far)
+        level = LevelCopier(Store(tmp_path), far)
     level.near.save(1, tensors(1), META)
     reports = done(level)
     assert [one.state for one in reports] == ["unreachable", "complete"]
@@ -263,4 +263,4 @@ def test_bad_levels() -> None:
         with pytest.raises(ValueError, match="is given twice; give each level its own place"):
             CheckpointPolicy.model_validate(raw)
     with pytest.raises(ConfigError, match=r"checkpoint\.levels\.tries"):
-        Level(Store("a"), Store("b"), tries=0)
+        LevelCopier(Store("a"), Store("b"), tries=0)

@@ -15,7 +15,7 @@ from stored import META, flip, save_on_ranks, split, tensors
 
 from shoal.checkpoint.checksum import combined, copy_crc32c, crc32c
 from shoal.checkpoint.loading import LoadReport, load_pieces
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.store import Piece, Store
 from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.boxes import Box
@@ -35,7 +35,7 @@ def want(pieces: list[Piece]) -> list[Piece]:
     return [Piece(torch.full_like(p.tensor, 1), p.global_shape, p.offset) for p in pieces]
 
 
-def saved_by(path: Path, ranks: int, dim: int = 0) -> Saved:
+def saved_by(path: Path, ranks: int, dim: int = 0) -> SavedCheckpoint:
     given_by = [
         {
             name: split(x, dim if x.dim() > dim else 0, ranks)[rank : rank + 1]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.loader import LoaderState, ReaderState, Span, merge, split
+from shoal.checkpoint.loader import EpochSpan, LoaderState, ReaderState, merge, split
 from shoal.core.errors import CheckpointError
 
 
@@ -116,7 +116,7 @@ def test_refusals() -> None:
 
 
 def test_spans() -> None:
-    span = Span(0, 3, 20, 4)
+    span = EpochSpan(0, 3, 20, 4)
     assert list(span) == [3, 7, 11, 15, 19] and len(span) == 5
     head, rest = span.cut(2)
     assert list(head) + list(rest) == list(span)

@@ -23,7 +23,7 @@ from shoal.checkpoint.inmemory.field import (
     invert,
     matmul,
 )
-from shoal.checkpoint.inmemory.layout import Entry, coding_groups, piece_bytes, shares
+from shoal.checkpoint.inmemory.layout import BoxEntry, coding_groups, piece_bytes, shares
 from shoal.checkpoint.inmemory.stripes import Stripes, pass_on
 from shoal.core.errors import CheckpointError, ConfigError
 from shoal.core.random import generator
@@ -198,7 +198,7 @@ def test_a_singular_matrix_is_refused() -> None:
     st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=8, max_size=8),
 )
 def test_shares_hold_every_byte_once(sizes: list[int], holders: list[set[int]]) -> None:
-    entries = [Entry(f"t{i}", "uint8", (n,), (0,), (n,), n) for i, n in enumerate(sizes)]
+    entries = [BoxEntry(f"t{i}", "uint8", (n,), (0,), (n,), n) for i, n in enumerate(sizes)]
     held = {
         rank: [e for e, h in zip(entries, holders, strict=False) if rank in h] for rank in range(4)
     }
@@ -217,7 +217,7 @@ def test_shares_hold_every_byte_once(sizes: list[int], holders: list[set[int]]) 
 
 def test_replicas_keep_equal_shares() -> None:
     entries = [
-        Entry(f"t{i}", "float32", (n,), (0,), (n,), 4 * n) for i, n in enumerate((999, 5000))
+        BoxEntry(f"t{i}", "float32", (n,), (0,), (n,), 4 * n) for i, n in enumerate((999, 5000))
     ]
     sizes = [piece_bytes(s) for s in shares(dict.fromkeys(range(4), entries)).values()]
     assert sum(sizes) == 4 * 5999

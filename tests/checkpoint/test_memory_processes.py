@@ -23,7 +23,7 @@ from shoal.checkpoint.inmemory.fleet import Fleet
 from shoal.checkpoint.inmemory.process import SnapshotProcess
 from shoal.checkpoint.inmemory.recovery import InMemory
 from shoal.checkpoint.inmemory.snapshot import Snapshots
-from shoal.checkpoint.inmemory.wire import Client, Place, receive, send
+from shoal.checkpoint.inmemory.wire import SnapshotAddress, SnapshotClient, receive, send
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, NonFiniteError, RankError
@@ -199,11 +199,16 @@ def test_damage_is_rebuilt_and_mixed_steps_are_refused(fleet: Fleet) -> None:
 def test_who_is_let_in(fleet: Fleet) -> None:
     place = fleet.members.places[0]
     with pytest.raises(CheckpointError, match=r"belongs to run .* and this is 'other'"):
-        Client(place, "other", fleet.secret, rank=0)
+        SnapshotClient(place, "other", fleet.secret, rank=0)
     with pytest.raises(CheckpointError, match="does not prove the secret"):
-        Client(place, fleet.members.run, b"wrong", rank=0)
+        SnapshotClient(place, fleet.members.run, b"wrong", rank=0)
     with pytest.raises(RankError, match="does not answer"):
-        Client(Place(host="127.0.0.1", port=1, pid=1), fleet.members.run, fleet.secret, rank=3)
+        SnapshotClient(
+            SnapshotAddress(host="127.0.0.1", port=1, pid=1),
+            fleet.members.run,
+            fleet.secret,
+            rank=3,
+        )
     # What does not sign is cut off, and the process serves on.
     with socket.create_connection((place.host, place.port)) as rude:
         receive(rude)
@@ -213,7 +218,7 @@ def test_who_is_let_in(fleet: Fleet) -> None:
         receive(rude)
         send(rude, {"op": "status"})
         assert "does not prove the secret" in receive(rude)[0]["error"]
-    with Client(place, fleet.members.run, fleet.secret, rank=0) as client:
+    with SnapshotClient(place, fleet.members.run, fleet.secret, rank=0) as client:
         assert client.call("status")["rank"] == 0
         with pytest.raises(CheckpointError, match="'dance' is nothing"):
             client.call("dance")

@@ -19,7 +19,7 @@ from shoal.checkpoint import SAVE_MODES, background, source
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.image import write_image
 from shoal.checkpoint.modes import lazy
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.protocols import Saver
 from shoal.checkpoint.shards import shard_name
 from shoal.checkpoint.states import ModuleState
@@ -31,7 +31,7 @@ MODES = tuple(SAVE_MODES)
 
 @contextlib.contextmanager
 def saving(mode: Any, store: Store, peers: Any = None) -> Iterator[Saver]:
-    saver = SAVE_MODES.build(mode).build(store, peers or Alone())
+    saver = SAVE_MODES.build(mode).build(store, peers or SinglePeer())
     try:
         yield saver
     finally:
@@ -177,7 +177,7 @@ def test_what_was_abandoned_never_becomes_a_checkpoint(
 
     monkeypatch.setattr(background, "write_image", slow)
 
-    class Two(Alone):
+    class Two(SinglePeer):
         world = 2  # the other one never votes
 
     saver = SAVE_MODES.build("snapshot").build(Store(tmp_path), Two())
@@ -231,8 +231,8 @@ class Small:
             monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
         self.mode = {"name": "lazy", "host_buffer": 8192}
         self.in_use = self.most = 0
-        take, give_back = lazy.Ring.take, lazy.Ring.give_back
-        fill = source.Source.fill
+        take, give_back = lazy.RingBuffer.take, lazy.RingBuffer.give_back
+        fill = source.ByteSource.fill
         self.before_fill: Callable[[int], None] = lambda _: None
 
         def taken(ring: Any) -> Any:
@@ -249,9 +249,9 @@ class Small:
             self.before_fill(at)
             fill(of, at, out)
 
-        monkeypatch.setattr(lazy.Ring, "take", taken)
-        monkeypatch.setattr(lazy.Ring, "give_back", given)
-        monkeypatch.setattr(source.Source, "fill", filled)
+        monkeypatch.setattr(lazy.RingBuffer, "take", taken)
+        monkeypatch.setattr(lazy.RingBuffer, "give_back", given)
+        monkeypatch.setattr(source.ByteSource, "fill", filled)
 
 
 def test_a_slow_copier_never_sees_an_update(

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from old_format import planned_with_all
 
-from shoal.checkpoint.index import Index
+from shoal.checkpoint.index import CheckpointIndex
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.plan import PROPOSAL, assign, proposal
-from shoal.checkpoint.reads import ReadPlan, Wish, plan_reads
-from shoal.checkpoint.runs import Owned, Runs
+from shoal.checkpoint.reads import BoxRequest, ReadPlan, plan_reads
+from shoal.checkpoint.runs import BoxRuns, OwnedBox
 from shoal.core.boxes import Box, flat_boxes, uncovered
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -60,7 +60,9 @@ def boxes_of(data: st.DataObject, shape: tuple[int, ...], world: int, *, copies:
     return found
 
 
-def saved_as(boxes: dict[str, Any], shapes: dict[str, tuple[int, ...]], world: int) -> Index:
+def saved_as(
+    boxes: dict[str, Any], shapes: dict[str, tuple[int, ...]], world: int
+) -> CheckpointIndex:
     import torch
 
     one = torch.zeros(())
@@ -90,10 +92,10 @@ def test_local_plans_read_what_plans_for_all_did(data: st.DataObject) -> None:
     index = saved_as(
         {n: boxes_of(data, s, saving, copies=twice) for n, s in shapes.items()}, shapes, saving
     )
-    asked: list[list[Wish]] = [[] for _ in range(loading)]
+    asked: list[list[BoxRequest]] = [[] for _ in range(loading)]
     for name, shape in shapes.items():
         for rank, boxes in enumerate(boxes_of(data, shape, loading, copies=True)):
-            asked[rank] += [Wish(name, box.offset, box.shape) for box in boxes]
+            asked[rank] += [BoxRequest(name, box.offset, box.shape) for box in boxes]
     options: dict[str, Any] = {
         "whole": data.draw(st.booleans()),
         "read_bytes": data.draw(st.sampled_from([4, 40, 10**6])),
@@ -138,12 +140,12 @@ def test_runs_hold_what_they_were_made_of(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=3)))
     world = data.draw(st.integers(1, 40))
     owned = [
-        Owned(rank, box)
+        OwnedBox(rank, box)
         for rank, boxes in enumerate(boxes_of(data, shape, world, copies=True))
         for box in boxes
     ]
-    runs = Runs.of_boxes(owned, len(shape))
-    again = Runs.from_plain(runs.plain(), len(shape))
+    runs = BoxRuns.of_boxes(owned, len(shape))
+    again = BoxRuns.from_plain(runs.plain(), len(shape))
     assert sorted(map(repr, again.owned())) == sorted(map(repr, owned))
     assert again.flaw(shape, world) == "" and again.missing(shape) is None
     low = [data.draw(st.integers(0, n)) for n in shape]
@@ -154,7 +156,7 @@ def test_runs_hold_what_they_were_made_of(data: st.DataObject) -> None:
     assert again._spans_of_many(box) == again.spans(box) if box.volume else True
     lost = data.draw(st.integers(0, len(owned) - 1))
     rest = [one for at, one in enumerate(owned) if at != lost]
-    left = Runs.of_boxes(rest, len(shape))
+    left = BoxRuns.of_boxes(rest, len(shape))
     assert (left.missing(shape) is None) == (
         not uncovered(Box.whole(shape), (one.box for one in rest))
     )
@@ -162,13 +164,13 @@ def test_runs_hold_what_they_were_made_of(data: st.DataObject) -> None:
 
 def test_regular_boxes_are_one_run_whatever_the_number_of_ranks() -> None:
     for world in (8, 4096):
-        rows = [Owned(rank, Box((2 * rank, 0), (2, 5))) for rank in range(world)]
-        assert len(Runs.of_boxes(rows, 2).table) == 1
+        rows = [OwnedBox(rank, Box((2 * rank, 0), (2, 5))) for rank in range(world)]
+        assert len(BoxRuns.of_boxes(rows, 2).table) == 1
     grid = [
-        Owned(8 * row + column, Box((row, 3 * column), (1, 3)))
+        OwnedBox(8 * row + column, Box((row, 3 * column), (1, 3)))
         for row, column in itertools.product(range(64), range(8))
     ]
-    assert len(Runs.of_boxes(grid, 2).table) == 8
+    assert len(BoxRuns.of_boxes(grid, 2).table) == 8
 
 
 def held(sizes: dict[str, int]) -> np.ndarray:
@@ -202,14 +204,14 @@ def counted(world: int, loading: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     wants = simulated.wants_of_all(asked)
     folder.reads.clear()
     looked = [0]
-    spans = Runs.spans
+    spans = BoxRuns.spans
 
-    def counting(self: Runs, box: Box) -> Any:
+    def counting(self: BoxRuns, box: Box) -> Any:
         looked[0] += 1
         return spans(self, box)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runs, "spans", counting)
+        patch.setattr(BoxRuns, "spans", counting)
         plan = plan_reads(index, wants, asked[loading - 1], loading - 1)
     told = sum(map(len, (one.plain() for one in wants.values())))
     return {

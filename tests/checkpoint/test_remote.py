@@ -18,7 +18,7 @@ import torch
 from stored import META, ThreadPeers, on_ranks, split, tensors
 
 from shoal.checkpoint import SAVE_MODES, remote
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ConfigError, CorruptError
 
@@ -39,7 +39,7 @@ def files(store: Store) -> list[str]:
 @pytest.mark.parametrize("mode", list(SAVE_MODES))
 def test_saved_elsewhere_is_loaded_from_there(mode: str, memory: str) -> None:
     store = Store(memory, keep=2)
-    saver = SAVE_MODES.build(mode).build(store, Alone())
+    saver = SAVE_MODES.build(mode).build(store, SinglePeer())
     for step in (1, 2, 3):
         saver.save(step, tensors(step), META).wait(30)
     saver.close()
@@ -75,7 +75,7 @@ def test_a_step_saved_again_replaces_it(memory: str) -> None:
     store = Store(memory)
     store.save(1, tensors(1), META)
     store.save(1, tensors(2), META)
-    saver = SAVE_MODES.build("snapshot").build(store, Alone())
+    saver = SAVE_MODES.build("snapshot").build(store, SinglePeer())
     saver.save(1, tensors(3), META).wait(30)
     saver.close()
     assert store.steps() == (1,)
@@ -109,15 +109,15 @@ def test_damage_is_named_and_the_previous_step_offered(memory: str) -> None:
 
 
 def test_a_second_run_is_refused_and_a_dead_one_is_not(memory: str) -> None:
-    saver = SAVE_MODES.build("snapshot").build(Store(memory), Alone())
+    saver = SAVE_MODES.build("snapshot").build(Store(memory), SinglePeer())
     with pytest.raises(CheckpointError, match="another process is saving here"):
-        SAVE_MODES.build("snapshot").build(Store(memory), Alone())
+        SAVE_MODES.build("snapshot").build(Store(memory), SinglePeer())
     saver.close()
     store = Store(memory)
     lease = f"{store.storage._root}/.writer.json"  # type: ignore[attr-defined]
     dead = {"id": "x", "host": __import__("socket").gethostname(), "pid": 2**22 + 1, "at": 1e12}
     fs_of(store).pipe_file(lease, json.dumps(dead).encode())
-    SAVE_MODES.build("snapshot").build(store, Alone()).close()
+    SAVE_MODES.build("snapshot").build(store, SinglePeer()).close()
 
 
 @pytest.mark.parametrize("clock_s", [0.0, 3600.0, -3600.0])
@@ -145,9 +145,9 @@ def test_a_writer_of_another_host_runs_while_it_renews_its_lease(
     try:
         if runs:
             with pytest.raises(CheckpointError, match="on elsewhere"):
-                SAVE_MODES.build("snapshot").build(store, Alone())
+                SAVE_MODES.build("snapshot").build(store, SinglePeer())
         else:
-            SAVE_MODES.build("snapshot").build(store, Alone()).close()
+            SAVE_MODES.build("snapshot").build(store, SinglePeer()).close()
     finally:
         over.set()
         say_it.join()
@@ -217,7 +217,7 @@ def test_s3_in_parts_and_back(s3: tuple[str, Proxy]) -> None:
     address, _ = s3
     store = Store(address + "/parts", keep=1)
     large = {"model.w": torch.randn(12_000_000)}  # 48 MB: two parts
-    saver = SAVE_MODES.build("lazy").build(store, Alone())
+    saver = SAVE_MODES.build("lazy").build(store, SinglePeer())
     for step in (1, 2):
         saver.before_update()
         saver.save(step, {**large, "model.step": torch.tensor(step)}, META).wait(60)
@@ -236,7 +236,7 @@ def test_s3_that_fails_mid_upload_is_told_and_the_old_one_stays(
 ) -> None:
     address, proxy = s3
     store = Store(f"{address}/{fault}-{mode}")
-    saver = SAVE_MODES.build(mode).build(store, Alone())
+    saver = SAVE_MODES.build(mode).build(store, SinglePeer())
     saver.save(1, tensors(1), META).wait(60)
     proxy.fault = fault
     try:
@@ -331,7 +331,7 @@ def test_s3_that_stops_mid_upload_is_told_in_bounded_time(
     monkeypatch.setattr(remote, "_PART_BYTES", 5 * 2**20)
     large = {"model.w": torch.randn(4_000_000)}  # four parts
     store = Store(f"{address}/{fault}-{mode}-wire")
-    saver = SAVE_MODES.build(mode).build(store, Alone())
+    saver = SAVE_MODES.build(mode).build(store, SinglePeer())
     saver.save(1, large, META).wait(60)
     wire.fault = fault
     begin = time.monotonic()

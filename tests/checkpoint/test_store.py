@@ -19,7 +19,7 @@ from old_format import rewrite_as
 from stored import META, MODEL, flip, save_on_ranks, split, tensors
 
 from shoal.checkpoint.index import INDEX_NAME, sealed
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.storage import LocalDraft
 from shoal.checkpoint.store import Piece, Store
 from shoal.core.boxes import Box
@@ -71,7 +71,7 @@ def test_what_is_read_is_the_callers_own(tmp_path: Path) -> None:
     saved = Store(tmp_path).open(1)
     saved.tensor("model.w").zero_()
     assert torch.equal(saved.tensor("model.w"), tensors()["model.w"])
-    Saved(Path(saved.path)).verify()
+    SavedCheckpoint(Path(saved.path)).verify()
 
 
 @settings(max_examples=25, deadline=None)
@@ -135,7 +135,7 @@ def test_a_rank_writes_several_pieces_of_a_tensor(tmp_path: Path) -> None:
     for place in places:
         flip(path, place)
         with pytest.raises(CorruptError, match=r"'model\.t' in .*rank-00000"):
-            Saved(path.parent).verify()
+            SavedCheckpoint(path.parent).verify()
         flip(path, place)
 
 

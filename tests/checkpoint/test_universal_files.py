@@ -11,9 +11,9 @@ from rank_files import Dumps, config, rank_files, saved, state_of
 from stored import flip
 
 from shoal.checkpoint.formats.transfer import transfer
-from shoal.checkpoint.universal.atomic import Universal, UniversalWriter
+from shoal.checkpoint.universal.atomic import UniversalCheckpoint, UniversalWriter
 from shoal.checkpoint.universal.convert import consolidate
-from shoal.checkpoint.universal.protocols import Coord, Layout, Scalar
+from shoal.checkpoint.universal.protocols import Coord, RankLayout, Scalar
 from shoal.core.errors import CheckpointError, CorruptError
 
 MODEL = config(tied=True)
@@ -26,7 +26,7 @@ def place(tmp_path):
 
 
 def test_boxes_are_those_of_the_tensor(place):
-    found, truth = Universal(place), state_of(MODEL)
+    found, truth = UniversalCheckpoint(place), state_of(MODEL)
     assert set(found.names()) == set(truth)
     for name, tensor in truth.items():
         assert torch.equal(found.tensor(name), tensor)
@@ -50,11 +50,11 @@ def test_only_blocks_that_are_read_are_hashed(tmp_path):
     writer.finish(0, {})
     file = tmp_path / "u" / "zero" / "w" / "fp32.safetensors"
     flip(file, file.stat().st_size - 1)
-    found = Universal(tmp_path / "u")
+    found = UniversalCheckpoint(tmp_path / "u")
     assert torch.equal(found.tensor("model.w", (0, 0), (8, 64)), tensor[:8])
     with pytest.raises(CorruptError, match=r"zero/w/fp32.safetensors: fp32 of w is not"):
         found.tensor("model.w", (60, 0), (4, 64))
-    assert len(list(Universal(tmp_path / "u").problems())) == 1
+    assert len(list(UniversalCheckpoint(tmp_path / "u").problems())) == 1
 
 
 def test_damage_is_named(place):
@@ -62,29 +62,29 @@ def test_damage_is_named(place):
     data = file.read_bytes()
     file.write_bytes(data[:-4])
     with pytest.raises(CorruptError, match=r"exp_avg.safetensors: truncated: .* of embed.weight"):
-        Universal(place)
+        UniversalCheckpoint(place)
     file.unlink()
     with pytest.raises(CorruptError, match=r"exp_avg of embed\.weight is missing"):
-        Universal(place)
+        UniversalCheckpoint(place)
     file.write_bytes(data)
     for name in ("universal.json", "job.json"):
         text = (place / name).read_text()
         (place / name).write_text(text.replace("7", "8", 1))
         with pytest.raises(CorruptError, match=f"{name}: its bytes are not"):
-            Universal(place)
+            UniversalCheckpoint(place)
         (place / name).write_text(text)
     table = json.loads((place / "universal.json").read_text())
     (place / "universal.json").write_text(json.dumps({**table, "version": 9}))
     with pytest.raises(CheckpointError, match="version 9"):
-        Universal(place)
+        UniversalCheckpoint(place)
     with pytest.raises(CheckpointError, match="no universal checkpoint"):
-        Universal(place / "zero")
+        UniversalCheckpoint(place / "zero")
 
 
 def dumps(tmp_path, scale=1.0):
     held = rank_files([("w", "fp32", Coord(), torch.ones(4) * scale)])
     held[Coord()].append(Scalar("w", "step", 5.0))
-    return Dumps(tmp_path / "s", Layout(), [{"match": ".*", "rule": "unique"}], held)
+    return Dumps(tmp_path / "s", RankLayout(), [{"match": ".*", "rule": "unique"}], held)
 
 
 def test_what_was_put_together_serves_again_while_the_files_are_the_same(tmp_path):
@@ -98,8 +98,8 @@ def test_what_was_put_together_serves_again_while_the_files_are_the_same(tmp_pat
     assert (consolidate(again) / "universal.json").stat().st_ino == first
     os.utime(source, ns=(1, 1))
     consolidate(again)
-    assert Universal(place).tensor("model.w").tolist() == [2.0] * 4
-    assert float(Universal(place).tensor("optimizer.w.step")) == 5.0
+    assert UniversalCheckpoint(place).tensor("model.w").tolist() == [2.0] * 4
+    assert float(UniversalCheckpoint(place).tensor("optimizer.w.step")) == 5.0
     with pytest.raises(CheckpointError, match="exists already"):
         consolidate(dumps(tmp_path, 3.0), out=tmp_path / "s")
 

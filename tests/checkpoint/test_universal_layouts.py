@@ -14,7 +14,7 @@ from rank_files import config, saved, state_of
 
 from shoal.checkpoint.formats import FORMATS
 from shoal.checkpoint.formats.transfer import open_any
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.protocols import RankLayout
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -46,11 +46,13 @@ def layouts(draw, num_layers, experts):
     tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, num_layers))
     if draw(st.integers(0, 3)):
         zero = draw(st.integers(1, 3))
-        return {"name": "deepspeed", "zero": zero}, Layout(dp=draw(st.integers(1, 5)), tp=tp, pp=pp)
+        return {"name": "deepspeed", "zero": zero}, RankLayout(
+            dp=draw(st.integers(1, 5)), tp=tp, pp=pp
+        )
     ep = draw(st.sampled_from([1, 2])) if experts else 1
     pp = pp if num_layers % pp == 0 else 1
     multiple = draw(st.sampled_from([1, 8, 128]))
-    return {"name": "megatron", "multiple": multiple}, Layout(tp=tp, pp=pp, ep=ep)
+    return {"name": "megatron", "multiple": multiple}, RankLayout(tp=tp, pp=pp, ep=ep)
 
 
 @pytest.mark.slow

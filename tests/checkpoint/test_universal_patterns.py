@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_files import Dumps, config, rank_files
 
-from shoal.checkpoint.universal.atomic import Universal
+from shoal.checkpoint.universal.atomic import UniversalCheckpoint
 from shoal.checkpoint.universal.convert import consolidate
 from shoal.checkpoint.universal.generate import boxes_of_run
-from shoal.checkpoint.universal.protocols import Coord, Fragment, Layout
+from shoal.checkpoint.universal.protocols import Coord, Fragment, RankLayout
 from shoal.checkpoint.universal.spec import UniversalSpec, default_spec
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, ConfigError, UnknownKeyError, UnknownPartError
@@ -27,10 +27,10 @@ def whole(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def put_together(tmp_path: Path, name: str, rule: str, locals_, layout: Layout, **cuts):
+def put_together(tmp_path: Path, name: str, rule: str, locals_, layout: RankLayout, **cuts):
     held = rank_files([(name, key, at, t) for key, at, t in locals_], layout.dp, **cuts)
     place = consolidate(Dumps(tmp_path / "s", layout, [{"match": ".*", "rule": rule}], held))
-    return Universal(place)
+    return UniversalCheckpoint(place)
 
 
 @settings(max_examples=15, deadline=None)
@@ -57,7 +57,7 @@ def test_fused_parts_of_different_sizes(tmp_path_factory, tp, q, k, dim, cuts):
         "w",
         f"fused(dim={dim}, parts={parts})",
         locals_,
-        Layout(tp=tp, dp=len(cuts) + 1),
+        RankLayout(tp=tp, dp=len(cuts) + 1),
         cuts=cuts,
     )
     assert torch.equal(found.tensor("model.w"), truth["fp32"])
@@ -70,7 +70,7 @@ def test_fragments_put_behind_each_other_are_not_a_fused_matrix(tmp_path):
     locals_ = [
         ("fp32", Coord(tp=r), torch.cat([p.chunk(2)[r] for p in (q, k, v)])) for r in range(2)
     ]
-    wrong = put_together(tmp_path, "w", "fragment(dim=0)", locals_, Layout(tp=2))
+    wrong = put_together(tmp_path, "w", "fragment(dim=0)", locals_, RankLayout(tp=2))
     assert wrong.shape("model.w") == (8, 2)
     assert not torch.equal(wrong.tensor("model.w"), tensor)
 
@@ -80,7 +80,7 @@ def test_vocabulary_of_509_padded_to_512_is_509_again(tmp_path):
     padded = torch.cat([tensor, torch.zeros(3, 3)])
     locals_ = [("fp32", Coord(tp=r), padded.chunk(4)[r]) for r in range(4)]
     found = put_together(
-        tmp_path, "embed.weight", "fragment(dim=0, size=509)", locals_, Layout(tp=4, dp=3)
+        tmp_path, "embed.weight", "fragment(dim=0, size=509)", locals_, RankLayout(tp=4, dp=3)
     )
     assert torch.equal(found.tensor("model.embed.weight"), tensor)
     spec = UniversalSpec.parse([{"match": ".*", "rule": "fragment(dim=0, size=509, multiple=128)"}])
@@ -93,7 +93,7 @@ def test_fragments_along_any_dimension_of_any_extent(tmp_path, dim):
     tensor = whole((4, 6, 5))
     sizes = {0: [1, 3], 1: [4, 2], 2: [2, 3]}[dim]
     locals_ = [("fp32", Coord(tp=r), part) for r, part in enumerate(tensor.split(sizes, dim))]
-    found = put_together(tmp_path, "w", f"fragment({dim})", locals_, Layout(tp=2, dp=4))
+    found = put_together(tmp_path, "w", f"fragment({dim})", locals_, RankLayout(tp=2, dp=4))
     assert torch.equal(found.tensor("model.w"), tensor)
 
 
@@ -106,23 +106,23 @@ def test_experts_over_two_axes(tmp_path, shard_dim, parts):
         cut = [part.chunk(2, shard_dim)[tp] for part in mine.split(parts, shard_dim)]
         locals_.append(("fp32", Coord(ep=ep, tp=tp), torch.cat(cut, shard_dim)))
     rule = f"moe(shard_dim={shard_dim}, parts={parts})"
-    found = put_together(tmp_path, "w", rule, locals_, Layout(tp=2, ep=2, dp=2))
+    found = put_together(tmp_path, "w", rule, locals_, RankLayout(tp=2, ep=2, dp=2))
     assert torch.equal(found.tensor("model.w"), tensor)
 
 
 def test_copies(tmp_path):
     tensor = whole((5,))
     same = [("fp32", Coord(pp=p, tp=t), tensor) for p in range(2) for t in range(2)]
-    found = put_together(tmp_path / "a", "n", "replicated", same, Layout(tp=2, pp=2))
+    found = put_together(tmp_path / "a", "n", "replicated", same, RankLayout(tp=2, pp=2))
     assert torch.equal(found.tensor("model.n"), tensor)
     drifted = [("fp32", Coord(tp=t), tensor + t) for t in range(2)]
-    found = put_together(tmp_path / "b", "n", "average", drifted, Layout(tp=2))
+    found = put_together(tmp_path / "b", "n", "average", drifted, RankLayout(tp=2))
     assert torch.allclose(found.tensor("model.n"), tensor + 0.5)
     near = [("fp32", Coord(tp=t), tensor + 1e-3 * t) for t in range(2)]
-    found = put_together(tmp_path / "c", "n", "replicated(tolerance=0.01)", near, Layout(tp=2))
+    found = put_together(tmp_path / "c", "n", "replicated(tolerance=0.01)", near, RankLayout(tp=2))
     assert torch.equal(found.tensor("model.n"), tensor)
     alone = [("fp32", Coord(pp=1), tensor)]
-    found = put_together(tmp_path / "d", "n", "unique", alone, Layout(pp=2))
+    found = put_together(tmp_path / "d", "n", "unique", alone, RankLayout(pp=2))
     assert torch.equal(found.tensor("model.n"), tensor)
 
 
@@ -138,16 +138,16 @@ def test_tied_tensors_are_stored_once_and_read_twice(tmp_path):
         {"match": ".*", "rule": "fragment(0)"},
         {"rule": "tied(embed.weight, output.weight)"},
     ]
-    source = Dumps(tmp_path / "s", Layout(tp=2, pp=2), rules, rank_files(locals_))
+    source = Dumps(tmp_path / "s", RankLayout(tp=2, pp=2), rules, rank_files(locals_))
     place = consolidate(source)
     assert sorted(p.name for p in (place / "zero").iterdir()) == ["embed.weight"]
-    found = Universal(place)
+    found = UniversalCheckpoint(place)
     for name in ("embed.weight", "output.weight"):
         assert torch.equal(found.tensor(f"model.{name}"), tensor)
         assert torch.equal(found.tensor(f"optimizer.{name}.exp_avg"), 2 * tensor)
     locals_[-1] = (*locals_[-1][:3], locals_[-1][3] + 1)
     with pytest.raises(CheckpointError, match=r"tied\(embed.weight, output.weight\): exp_avg"):
-        consolidate(Dumps(tmp_path / "t", Layout(tp=2, pp=2), rules, rank_files(locals_)))
+        consolidate(Dumps(tmp_path / "t", RankLayout(tp=2, pp=2), rules, rank_files(locals_)))
 
 
 MODELS = {
@@ -167,7 +167,7 @@ def test_generated_spec_cuts_as_training_does(model, tp):
     for rank in range(tp):
         held = slices(chosen, parallel, rank)
         for name, shape in whole_shapes(chosen).items():
-            counts = Layout(tp=tp).sizes(spec.pattern(name).axes)
+            counts = RankLayout(tp=tp).sizes(spec.pattern(name).axes)
             place = (0,) * (len(counts) - 1) + (rank,) if counts else ()
             cut = spec.pattern(name).cut(name, shape, counts, place)
             numbers = torch.arange(math.prod(shape)).view(shape)
@@ -227,7 +227,7 @@ def test_a_spec_that_is_none(text, error, said):
 
 def two(tmp_path, rules, locals_, layout=None):
     held = rank_files([("w", key, at, t) for key, at, t in locals_], 1)
-    return Dumps(tmp_path / "s", layout or Layout(tp=2), rules, held)
+    return Dumps(tmp_path / "s", layout or RankLayout(tp=2), rules, held)
 
 
 HALVES = [("fp32", Coord(tp=0), torch.ones(2, 2)), ("fp32", Coord(tp=1), torch.ones(2, 2))]
@@ -284,14 +284,16 @@ def test_gaps_and_overlaps(tmp_path, runs, said):
     for rank, (start, stop) in enumerate(runs):
         at = Coord(dp=rank)
         held[at] = [Fragment("w", "fp32", at, (2, 4), start, flat[start:stop])]
-    source = Dumps(tmp_path / "s", Layout(dp=len(runs)), [{"match": ".*", "rule": "unique"}], held)
+    source = Dumps(
+        tmp_path / "s", RankLayout(dp=len(runs)), [{"match": ".*", "rule": "unique"}], held
+    )
     with pytest.raises(CheckpointError, match=said):
         consolidate(source)
 
 
 def test_what_fp32_cannot_hold(tmp_path):
     locals_ = [("fp32", Coord(), torch.ones(2, dtype=torch.float64))]
-    source = two(tmp_path, [{"match": ".*", "rule": "unique"}], locals_, Layout())
+    source = two(tmp_path, [{"match": ".*", "rule": "unique"}], locals_, RankLayout())
     with pytest.raises(CheckpointError, match="is of float64"):
         consolidate(source)
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from stored import META
 
-from shoal.checkpoint import SAVE_MODES, checksum, source, watched
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint import SAVE_MODES, checksum, source
+from shoal.checkpoint import tensor_snapshot as watched
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.store import Store
-from shoal.checkpoint.watched import Watched, digest
+from shoal.checkpoint.tensor_snapshot import TensorSnapshot, digest
 from shoal.core.errors import CheckpointError
 
 Write = Callable[[torch.Tensor], Any]
@@ -47,7 +48,7 @@ def saved_while(
 ) -> Any:  # fmt: skip
     """Save, and write when the copy has come to the chunk ``at``."""
     go, reached = threading.Event(), threading.Event()
-    fill = source.Source.fill
+    fill = source.ByteSource.fill
 
     def filled(of: Any, start: int, out: Any) -> None:
         if start >= at and not go.is_set():
@@ -55,8 +56,8 @@ def saved_while(
             go.wait(30)
         fill(of, start, out)
 
-    monkeypatch.setattr(source.Source, "fill", filled)
-    saver = SAVE_MODES.build(mode).build(store, Alone())
+    monkeypatch.setattr(source.ByteSource, "fill", filled)
+    saver = SAVE_MODES.build(mode).build(store, SinglePeer())
     try:
         ticket = saver.save(1, live, META)
         reached.wait(30)
@@ -112,7 +113,7 @@ def test_what_does_not_change_is_saved(mode: Any, tmp_path: Path) -> None:
         "scalar": torch.tensor(3.0),
         "empty": torch.empty(0, 4),
     }
-    saver = SAVE_MODES.build(mode).build(Store(tmp_path), Alone())
+    saver = SAVE_MODES.build(mode).build(Store(tmp_path), SinglePeer())
     saver.save(1, live, META)
     saver.close()
     saved = Store(tmp_path).open(1)
@@ -129,7 +130,7 @@ def test_the_sample_covers_all_dtypes_and_layouts(
     whole = torch.randn(700, 300)
     for tensor in (whole, whole.T, whole[:, 10:290], whole.bfloat16(), whole.double(),
                    whole.to(torch.float8_e5m2), whole > 0, whole.long()):  # fmt: skip
-        seen = Watched([tensor])
+        seen = TensorSnapshot([tensor])
         crc = checksum.crc32c(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         assert not seen.changed(0, crc)
         data = tensor.data

@@ -12,14 +12,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shoal.claims.bench.attention.context import Case, context_row
+from shoal.claims.bench.attention.context import AttentionCase, context_row
 from shoal.claims.bench.attention.harness import chosen, run
 from shoal.claims.bench.attention.kernels import kernel_rows
 from shoal.claims.bench.attention.masks import MASKS, build_mask, document_lengths
-from shoal.claims.bench.attention.memory import Live, Saved
+from shoal.claims.bench.attention.memory import LiveBytes, SavedBytes
 from shoal.claims.bench.attention.reference import inputs, reference, worst
 from shoal.claims.bench.attention.report import to_html
-from shoal.claims.bench.attention.values import ContextRow, Network, Report, Settings
+from shoal.claims.bench.attention.values import (
+    AttentionReport,
+    AttentionSettings,
+    ContextRow,
+    RankNetwork,
+)
 from shoal.core.errors import ConfigError, UnknownPartError
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
@@ -28,8 +33,8 @@ POOL = (5, 9, 20, 33, 70, 400)
 LENGTH, BLOCK = 64, 16
 
 
-def _settings(**changes: Any) -> Settings:
-    return Settings(
+def _settings(**changes: Any) -> AttentionSettings:
+    return AttentionSettings(
         **{
             "kernels": ("naive", "tiled", "varlen"),
             "masks": ("causal", "causal_document", "block_sparse_20"),
@@ -49,7 +54,7 @@ def _settings(**changes: Any) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> AttentionReport:
     return run(_settings(), pool=POOL)
 
 
@@ -80,7 +85,7 @@ def test_documents_fill_a_sequence() -> None:
         document_lengths(4, seed=0, pool=POOL)
 
 
-def test_every_cell_is_right_or_has_a_reason(report: Report) -> None:
+def test_every_cell_is_right_or_has_a_reason(report: AttentionReport) -> None:
     assert report.counts()["wrong"] == report.counts()["failed"] == 0
     assert len(report.kernels) == 9
     assert len(report.context) == 18
@@ -95,18 +100,18 @@ def test_every_cell_is_right_or_has_a_reason(report: Report) -> None:
     assert blocked == {("ulysses", 4)}
 
 
-def without_times(report: Report) -> Report:
+def without_times(report: AttentionReport) -> AttentionReport:
     """What no clock and no allocator said: equal for equal settings."""
     measured = dict.fromkeys(("forward", "backward", "saved_bytes", "peak_bytes"))
     rows = tuple(row.model_copy(update=measured) for row in report.kernels)
     return report.model_copy(update={"kernels": rows})
 
 
-def test_the_same_seed_gives_the_same(report: Report) -> None:
+def test_the_same_seed_gives_the_same(report: AttentionReport) -> None:
     again = run(_settings(), pool=POOL)
     assert without_times(again) == without_times(report)
     assert again.context == report.context
-    assert Report.model_validate(json.loads(report.model_dump_json())) == report
+    assert AttentionReport.model_validate(json.loads(report.model_dump_json())) == report
 
 
 def test_a_wrong_kernel_is_said_to_be_wrong_and_not_timed() -> None:
@@ -174,7 +179,7 @@ def test_reference_is_the_definition() -> None:
 
 def test_live_results_are_counted() -> None:
     x = torch.zeros(256, requires_grad=True)
-    with Live() as live, Saved([x]) as saved:
+    with LiveBytes() as live, SavedBytes([x]) as saved:
         y = x * 2.0  # 1 KiB
         z = y.exp()  # 2 KiB live, and the result is kept for the backward pass
         assert live.now == 2048
@@ -187,7 +192,7 @@ def test_live_results_are_counted() -> None:
 
 def _row(method: str, mask: str, ranks: int, **changes: Any) -> ContextRow:
     settings = _settings(heads=4, kv_heads=4, **changes)
-    case = Case.of(mask, _mask(mask), settings)
+    case = AttentionCase.of(mask, _mask(mask), settings)
     return context_row(table("context").build(method), method, case, ranks, settings)
 
 
@@ -199,7 +204,7 @@ def test_work_is_balanced_by_zigzag_alone() -> None:
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_clocks_count_the_seen_cells(mask: str) -> None:
     """One rank is busy for the mask-exact FLOPs and sends nothing."""
-    network = Network(flops=1e9)
+    network = RankNetwork(flops=1e9)
     row = _row("zigzag", mask, 1, network=network)
     assert row.busy_s == pytest.approx(14 * _mask(mask).area() * 4 * 8 / 1e9)
     assert row.step_s == pytest.approx(row.busy_s)
@@ -208,14 +213,14 @@ def test_clocks_count_the_seen_cells(mask: str) -> None:
 
 
 def test_bytes_go_by_link() -> None:
-    row = _row("ring", "full", 4, network=Network(ranks_per_node=2))
+    row = _row("ring", "full", 4, network=RankNetwork(ranks_per_node=2))
     sent = 2 * 4 * LENGTH // 4 * 8 * 4 * 3 * 3  # k and v, three hops; thrice with gradients
     assert row.wire_bytes == {"inside": 2 * sent, "between": 2 * sent}
     assert row.exposed_s is not None
     assert row.exposed_s > 0
 
 
-def test_page_needs_nothing_else(report: Report) -> None:
+def test_page_needs_nothing_else(report: AttentionReport) -> None:
     page = to_html(report)
     assert "unsupported: takes documents alone" in page
     assert not re.search(r'(src|href)="', page)
@@ -271,7 +276,7 @@ def test_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert done.output.strip() == "9 ok, 0 wrong, 3 unsupported, 0 failed"
     assert files[0].read_text().startswith("<!doctype html>")
-    found = Report.model_validate(json.loads(files[1].read_text()))
+    found = AttentionReport.model_validate(json.loads(files[1].read_text()))
     assert found.counts()["ok"] == 9
     for wrong in (["--lengths", "a"], ["--out", "r.pdf"], ["--device", "cuda"]):
         if wrong[1] != "cuda" or not torch.cuda.is_available():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.claims.check.batches import deal_rows, map_tensors, row_bounds, to_dtype
+from shoal.claims.check.batches import map_tensors, row_bounds, split_rows, to_dtype
 from shoal.claims.check.compare import (
     BROKEN,
     combine_losses,
@@ -15,7 +15,7 @@ from shoal.claims.check.compare import (
     groups_by,
     rounding_only,
 )
-from shoal.claims.check.protocols import Settings, parse_mesh
+from shoal.claims.check.protocols import CheckSettings, parse_mesh
 from shoal.claims.check.side import clean
 from shoal.claims.check.whole import guess_split
 from shoal.core.errors import ConfigError
@@ -79,11 +79,11 @@ def test_rows_are_dealt_out_whole(parts: int, rows: int) -> None:
 
 def test_batches_of_any_structure() -> None:
     batch = {"x": torch.arange(8).reshape(4, 2), "rest": (torch.tensor(3), [torch.arange(4)], "w")}
-    part = deal_rows(batch, 1, 2, ragged=False)
+    part = split_rows(batch, 1, 2, ragged=False)
     assert part["x"].tolist() == [[4, 5], [6, 7]]
     assert part["rest"][0] == 3 and part["rest"][1][0].tolist() == [2, 3] and part["rest"][2] == "w"
     with pytest.raises(ConfigError, match="no tensors to deal out"):
-        deal_rows({"x": 3}, 0, 2, ragged=False)
+        split_rows({"x": 3}, 0, 2, ragged=False)
     wide = map_tensors(
         [torch.ones(1), torch.ones(1, dtype=torch.complex64), torch.ones(1).int()],
         lambda x: to_dtype(x, torch.float64),
@@ -108,12 +108,12 @@ def test_settings() -> None:
     for text in ("dp", "dp=0", "dp=2,dp=2", "=2", ""):
         with pytest.raises(ConfigError, match="--mesh"):
             parse_mesh(text)
-    assert Settings(file="x.py").resolve_mesh(None) == {"dp": 2}
-    assert Settings(file="x.py", ranks=4).resolve_mesh({"tp": 4}) == {"tp": 4}
+    assert CheckSettings(file="x.py").resolve_mesh(None) == {"dp": 2}
+    assert CheckSettings(file="x.py", ranks=4).resolve_mesh({"tp": 4}) == {"tp": 4}
     with pytest.raises(ConfigError, match="expected 6, the product of the mesh dp=2,tp=3"):
-        Settings(file="x.py", ranks=4, mesh={"dp": 2, "tp": 3})
+        CheckSettings(file="x.py", ranks=4, mesh={"dp": 2, "tp": 3})
     with pytest.raises(ConfigError, match="2 to 64 ranks"):
-        Settings(file="x.py", mesh={"dp": 1})
-    assert Settings(file="x.py").limit == 1e-9
-    assert Settings(file="x.py", dtype="float32").limit == 2e-5
-    assert Settings(file="a.b").path is None
+        CheckSettings(file="x.py", mesh={"dp": 1})
+    assert CheckSettings(file="x.py").limit == 1e-9
+    assert CheckSettings(file="x.py", dtype="float32").limit == 2e-5
+    assert CheckSettings(file="a.b").path is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shoal.claims.check.compare import Array
-from shoal.claims.check.diagnose import Evidence, Output, diagnose
+from shoal.claims.check.diagnose import ModuleOutput, StepEvidence, diagnose
 from shoal.claims.check.protocols import Finding
 
 AXES = {"dp": 2, "tp": 2}
@@ -21,23 +21,23 @@ def whole(weights: Sequence[float] = (0.5, 0.5)) -> dict[str, Array]:
     return {n: sum(w * part[n] for w, part in zip(weights, PARTS, strict=True)) for n in ORDER}
 
 
-def case(found: Sequence[dict[str, Array]], **more: object) -> Evidence:
+def case(found: Sequence[dict[str, Array]], **more: object) -> StepEvidence:
     """Evidence with these gradients of the four ranks; the others are right."""
     expected = more.pop("expected", whole())
     names = [name for name in ORDER if any(name in view for view in found)]
-    made = Evidence(
+    made = StepEvidence(
         axes=AXES,
         coordinates=PLACES,
         order=ORDER,
         expected=expected,  # type: ignore[arg-type]
-        found=found,
+        observed=found,
         differing=names,
         solo=[PARTS[place["dp"]] for place in PLACES],
     )
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def only(evidence: Evidence) -> Finding:
+def only(evidence: StepEvidence) -> Finding:
     found = diagnose(evidence)
     assert len(found) == 1, found
     return found[0]
@@ -86,7 +86,7 @@ def test_bias_whose_gradient_is_added_twice() -> None:
 
 def test_bias_that_every_rank_adds() -> None:
     one, bias = random.normal(size=(3, 2, 5)), random.normal(size=5)
-    output = Output("down", one, one + bias, {"down.bias": bias})
+    output = ModuleOutput("down", one, one + bias, {"down.bias": bias})
     views = [{name: random.normal(size=5) for name in ORDER} for _ in PLACES]
     finding = only(case(views, output=output, loss_differs=True))
     assert finding.kind == "bias_added_times" and finding.names == ("down.bias",)
@@ -98,7 +98,7 @@ def test_bias_that_every_rank_adds() -> None:
     assert only(case(views, output=part, loss_differs=True)).kind == "bias_added_times"
     unclear = replace(part, total=None)
     assert only(case(views, output=unclear, loss_differs=True)).kind == "forward"
-    twice = only(case(views, output=Output("up", one, 2 * one), loss_differs=True))
+    twice = only(case(views, output=ModuleOutput("up", one, 2 * one), loss_differs=True))
     assert twice.kind == "forward" and twice.names == ("up.weight",)
     assert "the number of ranks of tp" in twice.text
 

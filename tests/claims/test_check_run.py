@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.claims.check.protocols import Settings, Verdict
+from shoal.claims.check.protocols import CheckSettings, CheckVerdict
 from shoal.claims.check.run import check
 from shoal.core.errors import ConfigError, RankError
 
@@ -32,9 +32,11 @@ second = os.environ.get("WORLD_SIZE") == "2" and os.environ["RANK"] == "1"
 """
 
 
-def run(monkeypatch: pytest.MonkeyPatch, file: Path, planted: str, **options: object) -> Verdict:
+def run(
+    monkeypatch: pytest.MonkeyPatch, file: Path, planted: str, **options: object
+) -> CheckVerdict:
     monkeypatch.setenv("PLANTED", planted)
-    return check(Settings.model_validate({"file": str(file), **options}))
+    return check(CheckSettings.model_validate({"file": str(file), **options}))
 
 
 def write(place: Path, text: str) -> str:
@@ -119,15 +121,15 @@ def test_a_hanging_and_a_dying_rank_are_named(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     late = "def loss(model, x):\n    if second: time.sleep(600)\n    return model(x).sum()\n"
     with pytest.raises(RankError, match=r"rank 1 of 2 .* hangs: .* step 0: loss\(\)"):
-        check(Settings(file=write(tmp_path, late), timeout_s=8))
+        check(CheckSettings(file=write(tmp_path, late), timeout_s=8))
     dead = (
         "def loss(model, x):\n    if second: os.kill(os.getpid(), 9)\n    return model(x).sum()\n"
     )
     with pytest.raises(RankError, match=r"rank 1 of 2 .* killed by SIGKILL .* step 0: loss\(\)"):
-        check(Settings(file=write(tmp_path, dead)))
+        check(CheckSettings(file=write(tmp_path, dead)))
     wrong = "def loss(model, x):\n    if second: raise KeyError('x')\n    return model(x).sum()\n"
     with pytest.raises(ConfigError, match=r"rank 1: .*step.py, line 15, in loss: KeyError: 'x'"):
-        check(Settings(file=write(tmp_path, wrong)))
+        check(CheckSettings(file=write(tmp_path, wrong)))
     commands = [_command(place) for place in Path("/proc").glob("[0-9]*")]
     assert not [command for command in commands if str(tmp_path) in command]
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["step.py"]
@@ -148,4 +150,4 @@ def test_a_random_step_is_not_blamed_on_the_split(
     monkeypatch.setenv("DROP", "1")
     file = write(tmp_path, "def loss(model, x):\n    return model(x).sum()\n")
     with pytest.raises(ConfigError, match=r"does not equal itself.* dropout is on in 1"):
-        check(Settings(file=file))
+        check(CheckSettings(file=file))

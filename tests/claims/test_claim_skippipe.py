@@ -8,13 +8,13 @@ import pytest
 from shoal.claims import CLAIMS
 from shoal.claims.experiments.skippipe import model_config, networks, task, train_routes
 from shoal.core.errors import ConfigError
-from shoal.plan.routes.network import Network
+from shoal.plan.routes.network import WanNetwork
 from shoal.plan.routes.plan import RouteTask, plan
 
 
 @pytest.mark.slow
 def test_training_on_routes_learns_and_repeats() -> None:
-    planned = plan(Network.wan(6), RouteTask(stages=6, keep=4, microbatches=5, effort=0))
+    planned = plan(WanNetwork.wan(6), RouteTask(stages=6, keep=4, microbatches=5, effort=0))
     text = np.tile(np.arange(20, dtype=np.uint8), 100)
 
     def trained(steps: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from shoal.claims.bench import decode as bench_of  # noqa: E402
 from shoal.claims.bench.decode import (  # noqa: E402
     PLAIN,
     Bench,
-    Row,
+    DecodeRow,
     advice,
     batches,
     compared,
@@ -82,8 +82,21 @@ def test_loops_are_left_out(bench, monkeypatch):
 
 
 def row(method, batch, speedup, agreement=1.0):
-    return Row(method, batch, 1.0, speedup, speedup - 0.02, speedup + 0.02, 1.0, 1.0, 0, agreement,
-               1.0, 1, 0)  # fmt: skip
+    return DecodeRow(
+        method,
+        batch,
+        1.0,
+        speedup,
+        speedup - 0.02,
+        speedup + 0.02,
+        1.0,
+        1.0,
+        0,
+        agreement,
+        1.0,
+        1,
+        0,
+    )
 
 
 def test_advice_is_for_every_size_of_batch_and_for_the_model_itself():

@@ -13,7 +13,7 @@ from shoal.claims.experiments.dissect import (
     size_errors,
 )
 from shoal.claims.judge import judge
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError
 from shoal.core.native import compiler
 from shoal.ir.machine import Measurement
@@ -87,14 +87,14 @@ def test_bad_options():
 
 def test_refuses_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(dissect, "compiler", lambda: None)
-    assert "compiler" in Dissect().refuses(Context(work_dir=tmp_path))
+    assert "compiler" in Dissect().refuses(ExperimentContext(work_dir=tmp_path))
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.skipif(not host.caches(), reason="the system reports no caches")
 def test_the_quick_run_can_be_judged(tmp_path):
     claim = CLAIMS.build("dissect")
-    context = Context(work_dir=tmp_path)
+    context = ExperimentContext(work_dir=tmp_path)
     samples = claim.run(context, quick=True)
     assert set(samples.metrics) == {"prefetchable_steps"}
     aa = claim.run(context, quick=True, as_baseline=True)

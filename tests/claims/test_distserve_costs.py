@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.claims.experiments.distserve_real import Costs, Point, alone
+from shoal.claims.experiments.distserve_real import PhaseCosts, RatePoint, alone
 from shoal.core.random import generator
-from shoal.cost.step_cost.fitted import Fitted, Sample
+from shoal.cost.step_cost.fitted import FittedStepCost, StepSample
 from shoal.ir import Arrival
 
-LINE = Fitted(step=2e-3, token=1e-4, prompt_pair=1e-7, decode_key=1e-6, chunk=0.0)
+LINE = FittedStepCost(step=2e-3, token=1e-4, prompt_pair=1e-7, decode_key=1e-6, chunk=0.0)
 
 
-def steps(factor: float, length: int, seed: int) -> list[Sample]:
+def steps(factor: float, length: int, seed: int) -> list[StepSample]:
     random = generator(seed, purpose="test costs")
     shapes = [((int(random.integers(0, 300)), length + i % 5),) for i in range(60)]
-    return [Sample(chunks=one, seconds=factor * LINE.seconds(one)) for one in shapes]
+    return [StepSample(chunks=one, seconds=factor * LINE.seconds(one)) for one in shapes]
 
 
 CALM = {"prefill": 1.0, "decode": 1.0}
 
 
 def test_each_phase_learns_from_its_own_instance() -> None:
-    costs = Costs(["prefill", "decode"], LINE)
+    costs = PhaseCosts(["prefill", "decode"], LINE)
     drift = costs.learn([steps(2.0, 40, 0), steps(0.5, 1, 1)], CALM, CALM)
     assert drift == pytest.approx({"prefill": 2.0, "decode": 0.5})
     drift = costs.learn([steps(3.0, 40, 2), steps(0.5, 1, 3)], CALM, CALM)
@@ -33,7 +33,7 @@ def test_each_phase_learns_from_its_own_instance() -> None:
 
 
 def test_what_was_learned_moves_with_the_machine() -> None:
-    costs = Costs(["prefill", "decode"], LINE)
+    costs = PhaseCosts(["prefill", "decode"], LINE)
     costs.learn(
         [steps(2.0, 40, 0), steps(0.5, 1, 1)],
         {"prefill": 0.9, "decode": 1.0},
@@ -49,7 +49,7 @@ def test_what_was_learned_moves_with_the_machine() -> None:
 
 
 def test_all_steps_can_be_longer() -> None:
-    costs = Costs(["prefill", "decode"], LINE)
+    costs = PhaseCosts(["prefill", "decode"], LINE)
     costs.learn([steps(2.0, 40, 0), steps(0.5, 1, 1)], CALM, CALM)
     longer = costs.scaled(1.1)
     again = [steps(2.2, 40, 0), steps(0.55, 1, 1)]
@@ -58,7 +58,7 @@ def test_all_steps_can_be_longer() -> None:
 
 
 def test_only_a_machine_that_stays_the_same_is_steady() -> None:
-    point = Point(
+    point = RatePoint(
         system="colocated",
         rate=1.0,
         attained=(1, 1, 1),

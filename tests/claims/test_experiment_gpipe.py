@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.claims.experiments.gpipe import GPipeClaim, makespan, most_layers
-from shoal.claims.experiments.gpipe_ranks import Saved, pass_times, times
+from shoal.claims.experiments.gpipe_ranks import AutogradBytes, pass_times, times
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError
 
@@ -21,7 +21,7 @@ def _one_thread():
 
 def test_saved_bytes_are_counted_once_and_given_back():
     weight = torch.ones(8, 8, requires_grad=True)
-    saved = Saved([weight])
+    saved = AutogradBytes([weight])
     x = torch.ones(16, 8)
     with saved.hooks():
         out = (x @ weight).tanh()

@@ -11,7 +11,7 @@ from shoal.claims.experiments import sequence_parallel
 from shoal.claims.experiments.sequence_parallel import SequenceParallel, largest
 from shoal.claims.experiments.sequence_parallel_ranks import Kind, Shape, count
 from shoal.claims.judge import judge
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ def test_baseline_in_its_place_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
     torch.set_num_threads(1)
     # An eighth of the layer, and of the budget a 64th, with every ratio as it was.
     monkeypatch.setattr(sequence_parallel, "_QUARTER", 8)
-    claim, context = SequenceParallel(), Context(work_dir=tmp_path)
+    claim, context = SequenceParallel(), ExperimentContext(work_dir=tmp_path)
     samples = claim.run(context, quick=True)
     baseline = claim.run(context, quick=True, as_baseline=True)
     verdict = judge(claim.metrics, samples, aa=baseline, quick=True)

@@ -9,7 +9,7 @@ from shoal.claims.experiments import t3
 from shoal.claims.experiments.t3 import T3
 from shoal.claims.experiments.t3_ranks import pairs, product_s
 from shoal.claims.lab.thread_ranks import run_ranks
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def test_every_form_gives_the_same_result():
 def test_without_emulated_links_the_timings_are_skipped_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(t3, "unavailable", lambda: "no root")
     monkeypatch.setattr(t3, "MODELS", {"T-NLG": t3.MODELS["T-NLG"]})
-    samples = T3().run(Context(work_dir=tmp_path), quick=False)
+    samples = T3().run(ExperimentContext(work_dir=tmp_path), quick=False)
     assert samples.skipped == {"scatter_speedup": "no root", "gather_speedup": "no root"}
     assert len(samples.details["sublayers"]) == 8
 

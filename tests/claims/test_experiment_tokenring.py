@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from shoal.claims.experiments.tokenring import Setting, TokenRing, passes
+from shoal.claims.experiments.tokenring import TokenRingClaim, TokenRingSetting, passes
 from shoal.claims.judge import judge
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError
 
 
 def test_passes_take_what_the_busiest_link_carries() -> None:
-    setting = Setting(tokens=4, heads=8, kv_heads=8, head_dim=16)
+    setting = TokenRingSetting(tokens=4, heads=8, kv_heads=8, head_dim=16)
     ring = passes("zigzag", setting)
     # Chunks of keys and values make three hops; backward, their gradients make three more.
     assert ring.forward_s == pytest.approx(3 * 2 * setting.chunk_s)
@@ -27,7 +27,7 @@ def test_passes_take_what_the_busiest_link_carries() -> None:
 
 
 def test_holds_and_the_ring_in_its_place_does_not(tmp_path: Path) -> None:
-    claim, context = TokenRing(tokens=4, head_dim=128), Context(work_dir=tmp_path)
+    claim, context = TokenRingClaim(tokens=4, head_dim=128), ExperimentContext(work_dir=tmp_path)
     samples = claim.run(context, quick=True)
     baseline = claim.run(context, quick=True, as_baseline=True)
     verdict = judge(claim.metrics, samples, aa=baseline, quick=True)
@@ -42,4 +42,4 @@ def test_holds_and_the_ring_in_its_place_does_not(tmp_path: Path) -> None:
 )
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"claim\.tokenring\.{next(iter(options))}"):
-        TokenRing(**options)
+        TokenRingClaim(**options)

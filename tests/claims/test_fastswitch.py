@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from shoal.claims.experiments.fastswitch import FastSwitch
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError
 
 
 @pytest.mark.slow
 def test_the_quick_run_is_the_same_every_time_and_counts_what_it_should(tmp_path):
     claim = FastSwitch(requests=40, rounds=2)
-    found = claim.run(Context(work_dir=tmp_path), quick=True)
-    again = claim.run(Context(work_dir=tmp_path), quick=True)
+    found = claim.run(ExperimentContext(work_dir=tmp_path), quick=True)
+    again = claim.run(ExperimentContext(work_dir=tmp_path), quick=True)
     assert found.metrics == again.metrics
     copies = found.metrics["copies_with_groups"]
     assert copies.baseline[0] > 2 * copies.method[0] > 0
@@ -24,7 +24,7 @@ def test_the_quick_run_is_the_same_every_time_and_counts_what_it_should(tmp_path
 
 
 def test_the_baseline_in_every_place_is_compared_with_another_round(tmp_path):
-    context = Context(work_dir=tmp_path)
+    context = ExperimentContext(work_dir=tmp_path)
     claim = FastSwitch(requests=40, rounds=2)
     claim.run(context, quick=True)
     served = dict(context._memory)

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from shoal.app.cli import app
 from shoal.claims.catalogue import catalogue, listing, standings
-from shoal.claims.gallery import Places, index_rows, render_index, render_row, write_gallery
+from shoal.claims.gallery import GalleryPaths, index_rows, render_index, render_row, write_gallery
 from shoal.claims.gallery.pages import GROUPS, facets
-from shoal.claims.gallery.papers import MEANINGS, Measured, counts, needs, per_sample
-from shoal.claims.gallery.pictures import Glance, samples_chart
-from shoal.claims.protocols import Metric, MetricVerdict, Paired
-from shoal.claims.record import Record, inspect, read, sealed, verdict_of, write
+from shoal.claims.gallery.papers import MEANINGS, MeasuredMetric, counts, needs, per_sample
+from shoal.claims.gallery.pictures import MetricOverview, samples_chart
+from shoal.claims.protocols import Metric, MetricVerdict, PairedSamples
+from shoal.claims.record import ClaimRecord, inspect, read, sealed, verdict_of, write
 from shoal.core.errors import ConfigError, StoreError
 from shoal.cost.published.scoreboard import score_training
 from shoal.cost.published.serving_scoreboard import score_serving
@@ -83,7 +83,7 @@ def results(tmp_path: Path) -> Path:
     return directory
 
 
-def _changed(path: Path, **update: Any) -> Record:
+def _changed(path: Path, **update: Any) -> ClaimRecord:
     """The record with other samples or texts, judged and sealed again."""
     raw = read(path).model_dump(mode="json")
     for where, value in update.items():
@@ -92,7 +92,7 @@ def _changed(path: Path, **update: Any) -> Record:
         for key in keys[:-1]:
             place = place[key]
         place[keys[-1]] = value
-    record = Record.model_validate(raw)
+    record = ClaimRecord.model_validate(raw)
     record = sealed(record.model_copy(update={"verdict": verdict_of(record)}))
     write(record, path)
     return record
@@ -117,12 +117,12 @@ def test_every_paper_says_what_it_claims_and_what_is_checked() -> None:
 
 @pytest.mark.parametrize("says", ["", "Short.", "x" * 500])
 def test_a_claim_text_of_no_use_is_refused(says: str) -> None:
-    from shoal.claims.catalogue import Row
+    from shoal.claims.catalogue import CatalogueRow
     from shoal.core.config import parse
 
     raw = catalogue()[0].model_dump(mode="json") | {"says": says}
     with pytest.raises(ConfigError, match="says"):
-        parse(Row, raw, where="catalogue")
+        parse(CatalogueRow, raw, where="catalogue")
 
 
 # --- what is shown ---
@@ -182,7 +182,7 @@ def test_a_changed_text_a_changed_threshold_and_rubbish_are_told(results: Path) 
 
     raw = json.loads(original)
     raw["metrics"][0]["threshold"] = 0.9
-    record = Record.model_validate(raw)
+    record = ClaimRecord.model_validate(raw)
     write(sealed(record.model_copy(update={"verdict": verdict_of(record)})), path)
     first = index_rows(results)[0]
     assert (first.row.id, first.status) == (48, "outdated")
@@ -211,7 +211,7 @@ def test_a_file_that_names_no_claim_is_told(results: Path) -> None:
     record = read(path)
     write(sealed(record.model_copy(update={"claim": "nothing_like_it"})), path)
     found = inspect(path)
-    assert not isinstance(found, Record)
+    assert not isinstance(found, ClaimRecord)
     assert found.kind == "outdated"
 
 
@@ -256,10 +256,10 @@ def test_texts_of_a_results_file_are_escaped(results: Path) -> None:
 
 
 def test_names_of_metrics_are_escaped_in_pictures() -> None:
-    one = _measured("value", ">=", 1.0, Paired(method=(2.0, 3.0)), name="<b>&")
+    one = _measured("value", ">=", 1.0, PairedSamples(method=(2.0, 3.0)), name="<b>&")
     chart = samples_chart(one)
     assert chart is not None
-    for drawing in (chart.render(), Glance([one], "<i>").render()):
+    for drawing in (chart.render(), MetricOverview([one], "<i>").render()):
         assert "<b>" not in drawing
         assert "<i>" not in drawing
         assert "&lt;b&gt;&amp;" in drawing
@@ -272,13 +272,13 @@ def _measured(
     statistic: Any,
     comparison: Any,
     threshold: float,
-    samples: Paired,
+    samples: PairedSamples,
     *,
     name: str = "m",
     upper: float | None = None,
     value: float | None = None,
-    aa: Paired | None = None,
-) -> Measured:
+    aa: PairedSamples | None = None,
+) -> MeasuredMetric:
     metric = Metric(
         name=name,
         unit="x",
@@ -293,7 +293,7 @@ def _measured(
     verdict = MetricVerdict(
         name=name, value=value, low=value, high=value, holds=metric.holds(value)
     )
-    return Measured(metric=metric, verdict=verdict, samples=samples, aa=aa)
+    return MeasuredMetric(metric=metric, verdict=verdict, samples=samples, aa=aa)
 
 
 @pytest.mark.parametrize(
@@ -306,25 +306,32 @@ def _measured(
     ],
 )
 def test_samples_are_compared_pair_by_pair(statistic: Any, expected: list[float]) -> None:
-    paired = Paired(method=(1.0, 4.0), baseline=(2.0, 2.0))
+    paired = PairedSamples(method=(1.0, 4.0), baseline=(2.0, 2.0))
     one = _measured(statistic, ">=", 1.0, paired)
     assert per_sample(one.metric, paired) == expected
 
 
 def test_a_division_by_nothing_is_not_drawn() -> None:
-    paired = Paired(method=(1.0, 4.0), baseline=(0.0, 2.0))
+    paired = PairedSamples(method=(1.0, 4.0), baseline=(0.0, 2.0))
     one = _measured("ratio", ">=", 1.0, paired, value=2.0)
     chart = samples_chart(one)
     assert chart is not None
     assert "nan" not in chart.render()
     assert "inf" not in chart.render()
-    nothing = _measured("ratio", ">=", 1.0, Paired(method=(1.0,), baseline=(0.0,)), value=2.0)
+    nothing = _measured(
+        "ratio", ">=", 1.0, PairedSamples(method=(1.0,), baseline=(0.0,)), value=2.0
+    )
     assert samples_chart(nothing) is None
 
 
 def test_a_chart_has_the_threshold_and_the_aa_run_beside_the_samples() -> None:
     one = _measured(
-        "value", "within", 1.0, Paired(method=(2.0, 2.5)), upper=3.0, aa=Paired(method=(9.0,))
+        "value",
+        "within",
+        1.0,
+        PairedSamples(method=(2.0, 2.5)),
+        upper=3.0,
+        aa=PairedSamples(method=(9.0,)),
     )
     chart = samples_chart(one)
     assert chart is not None
@@ -338,7 +345,7 @@ def test_a_chart_has_the_threshold_and_the_aa_run_beside_the_samples() -> None:
     assert list(chart.series[1].x) == [3.0]  # after the samples of the part
     assert "It needs 1 to 3 ×." in chart.description
     assert needs(one.metric) == "1 to 3 ×"
-    alone = samples_chart(_measured("value", "<=", 1.0, Paired(method=(0.5,))))
+    alone = samples_chart(_measured("value", "<=", 1.0, PairedSamples(method=(0.5,))))
     assert alone is not None
     assert "Nothing was taken with the part replaced" in alone.description
 
@@ -358,8 +365,8 @@ def test_a_glance_puts_what_holds_on_the_shaded_side(
     comparison: Any, threshold: float, upper: float | None, value: float
 ) -> None:
     one = _measured(comparison=comparison, statistic="value", threshold=threshold,
-                    upper=upper, samples=Paired(method=(1.0,)), value=value)  # fmt: skip
-    drawing = Glance([one], "paper").render()
+                    upper=upper, samples=PairedSamples(method=(1.0,)), value=value)  # fmt: skip
+    drawing = MetricOverview([one], "paper").render()
     assert "glance-holds" in drawing
     box = re.search(r'glance-ok" x="([\d.]+)" .*? width="([\d.]+)"', drawing)
     dot = re.search(r'cx="([\d.]+)"', drawing)
@@ -371,8 +378,8 @@ def test_a_glance_puts_what_holds_on_the_shaded_side(
 
 
 def test_a_glance_of_a_failure_is_a_cross() -> None:
-    one = _measured("value", ">=", 2.0, Paired(method=(1.0,)))
-    drawing = Glance([one], "paper").render()
+    one = _measured("value", ">=", 2.0, PairedSamples(method=(1.0,)))
+    drawing = MetricOverview([one], "paper").render()
     assert "glance-fails" in drawing
     assert "0 of 1 metrics hold" in drawing
 
@@ -382,7 +389,7 @@ def test_a_glance_of_a_failure_is_a_cross() -> None:
 
 def test_there_is_a_page_for_every_paper_and_group(pages: dict[str, Page]) -> None:
     papers = index_rows(RESULTS)
-    places = Places()
+    places = GalleryPaths()
     assert {places.of_paper(paper) for paper in papers} <= set(pages)
     for kind, values in facets(papers).items():
         for value, number in values.items():
@@ -421,7 +428,7 @@ def test_the_index_lists_everything_it_promises(pages: dict[str, Page]) -> None:
         assert listed[row.id]["data-room"] == row.room
     links = {a["data-value"]: a["href"] for a in index.all("a") if a.get("data-kind") == "status"}
     for name in ("works", "modelled", "falls_short", "noisy", "skipped", "edited", "planned"):
-        assert links[name] == Places().of_group("status", name)
+        assert links[name] == GalleryPaths().of_group("status", name)
     # The filters wait for the script; without it the list is whole and links lead on.
     form = next(a for a in index.all("form") if "data-find" in a)
     assert "hidden" in form
@@ -506,7 +513,7 @@ def test_writing_it_again_gives_the_same_bytes(site: Path, tmp_path: Path) -> No
 
 
 def test_pages_link_where_they_are_told_to() -> None:
-    places = Places(
+    places = GalleryPaths(
         index="/claims", paper="/claims/{id}", group="/claims?{kind}={value}", results="/r/{claim}"
     )
     paper = next(p for p in index_rows(RESULTS) if p.row.id == 48)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.claims.judge import judge, measure
-from shoal.claims.protocols import Attempt, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, Metric, PairedSamples
 from shoal.core.errors import ConfigError
 
 
@@ -27,8 +27,10 @@ def metric(**changes: Any) -> Metric:
     return Metric(**{**given, **changes})
 
 
-def samples(method: list[float], baseline: list[float] | None = None, **more: Any) -> Samples:
-    return Samples(metrics={"gain": Paired(method=method, baseline=baseline or [])}, **more)
+def samples(method: list[float], baseline: list[float] | None = None, **more: Any) -> ClaimSamples:
+    return ClaimSamples(
+        metrics={"gain": PairedSamples(method=method, baseline=baseline or [])}, **more
+    )
 
 
 GOOD = samples([2.0, 2.2, 2.1], [1.0, 1.0, 1.0])
@@ -49,7 +51,7 @@ AA = samples([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
     ],
 )
 def test_statistics_by_hand(statistic: Any, expected: float) -> None:
-    paired = Paired(method=(4.0, 8.0, 10.0), baseline=(2.0, 4.0, 2.0))
+    paired = PairedSamples(method=(4.0, 8.0, 10.0), baseline=(2.0, 4.0, 2.0))
     found = measure(metric(statistic=statistic), paired)
     assert found.value == pytest.approx(expected)
     assert found.low <= found.value <= found.high
@@ -75,11 +77,11 @@ def test_evidence_is_the_weakest_that_was_run() -> None:
         metric(name="b", evidence="mechanism"),
         metric(name="c", evidence="arithmetic"),
     ]
-    pairs = Paired(method=(3.0,), baseline=(1.0,))
+    pairs = PairedSamples(method=(3.0,), baseline=(1.0,))
     verdict = judge(
         metrics,
-        Samples(metrics={"a": pairs, "b": pairs, "c": pairs}),
-        aa=Samples(metrics={"a": Paired(method=(1.0,), baseline=(1.0,))}),
+        ClaimSamples(metrics={"a": pairs, "b": pairs, "c": pairs}),
+        aa=ClaimSamples(metrics={"a": PairedSamples(method=(1.0,), baseline=(1.0,))}),
     )
     assert (verdict.status, verdict.evidence) == ("works", "mechanism")
 
@@ -106,8 +108,8 @@ def test_wide_timing_is_noisy_never_a_pass() -> None:
     assert judge([timing], wide, aa=AA).status == "noisy"
     assert judge([metric()], wide, aa=AA).status == "works"
     # A sure failure of another metric is told, noise or not.
-    both = Samples(
-        metrics={**wide.metrics, "count": Paired(method=(1.0,), baseline=(1.0,))},
+    both = ClaimSamples(
+        metrics={**wide.metrics, "count": PairedSamples(method=(1.0,), baseline=(1.0,))},
     )
     assert judge([timing, metric(name="count")], both, aa=AA).status == "falls_short"
 
@@ -126,13 +128,17 @@ def test_void_when_the_baseline_passes_too() -> None:
     assert verdict.status == "skipped"
     assert "void" in verdict.reason
     assert judge([metric()], GOOD, aa=None).status == "skipped"
-    assert judge([metric()], GOOD, aa=Samples()).status == "skipped"
+    assert judge([metric()], GOOD, aa=ClaimSamples()).status == "skipped"
 
 
 def test_void_when_our_baseline_is_slower_than_its_peer() -> None:
     peered = metric(peer="numpy", timing=True)
-    slow = GOOD.model_copy(update={"peers": {"gain": Paired(method=(0.8,), baseline=(1.0,))}})
-    fair = GOOD.model_copy(update={"peers": {"gain": Paired(method=(0.95,), baseline=(1.0,))}})
+    slow = GOOD.model_copy(
+        update={"peers": {"gain": PairedSamples(method=(0.8,), baseline=(1.0,))}}
+    )
+    fair = GOOD.model_copy(
+        update={"peers": {"gain": PairedSamples(method=(0.95,), baseline=(1.0,))}}
+    )
     assert "0.80x numpy" in judge([peered], slow, aa=AA).reason
     assert "not run beside numpy" in judge([peered], GOOD, aa=AA).reason
     assert judge([peered], fair, aa=AA).status != "skipped"
@@ -143,7 +149,7 @@ def test_skipped_metrics_are_told_and_the_rest_is_judged() -> None:
     some = GOOD.model_copy(update={"skipped": {"gpu": "no GPU"}})
     verdict = judge(metrics, some, aa=AA)
     assert (verdict.status, verdict.skipped) == ("works", {"gpu": "no GPU"})
-    none = judge([metrics[1]], Samples(skipped={"gpu": "no GPU"}), aa=None)
+    none = judge([metrics[1]], ClaimSamples(skipped={"gpu": "no GPU"}), aa=None)
     assert (none.status, none.reason) == ("skipped", "no GPU")
 
 
@@ -157,13 +163,13 @@ def test_quick_judges_counts_only() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (Samples(), "nothing of gain"),
-        (Samples(metrics={"gian": Paired(method=(1.0,))}), "did you mean 'gain'"),
+        (ClaimSamples(), "nothing of gain"),
+        (ClaimSamples(metrics={"gian": PairedSamples(method=(1.0,))}), "did you mean 'gain'"),
         (samples([1.0]), "expected pairs"),
         (samples([1.0], [0.0]), "no zero where samples divide"),
     ],
 )
-def test_bad_samples(bad: Samples, message: str) -> None:
+def test_bad_samples(bad: ClaimSamples, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         judge([metric()], bad, aa=AA)
 
@@ -184,9 +190,9 @@ def test_bad_metric(changes: dict[str, Any]) -> None:
 
 def test_uneven_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match="equally many"):
-        Paired(method=(1.0, 2.0), baseline=(1.0,))
+        PairedSamples(method=(1.0, 2.0), baseline=(1.0,))
     with pytest.raises(ConfigError, match="at least one"):
-        Paired(method=())
+        PairedSamples(method=())
 
 
 @given(

@@ -11,15 +11,15 @@ from shoal.claims.experiments.learning_curves import (
 from shoal.claims.experiments.learning_curves_charlm import (
     ARCHITECTURES,
     VOCAB,
-    Setting,
+    CharlmSetting,
     read_texts,
     train,
 )
 from shoal.claims.judge import judge
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.parts import Choice
-from shoal.cost.scaling.curve import Point
+from shoal.cost.scaling.curve import CurvePoint
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def texts():
 
 @pytest.mark.slow
 def test_quick_run_works_and_fails_with_the_baseline(tmp_path):
-    claim, context = LearningCurves(), Context(work_dir=tmp_path)
+    claim, context = LearningCurves(), ExperimentContext(work_dir=tmp_path)
     samples = claim.run(context, quick=True)
     replaced = claim.run(context, quick=True, as_baseline=True)
     assert judge(claim.metrics, samples, aa=replaced, quick=True).status == "works"
@@ -51,7 +51,7 @@ def test_too_little_text_is_an_error():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_learns(architecture, texts):
     pytest.importorskip("torch")
-    setting = Setting(architecture, 16, 2**13, 0, 1e-2, 40)
+    setting = CharlmSetting(architecture, 16, 2**13, 0, 1e-2, 40)
     loss, count = train(setting, texts)
     assert loss < 0.9 * np.log(VOCAB) and count > 1000
     assert train(setting, texts) == (loss, count)
@@ -77,7 +77,7 @@ def test_laws_of_a_made_up_grid():
         for p in (6.0, 8.0, 10.0, 12.0)
     ]
     grid = {"lstm": rows, "transformer": [[*row[:2], 1.1 * row[2], *row[3:]] for row in rows]}
-    digits = [Point(size=2.0**k, value=2 ** (-0.3 * k)) for k in range(6, 12)]
+    digits = [CurvePoint(size=2.0**k, value=2 ** (-0.3 * k)) for k in range(6, 12)]
     claim = LearningCurves()
     found, details = claim._laws(grid, digits, constant=False)
     replaced, _ = claim._laws(grid, digits, constant=True)

@@ -10,19 +10,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.claims.experiments.arch_training import Text  # noqa: E402
+from shoal.claims.experiments.arch_training import ModuleText  # noqa: E402
 from shoal.claims.experiments.parscale import ParScaleClaim  # noqa: E402
 from shoal.claims.experiments.parscale_runs import Stages  # noqa: E402
-from shoal.claims.protocols import Context  # noqa: E402
+from shoal.claims.protocols import ExperimentContext  # noqa: E402
 from shoal.core.errors import ConfigError  # noqa: E402
 
 
 @pytest.mark.slow
 def test_arms_go_on_from_one_first_stage_and_leave_it_as_it_was(tmp_path: Path) -> None:
     source = np.random.default_rng(0)
-    data = Text(*(source.integers(0, 256, 5000).astype(np.uint8) for _ in range(2)))
+    data = ModuleText(*(source.integers(0, 256, 5000).astype(np.uint8) for _ in range(2)))
     stages = Stages(steps=3, late=0.4, prefix=4, faster=5.0, data=data)
-    context = Context(work_dir=tmp_path)
+    context = ExperimentContext(work_dir=tmp_path)
     one = stages.trained(context, 32, 1, 0)
     base: Any = context.remember("first 32 0", dict)
     before = {name: value.clone() for name, value in base.named_parameters()}
@@ -39,7 +39,7 @@ def test_a_small_run_says_where_time_goes_and_what_can_be_reached(tmp_path: Path
     for number in range(12):
         (folder / f"{number:02}.py").write_text("def f(x):\n    return x + 1\n" * 300)
     claim = ParScaleClaim(seeds=1, steps=4, hidden=32, wider=(64,), prefix=4, rounds=2)
-    samples = claim.run(Context(work_dir=tmp_path, data=folder), quick=False)
+    samples = claim.run(ExperimentContext(work_dir=tmp_path, data=folder), quick=False)
     assert set(samples.metrics) == {metric.name for metric in claim.metrics}
     short = {"loss_2", "loss_4", "loss_4_of_2", "memory_saved", "latency"}
     assert short == set(samples.bounds)

@@ -12,9 +12,16 @@ import pytest
 
 from shoal.claims import catalogue as catalogue_module
 from shoal.claims import run as run_module
+from shoal.claims.cached import CachedResult
 from shoal.claims.catalogue import catalogue, counts, listing
-from shoal.claims.kept import Kept
-from shoal.claims.protocols import Attempt, Context, Experiment, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    ClaimSamples,
+    Experiment,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.claims.record import read, recheck
 from shoal.claims.run import run
 from shoal.core.errors import (
@@ -54,18 +61,22 @@ class Sorting:
     )
     attempts: ClassVar[tuple[Attempt, ...]] = ()
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Refuse when told to."""
         return "told to refuse" if self.refuse else None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count comparisons of a few random lists."""
         assert context.work_dir.is_dir()
         rounds = 3 if quick else 9
         baseline = context.remember("insertion", lambda: self._counts(rounds, insertion))
         method = self._counts(rounds, insertion if as_baseline else merge)
         context.progress("sorting", 1.0)
-        return Samples(metrics={"comparisons": Paired(method=method, baseline=baseline)})
+        return ClaimSamples(
+            metrics={"comparisons": PairedSamples(method=method, baseline=baseline)}
+        )
 
     def _counts(self, rounds: int, sort: Any) -> list[float]:
         lists = [generator(0, index=n).permutation(self.length) for n in range(rounds)]
@@ -321,7 +332,7 @@ def test_listing_earns_its_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_remember_makes_a_thing_once(tmp_path: Path) -> None:
-    context = Context(work_dir=tmp_path)
+    context = ExperimentContext(work_dir=tmp_path)
     made = [context.remember("x", lambda: np.zeros(1)) for _ in range(2)]
     assert made[0] is made[1]
 
@@ -334,13 +345,15 @@ def test_what_is_kept_is_made_once_for_all_runs(tmp_path: Path) -> None:
         made.append(1)
         return {"losses": [0.1 + 0.2, 1e-300]}
 
-    def kept(key: str = "a", given: int = 1, code: Sequence[str] = ("core",)) -> Kept:
-        return Context(work_dir=tmp_path, kept=path).keep(key, make, given=given, code=code)
+    def kept(key: str = "a", given: int = 1, code: Sequence[str] = ("core",)) -> CachedResult:
+        return ExperimentContext(work_dir=tmp_path, kept=path).keep(
+            key, make, given=given, code=code
+        )
 
     found = kept()
     assert found == kept()
     assert found.value == make(), "the same bits"
-    assert found.told() == {"at": found.at, "seconds": found.seconds}
+    assert found.details() == {"at": found.at, "seconds": found.seconds}
     assert len(made) == 2
     kept("b")
     assert found == kept()
@@ -348,7 +361,7 @@ def test_what_is_kept_is_made_once_for_all_runs(tmp_path: Path) -> None:
     kept(given=2)
     kept(given=2, code=["core", "claims/protocols.py"])
     assert len(made) == 5, "other code, or given something else"
-    Context(work_dir=tmp_path).keep("a", make, given=2, code=["core"])
+    ExperimentContext(work_dir=tmp_path).keep("a", make, given=2, code=["core"])
     assert len(made) == 6, "nothing is kept where nobody says where"
     path.write_text("{")
     with pytest.raises(StoreError, match=r"kept.json: .*delete it"):

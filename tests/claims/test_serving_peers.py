@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.claims.bench.serving import run
-from shoal.claims.bench.serving.peers import Engine, known
-from shoal.claims.bench.serving.values import Case, Entry, Peer, Table
+from shoal.claims.bench.serving.peers import PeerEngine, known
+from shoal.claims.bench.serving.values import EngineResult, ServingCase, ServingPeer, ServingTable
 from shoal.core.errors import ConfigError, ServeError
 
 DRIVER = """
@@ -37,14 +37,14 @@ main(load)
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Peer:
+def peer(tmp_path: Path) -> ServingPeer:
     drivers = Path(run.__file__).parent / "drivers"
     (tmp_path / "of_fake.py").write_text(DRIVER.format(drivers=str(drivers)))
-    return Peer(name="fake", driver=str(tmp_path / "of_fake"), python=sys.executable)
+    return ServingPeer(name="fake", driver=str(tmp_path / "of_fake"), python=sys.executable)
 
 
 def test_an_engine_answers_while_it_is_asked_and_rests_otherwise(peer):
-    with Engine(peer, {"form": "bf16"}) as engine:
+    with PeerEngine(peer, {"form": "bf16"}) as engine:
         assert engine.version == "7"
         state = Path(f"/proc/{engine._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         assert state == "T"
@@ -57,13 +57,13 @@ def test_an_engine_answers_while_it_is_asked_and_rests_otherwise(peer):
 
 def test_what_fails_is_told(peer):
     with pytest.raises(ServeError, match="fake: ValueError: no int8 here"):
-        Engine(peer, {"form": "int8"})
+        PeerEngine(peer, {"form": "int8"})
     with (
-        Engine(peer, {"form": "short"}) as engine,
+        PeerEngine(peer, {"form": "short"}) as engine,
         pytest.raises(ServeError, match=r"\[0\] new tokens: expected \[1\]"),
     ):
         engine.generate([[1]], [1])
-    with Engine(peer, {"form": "int4"}) as engine:
+    with PeerEngine(peer, {"form": "int4"}) as engine:
         engine.generate([[1]], [1])
         with pytest.raises(ServeError, match="out of luck"):
             engine.generate([[1]], [1])
@@ -71,9 +71,9 @@ def test_what_fails_is_told(peer):
 
 def test_an_engine_that_dies_says_its_last_words(tmp_path):
     (tmp_path / "dead.py").write_text("import sys; print('no such library', file=sys.stderr)")
-    dead = Peer(name="dead", driver=str(tmp_path / "dead"), python=sys.executable)
+    dead = ServingPeer(name="dead", driver=str(tmp_path / "dead"), python=sys.executable)
     with pytest.raises(ServeError, match="no such library"):
-        Engine(dead, {})
+        PeerEngine(dead, {})
 
 
 def test_peers_without_an_environment_have_a_reason(tmp_path):
@@ -85,7 +85,7 @@ def test_peers_without_an_environment_have_a_reason(tmp_path):
 
 
 def test_lengths_are_the_same_for_all():
-    case = Case(name="mixed", requests=50, prompt=80, new=20, spread=0.8)
+    case = ServingCase(name="mixed", requests=50, prompt=80, new=20, spread=0.8)
     prompts, new = run.lengths(case, 3)
     assert (prompts, new) == run.lengths(case, 3)
     assert len(set(prompts)) > 10
@@ -93,8 +93,8 @@ def test_lengths_are_the_same_for_all():
 
 
 def test_ratios_are_of_the_same_round():
-    def entry(engine: str, *seconds: float) -> Entry:
-        return Entry(
+    def entry(engine: str, *seconds: float) -> EngineResult:
+        return EngineResult(
             case="decode, batch 1",
             form="bf16",
             engine=engine,
@@ -103,7 +103,7 @@ def test_ratios_are_of_the_same_round():
             agreement=1.0,
         )
 
-    table = Table(
+    table = ServingTable(
         model="m",
         threads=2,
         versions={},
@@ -114,7 +114,7 @@ def test_ratios_are_of_the_same_round():
     assert ratio.value == 2.0
     assert table.ratio("decode, batch 1", "bf16", "vllm") is None
     assert run.rows(table)[1][4:] == ("2.00x", "0.50 .. 2.00", ">= 1x: yes", "100 %")
-    assert Table.model_validate(json.loads(table.model_dump_json())) == table
+    assert ServingTable.model_validate(json.loads(table.model_dump_json())) == table
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_shoal_beside_transformers(tmp_path):
     tiny = {"hidden": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     config = run.SHAPE.model_copy(update={**tiny, "ffn_hidden": 128, "vocab_size": 256})
     model = run.random_directory(tmp_path, config)
-    cases = [Case(name="few", requests=2, prompt=12, new=4, what="decode")]
+    cases = [ServingCase(name="few", requests=2, prompt=12, new=4, what="decode")]
     table = run.bench(model, only=["transformers"], cases=cases, rounds=1, threads=1)
     assert {entry.engine for entry in table.entries} == {"shoal", "transformers"}
     assert all(len(entry.seconds) == 1 and entry.tokens == 8 for entry in table.entries)

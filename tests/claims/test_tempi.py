@@ -10,13 +10,13 @@ import pytest
 
 from shoal.claims.experiments.tempi import Tempi, _timings, objects, random_nest
 from shoal.claims.judge import judge
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError
 from shoal.core.random import generator
 
 
 def test_quick_run_counts(tmp_path: Path) -> None:
-    context = Context(work_dir=tmp_path)
+    context = ExperimentContext(work_dir=tmp_path)
     experiment = Tempi(nests=10)
     samples = experiment.run(context, quick=True)
     aa = experiment.run(context, quick=True, as_baseline=True)
@@ -63,7 +63,7 @@ def packed(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_worst_case_counts(tmp_path: Path) -> None:
-    context = Context(work_dir=tmp_path)
+    context = ExperimentContext(work_dir=tmp_path)
     found = _timings(packed(), False, context)
     assert found.details["worst_case"] == {
         "mpi_speedup": "face_4B",
@@ -81,7 +81,7 @@ def test_without_mpi_its_metrics_are_skipped_with_the_reason(tmp_path: Path) -> 
     raw = packed(skipped="no MPI here")
     for taken in raw["seconds"].values():
         taken.pop("mpi", None)
-    found = _timings(raw, False, Context(work_dir=tmp_path))
+    found = _timings(raw, False, ExperimentContext(work_dir=tmp_path))
     assert set(found.skipped) == {"mpi_speedup", "mpi_wrong_bytes"}
     assert "mpi_speedup" not in found.metrics
 

@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 from shoal.claims.experiments import tune_serving
 from shoal.claims.experiments.tune_serving import TuneServing, _most
 from shoal.claims.judge import judge
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import ConfigError
 from shoal.plan.tune.landscape import Landscape
-from shoal.plan.tune.protocols import Axis, Space
+from shoal.plan.tune.protocols import Axis, SearchSpace
 from shoal.plan.tune.serving import serving_space
 
 
@@ -28,14 +28,14 @@ def test_small_run_has_every_metric_and_fails_as_its_baseline(
         "shoal": serving_space(
             {"max_running": (1, 2), "max_step_tokens": (64,), "block_size": (8,)}
         ),
-        "generate": Space(
+        "generate": SearchSpace(
             axes=(Axis(name="batch", values=(1, 2)), Axis(name="padding", values=("full",)))
         ),
     }
     monkeypatch.setattr(tune_serving, "_SPACES", small)
     monkeypatch.setattr(tune_serving, "_SEARCHES", 4)
     claim = TuneServing(models=("shoal-0.3m",), requests=2, rounds=2)
-    context = Context(work_dir=tmp_path)
+    context = ExperimentContext(work_dir=tmp_path)
     if claim.refuses(context):
         pytest.skip("one core")
     cores = os.sched_getaffinity(0)
@@ -50,7 +50,7 @@ def test_small_run_has_every_metric_and_fails_as_its_baseline(
 
 
 def test_the_most_that_tuning_again_can_give() -> None:
-    line = Space(axes=(Axis(name="batch", values=(1, 2)),))
+    line = SearchSpace(axes=(Axis(name="batch", values=(1, 2)),))
     home = Landscape(line, {(0,): (1.0,), (1,): (2.0,)})
     away = Landscape(line, {(0,): (3.0,), (1,): (2.0,)})
     assert _most(home, away) == pytest.approx(1.5)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from shoal.ir import Device, Link, Machine, MemoryTier
-from shoal.machine.emulate import Network, emulate, unavailable
+from shoal.machine.emulate import EmulatedNetwork, emulate, unavailable
 
 pytest.importorskip("ray")
 pytest.importorskip("torch")
@@ -61,7 +61,7 @@ sys.exit(1)
 SERVE = """
 import json, signal, sys, time, urllib.request
 from shoal.core.errors import RankError
-from shoal.core.pool import POOLS, Needs
+from shoal.core.pool import POOLS, ActorResources
 from shoal.ir import ServeJob
 from shoal.serve.engine.client import ClientOptions
 from shoal.serve.http.server import ServerOptions, running
@@ -91,7 +91,8 @@ if __name__ == "__main__":
         (lost,) = [one for one in router.backend.all if one._hosted.server.host != "10.77.0.1"]
         sys.stdin.readline()
         # Ray believes in the lost node for a while; actors that it sends there go elsewhere then.
-        with POOLS.build({"name": "ray", "address": sys.argv[2]}).open(Needs(cpus=0)) as pool:
+        ray = POOLS.build({"name": "ray", "address": sys.argv[2]})
+        with ray.open(ActorResources(cpus=0)) as pool:
             say(actors=[pool.actor(dict).address for _ in range(2)])
         while not (lost.restarts and lost.ready):
             time.sleep(0.05)
@@ -113,7 +114,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedNetwork]:
     """Two nodes with one processor each."""
     program = Path(sysconfig.get_path("scripts")) / "ray"
     with (
@@ -149,7 +150,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         yield network
 
 
-def complete(network: Network) -> bool:
+def complete(network: EmulatedNetwork) -> bool:
     """Whether both nodes belong to the cluster."""
     asked = network.start(0, [sys.executable, "-c", COMPLETE, network.addresses[0]], **SILENT)
     return asked.wait() == 0
@@ -162,7 +163,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def test_ranks_of_two_nodes_equal_local_ranks(
-    cluster: Network, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: EmulatedNetwork, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     text = tmp_path / "text"
     text.mkdir()
@@ -210,7 +211,7 @@ def test_ranks_of_two_nodes_equal_local_ranks(
         assert [path for path in corpora.iterdir() if path.is_dir()], node
 
 
-def test_replicas_of_a_lost_node_go_elsewhere(cluster: Network, tmp_path: Path) -> None:
+def test_replicas_of_a_lost_node_go_elsewhere(cluster: EmulatedNetwork, tmp_path: Path) -> None:
     from shoal.corpora.tokenizer import train
 
     model = tmp_path / "bytes"

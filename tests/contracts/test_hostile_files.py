@@ -137,9 +137,9 @@ def result(place: Path) -> Any:
 
 
 def rows(place: Path) -> Any:
-    from shoal.corpora.jsonl import Jsonl
+    from shoal.corpora.jsonl import JsonlCorpus
 
-    return list(Jsonl(path=str(place / "corpus.jsonl")).documents())
+    return list(JsonlCorpus(path=str(place / "corpus.jsonl")).documents())
 
 
 def table(place: Path) -> Any:
@@ -149,9 +149,9 @@ def table(place: Path) -> Any:
 
 
 def words(place: Path) -> Any:
-    from shoal.corpora.text import Text
+    from shoal.corpora.text import TextCorpus
 
-    return list(Text(path=str(place / "corpus.txt")).documents())
+    return list(TextCorpus(path=str(place / "corpus.txt")).documents())
 
 
 # Reader -> the names under which it finds the file.

@@ -1,4 +1,4 @@
-"""Below the torch line nothing needs torch, and every door opens quickly."""
+"""Below the torch line nothing needs torch, and every room imports quickly."""
 
 from __future__ import annotations
 

@@ -1,44 +1,79 @@
-"""No new public class has a name that is taken; those that have are listed with a better one."""
-
-from __future__ import annotations
+"""Public class names are unique, and no public name is a metaphor that was dropped."""
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
-KNOWN = Path(__file__).with_name("names_known.txt")
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "shoal"
+BANNED = ("told", "found", "seats", "door", "unread", "foretold", "foretell", "ledger", "dealt")
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def defined() -> dict[str, set[str]]:
-    """Name of a public class -> the modules below shoal that define it."""
-    places: dict[str, set[str]] = defaultdict(set)
-    for path in PACKAGE.rglob("*.py"):
-        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+
+
+def words(name: str) -> set[str]:
+    """``LastSeats`` and ``last_seats`` are last and seats."""
+    snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
+    return set(snake.split("_"))
+
+
+def public_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Lines and names of classes, functions, methods and fields; locals are left out."""
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, _Function)):
+            yield node.lineno, node.name
+        if isinstance(node, ast.ClassDef):
+            for member in node.body:
+                if isinstance(member, _Function):
+                    yield member.lineno, member.name
+                elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                    yield member.lineno, member.target.id
+
+
+def banned(tree: ast.Module) -> list[str]:
+    return [
+        f"{line}: {name}"
+        for line, name in public_names(tree)
+        if not name.startswith("_") and words(name) & set(BANNED)
+    ]
+
+
+def test_public_class_names_are_unique() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in sources():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].add(module.removesuffix(".__init__"))
-    return places
+                places[node.name].append(f"{path}:{node.lineno}")
+    twice = {name: lines for name, lines in places.items() if len(lines) > 1}
+    assert not twice, twice
 
 
-def known() -> dict[str, set[str]]:
-    listed: dict[str, set[str]] = defaultdict(set)
-    for line in KNOWN.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            module, name, _ = line.split(" | ")
-            listed[name].add(module)
-    return listed
+def test_no_public_name_is_banned() -> None:
+    hits = [f"{path}:{hit}" for path, tree in sources() for hit in banned(tree)]
+    assert not hits, hits
 
 
-def test_no_new_class_has_the_name_of_another() -> None:
-    listed = known()
-    unlisted = {name: sorted(modules - listed[name]) for name, modules in defined().items()}
-    # One class of a name may keep it.
-    new = {name: modules for name, modules in unlisted.items() if len(modules) > 1}
-    assert not new, f"rename all but one of these: {new}"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Seats: ...",
+        "class LastSeats: ...",
+        "def told(): ...",
+        "class A:\n    found: int",
+        "class A:\n    async def is_found(self): ...",
+    ],
+)
+def test_a_banned_name_is_reported(code: str) -> None:
+    assert len(banned(ast.parse(code))) == 1
 
 
-def test_what_is_listed_is_still_there() -> None:
-    places = defined()
-    gone = [(m, name) for name, modules in known().items() for m in modules - places[name]]
-    assert not gone, f"remove their lines from {KNOWN.name}: {gone}"
+@pytest.mark.parametrize("code", ["class _Seats: ...", "class Foundation: ...", "def f(told): ..."])
+def test_other_names_are_not_reported(code: str) -> None:
+    assert banned(ast.parse(code)) == []

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shoal.core.bars import Bars
+from shoal.core.bars import StackedBars
 from shoal.core.errors import ConfigError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -18,7 +18,7 @@ def show(value: float) -> str:
 
 def test_pieces_are_as_wide_as_their_values() -> None:
     rows = {"a <b>": {"weights": 10.0, "rest": 30.0}, "c": {"rest": 20.0, "none": 0.0}}
-    text = Bars("memory", rows, show, limit=80.0, limit_name="room").render()
+    text = StackedBars("memory", rows, show, limit=80.0, limit_name="room").render()
     root = ElementTree.fromstring(text)
     pieces = [r for r in root.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
     told = [piece.findtext(f"{SVG}title") for piece in pieces]
@@ -43,7 +43,7 @@ def test_pieces_are_as_wide_as_their_values() -> None:
 
 def test_more_names_than_colours_stay_inside() -> None:
     many = {f"a cause with a long name {i}": 1.0 for i in range(12)}
-    bars = Bars("many", {"one": many}, show)
+    bars = StackedBars("many", {"one": many}, show)
     right = [
         float(x) + 7.2 * len(name)
         for x, name in re.findall(r'<text x="([0-9.]+)" y="\d+">(a cause[^<]*)<', bars.render())
@@ -55,9 +55,9 @@ def test_more_names_than_colours_stay_inside() -> None:
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_what_cannot_be_drawn_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match=r"one\.part"):
-        Bars("bad", {"one": {"part": value}}, show).render()
+        StackedBars("bad", {"one": {"part": value}}, show).render()
 
 
 def test_no_bars() -> None:
     with pytest.raises(ConfigError, match="at least one bar"):
-        Bars("empty", {}, show).render()
+        StackedBars("empty", {}, show).render()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.core import measure
 from shoal.core.errors import ConfigError, NoisyMachineError
-from shoal.core.measure import Paired, bootstrap, check_quiet, interleave, noise_reasons
+from shoal.core.measure import PairedTimes, bootstrap, check_quiet, interleave, noise_reasons
 from shoal.core.random import generator
 
 
@@ -55,7 +55,7 @@ def test_pairs_are_interleaved_and_every_method_runs_equally_often() -> None:
 
 def test_ratio_is_of_pairs_so_slow_drift_cancels() -> None:
     drift = np.linspace(1, 100, 15)
-    paired = Paired({"a": tuple(3 * drift), "b": tuple(drift)})
+    paired = PairedTimes({"a": tuple(3 * drift), "b": tuple(drift)})
     assert paired.ratio("a", "b").value == pytest.approx(3)
     assert paired.ratio("a", "b").half_width < 1e-9
 
@@ -87,7 +87,7 @@ def test_bad_input() -> None:
     with pytest.raises(ConfigError, match=r"measure\.pairs"):
         interleave({"a": lambda: None}, pairs=0)
     with pytest.raises(ConfigError, match="expected one of a, b"):
-        Paired({"a": (1.0,), "b": (1.0,)}).ratio("a", "c")
+        PairedTimes({"a": (1.0,), "b": (1.0,)}).ratio("a", "c")
 
 
 def quiet(monkeypatch: pytest.MonkeyPatch, *, busy: float = 0.0, steal: float = 0.0) -> None:
@@ -142,15 +142,15 @@ def test_work_of_others_is_told_from_ones_own(monkeypatch: pytest.MonkeyPatch) -
     times = {"now": measure._CpuTimes(1000.0, 500.0, 0.0, 2), "own": 10.0}
     monkeypatch.setattr(measure, "_cpu_times", lambda: times["now"])
     monkeypatch.setattr(measure, "_own_seconds", lambda: times["own"])
-    look = measure.Elsewhere()
+    look = measure.BackgroundLoad()
     times["now"] = measure._CpuTimes(1000.0 + 2 * ticks, 500.0 + 1.5 * ticks, 0.1 * ticks, 2)
     times["own"] = 11.0
     # Of two processor seconds 1.5 were busy, 1.0 of them ours, and 0.1 stolen.
     assert look.share() == pytest.approx(0.3)
     monkeypatch.setattr(measure, "_cpu_times", lambda: None)
-    assert measure.Elsewhere().share() == 0.0
+    assert measure.BackgroundLoad().share() == 0.0
 
 
 def test_children_are_not_others() -> None:
-    look = measure.Elsewhere([os.getpid(), 2**30])
+    look = measure.BackgroundLoad([os.getpid(), 2**30])
     assert look._own_ticks() >= measure._own_seconds() * measure._TICKS

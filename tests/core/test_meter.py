@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, MissingExtraError, StoreError
-from shoal.core.meter import SINKS, EventTail, Meter, Sink, Writer, read_events
+from shoal.core.meter import SINKS, EventTail, Meter, Sink, SinkWriter, read_events
 
 
 def jsonl(path: Path) -> Sink:
@@ -105,7 +105,7 @@ def test_a_sink_that_fails_closes_the_others(tmp_path: Path) -> None:
             closed.append("closed")
 
     class Opens:
-        def open(self) -> Writer:
+        def open(self) -> SinkWriter:
             return Recorder()
 
     (tmp_path / "file").write_text("")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.core.pool.session import Session, end_those_in
+from shoal.core.pool.session import PoolSession, end_those_in
 
 SCRIPT = """
 import os, signal, sys
@@ -126,7 +126,7 @@ def test_what_stays_in_a_session_is_ended_and_its_owner_spared(tmp_path: Path) -
 def test_the_directory_of_a_session_is_short_and_goes_with_it(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
-        session = Session()
+        session = PoolSession()
     assert session.path.exists() and len(str(session.path)) < 40
     session.close()
     assert not session.path.exists()

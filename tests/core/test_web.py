@@ -10,7 +10,7 @@ import pytest
 
 from shoal.core.errors import ConfigError
 from shoal.core.svg import Chart, Series
-from shoal.core.web import Link, Site, asset, render
+from shoal.core.web import NavigationLink, WebSite, asset, render
 from shoal.core.web.site import number, seconds, size
 
 ASSETS = Path("src/shoal/core/web/assets")
@@ -50,7 +50,12 @@ def test_the_base_page_has_what_everybody_needs(package: str) -> None:
 
 
 def test_navigation_marks_the_page_one_is_on(package: str) -> None:
-    site = Site(package, assets="/assets/", nav=(Link("A & B", "/a"), Link("C", "/c")), home="/")
+    site = WebSite(
+        package,
+        assets="/assets/",
+        nav=(NavigationLink("A & B", "/a"), NavigationLink("C", "/c")),
+        home="/",
+    )
     page = site.render("hello.html", name="x", here="/c")
     assert '<a href="/a">A &amp; B</a>' in page
     assert '<a href="/c" aria-current="page">C</a>' in page
@@ -95,7 +100,7 @@ def test_badges_tell_by_sign_and_word() -> None:
 
 
 def test_assets_of_packages_are_layered(package: str) -> None:
-    site = Site(package)
+    site = WebSite(package)
     assert site.asset("own.css") == b"b{}"
     assert site.asset("style.css") == asset("style.css")
     assert {"own.css", "style.css", "theme.js", "favicon.svg"} <= set(site.assets())
@@ -117,7 +122,7 @@ def test_bad_templates_values_and_packages(package: str) -> None:
     with pytest.raises(ConfigError, match="'name' is undefined"):
         render("hello.html", package=package)
     with pytest.raises(ConfigError, match="importable package"):
-        Site("shoal_has_no_such_package")
+        WebSite("shoal_has_no_such_package")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The door, the standard library, and what all corpora share."""
+"""The table, the standard library, and what all corpora share."""
 
 from __future__ import annotations
 

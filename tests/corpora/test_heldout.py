@@ -16,7 +16,7 @@ from shoal.corpora.heldout import (
     heldout_chunks,
     xz_bits_per_byte,
 )
-from shoal.corpora.packing.stream import Stream
+from shoal.corpora.packing.stream import StreamPacking
 from shoal.corpora.tokens import TokenSet, prepare
 
 
@@ -109,7 +109,7 @@ def test_nothing_held_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="set heldout_every of the corpus to a smaller number"):
         heldout_chunks(tokens.heldout, context=8)
     with pytest.raises(DataError, match="held-out split"):
-        check(tokens, Stream(), seq_len=4, global_batch=1)
+        check(tokens, StreamPacking(), seq_len=4, global_batch=1)
     with pytest.raises(DataError, match="no held-out text"):
         gzip_bits_per_byte(tokens)
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.core.errors import DataError
-from shoal.corpora.jsonl import Jsonl
+from shoal.corpora.jsonl import JsonlCorpus
 from shoal.corpora.parquet import Parquet
 from shoal.corpora.protocols import Corpus, is_heldout
 
@@ -29,11 +29,11 @@ def test_jsonl(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     lines = [json.dumps({"body": f"row {n} ä", "key": f"k{n}"}) for n in range(100)]
     file.write_text("\n\n".join(lines))
-    plain = Jsonl(path=str(file), field="body")
+    plain = JsonlCorpus(path=str(file), field="body")
     assert [d.text for d in plain.documents()] == [f"row {n} ä" for n in range(100)]
     assert next(plain.documents()).name == "rows.jsonl#0"
     _check_split(plain)
-    named = Jsonl(path=str(tmp_path), field="body", id_field="key")
+    named = JsonlCorpus(path=str(tmp_path), field="body", id_field="key")
     assert [d.name for d in named.documents()] == [f"k{n}" for n in range(100)]
     before = {d.name: d.split for d in named.documents()}
     file.write_text("\n".join(reversed(lines)))
@@ -43,7 +43,7 @@ def test_jsonl(tmp_path: Path) -> None:
 def test_jsonl_half_surrogates_become_replacement_characters(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n')
-    assert [d.text for d in Jsonl(path=str(file)).documents()] == ["a\ufffdb 😀"]
+    assert [d.text for d in JsonlCorpus(path=str(file)).documents()] == ["a\ufffdb 😀"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_bad_lines_are_refused_by_number(tmp_path: Path, line: bytes, words: str
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     with pytest.raises(DataError, match=words) as caught:
-        list(Jsonl(path=str(file)).documents())
+        list(JsonlCorpus(path=str(file)).documents())
     assert str(file) in str(caught.value)
 
 
@@ -70,10 +70,10 @@ def test_a_line_without_its_id_or_too_long(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "fine"}\n')
     with pytest.raises(DataError, match="'id' is NoneType"):
-        list(Jsonl(path=str(file), id_field="id").documents())
+        list(JsonlCorpus(path=str(file), id_field="id").documents())
     monkeypatch.setattr("shoal.corpora.jsonl.MAX_LINE", 8)
     with pytest.raises(DataError, match="line 1: longer than"):
-        list(Jsonl(path=str(file)).documents())
+        list(JsonlCorpus(path=str(file)).documents())
 
 
 def test_parquet(tmp_path: Path) -> None:

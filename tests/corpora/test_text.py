@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.corpora.files import from_path
-from shoal.corpora.text import Text, pieces
+from shoal.corpora.text import TextCorpus, pieces
 
 
 def test_a_directory_is_a_document_a_file(stories: Path) -> None:
     (stories / ".hidden").write_bytes(b"\0")
-    corpus = Text(path=str(stories), pattern="*.txt", heldout_every=5)
+    corpus = TextCorpus(path=str(stories), pattern="*.txt", heldout_every=5)
     found = list(corpus.documents())
     assert [d.name for d in found] == sorted(
         p.relative_to(stories).as_posix() for p in stories.rglob("*.txt")
@@ -28,15 +28,15 @@ def test_a_directory_is_a_document_a_file(stories: Path) -> None:
 
 
 def test_the_split_does_not_depend_on_where_the_directory_is(stories: Path) -> None:
-    before = {d.name: d.split for d in Text(path=str(stories)).documents()}
+    before = {d.name: d.split for d in TextCorpus(path=str(stories)).documents()}
     moved = stories.rename(stories.with_name("elsewhere"))
-    assert {d.name: d.split for d in Text(path=str(moved)).documents()} == before
+    assert {d.name: d.split for d in TextCorpus(path=str(moved)).documents()} == before
 
 
 def test_a_single_file_is_cut_and_nothing_is_lost(tmp_path: Path) -> None:
     text = "".join(f"Paragraph {n}, of a few words.\nSecond line.\n\n" for n in range(2000))
     (tmp_path / "book.txt").write_text(text)
-    found = list(Text(path=str(tmp_path / "book.txt")).documents())
+    found = list(TextCorpus(path=str(tmp_path / "book.txt")).documents())
     assert "".join(d.text for d in found) == text
     assert len(found) > 100
     assert all(d.text.endswith("\n\n") for d in found)
@@ -65,7 +65,7 @@ def test_other_stores_and_compression(tmp_path: Path) -> None:
     store = fsspec.filesystem("memory")
     store.pipe("/corpus/a.txt", b"first")
     store.pipe("/corpus/b.txt", b"second")
-    corpus = Text(path="memory://corpus")
+    corpus = TextCorpus(path="memory://corpus")
     assert [(d.name, d.text) for d in corpus.documents()] == [
         ("a.txt", "first"),
         ("b.txt", "second"),
@@ -75,10 +75,10 @@ def test_other_stores_and_compression(tmp_path: Path) -> None:
     assert corpus.fingerprint() != mark
     store.rm("/corpus", recursive=True)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed text"))
-    assert [d.text for d in Text(path=str(tmp_path)).documents()] == ["packed text"]
+    assert [d.text for d in TextCorpus(path=str(tmp_path)).documents()] == ["packed text"]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed text")[:-9])
     with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read"):
-        list(Text(path=str(tmp_path)).documents())
+        list(TextCorpus(path=str(tmp_path)).documents())
 
 
 @pytest.mark.parametrize(
@@ -94,25 +94,25 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, content: bytes, words: st
     file = tmp_path / "notes.txt"
     file.write_bytes(content)
     with pytest.raises(DataError, match=words) as caught:
-        list(Text(path=str(file)).documents())
+        list(TextCorpus(path=str(file)).documents())
     assert str(file) in str(caught.value)
 
 
 def test_bad_directories(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path = '.*nowhere': no such file or directory"):
-        list(Text(path=str(tmp_path / "nowhere")).documents())
+        list(TextCorpus(path=str(tmp_path / "nowhere")).documents())
     with pytest.raises(DataError, match=r"no file matches '\*' among 0"):
-        list(Text(path=str(tmp_path)).documents())
+        list(TextCorpus(path=str(tmp_path)).documents())
     (tmp_path / "a.txt").touch()
     (tmp_path / "b.txt").touch()
     with pytest.raises(DataError, match="all 2 files are empty"):
-        list(Text(path=str(tmp_path)).documents())
+        list(TextCorpus(path=str(tmp_path)).documents())
     with pytest.raises(DataError, match=r"no file matches '\*\.md' among 2"):
-        list(Text(path=str(tmp_path), pattern="*.md").documents())
+        list(TextCorpus(path=str(tmp_path), pattern="*.md").documents())
     with pytest.raises(DataError, match=r"cannot be opened .*nosuch"):
-        list(Text(path="nosuch://bucket/key").documents())
+        list(TextCorpus(path="nosuch://bucket/key").documents())
     with pytest.raises(ConfigError):
-        Text(path="")
+        TextCorpus(path="")
 
 
 def test_the_corpus_of_a_path(tmp_path: Path) -> None:

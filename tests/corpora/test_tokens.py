@@ -11,7 +11,7 @@ import pytest
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.parts import Choice
 from shoal.corpora import CORPORA
-from shoal.corpora.jsonl import Jsonl
+from shoal.corpora.jsonl import JsonlCorpus
 from shoal.corpora.tokens import TokenSet, open_tokens, prepare
 
 
@@ -20,7 +20,7 @@ def _listing(path: Path) -> dict[str, int]:
 
 
 def test_all_text_comes_back(small: TokenSet) -> None:
-    corpus: Jsonl = CORPORA.build({"name": "jsonl", "path": str(small.path.parents[1])})
+    corpus: JsonlCorpus = CORPORA.build({"name": "jsonl", "path": str(small.path.parents[1])})
     tokenizer = small.tokenizer()
     for split in (small.train, small.heldout):
         texts = [d.text for d in corpus.documents(split.name)]

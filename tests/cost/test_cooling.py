@@ -9,13 +9,13 @@ import pytest
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.cost.serving.fleet import Instance, simulate_fleet
+from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
 from shoal.cost.step_cost.cooling import Cooling, Warmth, fit_cooling
-from shoal.cost.step_cost.fitted import Fitted, Sample
-from shoal.ir import Arrival, Limits
-from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.cost.step_cost.fitted import FittedStepCost, StepSample
+from shoal.ir import Arrival, SchedulerLimits
+from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 
-LINE = Fitted(step=2e-3, token=1e-4, prompt_pair=1e-7, decode_key=1e-6, chunk=0.0)
+LINE = FittedStepCost(step=2e-3, token=1e-4, prompt_pair=1e-7, decode_key=1e-6, chunk=0.0)
 COOLING = Cooling(cold_s=4e-3, tau_s=0.01, keeps=0.35)
 
 
@@ -38,7 +38,7 @@ def test_line_and_pauses_are_found_again_from_steps() -> None:
             pause = float(random.choice([0.0, 0.0, 0.005, 0.05]))
             chunks = ((int(random.integers(0, 300)), length),)
             seconds = LINE.seconds(chunks) + warmth.step(pause)
-            steps.append(Sample(chunks=chunks, seconds=seconds, pause_s=pause))
+            steps.append(StepSample(chunks=chunks, seconds=seconds, pause_s=pause))
         runs.append(steps)
     line, cooling = fit_cooling(runs)
     assert (cooling.tau_s, cooling.keeps) == (COOLING.tau_s, COOLING.keeps)
@@ -49,11 +49,14 @@ def test_line_and_pauses_are_found_again_from_steps() -> None:
 def test_a_simulated_instance_is_slower_after_a_pause() -> None:
     def served(cooling: Cooling | None) -> list[float]:
         kv = table("kv").build("paged").build(1024)
-        limits = Limits(max_running=4, max_step_tokens=64, max_position=128)
+        limits = SchedulerLimits(max_running=4, max_step_tokens=64, max_position=128)
         scheduler = table("scheduler").build("fcfs").build(kv, limits)
-        one = Instance(scheduler, LINE, cooling=cooling)
+        one = SimulatedInstance(scheduler, LINE, cooling=cooling)
         arrivals = [Arrival(at, tuple(range(8)), 1) for at in (0.0, 0.002, 1.0)]
-        return [found.ttft for found in simulate_fleet([one], [], LeastLoaded(1), arrivals).served]
+        return [
+            found.ttft
+            for found in simulate_fleet([one], [], LeastLoadedDispatcher(1), arrivals).served
+        ]
 
     warm, cold = served(None), served(COOLING)
     assert cold[:2] == warm[:2]  # it begins warm, and the second follows at once
@@ -62,4 +65,4 @@ def test_a_simulated_instance_is_slower_after_a_pause() -> None:
 
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="steps"):
-        fit_cooling([[Sample(chunks=((0, 4),), seconds=1.0)]])
+        fit_cooling([[StepSample(chunks=((0, 4),), seconds=1.0)]])

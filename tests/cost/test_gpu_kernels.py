@@ -3,19 +3,19 @@ import math
 import pytest
 
 from shoal.core.errors import MachineError
-from shoal.cost.gpu.device import CALIBRATED, Calibration, Gpu, generation_of, gpu_of
+from shoal.cost.gpu.device import CALIBRATED, Accelerator, GpuCalibration, generation_of, gpu_of
 from shoal.cost.gpu.kernels import ALIGNED, FILL, GAP_S, UNHIDDEN, aligned, attention_s, gemm_s
 from shoal.cost.gpu.layer import block, head
 from shoal.cost.gpu.network import HOP, all_to_all_s, ring_s, send_s
-from shoal.cost.gpu.spec import Engine, Run, latent_of
+from shoal.cost.gpu.spec import EngineSpec, Run, latent_of
 from shoal.cost.gpu.step import block_weights, price
 from shoal.cost.shapes import find
 from shoal.cost.training.step import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, Work
 from shoal.machine.described import load
 
-K = Calibration(gemm=0.8, gemm_low=0.8, stream=0.8, wire=0.8, host=5e-6)
-H100 = Gpu(
+K = GpuCalibration(gemm=0.8, gemm_low=0.8, stream=0.8, wire=0.8, host=5e-6)
+H100 = Accelerator(
     name="H100",
     peak=(("bf16", 1e15),),
     matmul=(("bf16", 8e14), ("fp8", 1.4e15)),
@@ -26,7 +26,7 @@ H100 = Gpu(
     domain=8,
     outside=5e10,
 )
-MEGATRON = Engine("m", tensor_overlap=0.0, data_overlap=False)
+MEGATRON = EngineSpec("m", tensor_overlap=0.0, data_overlap=False)
 
 
 def run(**changes):
@@ -70,7 +70,7 @@ def test_fp8_products_take_the_rate_of_eight_bits():
     ratio = gemm_s(8192, 8448, 8192, H100, K) / gemm_s(8192, 8448, 8192, H100, K, "fp8")
     assert 1.5 < ratio < 1.9
     with pytest.raises(MachineError, match="matmul_flops has no rate for fp32"):
-        Gpu("x", (), (), 1e12, 1e9, "hopper", 1e9, 1, 1e9).rate("fp32")
+        Accelerator("x", (), (), 1e12, 1e9, "hopper", 1e9, 1, 1e9).rate("fp32")
 
 
 def test_attention_does_half_the_square_and_the_backward_pass_ten_products():
@@ -140,8 +140,11 @@ def test_a_step_is_its_passes_and_its_bubble():
     [
         ({"recompute": "full"}, {"recompute": "none"}),
         ({"recompute": "full"}, {"recompute": "half"}),
-        ({"engine": Engine("e", fused=False)}, {"engine": Engine("e")}),
-        ({"tp": 4, "sp": True}, {"tp": 4, "sp": True, "engine": Engine("o", tensor_overlap=0.8)}),
+        ({"engine": EngineSpec("e", fused=False)}, {"engine": EngineSpec("e")}),
+        (
+            {"tp": 4, "sp": True},
+            {"tp": 4, "sp": True, "engine": EngineSpec("o", tensor_overlap=0.8)},
+        ),
         ({"pp": 8, "vpp": 1}, {"pp": 8, "vpp": 4}),
         ({}, {"precision": "fp8"}),
         ({}, {"tuned": "lora"}),
@@ -155,7 +158,7 @@ def test_experts_exchange_their_tokens():
     shape = find("Qwen3-30B-A3B")
     alone, shared = (price(run(shape=shape, dp=8, ep=ep), H100, K) for ep in (1, 8))
     assert alone.terms["expert"] == 0 < shared.terms["expert"]
-    looped = Engine("l", fused_experts=False)
+    looped = EngineSpec("l", fused_experts=False)
     assert price(run(shape=shape, engine=looped), H100, K).terms["overhead"] > 0.1
 
 
@@ -202,7 +205,7 @@ def test_plans_and_published_runs_are_priced_alike(model, machine, split, shard,
         parallel=split, shard=shard, recompute=recompute,
     )  # fmt: skip
     cost = estimate(Work(shape=shape, job=job), where)
-    engine = Engine("shoal", fused=False, attention="flash2")
+    engine = EngineSpec("shoal", fused=False, attention="flash2")
     zero = {"zero3": 3, "zero1": 1, "replicated": 0}[shard]
     same = price(
         run(

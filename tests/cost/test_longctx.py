@@ -30,7 +30,7 @@ from shoal.cost.longctx.sessions import (
     session_throughput,
     simulate_sessions,
 )
-from shoal.ir import Limits, ModelShape
+from shoal.ir import ModelShape, SchedulerLimits
 from shoal.machine.described import load
 
 YI = shapes.find("Yi-34B-200K")
@@ -203,7 +203,7 @@ def scheduler_for(one: LongContext, sessions: Sessions) -> Any:
     block = 64
     held = int(one.users(1)) // block * block
     kv = table("kv").build({"name": "paged", "block_size": block}).build(held)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=sessions.users, max_step_tokens=2048, max_position=sessions.longest + 1
     )
     preemption = (

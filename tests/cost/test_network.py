@@ -10,13 +10,13 @@ from max_min import certificate
 
 from shoal.core.errors import ConfigError, MachineError, PlanError
 from shoal.cost.network.collectives import ALGORITHMS, collective, jittered, place, together
-from shoal.cost.network.fabric import Health, LeafSpine
+from shoal.cost.network.fabric import DegradedLink, LeafSpine
 from shoal.cost.network.fair import max_min_rates
 from shoal.cost.network.flows import (
     SPRAYED,
     WITHIN,
+    FlowPaths,
     Flows,
-    Paths,
     link_bytes,
     lower_bound_s,
     worst_bytes,
@@ -27,8 +27,8 @@ from shoal.ir.machine import Fabric
 SMALL = LeafSpine(leaves=2, hosts=2, spines=2, bandwidth=10.0, latency_s=0.0)
 
 
-def pinned(flows: Flows, spines: list[int]) -> Paths:
-    return Paths.of(np.arange(len(flows)), 1.0, np.array(spines), planner="hand")
+def pinned(flows: Flows, spines: list[int]) -> FlowPaths:
+    return FlowPaths.of(np.arange(len(flows)), 1.0, np.array(spines), planner="hand")
 
 
 @settings(max_examples=40, deadline=None)
@@ -89,12 +89,12 @@ def test_phases_together_are_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> N
     )
     first, last = fabric.leaf(flows.src), fabric.leaf(flows.dst)
     spine = np.where(first == last, WITHIN, random.integers(0, 3, 80))
-    paths = Paths.of(np.arange(80), 1.0, spine, planner="any")
+    paths = FlowPaths.of(np.arange(80), 1.0, spine, planner="any")
     whole = simulate(flows, paths, fabric)
     for phase in range(5):
         own, rows = flows.of_phase(phase)
         alone = Flows.of(own.src, own.dst, own.size, start_s=own.start_s)
-        part = Paths.of(np.arange(16), 1.0, spine[rows], planner="any")
+        part = FlowPaths.of(np.arange(16), 1.0, spine[rows], planner="any")
         assert simulate(alone, part, fabric).phase_s[0] == pytest.approx(whole.phase_s[phase])
     monkeypatch.setattr("shoal.cost.network.simulate._ROWS", 20)
     assert simulate(flows, paths, fabric).flow_s.tolist() == pytest.approx(whole.flow_s.tolist())
@@ -105,13 +105,13 @@ def test_phases_together_are_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_spraying_takes_all_links_at_once() -> None:
     flows = Flows.of([0, 1], [2, 3], 100.0)
-    spread = Paths.of(np.arange(2), 1.0, np.full(2, SPRAYED), planner="spray")
+    spread = FlowPaths.of(np.arange(2), 1.0, np.full(2, SPRAYED), planner="spray")
     assert simulate(flows, spread, SMALL).flow_s.tolist() == pytest.approx([10.0, 10.0])
     up, down = link_bytes(flows, spread, SMALL)
     assert up.tolist() == [[100.0, 100.0], [0.0, 0.0]]
     assert down.tolist() == [[0.0, 0.0], [100.0, 100.0]]
     # A slow pair gets a smaller part of the packets, and all end together.
-    lame = SMALL.model_copy(update={"health": (Health(leaf=0, spine=1, share=0.5),)})
+    lame = SMALL.model_copy(update={"health": (DegradedLink(leaf=0, spine=1, share=0.5),)})
     lame = LeafSpine.model_validate(lame.model_dump())
     slow = simulate(flows, spread, lame)
     assert slow.flow_s.tolist() == pytest.approx([200.0 / 15.0] * 2)
@@ -122,7 +122,7 @@ def test_nothing_beats_the_lower_bound() -> None:
     fabric = LeafSpine(leaves=4, hosts=4, spines=2, latency_s=0.0)
     flows = collective("all_reduce", place(fabric, "random", seed=2), 1e9).flows
     spread = np.where(fabric.leaf(flows.src) == fabric.leaf(flows.dst), WITHIN, SPRAYED)
-    paths = Paths.of(np.arange(16), 1.0, spread, planner="spray")
+    paths = FlowPaths.of(np.arange(16), 1.0, spread, planner="spray")
     bound = lower_bound_s(flows, fabric)
     assert simulate(flows, paths, fabric).phase_s == pytest.approx(bound)
 
@@ -192,13 +192,13 @@ def test_placements_are_of_different_hosts(how: str) -> None:
 
 def test_bad_input_is_refused() -> None:
     with pytest.raises(MachineError, match="leaf 0 = 'no uplink'"):
-        LeafSpine(leaves=2, spines=1, health=(Health(leaf=0, spine=0, share=0.0),))
+        LeafSpine(leaves=2, spines=1, health=(DegradedLink(leaf=0, spine=0, share=0.0),))
     with pytest.raises(MachineError, match=r"multiple of rails x ports = 4"):
         LeafSpine(leaves=6, rails=2, ports=2)
     with pytest.raises(MachineError, match="leaf below 2"):
-        LeafSpine(leaves=2, health=(Health(leaf=2, spine=0, share=0.5),))
+        LeafSpine(leaves=2, health=(DegradedLink(leaf=2, spine=0, share=0.5),))
     with pytest.raises(MachineError, match="one entry a pair"):
-        LeafSpine(leaves=2, health=(Health(leaf=0, spine=0, share=0.5),) * 2)
+        LeafSpine(leaves=2, health=(DegradedLink(leaf=0, spine=0, share=0.5),) * 2)
     with pytest.raises(PlanError, match="a host below 4"):
         simulate(Flows.of([0], [9], 1.0), pinned(Flows.of([0], [9], 1.0), [0]), SMALL)
     with pytest.raises(PlanError, match=r"flows.dst = '1 values': expected 2"):
@@ -211,8 +211,10 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(PlanError, match="spine 7; there are 0 to 1"):
         pinned(flows, [7, 0]).check(flows, SMALL)
     with pytest.raises(PlanError, match=r"flow 1 has 0 of its bytes"):
-        Paths.of(np.array([0]), 1.0, np.array([0]), planner="half").check(flows, SMALL)
-    down = LeafSpine(leaves=2, hosts=2, spines=2, health=(Health(leaf=0, spine=0, share=0.0),))
+        FlowPaths.of(np.array([0]), 1.0, np.array([0]), planner="half").check(flows, SMALL)
+    down = LeafSpine(
+        leaves=2, hosts=2, spines=2, health=(DegradedLink(leaf=0, spine=0, share=0.0),)
+    )
     with pytest.raises(PlanError, match="a link of it is down"):
         pinned(flows, [0, 1]).check(flows, down)
     with pytest.raises(ConfigError, match="resolution"):

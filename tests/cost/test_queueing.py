@@ -11,10 +11,10 @@ import pytest
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.cost.serving.fleet import Instance, simulate_fleet
+from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
 from shoal.cost.serving.queueing import busy_share, md1_ttft, md1_ttft_inter, md1_ttft_intra
-from shoal.ir import Arrival, Limits
-from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.ir import Arrival, SchedulerLimits
+from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 
 
 class Constant:
@@ -27,12 +27,12 @@ class Constant:
 
 def mean_ttft(rate: float, service: float, *, stages: int = 1, count: int = 100_000) -> float:
     kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(1 << 14)
-    limits = Limits(max_running=1 << 14, max_step_tokens=1, max_position=64)
+    limits = SchedulerLimits(max_running=1 << 14, max_step_tokens=1, max_position=64)
     built: Any = table("phase").build({"name": "prefill", "batch_tokens": 1}).build(kv, limits)
     gaps = generator(3, purpose="queueing").exponential(1 / rate, count)
     arrivals = [Arrival(float(at), (1,), 1) for at in np.cumsum(gaps)]
-    front = Instance(built, Constant(service), stages)
-    seen = simulate_fleet([front], [], LeastLoaded(1), arrivals)
+    front = SimulatedInstance(built, Constant(service), stages)
+    seen = simulate_fleet([front], [], LeastLoadedDispatcher(1), arrivals)
     return float(np.mean([one.ttft for one in seen.served]))
 
 
@@ -79,12 +79,14 @@ def test_what_has_no_mean() -> None:
 def test_the_busy_share_is_where_the_wanted_share_waits_long_enough() -> None:
     service, target = 0.01, 0.06
     kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(1 << 14)
-    limits = Limits(max_running=1 << 14, max_step_tokens=1, max_position=64)
+    limits = SchedulerLimits(max_running=1 << 14, max_step_tokens=1, max_position=64)
     built: Any = table("phase").build({"name": "prefill", "batch_tokens": 1}).build(kv, limits)
     rate = busy_share(service, [target - service], 0.9) / service
     gaps = generator(3, purpose="queueing").exponential(1 / rate, 20_000)
     arrivals = [Arrival(float(at), (1,), 1) for at in np.cumsum(gaps)]
-    seen = simulate_fleet([Instance(built, Constant(service))], [], LeastLoaded(1), arrivals)
+    seen = simulate_fleet(
+        [SimulatedInstance(built, Constant(service))], [], LeastLoadedDispatcher(1), arrivals
+    )
     in_time = np.mean([one.ttft <= target for one in seen.served])
     assert 0.87 < in_time < 0.93
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import ConfigError
-from shoal.cost.price.rehearsed import Parts, Rehearsed, events
+from shoal.cost.price.rehearsed import OperatorTimes, RehearsedRates, events
 from shoal.cost.shapes import find
 from shoal.cost.training.step import Pricer, estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, Work
 from shoal.ir.machine import Measurement
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 from shoal.machine.rehearsals import REHEARSALS, REHEARSED
 from shoal.parallel.legal import check_split
 from shoal.train import PROBES
@@ -112,7 +112,7 @@ def test_a_disturbed_rehearsal_does_not_ruin_every_plan() -> None:
 
 
 def test_without_the_first_rehearsal_nothing_is_changed() -> None:
-    assert not Rehearsed(BARE, lambda _: Parts(1.0, 0.0))
+    assert not RehearsedRates(BARE, lambda _: OperatorTimes(1.0, 0.0))
     assert Pricer(BARE)._rehearsed is None
     machine = rehearsed({"tp2": 1.0})
     assert estimate(other(), machine) == estimate(other(), BARE)
@@ -121,7 +121,7 @@ def test_without_the_first_rehearsal_nothing_is_changed() -> None:
 @pytest.mark.slow
 def test_ranks_rehearse(tmp_path: object) -> None:
     probe = PROBES.build({"name": "steps", "names": ["one", "tp2"], "repeats": 1})
-    with Context(home=tmp_path) as context:  # type: ignore[arg-type]
+    with ProbeContext(home=tmp_path) as context:  # type: ignore[arg-type]
         found = {m.note: m for m in probe.run(context)}
     assert set(found) == {"one", "tp2"}
     assert all(0 < m.median < 60 for m in found.values())

@@ -10,7 +10,7 @@ from shoal.cost.scaling.ask import (
     data_needed,
     fit_best,
 )
-from shoal.cost.scaling.curve import Point
+from shoal.cost.scaling.curve import CurvePoint
 from shoal.cost.scaling.fit import fit
 from shoal.cost.scaling.picture import picture
 
@@ -30,7 +30,7 @@ def points(law, values, sizes, noise=0.0, seed=0):
     clean = part.log_value(part.theta(values)[None], np.asarray(sizes)[:, None])[0]
     random = np.random.default_rng(seed)
     noisy = np.exp(clean + noise * random.standard_normal(len(clean)))
-    return [Point(size=m, value=v) for m, v in zip(sizes, noisy, strict=True)]
+    return [CurvePoint(size=m, value=v) for m, v in zip(sizes, noisy, strict=True)]
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_joint_law():
     found = fit(
         "joint",
         [
-            Point(model=n, size=d, value=float(np.exp(v)))
+            CurvePoint(model=n, size=d, value=float(np.exp(v)))
             for (n, d), v in zip(grid, logs, strict=True)
         ],
     )
@@ -122,7 +122,7 @@ def learner(rate):
                     ),
                 ]
             )
-        curve.append(Point(size=float(m), value=float(errors.mean())))
+        curve.append(CurvePoint(size=float(m), value=float(errors.mean())))
     return fit("power", curve).parameters["beta"].value
 
 
@@ -153,7 +153,7 @@ def test_bad_curves():
 
 def test_zero_errors_of_known_trials_are_corrected():
     rates = [0.2, 0.1, 0.05, 0.02, 0.0]
-    curve = [Point(size=4.0**i, value=r, trials=200) for i, r in enumerate(rates, 2)]
+    curve = [CurvePoint(size=4.0**i, value=r, trials=200) for i, r in enumerate(rates, 2)]
     found = fit("power", curve)
     assert found.parameters["beta"].value < -0.2
 

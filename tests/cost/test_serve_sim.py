@@ -13,17 +13,17 @@ from shoal.core.errors import ConfigError, ServeError
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.cost.serving.simulator import (
-    Predicted,
-    Served,
+    ServedRequest,
+    SimulatedRunner,
     Simulation,
     quantities,
     request_of,
     simulate,
 )
-from shoal.cost.step_cost.fitted import Fitted
-from shoal.ir import Arrival, Limits, Output, Request, Scheduler, Step, StepResult
+from shoal.cost.step_cost.fitted import FittedStepCost
+from shoal.ir import Arrival, Output, Request, Scheduler, SchedulerLimits, Step, StepResult
 
-LINE = Fitted(step=1e-2, token=1e-3, prompt_pair=1e-6, decode_key=1e-5, chunk=1e-4)
+LINE = FittedStepCost(step=1e-2, token=1e-3, prompt_pair=1e-6, decode_key=1e-5, chunk=1e-4)
 
 
 class Constant:
@@ -40,7 +40,7 @@ def scheduler(
     name: str = "fcfs", kv: str = "paged", tokens: int = 4096, running: int = 8, step: int = 64
 ) -> Any:
     bookkeeping = table("kv").build(kv).build(tokens)
-    limits = Limits(max_running=running, max_step_tokens=step, max_position=512)
+    limits = SchedulerLimits(max_running=running, max_step_tokens=step, max_position=512)
     return table("scheduler").build(name).build(bookkeeping, limits)
 
 
@@ -133,7 +133,7 @@ def test_the_steps_are_those_of_a_loop_on_a_real_clock(name: str) -> None:
     real = Recording(scheduler(name))
     for index, arrival in enumerate(arrivals):
         real.add(request_of(str(index), arrival))
-    runner = Predicted(LINE)
+    runner = SimulatedRunner(LINE)
     while step := real.plan(time.monotonic()):
         real.commit(step, runner.execute(step), time.monotonic())
     assert virtual.steps == real.steps
@@ -164,12 +164,12 @@ def test_time_moves_by_predicted_steps_and_jumps_to_arrivals() -> None:
 
 
 def test_quantities_leave_out_what_did_not_finish() -> None:
-    done = Served("a", 1.0, 5, first=2.0, finish=4.0, n_output=5)
-    gone = Served("b", 0.0, 5, first=2.0, n_output=2)
+    done = ServedRequest("a", 1.0, 5, first=2.0, finish=4.0, n_output=5)
+    gone = ServedRequest("b", 0.0, 5, first=2.0, n_output=2)
     found = quantities([gone, done])
     assert found["requests_per_s"] == pytest.approx(1 / 3)
     assert found["tpot_p50_s"] == pytest.approx(0.5)
-    single = quantities([Served("a", 1.0, 5, first=2.0, finish=2.0, n_output=1)])
+    single = quantities([ServedRequest("a", 1.0, 5, first=2.0, finish=2.0, n_output=1)])
     assert "tpot_p50_s" not in single
 
 

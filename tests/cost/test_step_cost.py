@@ -13,7 +13,7 @@ from shoal.core.errors import ConfigError, MachineError
 from shoal.core.random import generator
 from shoal.cost.arithmetic import active_parameters, parameters
 from shoal.cost.shapes import find
-from shoal.cost.step_cost.fitted import FEATURES, Fitted, Sample, features, fit
+from shoal.cost.step_cost.fitted import FEATURES, FittedStepCost, StepSample, features, fit
 from shoal.cost.step_cost.roofline import (
     Roofline,
     activation_bytes,
@@ -22,7 +22,7 @@ from shoal.cost.step_cost.roofline import (
 from shoal.ir import Machine, StepCost
 from shoal.machine.described import load
 
-TRUE = Fitted(step=2e-3, token=3e-5, prompt_pair=4e-9, decode_key=5e-8, chunk=6e-6)
+TRUE = FittedStepCost(step=2e-3, token=3e-5, prompt_pair=4e-9, decode_key=5e-8, chunk=6e-6)
 
 
 def shapes(number: int, seed: int = 0) -> list[list[tuple[int, int]]]:
@@ -39,10 +39,10 @@ def shapes(number: int, seed: int = 0) -> list[list[tuple[int, int]]]:
     return out
 
 
-def samples(noise: float = 0.0) -> list[Sample]:
+def samples(noise: float = 0.0) -> list[StepSample]:
     random = generator(5, purpose="noise")
     return [
-        Sample(
+        StepSample(
             chunks=tuple(chunks),
             seconds=TRUE.seconds(chunks) * float(np.exp(noise * random.standard_normal())),
         )
@@ -71,7 +71,8 @@ def test_a_fit_says_how_far_off_it_is() -> None:
 def test_no_coefficient_is_negative() -> None:
     """Steps that get cheaper with more chunks do not make a negative price."""
     odd = [
-        Sample(chunks=tuple([(10, 1)] * number), seconds=1.0 / number) for number in range(1, 30)
+        StepSample(chunks=tuple([(10, 1)] * number), seconds=1.0 / number)
+        for number in range(1, 30)
     ]
     found = fit(odd)
     assert all(getattr(found, name) >= 0 for name in FEATURES)
@@ -89,7 +90,7 @@ def test_features_count_what_attention_sees() -> None:
 def test_a_fit_is_saved_and_loaded(tmp_path: Path) -> None:
     found = fit(samples())
     found.save(tmp_path / "cost.yaml")
-    assert Fitted.load(tmp_path / "cost.yaml") == found
+    assert FittedStepCost.load(tmp_path / "cost.yaml") == found
     cost: StepCost = found
     assert cost.seconds([(5, 1)]) > 0
 
@@ -98,15 +99,15 @@ def test_refuses_too_few_samples_and_impossible_ones() -> None:
     with pytest.raises(ConfigError, match="samples = 3: expected at least 10 measured steps"):
         fit(samples()[:3])
     for wrong in (
-        Sample(chunks=((0, 1),), seconds=0.0),
-        Sample(chunks=(), seconds=1.0),
+        StepSample(chunks=((0, 1),), seconds=0.0),
+        StepSample(chunks=(), seconds=1.0),
     ):
         with pytest.raises(ConfigError, match=r"samples\[12\].*leave empty steps out"):
             fit([*samples()[:12], wrong])
     with pytest.raises(ConfigError, match=r"nothing.yaml: cannot be read"):
-        Fitted.load(Path("nothing.yaml"))
+        FittedStepCost.load(Path("nothing.yaml"))
     with pytest.raises(ValueError, match="greater than or equal to 0"):
-        Fitted(step=-1, token=0, prompt_pair=0, decode_key=0, chunk=0)
+        FittedStepCost(step=-1, token=0, prompt_pair=0, decode_key=0, chunk=0)
 
 
 H100 = load("H100")

@@ -11,8 +11,8 @@ from shoal.app.commands.explain import app
 from shoal.core.errors import ConfigError
 from shoal.cost.t3.sublayers import (
     MODELS,
-    Device,
-    Product,
+    PartialProduct,
+    RingDevice,
     all_gather_s,
     compare,
     fuse,
@@ -21,13 +21,13 @@ from shoal.cost.t3.sublayers import (
     sublayers,
 )
 
-SMALL = Product(tokens=1000, k=300, n=700, tp=4)
+SMALL = PartialProduct(tokens=1000, k=300, n=700, tp=4)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 @pytest.mark.parametrize("tokens", [64, 1000])
 def test_every_tile_gets_one_update_of_every_device(tp, tokens):
-    product = Product(tokens=tokens, k=300, n=700, tp=tp)
+    product = PartialProduct(tokens=tokens, k=300, n=700, tp=tp)
     found = fuse(product)
     assert found.updates == (tp, tp)
     regions = found.triggers / (tp - 2) if tp > 2 else 0
@@ -36,7 +36,7 @@ def test_every_tile_gets_one_update_of_every_device(tp, tokens):
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_bytes_follow_the_closed_forms(tp):
-    product = Product(tokens=1000, k=300, n=700, tp=tp)
+    product = PartialProduct(tokens=1000, k=300, n=700, tp=tp)
     chunk = product.chunk_bytes
     found = fuse(product)
     assert found.product_writes == pytest.approx((tp - 1) * chunk)
@@ -53,7 +53,7 @@ def test_bytes_follow_the_closed_forms(tp):
 def test_operands_that_fit_in_the_cache_are_read_once():
     _, read = product_alone(SMALL, bypass=True)
     assert read == pytest.approx(2 * 300 * (1000 + 700))
-    _, again = product_alone(SMALL, Device(cache_bytes=1e5, compute_units=4), bypass=True)
+    _, again = product_alone(SMALL, RingDevice(cache_bytes=1e5, compute_units=4), bypass=True)
     assert again > read
 
 
@@ -83,19 +83,19 @@ def test_contention_is_simulated_and_not_the_longer_of_both():
     layer = sublayers("T-NLG", *MODELS["T-NLG"], 16)[1]
     found = compare(layer)
     assert found.fused.seconds > 1.02 * found.bound_s
-    free = fuse(layer.product, Device(dram_bandwidth=1e15))
+    free = fuse(layer.product, RingDevice(dram_bandwidth=1e15))
     assert free.seconds < found.fused.seconds
 
 
 def test_a_link_that_binds_is_never_idle():
-    device = Device(link_bandwidth=1e9, dram_bandwidth=1e15)
+    device = RingDevice(link_bandwidth=1e9, dram_bandwidth=1e15)
     found = fuse(SMALL, device)
     link = 3 * SMALL.chunk_bytes / 1e9
     assert link < found.seconds < 1.05 * link + found.product_s
 
 
 def test_a_product_that_binds_hides_everything():
-    device = Device(link_bandwidth=1e15, dram_bandwidth=1e15, link_latency_s=0.0)
+    device = RingDevice(link_bandwidth=1e15, dram_bandwidth=1e15, link_latency_s=0.0)
     assert fuse(SMALL, device).seconds == pytest.approx(
         product_alone(SMALL, device, bypass=True)[0], rel=1e-3
     )
@@ -104,16 +104,16 @@ def test_a_product_that_binds_hides_everything():
 def test_what_slows_memory_or_link_slows_the_layer():
     layer = sublayers("T-NLG", *MODELS["T-NLG"], 16)[1].product
     base = fuse(layer).seconds
-    assert fuse(layer, Device(update_cost=3.0)).seconds > base
-    assert fuse(layer, Device(link_bandwidth=40e9)).seconds > base
-    assert fuse(layer, Device(compute_units=40)).seconds > base
-    turns = fuse(layer, Device(policy="round_robin"))
+    assert fuse(layer, RingDevice(update_cost=3.0)).seconds > base
+    assert fuse(layer, RingDevice(link_bandwidth=40e9)).seconds > base
+    assert fuse(layer, RingDevice(compute_units=40)).seconds > base
+    turns = fuse(layer, RingDevice(policy="round_robin"))
     assert turns.product_s >= fuse(layer).product_s
     assert turns.updates == (16, 16)
 
 
 def test_ring_collectives_in_closed_form():
-    device = Device(link_latency_s=0.0)
+    device = RingDevice(link_latency_s=0.0)
     chunk = SMALL.chunk_bytes
     assert all_gather_s(SMALL, device) == pytest.approx(3 * chunk / 75e9)
     assert reduce_scatter_s(SMALL, device) == pytest.approx(3 * chunk / 75e9 + 3 * chunk / 1e12)
@@ -128,9 +128,9 @@ def test_bad_sizes_are_refused():
     with pytest.raises(ConfigError, match=r"t3\.tokens = 1"):
         sublayers("", 64, 1, 2)
     with pytest.raises(ConfigError, match=r"t3\.tp = 1"):
-        fuse(Product(tokens=8, k=8, n=8, tp=1))
+        fuse(PartialProduct(tokens=8, k=8, n=8, tp=1))
     with pytest.raises(ConfigError, match=r"t3\.tokens = 3"):
-        fuse(Product(tokens=3, k=8, n=8, tp=4))
+        fuse(PartialProduct(tokens=3, k=8, n=8, tp=4))
 
 
 def test_the_command_shows_and_prints():

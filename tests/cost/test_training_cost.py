@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core.errors import MachineError, PlanError
 from shoal.cost.price.collectives import all_reduce_s, gather_s
-from shoal.cost.price.rates import Curve, Rates
+from shoal.cost.price.rates import Curve, RankRates
 from shoal.cost.shapes import find
 from shoal.cost.training.step import Pricer, estimate
 from shoal.cost.training.totals import steps_of
@@ -225,9 +225,9 @@ def test_data_parallel_ranks_on_two_nodes_use_the_slow_link():
 
 def test_threads_share_the_cores():
     parallel = Parallel(dp=2)
-    assert Rates(cpu(8), parallel).used == 4
-    assert Rates(cpu(8), parallel, threads=1).used == 1
-    assert Rates(cpu(2), Parallel(dp=4)).crowding == 2
+    assert RankRates(cpu(8), parallel).used == 4
+    assert RankRates(cpu(8), parallel, threads=1).used == 1
+    assert RankRates(cpu(2), Parallel(dp=4)).crowding == 2
 
 
 def test_bad_input():

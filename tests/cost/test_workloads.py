@@ -18,7 +18,7 @@ from shoal.cost.workloads import WORKLOADS
 from shoal.cost.workloads.chat import Chat
 from shoal.cost.workloads.choose import choose
 from shoal.cost.workloads.describe import describe, sentence
-from shoal.cost.workloads.trace import Trace
+from shoal.cost.workloads.trace import TraceWorkload
 from shoal.ir import Arrival
 
 SIZES: dict[str, Any] = {"vocab_size": 1000, "max_position": 4096, "seed": 3}
@@ -192,9 +192,9 @@ def test_a_trace_is_written_and_read_again(tmp_path: Path) -> None:
     arrivals = WORKLOADS.build({"name": "multiturn", "rate": 2.0}).arrivals(count=9, **SIZES)
     path = tmp_path / "trace.jsonl"
     write_trace(path, arrivals)
-    assert Trace(path=str(path)).arrivals(count=None, **SIZES) == arrivals
-    assert Trace(path=str(path), requests=4).arrivals(count=None, **SIZES) == arrivals[:4]
-    faster = Trace(path=str(path), rate=100.0).arrivals(count=None, **SIZES)
+    assert TraceWorkload(path=str(path)).arrivals(count=None, **SIZES) == arrivals
+    assert TraceWorkload(path=str(path), requests=4).arrivals(count=None, **SIZES) == arrivals[:4]
+    faster = TraceWorkload(path=str(path), rate=100.0).arrivals(count=None, **SIZES)
     assert faster[-1].at == pytest.approx(0.08)
 
 
@@ -303,7 +303,7 @@ def test_refuses_broken_files(name: str, content: bytes, message: str, tmp_path:
 
 def test_refuses_a_trace_that_is_not_there() -> None:
     with pytest.raises(DataError, match=r"workload.trace.path = 'nowhere.jsonl': there is no such"):
-        Trace(path="nowhere.jsonl").arrivals(count=None, **SIZES)
+        TraceWorkload(path="nowhere.jsonl").arrivals(count=None, **SIZES)
 
 
 def test_a_workload_is_named_with_its_file() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from docs_pages import script
 
-from shoal.claims.protocols import Metric, Paired, Samples
-from shoal.claims.record import Record, verdict_of
+from shoal.claims.protocols import ClaimSamples, Metric, PairedSamples
+from shoal.claims.record import ClaimRecord, verdict_of
 from shoal.plan.strategy import PLANNERS
 
 
@@ -97,9 +97,9 @@ def test_a_claim_that_does_not_hold_is_shown_as_plainly() -> None:
                baseline="plain", evidence="mechanism", paper="2 x in table 1")
         for name, limit in (("good", 1.5), ("bad", 3.0))
     )  # fmt: skip
-    pairs = Paired(method=(2.0, 2.0, 2.0), baseline=(1.0, 1.0, 1.0))
-    equal = Paired(method=(1.0, 1.0, 1.0), baseline=(1.0, 1.0, 1.0))
-    draft = Record(
+    pairs = PairedSamples(method=(2.0, 2.0, 2.0), baseline=(1.0, 1.0, 1.0))
+    equal = PairedSamples(method=(1.0, 1.0, 1.0), baseline=(1.0, 1.0, 1.0))
+    draft = ClaimRecord(
         claim="example",
         rows=(1,),
         command="shoal claims run example",
@@ -107,8 +107,8 @@ def test_a_claim_that_does_not_hold_is_shown_as_plainly() -> None:
         seconds=1.0,
         seed=0,
         metrics=metrics,
-        samples=Samples(metrics={"good": pairs, "bad": pairs}),
-        aa=Samples(metrics={"good": equal, "bad": equal}),
+        samples=ClaimSamples(metrics={"good": pairs, "bad": pairs}),
+        aa=ClaimSamples(metrics={"good": equal, "bad": equal}),
         verdict={"status": "planned"},  # type: ignore[arg-type]
     )
     record = draft.model_copy(update={"verdict": verdict_of(draft)})

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for ranks that are processes
 from losses_rows import DRAFTERS, JOB, MODEL, ROWS, STEPS, Row
 
 from shoal.checkpoint.pieces import Piece
-from shoal.claims.lab.same_as_one import Fresh
+from shoal.claims.lab.same_as_one import SeededWeights
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.meter import Meter
 from shoal.core.parts import table
@@ -30,7 +30,7 @@ from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob
 from shoal.ir.drafting import DrafterJob
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.train import loop, qat
 from shoal.train.drafters import protocols as drafting
 from shoal.train.drafters.execute import train_steps
@@ -100,7 +100,7 @@ class Tokens:
 @contextlib.contextmanager
 def weights_in(dtype: torch.dtype) -> Iterator[None]:
     """Trainers have weights of this type; those of jobs have fp32."""
-    with mock.patch.object(loop, "Engine", functools.partial(Engine, dtype=dtype)):
+    with mock.patch.object(loop, "ParallelEngine", functools.partial(ParallelEngine, dtype=dtype)):
         yield
 
 
@@ -129,10 +129,10 @@ def on_rank(row: Row, dtype: str, comm: Any, place: Path) -> dict[str, Any]:
     check_finetune(job)
     if not hasattr(comm, "beat"):
         comm.beat = None
-    trainer = loop.Trainer(
+    trainer = loop.RankTrainer(
         job,
         STEPS,
-        Fresh(config, job.seed, DTYPES[dtype]),
+        SeededWeights(config, job.seed, DTYPES[dtype]),
         Tokens(config.vocab_size),  # type: ignore[arg-type]
         comm,
         place=place,
@@ -224,7 +224,7 @@ class Features(NamedTuple):
     def rows(self, part: str, numbers: Sequence[int], dtype: torch.dtype) -> Any:
         some = self.tokens[list(numbers)]
         with torch.no_grad():
-            return drafting.Rows(some, self.target.hidden(some).to(dtype))
+            return drafting.TargetRows(some, self.target.hidden(some).to(dtype))
 
 
 def draft(name: str, place: Path) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def draft(name: str, place: Path) -> dict[str, Any]:
         }
     )
     config = ModelConfig.model_validate(MODEL)
-    target = Fresh(config).model().requires_grad_(False).eval()
+    target = SeededWeights(config).model().requires_grad_(False).eval()
     part = table("drafter").build(job.drafter)
     part.check(job, config.shape())
     tokens = torch.empty(8, 16, dtype=torch.int64)
@@ -333,7 +333,7 @@ def routers() -> dict[str, Any]:
 
 
 def _trainable(**changes: Any) -> Transformer:
-    return Fresh(ModelConfig.model_validate({**MODEL, **changes})).model()
+    return SeededWeights(ModelConfig.model_validate({**MODEL, **changes})).model()
 
 
 @torch.no_grad()

@@ -251,7 +251,7 @@ def serve(engine, requests, *, planned=True):
             infos.setdefault(output.request_id, []).extend(output.infos)
             if output.finish is not None:
                 ends[output.request_id] = output.finish
-        for one in engine.told():
+        for one in engine.drain_events():
             if one["kind"] == "vector":
                 vectors[one["id"]] = one["values"]
             elif one["kind"] != "began":

@@ -37,10 +37,10 @@ from served import (  # noqa: E402
 from thread_ranks import thread_engine  # noqa: E402
 
 from shoal.core.parts import table  # noqa: E402
-from shoal.cost.step_cost.fitted import Fitted  # noqa: E402
+from shoal.cost.step_cost.fitted import FittedStepCost  # noqa: E402
 from shoal.ir import HostLink, ServeJob  # noqa: E402
 from shoal.kernel import dispatch  # noqa: E402
-from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting, RowCosts  # noqa: E402
 from shoal.serve.engine.build import prepare  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ SMALL = {"kv_tokens": 256}  # of requests that want 600 at a time
 LINK = HostLink(copy_s=1e-6, bytes_per_s=4e10, block_bytes=4096, layers=2)
 DEAD_LINK = HostLink(copy_s=1.0, bytes_per_s=4e7, block_bytes=4096, layers=2)
 SLOW_LINK = HostLink(copy_s=1e-4, bytes_per_s=4e7, block_bytes=4096, layers=2)
-COST = Fitted(step=1e-3, token=1e-4, prompt_pair=0, decode_key=0, chunk=0)
+COST = FittedStepCost(step=1e-3, token=1e-4, prompt_pair=0, decode_key=0, chunk=0)
 MARKOV = {"name": "fair", "policy": "markov", "frequency": 0.3}
 
 
@@ -141,9 +141,9 @@ class Lending:
     """Instances in this process that lend each other memory, as one engine."""
 
     def __init__(self, directory, sockets):
-        from shoal.plan.batching.cache.ledger import Ledger
+        from shoal.plan.batching.cache.loans import LoanRegistry
         from shoal.serve.cluster.distkv import EvenCost
-        from shoal.serve.cluster.distkv_instance import Instance
+        from shoal.serve.cluster.distkv_instance import DistKVInstance
 
         job = {
             "model": str(directory), "kv": {"name": "distributed", "instances": 3, "block_size": 8},
@@ -152,12 +152,12 @@ class Lending:
         }  # fmt: skip
         described = ServeJob.model_validate(job).model_dump(mode="json")
         words = {"job": described, "directory": str(sockets), "dtype": "fp32"}
-        self.instances = [Instance({**words, "instance": n}, self) for n in range(3)]
+        self.instances = [DistKVInstance({**words, "instance": n}, self) for n in range(3)]
         for one in self.instances:
             paths = [[n, str(sockets / f"lender{n}")] for n in range(3) if n != one.number]
             one.handle({"kind": "peers", "paths": paths})
             one.handle({"kind": "room", "blocks": 22})
-        self.ledger, self.owner = Ledger(3, 8, EvenCost()), {}
+        self.registry, self.owner = LoanRegistry(3, 8, EvenCost()), {}
 
     def send(self, message):
         """What instances say to a parent that they do not have."""
@@ -180,15 +180,15 @@ class Lending:
                 outputs += one.engine.step()
             else:
                 one.lending.settle()
-            self.ledger.beat(one.lending.beat(), 0.0)
-        for debt in self.ledger.recalls():
+            self.registry.beat(one.lending.beat(), 0.0)
+        for debt in self.registry.recalls():
             self.instances[debt.debtor].lending.recall(debt.creditor, debt.blocks)
-        for debt in self.ledger.loans():
+        for debt in self.registry.loans():
             self.instances[debt.debtor].lending.borrow(debt.creditor, debt.blocks)
         return outputs
 
-    def told(self):
-        return [word for one in self.instances for word in one.engine.told()]
+    def drain_events(self):
+        return [word for one in self.instances for word in one.engine.drain_events()]
 
 
 def test_kv_distributed(home, tmp_path):
@@ -265,7 +265,7 @@ def guessing(home, name, options, **fields):
     model = model_of(num_layers=6) if deep else model_of()
     directory = home / ("deep" if deep else "target")
     engine = engine_for(model, directory, speculative=chosen, link=LINK, **fields)
-    engine.scheduler.drafting = Always(6)
+    engine.scheduler.drafting = FixedDrafting(6)
     return engine
 
 
@@ -346,14 +346,14 @@ LAYOUTS = ("contiguous", "interleaved", "combined")
 def test_concurrent_workers(layout, realise, home):
     from shoal.serve.decode.hogwild.engine import HogwildEngine
     from shoal.serve.decode.hogwild.part import Hogwild
-    from shoal.serve.decode.hogwild.words import Words
+    from shoal.serve.decode.hogwild.words import WorkerWords
 
     part = Hogwild(layout=layout, realise=realise, workers=3, probe_every=9)
 
     def words(number):
         if number == 1:
-            return Words(piece=lambda token: b"w")
-        return Words(
+            return WorkerWords(piece=lambda token: b"w")
+        return WorkerWords(
             rules=[20, 21],
             headers={"history": [10, 11], "others": [12, 13, 14], "own": [15]},
             prefixes=[[30 + worker, 50] for worker in range(number)],
@@ -386,7 +386,7 @@ PRECISIONS = {
 def test_recorded_steps_of_kernels(row, home):
     engine = shipped(home, PRECISIONS[row], model_of(dtype=torch.float32))
     if "ngram" in row:
-        engine.scheduler.drafting = Always(6)
+        engine.scheduler.drafting = FixedDrafting(6)
     compare(row, serve(engine, requests_of()), anywhere=False)
 
 
@@ -514,7 +514,7 @@ class Apart:
 
     def __init__(self, several):
         self.several, self.add, self.abort = several, several.add, several.abort
-        self.told = several.told
+        self.drain_events = several.drain_events
 
     @property
     def busy(self):

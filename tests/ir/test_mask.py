@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
-from shoal.ir.mask import BlockMap, Mask, Range
+from shoal.ir.mask import BlockMap, Mask, MaskRange
 
 T = 24
 IDS = np.array([0] * 5 + [1] * 9 + [2] + [3] * 9)
@@ -105,7 +105,7 @@ def test_ranges_of_any_kind(data: st.DataObject) -> None:
     q0, q1 = sorted(data.draw(st.lists(st.integers(0, 12), min_size=2, max_size=2, unique=True)))
     k0, k1 = sorted(data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=2, unique=True)))
     kind: Any = data.draw(st.sampled_from(["full", "causal", "inv_causal", "bicausal"]))
-    dense = Mask(12, 9, (Range(q0, q1, k0, k1, cast(Any, kind)),)).dense()
+    dense = Mask(12, 9, (MaskRange(q0, q1, k0, k1, cast(Any, kind)),)).dense()
     for q in range(12):
         for k in range(9):
             see = q0 <= q < q1 and k0 <= k < k1
@@ -131,7 +131,7 @@ def test_random_blocks_have_their_density(density: float) -> None:
 
 def test_ranges_and_maps_stand_together() -> None:
     seen = np.packbits(np.array([[True, False], [False, True]])).tobytes()
-    mask = Mask(8, 8, (Range(0, 4, 0, 4, "causal"),), (BlockMap(4, 8, 4, 8, 2, seen),))
+    mask = Mask(8, 8, (MaskRange(0, 4, 0, 4, "causal"),), (BlockMap(4, 8, 4, 8, 2, seen),))
     cells = np.zeros((8, 8), dtype=bool)
     cells[:4, :4] = np.tril(np.ones((4, 4)))
     cells[4:6, 4:6] = cells[6:, 6:] = True
@@ -141,19 +141,22 @@ def test_ranges_and_maps_stand_together() -> None:
 
 
 def test_disjoint_cells_of_meeting_rectangles_are_allowed() -> None:
-    mask = Mask(4, 4, (Range(0, 4, 0, 4, "causal"), Range(0, 3, 1, 4, "inv_causal")))
+    mask = Mask(4, 4, (MaskRange(0, 4, 0, 4, "causal"), MaskRange(0, 3, 1, 4, "inv_causal")))
     assert mask.dense().all()
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: Mask(8, 8, (Range(0, 4, 0, 8), Range(3, 8, 7, 8))), "do not overlap"),
-        (lambda: Mask(8, 8, (Range(0, 4, 0, 9),)), r"inside \[8, 8\]"),
-        (lambda: Mask(8, 8, (Range(4, 4, 0, 8),)), "rising"),
-        (lambda: Mask(8, 8, (Range(0, 4, 0, 4, cast(Any, "diagonal")),)), "one of full, causal"),
+        (lambda: Mask(8, 8, (MaskRange(0, 4, 0, 8), MaskRange(3, 8, 7, 8))), "do not overlap"),
+        (lambda: Mask(8, 8, (MaskRange(0, 4, 0, 9),)), r"inside \[8, 8\]"),
+        (lambda: Mask(8, 8, (MaskRange(4, 4, 0, 8),)), "rising"),
+        (
+            lambda: Mask(8, 8, (MaskRange(0, 4, 0, 4, cast(Any, "diagonal")),)),
+            "one of full, causal",
+        ),
         (lambda: Mask(0, 8), "at least 1"),
-        (lambda: Mask(8, 8, (Range(0, 2, 0, 2),), (BlockMap(0, 8, 0, 8, 4, b"0"),)), "overlap"),
+        (lambda: Mask(8, 8, (MaskRange(0, 2, 0, 2),), (BlockMap(0, 8, 0, 8, 4, b"0"),)), "overlap"),
         (lambda: Mask(8, 8, (), (BlockMap(0, 6, 0, 8, 4, b"0"),)), "multiple of the block of 4"),
         (lambda: Mask(8, 8, (), (BlockMap(0, 8, 0, 8, 1, b"0"),)), "8 bytes"),
         (lambda: Mask.block_causal(10, 4), "use 8 or 12"),

@@ -15,7 +15,7 @@ from shoal.core.native import compiler
 from shoal.core.random import generator
 from shoal.kernel import algorithms as alg
 from shoal.kernel.algorithms import (
-    Cpp,
+    CppExpression,
     Policy,
     auto,
     block,
@@ -218,7 +218,7 @@ def test_for_loop_reduces_while_it_writes() -> None:
         ("a if b > 0 and a > 1 or a > 3 else 1.5", None),
         ("tanh(sin(a)) * cos(b) + floor(a) - ceil(b) + tan(a)*0 + pow(a, 2)", None),
         ("isnan(b)", lambda a, b: np.isnan(b) * 1.0),
-        (Cpp("a > 1 ? a : b"), lambda a, b: np.where(a > 1, a, b)),
+        (CppExpression("a > 1 ? a : b"), lambda a, b: np.where(a > 1, a, b)),
     ],
 )
 def test_expressions(f: Any, expected: Any) -> None:
@@ -258,10 +258,10 @@ def test_small_ranges_stay_on_the_calling_thread() -> None:
     alone = 0
     # Time decides, and a call may be interrupted while it looks: not each, but one of many.
     for _ in range(50):
-        alg.transform(par, who, out=who, f=Cpp("omp_get_thread_num()"))
+        alg.transform(par, who, out=who, f=CppExpression("omp_get_thread_num()"))
         alone += not who.any()
     assert alone
-    alg.transform(par.with_(static()), who, out=who, f=Cpp("omp_get_thread_num()"))
+    alg.transform(par.with_(static()), who, out=who, f=CppExpression("omp_get_thread_num()"))
     assert set(who) == {0.0, 1.0, 2.0}
 
 
@@ -272,7 +272,7 @@ def test_block_gives_the_same_elements_to_the_same_thread() -> None:
     assert first.ctypes.data % 64 == 0
     for who in (first, again):
         alg.fill(policy, who, 0)
-        alg.transform(policy, who, out=who, f=Cpp("omp_get_thread_num()"))
+        alg.transform(policy, who, out=who, f=CppExpression("omp_get_thread_num()"))
     assert np.array_equal(first, again)
     assert np.all(np.diff(first) >= 0)
     assert alg.allocate(7, "int32").dtype == np.int32
@@ -359,7 +359,7 @@ def test_bad_input(run: Any, message: str) -> None:
 
 def test_cpp_that_does_not_compile_is_a_build_error() -> None:
     with pytest.raises(BuildError, match="nowhere"):
-        alg.transform(par, LONG, out=LONG, f=Cpp("nowhere(a)"))
+        alg.transform(par, LONG, out=LONG, f=CppExpression("nowhere(a)"))
 
 
 def test_init_stands_before_the_first_element() -> None:

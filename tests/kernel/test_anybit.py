@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import KernelError
 from shoal.core.native import compiler, cpu_flags
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.formats import weight_format
 from shoal.kernel.lowbit.anybit import Anybit, type_of
-from shoal.kernel.lowbit.reference import Reference
+from shoal.kernel.lowbit.reference import ReferenceLowbitLinear
 
 pytestmark = pytest.mark.skipif(
     compiler() is None or not cpu_flags() >= Anybit.needs, reason="no compiler or no AVX-512"
 )
 
 
-def call_of(m: int, n: int, k: int, text: str, dtype: str = "bf16") -> LinearLowbit:
-    return LinearLowbit(m, n, k, text, weight_format(text).bits, dtype)  # type: ignore[arg-type]
+def call_of(m: int, n: int, k: int, text: str, dtype: str = "bf16") -> LowbitLinearCall:
+    return LowbitLinearCall(m, n, k, text, weight_format(text).bits, dtype)  # type: ignore[arg-type]
 
 
 def check(m: int, n: int, k: int, text: str, dtype: str, seed: int, strided: bool = False) -> None:
@@ -32,7 +32,7 @@ def check(m: int, n: int, k: int, text: str, dtype: str, seed: int, strided: boo
     call = call_of(m, n, k, text, dtype)
     bias = torch.randn(n, generator=random) if seed % 2 else None
     run = Anybit().prepare(call, packed, bias)
-    reference = Reference().prepare(call, packed, bias)
+    reference = ReferenceLowbitLinear().prepare(call, packed, bias)
     x = torch.randn(m, 2 * k if strided else k, generator=random)
     x = (x[:, ::2] if strided else x).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
     found, wanted = run(x), reference(x)
@@ -115,7 +115,7 @@ def test_weights_take_as_many_bytes_as_they_have_bits() -> None:
     ],
 )
 def test_refusals(text: str, k: int, message: str) -> None:
-    call = LinearLowbit(1, 8, k, text, 4.0)
+    call = LowbitLinearCall(1, 8, k, text, 4.0)
     reason = Anybit().refuses(call)
     assert reason is not None
     assert re.search(message, reason)

@@ -8,7 +8,7 @@ from shoal.core.errors import KernelError
 from shoal.ir import Device, Machine, MemoryTier
 from shoal.ir.machine import Measurement
 from shoal.kernel.base import roof_s
-from shoal.kernel.calls import Linear, Pointwise
+from shoal.kernel.calls import LinearCall, PointwiseCall
 from shoal.kernel.dispatch import candidates, dispatch, kernels_of, operators
 
 
@@ -40,7 +40,7 @@ def test_every_operator_has_a_reference_that_refuses_nothing_here():
 
 
 def test_what_was_measured_decides():
-    call = Linear(1, 4096, 4096, "bf16")
+    call = LinearCall(1, 4096, 4096, "bf16")
     slow_amx = ("linear.amx", 1, 1e8)
     slow_cpp = machine(slow_amx, ("linear.cpp", 1, 1e9), ("linear.torch", 1, 9e9))
     fast_cpp = machine(slow_amx, ("linear.cpp", 1, 9e9), ("linear.torch", 1, 1e9))
@@ -56,7 +56,7 @@ def test_rates_are_interpolated_between_rows():
     torch_kernel = kernels_of("linear")["torch"]
     known = machine(("linear.torch", 1, 1e10), ("linear.torch", 16, 1e9))
     rates = [
-        (call := Linear(m, 512, 512, "bf16")).moved_bytes
+        (call := LinearCall(m, 512, 512, "bf16")).moved_bytes
         / (torch_kernel.estimate(call, known).step_s.value - torch_kernel.call_s)
         for m in (1, 4, 16, 64)
     ]
@@ -69,24 +69,24 @@ def test_rates_are_interpolated_between_rows():
 
 def test_no_estimate_is_below_the_roofline_without_measurements():
     plain = machine()
-    for call in (Linear(1, 512, 512, "bf16"), Pointwise("swiglu", 4, 64, 32, "bf16")):
+    for call in (LinearCall(1, 512, 512, "bf16"), PointwiseCall("swiglu", 4, 64, 32, "bf16")):
         for kernel in kernels_of(call.op).values():
             assert kernel.estimate(call, plain).step_s.value >= roof_s(call, plain)
 
 
 def test_exact_takes_only_what_does_not_depend_on_company():
-    call = Linear(512, 4096, 4096, "fp32")
+    call = LinearCall(512, 4096, 4096, "fp32")
     assert dispatch(call, machine=machine(), exact=True).invariant
     with pytest.raises(KernelError, match=r"torch.*exact is asked"):
         dispatch(call, wanted="torch", exact=True)
 
 
 def test_what_is_wanted_must_exist_and_be_able():
-    call = Linear(1, 8, 8, "bf16")
+    call = LinearCall(1, 8, 8, "bf16")
     assert dispatch(call, wanted="reference").backend == "reference"
     with pytest.raises(KernelError, match=r"expected one of .*did you mean 'torch'"):
         dispatch(call, wanted="troch")
     with pytest.raises(KernelError, match=r"cpp.*takes fp32, bf16; these can: .*torch"):
-        dispatch(Linear(1, 8, 8, "fp64"), wanted="cpp")
+        dispatch(LinearCall(1, 8, 8, "fp64"), wanted="cpp")
     with pytest.raises(KernelError, match="no such operator; there are linear"):
         kernels_of("lienar")

@@ -12,11 +12,11 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from shoal.core.errors import KernelError  # noqa: E402
-from shoal.kernel.calls import LinearLowbit  # noqa: E402
+from shoal.kernel.calls import LowbitLinearCall  # noqa: E402
 from shoal.kernel.dispatch import kernels_of  # noqa: E402
 from shoal.kernel.formats import bipolar, floating, weight_format  # noqa: E402
 from shoal.kernel.formats.bits import pack, row_bytes, unpack  # noqa: E402
-from shoal.kernel.protocols import Packed  # noqa: E402
+from shoal.kernel.protocols import PackedMatrix  # noqa: E402
 
 FLOATS = [(x, y) for x in range(1, 8) for y in range(7) if 3 <= 1 + x + y <= 8]
 TEXTS = [
@@ -245,10 +245,10 @@ def test_bad_matrices():
     with pytest.raises(KernelError, match=r"scales\[1, 0\] = inf"):
         fmt.dequantize(packed)
     with pytest.raises(KernelError, match="expected int4-g128 with codes, scales"):
-        fmt.dequantize(Packed("int4-g128", (2, 128), {"codes": packed.tensors["codes"]}))
+        fmt.dequantize(PackedMatrix("int4-g128", (2, 128), {"codes": packed.tensors["codes"]}))
     short = {**packed.tensors, "codes": packed.tensors["codes"][:, :3]}
     with pytest.raises(KernelError, match=r"codes is torch.uint8 \[2, 3\]: expected"):
-        fmt.dequantize(Packed("int4-g128", (2, 128), short))
+        fmt.dequantize(PackedMatrix("int4-g128", (2, 128), short))
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
@@ -256,7 +256,7 @@ def test_reference_is_a_product_with_the_meant_weights(dtype):
     fmt = weight_format("uint3-g8")
     packed = fmt.quantize(matrix(6, 24))
     reference = kernels_of("linear_lowbit")["reference"]
-    call = LinearLowbit(2, 6, 24, "uint3-g8", fmt.bits, dtype=dtype)
+    call = LowbitLinearCall(2, 6, 24, "uint3-g8", fmt.bits, dtype=dtype)
     kind = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     x, bias = matrix(2, 24, seed=1).to(kind), matrix(1, 6, seed=2)[0]
     out = reference.prepare(call, packed, bias)(x)
@@ -266,5 +266,5 @@ def test_reference_is_a_product_with_the_meant_weights(dtype):
     torch.testing.assert_close(out, expected.to(kind))
     with pytest.raises(KernelError, match="expected uint3-g8"):
         reference.prepare(call, weight_format("uint3-g4").quantize(matrix(6, 24)))
-    wrong = LinearLowbit(2, 6, 25, "uint3-g8", fmt.bits, dtype=dtype)
+    wrong = LowbitLinearCall(2, 6, 25, "uint3-g8", fmt.bits, dtype=dtype)
     assert "nearest 24 and 32" in reference.refuses(wrong)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, TOLERANCE, close, made, rows, sizes, ways
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import Pointwise
+from shoal.kernel.calls import PointwiseCall
 from shoal.kernel.dispatch import kernels_of
 
 
@@ -25,7 +25,7 @@ def both(op, call):
 @settings(max_examples=20, deadline=None)
 @given(m=rows, n=sizes, way=ways, adds=st.booleans())
 def test_rms_norm(dtype, m, n, way, adds):
-    call = Pointwise("rms_norm", m, n, n, dtype)
+    call = PointwiseCall("rms_norm", m, n, n, dtype)
     weight = made((n,), DTYPES[dtype], seed=1)
     x, delta = (made((m, n), DTYPES[dtype], way, seed) for seed in (2, 3))
     outs = []
@@ -40,14 +40,14 @@ def test_rms_norm(dtype, m, n, way, adds):
 @settings(max_examples=20, deadline=None)
 @given(m=rows, f=sizes, way=ways)
 def test_swiglu(dtype, m, f, way):
-    call = Pointwise("swiglu", m, 2 * f, f, dtype)
+    call = PointwiseCall("swiglu", m, 2 * f, f, dtype)
     x = 4 * made((m, 2 * f), DTYPES[dtype], way)
     wanted, found = (kernel.prepare(call)(x) for kernel in both("swiglu", call))
     close(found, wanted, TOLERANCE[dtype])
 
 
 def test_swiglu_of_large_numbers_is_finite():
-    call = Pointwise("swiglu", 1, 8, 4, "fp32")
+    call = PointwiseCall("swiglu", 1, 8, 4, "fp32")
     x = torch.tensor([[-1e4, 1e4, -88.0, 0.0, 1.0, 1.0, 1.0, 1.0]])
     wanted, found = (kernel.prepare(call)(x) for kernel in both("swiglu", call))
     assert torch.allclose(found, wanted, atol=1e-30)
@@ -64,7 +64,7 @@ def test_swiglu_of_large_numbers_is_finite():
 )
 def test_rope(dtype, m, heads, kv_heads, half, normed):
     every = (heads + 2 * kv_heads) * 2 * half
-    call = Pointwise("rope", m, every, every, dtype)
+    call = PointwiseCall("rope", m, every, every, dtype)
     angle = torch.rand(50, half) * 6
     norms = [made((2 * half,), DTYPES[dtype], seed=seed) if normed else None for seed in (1, 2)]
     position = torch.randint(0, 50, (m,), generator=torch.Generator().manual_seed(m))
@@ -86,7 +86,7 @@ def test_rope(dtype, m, heads, kv_heads, half, normed):
 )
 def test_sample(dtype, v, seed, hot, top_k, top_p):
     """The same token, but where a number falls on the border of two by the last digit."""
-    call = Pointwise("sample", 4, v, 1, dtype)
+    call = PointwiseCall("sample", 4, v, 1, dtype)
     logits = 3 * made((4, v), DTYPES[dtype], seed=seed)
     uniform = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     settings_ = (
@@ -102,7 +102,7 @@ def test_sample(dtype, v, seed, hot, top_k, top_p):
 def test_sampling_follows_the_distribution():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     n = 4000
-    call = Pointwise("sample", n, 4, 1, "fp32")
+    call = PointwiseCall("sample", n, 4, 1, "fp32")
     uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     ones = torch.ones(n, dtype=torch.float64)
     _, cpp = both("sample", call)
@@ -114,7 +114,7 @@ def test_sampling_follows_the_distribution():
 
 
 def test_wrong_constants_are_named():
-    call = Pointwise("rms_norm", 1, 8, 8, "fp32")
+    call = PointwiseCall("rms_norm", 1, 8, 8, "fp32")
     _, cpp = both("rms_norm", call)
     with pytest.raises(KernelError, match=r"weight.*\[7\].*\[8\]"):
         cpp.prepare(call, torch.ones(7), 1e-5)

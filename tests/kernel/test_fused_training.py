@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, TOLERANCE, close, made, rows, sizes, ways
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import Pointwise
+from shoal.kernel.calls import PointwiseCall
 from shoal.kernel.dispatch import kernels_of
 
 BACKENDS = ("torch", "cpp")
 
 
 def prepared(op, backend, dtype, *constants, width=8):
-    call = Pointwise(op, 4, 2 * width, width, dtype, gradient=True)
+    call = PointwiseCall(op, 4, 2 * width, width, dtype, gradient=True)
     kernel = kernels_of(op)[backend]
     reason = kernel.refuses(call)
     if reason:
@@ -196,6 +196,6 @@ def test_a_type_that_it_does_not_take_is_named():
 
 
 def test_no_kernel_of_training_serves():
-    call = Pointwise("swiglu", 1, 8, 4, "fp32")
+    call = PointwiseCall("swiglu", 1, 8, 4, "fp32")
     with pytest.raises(KernelError, match="for training alone"):
         kernels_of("swiglu")["torch"].prepare(call)

@@ -15,8 +15,8 @@ from shoal.ir import Device, Machine, MemoryTier
 from shoal.kernel.dispatch import candidates, kernels_of
 from shoal.kernel.grouped import choice
 from shoal.kernel.grouped.call import GroupedLinear
-from shoal.kernel.grouped.choice import taken
-from shoal.kernel.grouped.padded import Padded
+from shoal.kernel.grouped.choice import chosen_kernel
+from shoal.kernel.grouped.padded import PaddedGroupedLinear
 from shoal.kernel.grouped.product import multiply, weight_gradient
 
 BACKENDS = ("loop", "torch", "padded", "triton")
@@ -173,7 +173,7 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize("backend", ["reference", "loop", "torch", "padded", "padded above 2"])
 def test_a_second_time_is_as_the_first(backend):
     """What is recomputed does what its forward pass did: nothing has stayed from it."""
-    kernel = kernels_of("grouped_linear").get(backend) or Padded(level=2)
+    kernel = kernels_of("grouped_linear").get(backend) or PaddedGroupedLinear(level=2)
     reason = kernel.refuses(call_of([5, 1, 6], 4, 8, "fp32"))
     if reason is not None:
         assert backend == "torch", "all others run with any version of PyTorch"
@@ -218,7 +218,7 @@ def test_a_kernel_that_does_not_exist_is_refused():
 
 
 def of(counts, dtype, n=256, k=128):
-    return taken(counts, n, k, dtype, "cpu").backend
+    return chosen_kernel(counts, n, k, dtype, "cpu").backend
 
 
 def test_the_rule_pads_small_even_experts_and_no_others():
@@ -235,12 +235,12 @@ def test_the_rule_pads_small_even_experts_and_no_others():
 
 def test_what_is_above_the_level_is_multiplied_by_itself():
     zipf = [103 // (rank + 1) for rank in range(64)]
-    found = taken(zipf, 256, 128, "bf16", "cpu")
+    found = chosen_kernel(zipf, 256, 128, "bf16", "cpu")
     assert found.backend == "padded" and 0 < found.level < 103 // 2
     # A matrix of its own that takes long to multiply hides how long that takes to begin.
-    assert taken(zipf, 4096, 4096, "bf16", "cpu").backend in ("torch", "loop")
+    assert chosen_kernel(zipf, 4096, 4096, "bf16", "cpu").backend in ("torch", "loop")
     with pytest.raises(KernelError, match=r"padded.level = -1: expected rows, or 0"):
-        Padded(level=-1)
+        PaddedGroupedLinear(level=-1)
 
 
 @pytest.mark.parametrize("level", [1, 3, 7, 50])
@@ -250,7 +250,7 @@ def test_any_level_equals_one_after_another(level, counts):
     weight = torch.randn(len(counts), 6, 5).double()
     found, wanted = (
         passed(lambda x, w, k=kernel: multiply(x, w, counts, kernel=k), (rows, weight), grad)
-        for kernel in (Padded(level=level), kernels_of("grouped_linear")["loop"])
+        for kernel in (PaddedGroupedLinear(level=level), kernels_of("grouped_linear")["loop"])
     )
     for mine, right in zip(found, wanted, strict=True):
         assert torch.allclose(mine, right, rtol=1e-12, atol=1e-12)

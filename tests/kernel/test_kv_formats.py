@@ -15,7 +15,7 @@ from hypothesis import strategies as st  # noqa: E402
 from shoal.core.errors import KernelError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.kernel.kv import bfp, common, kv_format  # noqa: E402
-from shoal.kernel.kv.bfp import Bfp  # noqa: E402
+from shoal.kernel.kv.bfp import BfpKVFormat  # noqa: E402
 
 NUMBERS = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True),
@@ -41,7 +41,7 @@ def test_block_floats_are_exact(data, bits, block):
     rows = data.draw(st.integers(1, 3))
     numbers = data.draw(st.lists(NUMBERS, min_size=rows * block, max_size=rows * block))
     x = torch.tensor(numbers, dtype=torch.float32).view(1, 1, -1)
-    form = Bfp(bits=bits, block=block)
+    form = BfpKVFormat(bits=bits, block=block)
     codes, exponents = form.encode(x)
     decoded = form.decode(codes, exponents).flatten().tolist()
     for row in range(rows):
@@ -109,9 +109,9 @@ def test_layout_is_what_is_stored(text):
 
 
 def test_bytes_by_count():
-    assert Bfp(bits=12, block=32).token_bytes(128, dtype_bytes=2) * 8 / 128 == 4.25
-    assert Bfp(bits=16, block=32).token_bytes(128, dtype_bytes=2) * 8 / 128 == 8.25
-    assert Bfp(bits=12, block=64).token_bytes(128, dtype_bytes=2) * 8 / 128 == 4.125
+    assert BfpKVFormat(bits=12, block=32).token_bytes(128, dtype_bytes=2) * 8 / 128 == 4.25
+    assert BfpKVFormat(bits=16, block=32).token_bytes(128, dtype_bytes=2) * 8 / 128 == 8.25
+    assert BfpKVFormat(bits=12, block=64).token_bytes(128, dtype_bytes=2) * 8 / 128 == 4.125
     assert kv_format("int8").token_bytes(128, dtype_bytes=2) == 132
     assert kv_format("plain").token_bytes(128, dtype_bytes=2) == 256
 
@@ -131,8 +131,8 @@ def test_bad_input_is_named(text, compiled, monkeypatch):
     with pytest.raises(KernelError, match=r"\[1, 0, 5\]: expected finite"):
         kv_format(text).encode(x)
     with pytest.raises(KernelError, match="a power of two of 2 to 1024"):
-        Bfp(block=24)
+        BfpKVFormat(block=24)
     with pytest.raises(KernelError, match=r"12 \(mantissas of 4 bits\) or 16"):
-        Bfp(bits=8)
+        BfpKVFormat(bits=8)
     with pytest.raises(KernelError, match="do not divide heads of 80; the nearest block is 16"):
-        Bfp(block=32).encode(torch.zeros(1, 1, 80))
+        BfpKVFormat(block=32).encode(torch.zeros(1, 1, 80))

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from kernel_cases import DTYPES, TOLERANCE, close, made, rows, sizes, ways
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import Linear, Pointwise
+from shoal.kernel.calls import LinearCall, PointwiseCall
 from shoal.kernel.dispatch import kernels_of
 
 KERNELS = kernels_of("linear")
 
 
 def usable(backend: str, dtype: str = "bf16") -> None:
-    reason = KERNELS[backend].refuses(Linear(1, 8, 8, dtype))
+    reason = KERNELS[backend].refuses(LinearCall(1, 8, 8, dtype))
     if reason:
         pytest.skip(reason)
 
@@ -26,7 +26,7 @@ def usable(backend: str, dtype: str = "bf16") -> None:
 @given(m=rows, n=sizes, k=sizes, way=ways)
 def test_equals_the_reference(backend, dtype, m, n, k, way):
     usable(backend, dtype)
-    call = Linear(m, n, k, dtype)
+    call = LinearCall(m, n, k, dtype)
     weight, bias = made((n, k), DTYPES[dtype], way, 1), made((n,), DTYPES[dtype], "plain", 2)
     x = made((m, k), DTYPES[dtype], way, 3)
     for add in (None, bias):
@@ -40,10 +40,10 @@ def test_gates_by_tiles_are_those_of_two_kernels(m, f, k, way):
     usable("amx")
     weight, bias = made((2 * f, k), torch.bfloat16, way, 1), made((2 * f,), torch.bfloat16, way, 2)
     x = made((m, k), torch.bfloat16, way, 3)
-    swiglu = kernels_of("swiglu")["cpp"].prepare(Pointwise("swiglu", m, 2 * f, f))
-    call = Linear(m, 2 * f, k, gated=True)
+    swiglu = kernels_of("swiglu")["cpp"].prepare(PointwiseCall("swiglu", m, 2 * f, f))
+    call = LinearCall(m, 2 * f, k, gated=True)
     for add in (None, bias):
-        plain = KERNELS["amx"].prepare(Linear(m, 2 * f, k), weight, add)(x)
+        plain = KERNELS["amx"].prepare(LinearCall(m, 2 * f, k), weight, add)(x)
         gated = KERNELS["amx"].prepare(call, weight, add)(x)
         assert torch.equal(gated, swiglu(plain))
         close(gated, KERNELS["reference"].prepare(call, weight, add)(x), TOLERANCE["bf16"])
@@ -52,7 +52,7 @@ def test_gates_by_tiles_are_those_of_two_kernels(m, f, k, way):
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 def test_others_do_not_gate(backend):
     usable(backend)
-    assert "does not gate" in KERNELS[backend].refuses(Linear(1, 8, 8, gated=True))
+    assert "does not gate" in KERNELS[backend].refuses(LinearCall(1, 8, 8, gated=True))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_others_do_not_gate(backend):
 def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(backend, dtype):
     usable(backend, dtype)
     n, k = 77, 515
-    run = KERNELS[backend].prepare(Linear(1, n, k, dtype), made((n, k), DTYPES[dtype]))
+    run = KERNELS[backend].prepare(LinearCall(1, n, k, dtype), made((n, k), DTYPES[dtype]))
     x = made((75, k), DTYPES[dtype], seed=5)
     whole = run(x)
     threads = torch.get_num_threads()
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(backend, dt
 def test_what_was_packed_can_be_had_back(n, k):
     usable("amx")
     weight = torch.randn(n, k).bfloat16()
-    call = Linear(4, n, k)
+    call = LinearCall(4, n, k)
     ready = KERNELS["amx"].prepare(call, weight, torch.randn(n))
     assert torch.equal(KERNELS["amx"].unpack(call, ready), weight)
 
@@ -93,7 +93,7 @@ def test_what_was_packed_can_be_had_back(n, k):
 @pytest.mark.parametrize(("backend", "dtype"), [("cpp", "fp32"), ("amx", "bf16")])
 def test_leading_dimensions_are_kept(backend, dtype):
     usable(backend, dtype)
-    run = KERNELS[backend].prepare(Linear(1, 5, 8, dtype), made((5, 8), DTYPES[dtype]))
+    run = KERNELS[backend].prepare(LinearCall(1, 5, 8, dtype), made((5, 8), DTYPES[dtype]))
     assert run(torch.ones(2, 3, 8, dtype=DTYPES[dtype])).shape == (2, 3, 5)
 
 
@@ -101,7 +101,7 @@ def test_leading_dimensions_are_kept(backend, dtype):
 def test_tiles_of_many_panels_equal_the_reference(m, n, k):
     usable("amx")
     weight, x = made((n, k), torch.bfloat16, seed=1), made((m, k), torch.bfloat16, seed=2)
-    call = Linear(m, n, k)
+    call = LinearCall(m, n, k)
     wanted = KERNELS["reference"].prepare(call, weight)(x)
     close(KERNELS["amx"].prepare(call, weight)(x), wanted, TOLERANCE["bf16"])
 
@@ -110,7 +110,7 @@ def test_what_lies_beside_the_rows_does_not_get_into_the_sums():
     usable("amx")
     x = torch.full((4, 40), float("nan"), dtype=torch.bfloat16)
     x[1] = 1
-    out = KERNELS["amx"].prepare(Linear(4, 33, 40), torch.ones(33, 40, dtype=torch.bfloat16))(x)
+    out = KERNELS["amx"].prepare(LinearCall(4, 33, 40), torch.ones(33, 40, dtype=torch.bfloat16))(x)
     assert torch.equal(out[1], torch.full((33,), 40.0, dtype=torch.bfloat16))
     assert bool(out[[0, 2, 3]].isnan().all())
 
@@ -118,7 +118,7 @@ def test_what_lies_beside_the_rows_does_not_get_into_the_sums():
 @pytest.mark.parametrize("backend", ["cpp"])
 def test_constants_that_are_not_what_the_call_says(backend):
     usable(backend)
-    call = Linear(1, 5, 8, "fp32")
+    call = LinearCall(1, 5, 8, "fp32")
     with pytest.raises(KernelError, match=r"weight.*\[5, 7\].*expected torch.float32 \[5, 8\]"):
         KERNELS[backend].prepare(call, torch.ones(5, 7))
     with pytest.raises(KernelError, match=r"weight.*bfloat16.*expected torch.float32"):
@@ -128,9 +128,9 @@ def test_constants_that_are_not_what_the_call_says(backend):
 def test_what_cannot_run_says_why(monkeypatch):
     from shoal.kernel import base
 
-    call = Linear(1, 5, 8, "bf16")
-    assert "takes fp32, bf16" in str(KERNELS["cpp"].refuses(Linear(1, 5, 8, "fp64")))
-    assert "runs on cpu only" in str(KERNELS["cpp"].refuses(Linear(1, 5, 8, "bf16", "cuda")))
+    call = LinearCall(1, 5, 8, "bf16")
+    assert "takes fp32, bf16" in str(KERNELS["cpp"].refuses(LinearCall(1, 5, 8, "fp64")))
+    assert "runs on cpu only" in str(KERNELS["cpp"].refuses(LinearCall(1, 5, 8, "bf16", "cuda")))
     monkeypatch.setattr(base, "cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(KernelError, match=r"avx512f.*choose another"):
         KERNELS["cpp"].prepare(call, torch.ones(5, 8, dtype=torch.bfloat16))

@@ -10,26 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.dispatch import candidates, dispatch, kernels_of
 from shoal.kernel.formats import weight_format
 from shoal.kernel.lowbit import marlin_cpu
 from shoal.kernel.lowbit.marlin import blocks, quantize_rows
 from shoal.kernel.lowbit.marlin_cpu import W4A8, W4A16, segment_of
 from shoal.kernel.native.tiles import has_tiles
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 
 FORMATS = ("int4-g128", "int4-g32", "int4-g96", "int4-channel", "int4-2:4", "int4-g64-2:4")
 ENGINES = ["lowbit", "lowbit_amx"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def call_of(packed: Packed, m: int = 1, dtype: str = "bf16", activations: str = "") -> LinearLowbit:
+def call_of(
+    packed: PackedMatrix, m: int = 1, dtype: str = "bf16", activations: str = ""
+) -> LowbitLinearCall:
     bits = weight_format(packed.format).bits
-    return LinearLowbit(m, *packed.shape, packed.format, bits, dtype, "cpu", activations)  # type: ignore[arg-type]
+    return LowbitLinearCall(m, *packed.shape, packed.format, bits, dtype, "cpu", activations)  # type: ignore[arg-type]
 
 
-def packed_of(n: int, k: int, text: str, seed: int = 0) -> Packed:
+def packed_of(n: int, k: int, text: str, seed: int = 0) -> PackedMatrix:
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
     return weight_format(text).quantize(weight)
 
@@ -52,7 +54,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Packed, torch.Tensor, torch.Tensor | None, str]:
+def cases(draw: st.DrawFn) -> tuple[PackedMatrix, torch.Tensor, torch.Tensor | None, str]:
     text = draw(st.sampled_from(FORMATS))
     group = weight_format(text).group
     step = group or 4
@@ -67,7 +69,7 @@ def cases(draw: st.DrawFn) -> tuple[Packed, torch.Tensor, torch.Tensor | None, s
     return packed, x, bias, dtype
 
 
-def check_w4a16(case: tuple[Packed, torch.Tensor, torch.Tensor | None, str]) -> None:
+def check_w4a16(case: tuple[PackedMatrix, torch.Tensor, torch.Tensor | None, str]) -> None:
     packed, x, bias, dtype = case
     call = call_of(packed, len(x), dtype)
     wide = call_of(packed, len(x), "fp64")
@@ -96,7 +98,7 @@ def test_w4a16_equals_the_reference(library: str) -> None:
 
     @settings(max_examples=15, deadline=None)
     @given(cases())
-    def check(case: tuple[Packed, torch.Tensor, torch.Tensor | None, str]) -> None:
+    def check(case: tuple[PackedMatrix, torch.Tensor, torch.Tensor | None, str]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(marlin_cpu, "library", lambda: library)
             check_w4a16(case)
@@ -105,7 +107,7 @@ def test_w4a16_equals_the_reference(library: str) -> None:
     check()
 
 
-def check_w4a8(case: tuple[Packed, torch.Tensor, torch.Tensor | None, str]) -> None:
+def check_w4a8(case: tuple[PackedMatrix, torch.Tensor, torch.Tensor | None, str]) -> None:
     packed, x, bias, dtype = case
     call = call_of(packed, len(x), dtype, "int8")
     wanted = kernels_of("linear_lowbit")["integer"].prepare(call, packed, bias)(x)
@@ -131,7 +133,7 @@ def test_w4a8_sums_are_exact_integers(engine: str, text: str, m: int) -> None:
     """With rows whose codes are themselves and scales of 1, nothing is rounded."""
     packed = packed_of(72, 512, text)
     ones = {"scales": torch.ones_like(packed.tensors["scales"])}
-    packed = Packed(packed.format, packed.shape, {**packed.tensors, **ones})
+    packed = PackedMatrix(packed.format, packed.shape, {**packed.tensors, **ones})
     x = torch.randint(-127, 128, (m, 512), generator=torch.Generator().manual_seed(m)).float()
     x[:, ::32] = 127.0
     exact = x.double() @ weight_format(text).dequantize(packed).double().T
@@ -239,7 +241,7 @@ def test_segments(k: int, group: int, segment: int) -> None:
     ],
 )
 def test_formats_that_it_refuses(text: str, message: str) -> None:
-    call = LinearLowbit(1, 64, 768, text, 4.125)
+    call = LowbitLinearCall(1, 64, 768, text, 4.125)
     if "avx512" in (W4A16().refuses(call) or ""):
         pytest.skip("this CPU cannot")
     with pytest.raises(KernelError, match=message):
@@ -252,7 +254,7 @@ def test_bad_constants_are_named() -> None:
     if kernel.refuses(call_of(packed)) is not None:
         pytest.skip("this CPU cannot")
     with pytest.raises(KernelError, match=r"given int4-g128 \[40, 256\]: expected .* \[41, 256\]"):
-        kernel.prepare(LinearLowbit(1, 41, 256, "int4-g128", 4.125), packed)
+        kernel.prepare(LowbitLinearCall(1, 41, 256, "int4-g128", 4.125), packed)
     with pytest.raises(KernelError, match=r"bias = .*\[3\].*expected .*\[40\]"):
         kernel.prepare(call_of(packed), packed, torch.zeros(3))
     with pytest.raises(KernelError, match=r"rows are torch.float32 \[2, 256\].*bfloat16"):
@@ -292,6 +294,8 @@ def test_peers_compute_the_same(backend: str, dtype: str) -> None:
 
 def test_the_peer_says_what_it_cannot() -> None:
     peer = kernels_of("linear_lowbit")["torch"]
-    assert "groups of 32, 64" in (peer.refuses(LinearLowbit(1, 64, 768, "int4-channel", 4.0)) or "")
-    assert "nearest 48" in (peer.refuses(LinearLowbit(1, 40, 256, "int4-g128", 4.125)) or "")
-    assert "groups only" in (peer.refuses(LinearLowbit(1, 64, 256, "int4-2:4", 3.125)) or "")
+    assert "groups of 32, 64" in (
+        peer.refuses(LowbitLinearCall(1, 64, 768, "int4-channel", 4.0)) or ""
+    )
+    assert "nearest 48" in (peer.refuses(LowbitLinearCall(1, 40, 256, "int4-g128", 4.125)) or "")
+    assert "groups only" in (peer.refuses(LowbitLinearCall(1, 64, 256, "int4-2:4", 3.125)) or "")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.formats import weight_format
-from shoal.kernel.lowbit.marlin_triton import Triton, split_of
+from shoal.kernel.lowbit.marlin_triton import MarlinTriton, split_of
 
 
 def test_splits_give_every_program_a_group() -> None:
@@ -18,7 +18,7 @@ def test_splits_give_every_program_a_group() -> None:
 
 def test_refuses_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    reason = Triton().refuses(LinearLowbit(1, 64, 256, "int4-g128", 4.125)) or ""
+    reason = MarlinTriton().refuses(LowbitLinearCall(1, 64, 256, "int4-g128", 4.125)) or ""
     assert "TRITON_INTERPRET=1" in reason or "pip install triton" in reason
 
 
@@ -29,7 +29,7 @@ def test_equals_the_format(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPat
     stored = weight_format("int4-g128")
     packed = stored.quantize(torch.randn(n, k))
     x, bias = torch.randn(m, k), torch.randn(n)
-    call = LinearLowbit(m, n, k, "int4-g128", 4.125, "fp32")
-    found = Triton().prepare(call, packed, bias)(x)
+    call = LowbitLinearCall(m, n, k, "int4-g128", 4.125, "fp32")
+    found = MarlinTriton().prepare(call, packed, bias)(x)
     wanted = x @ stored.dequantize(packed).T + bias
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

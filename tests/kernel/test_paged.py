@@ -12,7 +12,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from shoal.core.errors import KernelError  # noqa: E402
-from shoal.kernel.calls import PagedAttention  # noqa: E402
+from shoal.kernel.calls import PagedAttentionCall  # noqa: E402
 from shoal.kernel.dispatch import dispatch, kernels_of  # noqa: E402
 from shoal.kernel.kv import kv_format  # noqa: E402
 from shoal.kernel.tensors import dtype_of  # noqa: E402
@@ -90,7 +90,7 @@ def cases(draw):
     if form == "bfp12-b32" and draw(st.booleans()):
         form = "bfp12-b64" if d % 64 == 0 else form
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 4), (1, 7)]))
-    call = PagedAttention(
+    call = PagedAttentionCall(
         1,
         1,
         kv_heads * group,
@@ -133,7 +133,7 @@ def test_equals_the_reference(case):
 
 
 def test_reference_is_attention_in_double():
-    call = PagedAttention(1, 1, 4, 2, 8, 4, "fp64")
+    call = PagedAttentionCall(1, 1, 4, 2, 8, 4, "fp64")
     q, k, v, blocks, lengths, _ = make(call, [7, 1])
     out = BACKENDS["reference"].prepare(call)(q, k, v, blocks, lengths)
     for row, seen in enumerate([7, 1]):
@@ -157,7 +157,7 @@ def able(call, backend="cpp"):
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 def test_same_bits_in_any_company(backend, dtype, form):
     """Of a request alone, among others, in one chunk or in many, and on any number of threads."""
-    call = PagedAttention(1, 1, 6, 2, 64, 16, dtype, form)
+    call = PagedAttentionCall(1, 1, 6, 2, 64, 16, dtype, form)
     run = able(call, backend)
     lengths = [700, 3, 256, 257, 64, 511]
     q, k, v, blocks, seen, _ = make(call, lengths)
@@ -184,12 +184,12 @@ def test_same_bits_in_any_company(backend, dtype, form):
 def test_integers_are_what_floats_of_the_same_codes_are():
     """Scores from mantissas are those of the decoded keys and of the queries' own codes."""
     for form in ("bfp12-b32", "bfp16-b32", "bfp12-b64"):
-        call = PagedAttention(1, 1, 4, 2, 128, 16, "fp32", form)
+        call = PagedAttentionCall(1, 1, 4, 2, 128, 16, "fp32", form)
         q, k, v, blocks, lengths, _ = make(call, [300, 40])
         eight = kv_format("bfp16-b" + form.split("-b")[1])
         rounded = eight.decode(*eight.encode(q))
         decoded = [kv_format(form).decode(*side) for side in (k, v)]
-        plain = PagedAttention(1, 1, 4, 2, 128, 16, "fp32")
+        plain = PagedAttentionCall(1, 1, 4, 2, 128, 16, "fp32")
         wanted = BACKENDS["reference"].prepare(plain)(rounded, *decoded, blocks, lengths)
         out = able(call)(q, k, v, blocks, lengths)
         # Weights are rounded to bf16, nothing else is.
@@ -197,7 +197,7 @@ def test_integers_are_what_floats_of_the_same_codes_are():
 
 
 def test_large_scores_and_nan_where_a_key_is():
-    call = PagedAttention(1, 1, 2, 1, 32, 16, "fp32")
+    call = PagedAttentionCall(1, 1, 2, 1, 32, 16, "fp32")
     run = able(call)
     q, k, v, blocks, lengths, _ = make(call, [200, 90])
     out = run(q * 100, k * 100, v, blocks, lengths)
@@ -223,7 +223,7 @@ def test_large_scores_and_nan_where_a_key_is():
     ],
 )
 def test_bad_input_is_named(backend, change, message):
-    call = PagedAttention(1, 1, 2, 1, 8, 16, "fp32")
+    call = PagedAttentionCall(1, 1, 2, 1, 8, 16, "fp32")
     if backend == "cpp":
         able(call)
     q, k, v, blocks, lengths, requests = make(call, [20, 30])
@@ -240,17 +240,17 @@ def test_bad_input_is_named(backend, change, message):
 def test_what_cannot_be_read_is_refused():
     refuses = BACKENDS["cpp"].refuses
     assert "do not divide heads of 80" in refuses(
-        PagedAttention(1, 1, 2, 1, 80, format="bfp12-b32")
+        PagedAttentionCall(1, 1, 2, 1, 80, format="bfp12-b32")
     )
-    assert "at least 32" in refuses(PagedAttention(1, 1, 2, 1, 64, format="bfp12-b16"))
-    assert "multiple of the 2" in refuses(PagedAttention(1, 1, 3, 2, 64, dtype="fp32"))
-    assert "takes fp32, bf16" in refuses(PagedAttention(1, 1, 2, 1, 64, dtype="fp16"))
+    assert "at least 32" in refuses(PagedAttentionCall(1, 1, 2, 1, 64, format="bfp12-b16"))
+    assert "multiple of the 2" in refuses(PagedAttentionCall(1, 1, 3, 2, 64, dtype="fp32"))
+    assert "takes fp32, bf16" in refuses(PagedAttentionCall(1, 1, 2, 1, 64, dtype="fp16"))
     with pytest.raises(KernelError, match="expected plain, int8, or block floats"):
         kv_format("int3")
 
 
 def test_numbers_of_a_head_that_lie_apart_are_refused():
-    call = PagedAttention(1, 1, 2, 1, 8, 16, "fp32")
+    call = PagedAttentionCall(1, 1, 2, 1, 8, 16, "fp32")
     run = able(call)
     q, k, v, blocks, lengths, _ = make(call, [20, 30])
     with pytest.raises(KernelError, match="last stride of 1"):
@@ -258,8 +258,8 @@ def test_numbers_of_a_head_that_lie_apart_are_refused():
 
 
 def test_fewer_bits_move_fewer_bytes_and_exact_takes_the_invariant():
-    plain = PagedAttention(64, 1024, 32, 8, 128)
-    few = PagedAttention(64, 1024, 32, 8, 128, format="bfp12-b32")
+    plain = PagedAttentionCall(64, 1024, 32, 8, 128)
+    few = PagedAttentionCall(64, 1024, 32, 8, 128, format="bfp12-b32")
     assert plain.moved_bytes / few.moved_bytes == pytest.approx(16 / 4.25, rel=0.02)
     if BACKENDS["cpp"].refuses(plain) is None:
         assert dispatch(plain, exact=True).backend == "cpp"
@@ -269,7 +269,7 @@ def test_fewer_bits_move_fewer_bytes_and_exact_takes_the_invariant():
 def test_chunks_of_prompts_by_tiles_equal_the_reference_however_they_are_cut(
     heads, kv_heads, d, size
 ):
-    call = PagedAttention(1, 256, heads, kv_heads, d, size, "bf16", queries=64)
+    call = PagedAttentionCall(1, 256, heads, kv_heads, d, size, "bf16", queries=64)
     if BACKENDS["amx"].refuses(call):
         pytest.skip(str(BACKENDS["amx"].refuses(call)))
     lengths = [*range(1, 41), *range(101, 251), *range(300, 303)]
@@ -294,7 +294,7 @@ def test_chunks_of_prompts_by_tiles_equal_the_reference_however_they_are_cut(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_branch_of_a_tree_sees_its_own_path_alone(backend, root, rows, dtype):
     """Beside a request without a tree; the oracle picks what is seen, token by token."""
-    call = PagedAttention(1, 1, 4, 2, 32, 16, dtype, tree=True)
+    call = PagedAttentionCall(1, 1, 4, 2, 32, 16, dtype, tree=True)
     if BACKENDS[backend].refuses(call) is not None:
         pytest.skip(str(BACKENDS[backend].refuses(call)))
     source = torch.Generator().manual_seed(root)
@@ -328,7 +328,7 @@ def test_a_branch_of_a_tree_sees_its_own_path_alone(backend, root, rows, dtype):
 
 
 def test_trees_are_named_when_they_are_too_large_and_tiles_refuse_them():
-    call = PagedAttention(1, 1, 2, 1, 8, 16, "fp32", tree=True)
+    call = PagedAttentionCall(1, 1, 2, 1, 8, 16, "fp32", tree=True)
     q, k, v, blocks, lengths, _ = make(call, [80, 30])
     tree = torch.tensor([[15, 30], [1, 0]])
     if BACKENDS["cpp"].refuses(call) is None:
@@ -341,7 +341,7 @@ def test_trees_are_named_when_they_are_too_large_and_tiles_refuse_them():
 
 def test_tiles_refuse_what_they_cannot_do():
     amx = BACKENDS["amx"]
-    call = PagedAttention(1, 256, 4, 2, 64, queries=64)
+    call = PagedAttentionCall(1, 256, 4, 2, 64, queries=64)
     if "tiles" in str(amx.refuses(call)) or "CPU" in str(amx.refuses(call)):
         pytest.skip(str(amx.refuses(call)))
     assert amx.refuses(call) is None

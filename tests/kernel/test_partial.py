@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.dispatch import kernels_of
 from shoal.kernel.paged.partial import attend_part, merge
 
@@ -70,7 +70,7 @@ def test_an_average_of_parts_is_not_the_whole() -> None:
 @pytest.mark.parametrize("backend", ["cpp", "reference"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_parts_that_kernels_read_from_pages(backend: str, dtype: str) -> None:
-    call = PagedAttention(2, 300, 6, 2, 32, 16, dtype, partial=True)  # type: ignore[arg-type]
+    call = PagedAttentionCall(2, 300, 6, 2, 32, 16, dtype, partial=True)  # type: ignore[arg-type]
     kernel = kernels_of("paged_attention")[backend]
     if kernel.refuses(call):
         pytest.skip(str(kernel.refuses(call)))
@@ -97,7 +97,7 @@ def test_parts_that_kernels_read_from_pages(backend: str, dtype: str) -> None:
 
 
 def test_who_gives_whole_results_only_refuses_parts() -> None:
-    call = PagedAttention(1, 64, 4, 4, 32, partial=True)
+    call = PagedAttentionCall(1, 64, 4, 4, 32, partial=True)
     for name in ("torch", "amx", "triton"):
         with pytest.raises(KernelError):
             kernels_of("paged_attention")[name].prepare(call)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import LinearLowbit, MatmulPlanes
+from shoal.kernel.calls import LowbitLinearCall, MatmulPlanesCall
 from shoal.kernel.dispatch import candidates, dispatch, here, kernels_of
 from shoal.kernel.formats import weight_format
 from shoal.kernel.planes.activations import bits_of, quantize, rounded
@@ -33,7 +33,7 @@ def able(call: Any) -> list[str]:
 
 
 def expect_exact(x: torch.Tensor, w: torch.Tensor, a: int, b: int) -> None:
-    call = MatmulPlanes(m=len(x), n=len(w), k=x.shape[1], w=b, a=a)
+    call = MatmulPlanesCall(m=len(x), n=len(w), k=x.shape[1], w=b, a=a)
     planes_x, planes_w = pack(x, a), pack(w, b)
     for backend in able(call):
         if backend == "triton":
@@ -87,7 +87,7 @@ def test_sums_beyond_32_bits() -> None:
     assert 255 * 255 * k >= 2**31 > 255 * 255 * (k - 1)
     for length, dtype in ((k, torch.int64), (k - 1, torch.int32)):
         x, w = torch.full((2, length), 255), torch.full((3, length), -255)
-        call = MatmulPlanes(m=2, n=3, k=length, w=8, a=8)
+        call = MatmulPlanesCall(m=2, n=3, k=length, w=8, a=8)
         for backend in able(call):
             if backend == "triton":
                 continue
@@ -98,7 +98,7 @@ def test_sums_beyond_32_bits() -> None:
 
 
 def test_strided_planes_and_other_numbers_of_rows() -> None:
-    call = MatmulPlanes(m=4, n=20, k=100, w=2, a=3)
+    call = MatmulPlanesCall(m=4, n=20, k=100, w=2, a=3)
     x, w = odd(24, 100, 3, 5), odd(20, 100, 2, 6)
     for backend in able(call):
         if backend == "triton":
@@ -136,8 +136,8 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(KernelError, match="has no 2 bits"):
         split(torch.full((1, 1), 4, dtype=torch.uint8), 2)
     with pytest.raises(KernelError, match="nearest w = 8 and a = 1"):
-        dispatch(MatmulPlanes(m=1, n=1, k=1, w=9, a=0))
-    call = MatmulPlanes(m=1, n=4, k=65, w=2, a=2)
+        dispatch(MatmulPlanesCall(m=1, n=1, k=1, w=9, a=0))
+    call = MatmulPlanesCall(m=1, n=4, k=65, w=2, a=2)
     with pytest.raises(KernelError, match=r"planes of w: torch.int64 \[4, 2, 1\].*\[4, 2, 2\]"):
         kernels_of(call.op)["reference"].prepare(call, pack(odd(4, 64, 2, 0), 2))
     run = dispatch(call).prepare(call, pack(odd(4, 65, 2, 0), 2))
@@ -149,7 +149,7 @@ def test_bad_input_is_named() -> None:
 
 
 def test_engines_cross_over_by_the_units_of_the_machine() -> None:
-    call = MatmulPlanes(m=256, n=512, k=512, w=1, a=1)
+    call = MatmulPlanesCall(m=256, n=512, k=512, w=1, a=1)
     assert {name.removeprefix("cpp_") for name, _ in candidates(call)} >= {
         engine.name for engine in ENGINES.values() if engine.refuses() is None
     }
@@ -185,7 +185,7 @@ def layer(text: str, n: int, k: int, seed: int = 0) -> Any:
 def test_linear_equals_its_reference(text: str, dtype: str) -> None:
     kernel = kernels_of("linear_lowbit")["bipolar"]
     for (m, n, k), a in zip(((1, 40, 128), (5, 33, 256), (33, 17, 128)), (8, 1, 4), strict=True):
-        call = LinearLowbit(
+        call = LowbitLinearCall(
             m, n, k, text, weight_format(text).bits, dtype, activations=f"bipolar{a}"
         )  # type: ignore[arg-type]
         if kernel.refuses(call):
@@ -208,7 +208,7 @@ def test_linear_rows_have_the_same_bits_in_any_company() -> None:
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(7))
     for text in ("bipolar2-g64", "uint4-channel"):
         bits = weight_format(text).bits
-        call = LinearLowbit(1, 50, 256, text, bits, "fp32", activations="bipolar8")
+        call = LowbitLinearCall(1, 50, 256, text, bits, "fp32", activations="bipolar8")
         if kernel.refuses(call):
             pytest.skip(str(kernel.refuses(call)))
         run = kernel.prepare(call, layer(text, 50, 256))
@@ -216,7 +216,7 @@ def test_linear_rows_have_the_same_bits_in_any_company() -> None:
         for rows in (1, 3, 4, 9, 17, 40):
             assert torch.equal(run(x[:rows]), whole[:rows])
         many = kernel.prepare(
-            LinearLowbit(512, 50, 256, text, bits, "fp32", activations="bipolar1"),
+            LowbitLinearCall(512, 50, 256, text, bits, "fp32", activations="bipolar1"),
             layer(text, 50, 256),
         )
         assert torch.equal(many(x[3:5]), many(x)[3:5])
@@ -227,16 +227,16 @@ def test_linear_says_what_it_takes() -> None:
     kernel = kernels_of("linear_lowbit")["bipolar"]
 
     def refused(text: str, activations: str = "bipolar8", k: int = 128) -> str:
-        call = LinearLowbit(1, 8, k, text, 4, "fp32", activations=activations)
+        call = LowbitLinearCall(1, 8, k, text, 4, "fp32", activations=activations)
         return kernel.refuses(call) or ""
 
-    if kernel.refuses(LinearLowbit(1, 8, 128, "int4-g64", 4, "fp32", activations="bipolar8")):
+    if kernel.refuses(LowbitLinearCall(1, 8, 128, "int4-g64", 4, "fp32", activations="bipolar8")):
         pytest.skip("no engine runs here")
     assert "bipolar1 to bipolar8" in refused("int4-g64", "bipolar9")
     assert "bipolar1 to bipolar8" in refused("int4-g64", "")
     assert "bipolar, int, uint" in refused("float4_e2m1-g64")
     assert "multiple of 16, not 8; nearest 16" in refused("int4-g8")
-    call = LinearLowbit(1, 8, 128, "int4-g64", 4, "fp32", activations="bipolar8")
+    call = LowbitLinearCall(1, 8, 128, "int4-g64", 4, "fp32", activations="bipolar8")
     run = kernel.prepare(call, layer("int4-g64", 8, 128))
     with pytest.raises(KernelError, match=r"expected torch.float32 \[..., 128\]"):
         run(torch.zeros(2, 64))
@@ -262,7 +262,7 @@ def test_triton_program(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for a, b, k in ((1, 2, 65), (8, 8, 100)):
-        call = MatmulPlanes(m=5, n=18, k=k, w=b, a=a)
+        call = MatmulPlanesCall(m=5, n=18, k=k, w=b, a=a)
         x, w = odd(5, k, a, 1), odd(18, k, b, 2)
         out = kernels_of(call.op)["triton"].prepare(call, pack(w, b))(pack(x, a))
         assert torch.equal(out.long(), x @ w.T)

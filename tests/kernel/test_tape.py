@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.native import cpu_flags  # noqa: E402
-from shoal.kernel.calls import Linear, PagedAttention, Pointwise  # noqa: E402
+from shoal.kernel.calls import LinearCall, PagedAttentionCall, PointwiseCall  # noqa: E402
 from shoal.kernel.dispatch import kernels_of  # noqa: E402
 from shoal.kernel.native import function, recorded_by  # noqa: E402
 from shoal.kernel.tape import Tape, record  # noqa: E402
@@ -22,9 +22,9 @@ def layers():
     found = []
     for _ in range(8):
         weight = torch.randn(48, 48, generator=source) / 7
-        linear = kernels_of("linear")["cpp"].prepare(Linear(1, 48, 48, "fp32"), weight)
+        linear = kernels_of("linear")["cpp"].prepare(LinearCall(1, 48, 48, "fp32"), weight)
         norm = kernels_of("rms_norm")["cpp"].prepare(
-            Pointwise("rms_norm", 1, 48, 48, "fp32"), torch.ones(48), 1e-5
+            PointwiseCall("rms_norm", 1, 48, 48, "fp32"), torch.ones(48), 1e-5
         )
         found.append((norm, linear))
     return found
@@ -112,7 +112,7 @@ def test_views_are_no_reason(layers):
 
 
 def test_a_call_that_refuses_ends_the_tape():
-    call = PagedAttention(1, 16, 2, 1, 16, 4, "fp32")
+    call = PagedAttentionCall(1, 16, 2, 1, 16, 4, "fp32")
     attention = kernels_of("paged_attention")["cpp"].prepare(call)
     q, keys, values = torch.ones(1, 2, 16), torch.ones(16, 1, 16), torch.ones(16, 1, 16)
     blocks, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([5])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import KernelError
 from shoal.kernel import tile
-from shoal.kernel.tile.layout import Layout
+from shoal.kernel.tile.layout import TileLayout
 from shoal.kernel.tile.passes import plain
 from shoal.kernel.tile.target import CUDA, HOST
 
@@ -21,7 +21,7 @@ PRIMITIVES = (tile.local, tile.spatial, tile.column_local, tile.column_spatial)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, rank: int = 2) -> Layout:
+def layouts(draw: st.DrawFn, rank: int = 2) -> TileLayout:
     out = tile.local(*(1,) * rank)
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from((*PRIMITIVES, None)))
@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn, rank: int = 2) -> Layout:
 
 @quick
 @given(layouts(), layouts())
-def test_product_is_the_documented_formula(f: Layout, g: Layout) -> None:
+def test_product_is_the_documented_formula(f: TileLayout, g: TileLayout) -> None:
     h = f * g
     assert h.shape == tuple(a * b for a, b in zip(f.shape, g.shape, strict=True))
     assert h.num_threads == f.num_threads * g.num_threads
@@ -47,7 +47,7 @@ def test_product_is_the_documented_formula(f: Layout, g: Layout) -> None:
 
 @quick
 @given(layouts(), layouts(), layouts())
-def test_product_is_associative(a: Layout, b: Layout, c: Layout) -> None:
+def test_product_is_associative(a: TileLayout, b: TileLayout, c: TileLayout) -> None:
     assert (a * b) * c == a * (b * c)
 
 
@@ -58,7 +58,7 @@ def test_product_does_not_commute() -> None:
 
 @quick
 @given(layouts(), layouts())
-def test_division_undoes_the_product(f: Layout, g: Layout) -> None:
+def test_division_undoes_the_product(f: TileLayout, g: TileLayout) -> None:
     found = (f * g) / g
     assert found.same(f)
     assert (found * g).same(f * g)
@@ -66,7 +66,7 @@ def test_division_undoes_the_product(f: Layout, g: Layout) -> None:
 
 @quick
 @given(layouts(), layouts())
-def test_canonical_forms_are_equal_where_the_maps_are(a: Layout, b: Layout) -> None:
+def test_canonical_forms_are_equal_where_the_maps_are(a: TileLayout, b: TileLayout) -> None:
     assert np.array_equal(a.canonical().table(), a.table())
     equal = a.table().shape == b.table().shape and np.array_equal(a.table(), b.table())
     assert a.same(b) == (equal and a.shape == b.shape)
@@ -74,7 +74,7 @@ def test_canonical_forms_are_equal_where_the_maps_are(a: Layout, b: Layout) -> N
 
 @quick
 @given(layouts())
-def test_every_index_is_held_as_often(layout: Layout) -> None:
+def test_every_index_is_held_as_often(layout: TileLayout) -> None:
     flat = layout.table().reshape(-1, 2) @ [layout.shape[1], 1]
     counts = np.bincount(flat, minlength=math.prod(layout.shape))
     assert (counts == counts[0]).all()
@@ -134,8 +134,8 @@ def test_plain_layouts_use_all_threads(shape: list[int], threads: int) -> None:
         (lambda: tile.local(4) / tile.local(3), "no layout"),
         (lambda: tile.spatial(4) / tile.local(2), "no layout"),
         (lambda: (tile.local(2) * tile.spatial(2)) / tile.local(2), "no layout"),
-        (lambda: Layout((4,), (2, 2), (0,), (0, 1)), "named once"),
-        (lambda: Layout((4, 2), (2, 4), (0,), (1,)), "product"),
+        (lambda: TileLayout((4,), (2, 2), (0,), (0, 1)), "named once"),
+        (lambda: TileLayout((4, 2), (2, 4), (0,), (1,)), "product"),
         (lambda: tile.replicate(0, 2), "at least 1"),
     ],
 )

@@ -31,7 +31,7 @@ recipe = pytest.mark.skipif(
 )
 
 
-def run_host(program: ir.Program, pointers: dict[str, torch.Tensor], **scalars: int) -> None:
+def run_host(program: ir.TileProgram, pointers: dict[str, torch.Tensor], **scalars: int) -> None:
     function = build_host([program], name="test")[program.name]
     function(*(pointers[p.name].data_ptr() for p in program.pointers), *scalars.values())
 

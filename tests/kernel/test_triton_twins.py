@@ -21,7 +21,13 @@ from kernel_cases import DTYPES, TOLERANCE, close, made
 
 from shoal.core.errors import KernelError
 from shoal.ir import Device, Machine, MemoryTier
-from shoal.kernel.calls import Linear, LinearLowbit, MatmulPlanes, PagedAttention, Pointwise
+from shoal.kernel.calls import (
+    LinearCall,
+    LowbitLinearCall,
+    MatmulPlanesCall,
+    PagedAttentionCall,
+    PointwiseCall,
+)
 from shoal.kernel.dispatch import candidates, dispatch, kernels_of
 from shoal.kernel.formats import weight_format
 from shoal.kernel.grouped.call import GroupedLinear
@@ -56,7 +62,7 @@ def placed(*tensors: Any) -> list[Any]:
 def check_rms_norm(dtype: str, m: int, n: int, way: str, adds: bool) -> None:
     weight, delta = placed(made((n,), DTYPES[dtype], seed=1), made((m, n), DTYPES[dtype], way, 3))
     outs = []
-    for run in twins("rms_norm", Pointwise("rms_norm", m, n, n, dtype, DEVICE), weight, 1e-5):
+    for run in twins("rms_norm", PointwiseCall("rms_norm", m, n, n, dtype, DEVICE), weight, 1e-5):
         (x,) = placed(made((m, n), DTYPES[dtype], way, 2))
         outs.append((run(x, delta if adds else None), x))
     # The interpreter cuts what does not fit into bf16 off, of the sum and of the result, each time
@@ -69,14 +75,14 @@ def check_rms_norm(dtype: str, m: int, n: int, way: str, adds: bool) -> None:
 def check_swiglu(dtype: str, m: int, f: int, way: str) -> None:
     (x,) = placed(4 * made((m, 2 * f), DTYPES[dtype], way))
     wanted, found = (
-        run(x) for run in twins("swiglu", Pointwise("swiglu", m, 2 * f, f, dtype, DEVICE))
+        run(x) for run in twins("swiglu", PointwiseCall("swiglu", m, 2 * f, f, dtype, DEVICE))
     )
     close(found, wanted, TOLERANCE[dtype])
 
 
 def check_rope(dtype: str, m: int, heads: int, kv_heads: int, half: int, normed: bool) -> None:
     every = (heads + 2 * kv_heads) * 2 * half
-    call = Pointwise("rope", m, every, every, dtype, DEVICE)
+    call = PointwiseCall("rope", m, every, every, dtype, DEVICE)
     angle = torch.rand(50, half, generator=torch.Generator().manual_seed(m)) * 6
     norms = [made((2 * half,), DTYPES[dtype], seed=seed) if normed else None for seed in (1, 2)]
     constants = (*placed(angle.cos(), angle.sin(), *norms), heads, kv_heads, 1e-5)
@@ -89,7 +95,7 @@ def check_rope(dtype: str, m: int, heads: int, kv_heads: int, half: int, normed:
 
 
 def check_sample(v: int, seed: int, hot: float, top_k: int) -> None:
-    call = Pointwise("sample", 3, v, 1, "fp32", DEVICE)
+    call = PointwiseCall("sample", 3, v, 1, "fp32", DEVICE)
     source = torch.Generator().manual_seed(seed)
     given_ = placed(
         3 * made((3, v), torch.float32, seed=seed),
@@ -109,7 +115,7 @@ def check_linear(dtype: str, m: int, n: int, k: int, way: str, biased: bool) -> 
         made((n,), DTYPES[dtype], "plain", 2) if biased else None,
     )
     wanted, found = (
-        run(x) for run in twins("linear", Linear(m, n, k, dtype, DEVICE), weight, bias)
+        run(x) for run in twins("linear", LinearCall(m, n, k, dtype, DEVICE), weight, bias)
     )
     close(found, wanted, TOLERANCE[dtype])
 
@@ -118,7 +124,7 @@ def check_lowbit(dtype: str, m: int, n: int, groups: int, group: int, way: str) 
     text, k = f"int4-g{group}", groups * group
     packed = weight_format(text).quantize(made((n, k), torch.float32, seed=1).to(DEVICE))
     x, bias = placed(made((m, k), DTYPES[dtype], way, 2), made((n,), DTYPES[dtype], seed=3))
-    call = LinearLowbit(m, n, k, text, 4.125, dtype, DEVICE)
+    call = LowbitLinearCall(m, n, k, text, 4.125, dtype, DEVICE)
     wanted, found = (run(x) for run in twins("linear_lowbit", call, packed, bias))
     close(found, wanted, 2 * TOLERANCE[dtype])
 
@@ -129,7 +135,7 @@ def check_planes(m: int, n: int, k: int, a: int, b: int, seed: int) -> None:
         2 * torch.randint(0, 2**bits, (rows, k), generator=source) - (2**bits - 1)
         for rows, bits in ((m, a), (n, b))
     )
-    call = MatmulPlanes(m=m, n=n, k=k, w=b, a=a, device=DEVICE)
+    call = MatmulPlanesCall(m=m, n=n, k=k, w=b, a=a, device=DEVICE)
     planes_x, planes_w = placed(pack(x, a), pack(w, b))
     _, run = twins("matmul_planes", call, planes_w)
     assert torch.equal(run(planes_x).cpu().long(), x @ w.T)
@@ -141,7 +147,7 @@ def check_paged(
     """A cache whose unused slots hold NaN, blocks in any order, some rows of one request."""
     source = torch.Generator().manual_seed(seed)
     kv_heads, group = heads
-    call = PagedAttention(1, 1, kv_heads * group, kv_heads, d, size, dtype, form, DEVICE)  # type: ignore[arg-type, unused-ignore]
+    call = PagedAttentionCall(1, 1, kv_heads * group, kv_heads, d, size, dtype, form, DEVICE)  # type: ignore[arg-type, unused-ignore]
     held = -(-max(lengths) // size)
     count = len(lengths)
     blocks = torch.randperm(count * held, generator=source).view(count, held)
@@ -248,7 +254,7 @@ test_paged, test_paged_of_many = cases(
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
     weight, x = placed(made((20, 70), torch.float32), made((19, 70), torch.float32, seed=5))
-    _, run = twins("linear", Linear(1, 20, 70, "fp32", DEVICE), weight)
+    _, run = twins("linear", LinearCall(1, 20, 70, "fp32", DEVICE), weight)
     whole = run(x)
     tile = made((16, 128), torch.float32).numpy()
     other = made((128, 64), torch.float32, seed=5).numpy()
@@ -264,11 +270,11 @@ def test_several_chunks_are_one_attention() -> None:
 
 # Calls for which every other kernel would need longer than any interpreter says it does.
 LARGE = (
-    Linear(10**6, 10**5, 10**5, "fp32"),
-    LinearLowbit(10**6, 10**5, 128 * 10**3, "int4-g128", 4.125, "fp32"),
-    MatmulPlanes(m=10**6, n=10**5, k=10**5, w=8, a=8),
-    PagedAttention(10**5, 10**6, 32, 8, 128, dtype="fp32"),
-    Pointwise("rms_norm", 10**9, 10**4, 10**4, "fp32"),
+    LinearCall(10**6, 10**5, 10**5, "fp32"),
+    LowbitLinearCall(10**6, 10**5, 128 * 10**3, "int4-g128", 4.125, "fp32"),
+    MatmulPlanesCall(m=10**6, n=10**5, k=10**5, w=8, a=8),
+    PagedAttentionCall(10**5, 10**6, 32, 8, 128, dtype="fp32"),
+    PointwiseCall("rms_norm", 10**9, 10**4, 10**4, "fp32"),
     Recurrence("lstm", 10**5, 10**5, 64, 64),
     Pack(canonical(named(10**15))),
     GroupedLinear(10**6, 8, 10**5, 10**5, dtype="fp32"),
@@ -291,7 +297,7 @@ def test_interpreted_it_is_chosen_by_name_only(call: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("op", sorted({call.op for call in LARGE} | {"rope", "swiglu", "sample"}))
 def test_refuses_a_cpu_without_the_interpreter(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    call = next((one for one in LARGE if one.op == op), Pointwise(op, 1, 8, 4, "fp32"))  # type: ignore[arg-type, unused-ignore]
+    call = next((one for one in LARGE if one.op == op), PointwiseCall(op, 1, 8, 4, "fp32"))  # type: ignore[arg-type, unused-ignore]
     with pytest.raises(KernelError, match=r"runs on a GPU, .*TRITON_INTERPRET=1"):
         dispatch(call, wanted="triton")
 

@@ -8,7 +8,7 @@ from shoal.core.errors import MachineError
 from shoal.ir import Fabric, Machine
 from shoal.machine.composition import compose, join
 from shoal.machine.described import load, names
-from shoal.machine.shorthand import ALIASES, Cluster, Spelled, parse
+from shoal.machine.shorthand import ALIASES, NodeGroup, ParsedShorthand, parse
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_aliases_mean_what_exists():
 
 
 def test_the_grammar():
-    assert parse("2x8xA100@IB200") == Spelled(Cluster("A100", 2, 8, "IB", 200.0))
-    assert parse("16xH100") == Spelled(Cluster("H100", None, 16))
-    assert parse("laptop@ETH2.5") == Spelled(Cluster("laptop", None, None, "ETH", 2.5))
+    assert parse("2x8xA100@IB200") == ParsedShorthand(NodeGroup("A100", 2, 8, "IB", 200.0))
+    assert parse("16xH100") == ParsedShorthand(NodeGroup("H100", None, 16))
+    assert parse("laptop@ETH2.5") == ParsedShorthand(NodeGroup("laptop", None, None, "ETH", 2.5))
     joined = parse("8xH100+8xH100@WAN0.5")
     assert (joined.sites, joined.wan_gbit) == (2, 0.5)
 

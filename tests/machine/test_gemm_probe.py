@@ -14,7 +14,7 @@ from shoal.core.random import generator
 from shoal.machine.probes.gemm import Gemm, drawn, moved_elements, own_product
 from shoal.machine.probes.gemm_power import Sensor, draw
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmShape, GemmTable, telling
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
 
 def point(**changes: object) -> GemmPoint:
@@ -100,7 +100,7 @@ def test_missing_and_empty_tables(tmp_path: Path) -> None:
 
 def test_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "gemm.jsonl"
-    with Context(home=tmp_path) as context:
+    with ProbeContext(home=tmp_path) as context:
         probe = Gemm(budget_s=0.15, path=str(path), largest=48, dtypes=(), watts=100.0)
         first = probe.sweep(context)
         second = probe.sweep(context)
@@ -123,7 +123,10 @@ def test_table_of_another_machine_is_not_added_to(tmp_path: Path) -> None:
     path = tmp_path / "gemm.jsonl"
     elsewhere = {**telling(), "cpu": "another"}
     GemmTable(fingerprint=elsewhere, points=(point(),)).write(path)
-    with Context(home=tmp_path) as context, pytest.raises(MachineError, match="cpu was 'another'"):
+    with (
+        ProbeContext(home=tmp_path) as context,
+        pytest.raises(MachineError, match="cpu was 'another'"),
+    ):
         Gemm(budget_s=0.1, path=str(path), dtypes=()).sweep(context)
 
 

@@ -16,10 +16,10 @@ from shoal.machine.native import library
 from shoal.machine.probes import framework, gpu, matmul, units
 from shoal.machine.probes.loopback import Loopback
 from shoal.machine.probes.memory_bandwidth import KERNELS, MemoryBandwidth, bandwidth_samples
-from shoal.machine.probes.memory_latency import Chain, MemoryLatency, footprints
-from shoal.machine.probes.system import System
+from shoal.machine.probes.memory_latency import MemoryLatency, PointerChain, footprints
+from shoal.machine.probes.system import SystemProbe
 from shoal.machine.probes.units import INSTRUCTIONS, Units, refuses
-from shoal.machine.protocols import Context, Probe
+from shoal.machine.protocols import Probe, ProbeContext
 from shoal.parallel.comm import measure
 from shoal.train import PROBES
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 @pytest.fixture
 def context(tmp_path):
-    with Context(home=tmp_path) as made:
+    with ProbeContext(home=tmp_path) as made:
         yield made
 
 
@@ -58,7 +58,7 @@ def test_repeats_are_not_negative(name):
 
 @pytest.mark.parametrize("bytes_", [128, 4096, 5760, 65536, 2**20])
 def test_the_chase_visits_every_line_exactly_once(bytes_):
-    with Chain(bytes_, huge=False, seed=3) as chain:
+    with PointerChain(bytes_, huge=False, seed=3) as chain:
         following = chain.follow()
     assert sorted(following) == list(range(chain.lines))
     at, seen = 0, 0
@@ -70,9 +70,9 @@ def test_the_chase_visits_every_line_exactly_once(bytes_):
 
 
 def test_the_order_is_random_and_the_sequential_one_is_not():
-    with Chain(2**18, huge=False, seed=1) as chain:
+    with PointerChain(2**18, huge=False, seed=1) as chain:
         scattered = chain.follow()
-    with Chain(2**18, huge=False, random=False) as chain:
+    with PointerChain(2**18, huge=False, random=False) as chain:
         walk = chain.follow()
     neighbours = sum(after == line + 1 for line, after in enumerate(scattered))
     assert neighbours < 0.01 * len(scattered)
@@ -89,12 +89,12 @@ def test_latency_curve_and_levels(context):
 
 
 def test_huge_pages_that_are_not_granted_are_skipped_with_a_reason(context, monkeypatch):
-    class Refused(Chain):
+    class Refused(PointerChain):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             self.granted = False
 
-    monkeypatch.setattr("shoal.machine.probes.memory_latency.Chain", Refused)
+    monkeypatch.setattr("shoal.machine.probes.memory_latency.PointerChain", Refused)
     found = MemoryLatency(largest_bytes=2**15, repeats=1).run(context)
     assert "grants no huge pages" in context.skipped["memory_latency.latency"]
     assert {item.quantity for item in found if item.at} == {"latency_small_pages"}
@@ -199,7 +199,7 @@ def test_other_architectures_are_refused(monkeypatch):
 
 
 def test_system(context, tmp_path):
-    found = by(System(file_bytes=2**20, repeats=2).run(context))
+    found = by(SystemProbe(file_bytes=2**20, repeats=2).run(context))
     assert {"thread_wake", "page_fault", "memcpy", "disk_write", "file_read_warm"} <= set(found)
     assert ("core_to_core" in found) == (len(context.cpus) > 1)
     assert not list(tmp_path.iterdir())  # nothing is left behind
@@ -208,15 +208,15 @@ def test_system(context, tmp_path):
 def test_a_full_disk_is_a_reason(context, monkeypatch):
     full = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr("shoal.machine.probes.system.shutil.disk_usage", lambda _: full)
-    found = by(System(file_bytes=2**20, repeats=1).run(context))
+    found = by(SystemProbe(file_bytes=2**20, repeats=1).run(context))
     assert "disk_write" not in found
     assert "only 1000 bytes are free" in context.skipped["system.disk"]
 
 
 def test_a_home_that_cannot_be_made_is_a_reason(tmp_path):
     (tmp_path / "file").write_text("")
-    with Context(home=tmp_path / "file" / "home") as context:
-        System(file_bytes=2**20, repeats=1).run(context)
+    with ProbeContext(home=tmp_path / "file" / "home") as context:
+        SystemProbe(file_bytes=2**20, repeats=1).run(context)
     assert "system.disk" in context.skipped
 
 
@@ -233,12 +233,12 @@ def test_without_torch_numpy_is_measured_and_the_rest_skipped(context, monkeypat
     def missing(self):
         raise MissingExtraError("torch", "run", "measuring the framework")
 
-    monkeypatch.setattr(Context, "worker", missing)
+    monkeypatch.setattr(ProbeContext, "worker", missing)
     found = matmul.Matmul(sizes=(64,), repeats=2).run(context)
     assert [item.quantity for item in found] == ["matmul_fp32"]
     assert found[0].median > 0
     assert framework.Framework(repeats=1).run(context) == []
-    assert measure.Collective(repeats=1).run(context) == []
+    assert measure.CollectiveProbe(repeats=1).run(context) == []
     assert all("pip install 'shoal-ml[run]'" in context.skipped[p] for p in context.skipped)
     assert {"matmul.torch", "framework", "collective"} <= set(context.skipped)
 
@@ -257,7 +257,7 @@ def test_torch_is_measured_in_a_child(context):
     rest = by(framework.Framework(bytes_each=2**16, repeats=2).run(context))
     assert 1e-8 < rest["op_overhead"].median < 1e-2
     assert rest["op_overhead_train"].median > 0
-    ring = by(measure.Collective(large_bytes=2**16, repeats=2).run(context))
+    ring = by(measure.CollectiveProbe(large_bytes=2**16, repeats=2).run(context))
     assert ring["latency"].median > 0
     assert ring["bandwidth"].median > 0
     assert torch.get_num_threads() == before
@@ -280,10 +280,10 @@ def test_a_call_that_fails_in_the_child_is_reported(context):
         (matmul.Matmul, {"sizes": (4,)}),
         (matmul.Matmul, {"dtypes": ("fp7",)}),
         (framework.Framework, {"bytes_each": 1}),
-        (measure.Collective, {"small_bytes": 2**30}),
+        (measure.CollectiveProbe, {"small_bytes": 2**30}),
         (Loopback, {"message_bytes": 0}),
-        (System, {"file_bytes": 5}),
-        (gpu.Gpu, {"sizes": ()}),
+        (SystemProbe, {"file_bytes": 5}),
+        (gpu.GpuProbe, {"sizes": ()}),
         (Units, {"blocks": 0}),
         (MemoryBandwidth, {"smallest_bytes": 1}),
     ],
@@ -299,7 +299,7 @@ def test_bad_options_name_the_place(cls, options):
 def test_without_a_driver_the_gpu_is_skipped(context, monkeypatch):
     monkeypatch.setattr(gpu.shutil, "which", lambda _: None)
     monkeypatch.setattr(gpu.Path, "exists", lambda _: False)
-    assert gpu.Gpu().run(context) == []
+    assert gpu.GpuProbe().run(context) == []
     assert context.skipped["gpu"] == "no NVIDIA driver on this machine"
 
 
@@ -321,8 +321,8 @@ class FakeWorker:
 
 def test_gpu_numbers(context, monkeypatch):
     monkeypatch.setattr(gpu.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(Context, "worker", lambda self: FakeWorker())
-    found = by(gpu.Gpu(sizes=(1024,), repeats=3).run(context))
+    monkeypatch.setattr(ProbeContext, "worker", lambda self: FakeWorker())
+    found = by(gpu.GpuProbe(sizes=(1024,), repeats=3).run(context))
     assert math.isclose(found["matmul_bf16"].median, 1e12)
     assert math.isclose(found["memory"].median, 1e12)
     assert math.isclose(found["host_to_device"].median, 1e10)
@@ -331,7 +331,7 @@ def test_gpu_numbers(context, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_real_gpu(context):
-    found = by(gpu.Gpu(sizes=(1024,), repeats=3).run(context))
+    found = by(gpu.GpuProbe(sizes=(1024,), repeats=3).run(context))
     if "gpu" in context.skipped:
         pytest.skip(context.skipped["gpu"])
     assert found["matmul_bf16"].median > 1e11

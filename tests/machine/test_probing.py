@@ -15,9 +15,9 @@ from shoal.machine import host, noise
 from shoal.machine.comparing import compare, differences
 from shoal.machine.described import load
 from shoal.machine.fingerprint import fingerprint, versions
-from shoal.machine.noise import Quiet, Watch
+from shoal.machine.noise import NoiseReport, NoiseWatch
 from shoal.machine.probing import assemble, probe, saved_path
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 from shoal.machine.roofline import attainable, ridge, roofline_svg
 
 TINY = (
@@ -29,8 +29,8 @@ TINY = (
     Choice(name="units", options={"repeats": 2, "blocks": 500}),
     Choice(name="loopback", options={"bulk_bytes": 2**20, "repeats": 2}),
 )
-QUIET = Quiet(0.0, 0.0, 0.0, ())
-BUSY = Quiet(3.0, 0.2, 0.4, ("3.0 processes were running on 2 cores; end them",))
+QUIET = NoiseReport(0.0, 0.0, 0.0, ())
+BUSY = NoiseReport(3.0, 0.2, 0.4, ("3.0 processes were running on 2 cores; end them",))
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_wrong_probes_are_named():
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_strict_refuses_a_busy_machine_and_saves_nothing(monkeypatch):
-    monkeypatch.setattr(Watch, "seen", lambda self: BUSY)
+    monkeypatch.setattr(NoiseWatch, "seen", lambda self: BUSY)
     with pytest.raises(NoisyMachineError, match=r"too busy to measure: 3\.0 processes"):
         probe(probes=TINY[2:3], strict=True, save=saved_path())
     assert not saved_path().exists()
@@ -174,7 +174,7 @@ def test_every_kind_of_noise_is_seen(monkeypatch):
     ticks = iter([(100.0, 0.0), (200.0, 20.0)])
     monkeypatch.setattr(host, "ticks", lambda: next(ticks))
     monkeypatch.setattr(noise, "_spins", lambda: [1.0, 1.0, 1.5, 2.0])
-    seen = Watch().seen()
+    seen = NoiseWatch().seen()
     assert seen.steal == pytest.approx(0.2)
     assert [
         word in text
@@ -186,11 +186,11 @@ def test_a_quiet_machine_has_no_reasons(monkeypatch):
     monkeypatch.setattr(host, "load_average", lambda: 0.0)
     monkeypatch.setattr(host, "ticks", lambda: (1.0, 0.0))
     monkeypatch.setattr(noise, "_spins", lambda: [1.0] * 5)
-    assert Watch().seen().reasons == ()
+    assert NoiseWatch().seen().reasons == ()
 
 
 def test_samples_are_kept_and_summed_up():
-    context = Context()
+    context = ProbeContext()
     found = context.measured("p", "q", "s", [float(i) for i in range(1, 102)], at=4.0)
     assert (found.low, found.median, found.high, found.repeats) == (6.0, 51.0, 96.0, 101)
     assert context.samples[0].values[-1] == 101.0

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.claims.lab.same_as_one import Fresh, assemble, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, assemble, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.parts import table
 from shoal.ir import TrainJob
-from shoal.memory.protocols import UpdatesEarly
+from shoal.memory.protocols import EarlyUpdater
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 
 BUDGETS = {"device_budget": "8MiB", "host_budget": "64MiB"}
 
@@ -76,8 +76,8 @@ def run(wanted: TrainJob, model: ModelConfig, place: Path, steps: int = 4) -> Ru
 
 def _rank(wanted: TrainJob, model: ModelConfig, comm: Any, place: Path, steps: int) -> Run:
     schedule = check_split(wanted, model.shape())
-    weights = Fresh(model, wanted.seed)
-    engine = Engine(wanted, schedule, weights, comm, place=place)
+    weights = SeededWeights(model, wanted.seed)
+    engine = ParallelEngine(wanted, schedule, weights, comm, place=place)
     optimizer = table("optimizer").build(wanted.optimizer)
     updater = engine.updater(optimizer)
     losses, norms = [], []
@@ -85,9 +85,9 @@ def _rank(wanted: TrainJob, model: ModelConfig, comm: Any, place: Path, steps: i
     part = slice(engine.replica * size, (engine.replica + 1) * size)
     for step in range(steps):
         whole = tokens(wanted, model.vocab_size, step, documents=False)
-        rows = Rows(whole.inputs[part], whole.targets[part], None, part.start, step)
+        rows = ReplicaSequences(whole.inputs[part], whole.targets[part], None, part.start, step)
         count = int((whole.targets != -100).sum())
-        if isinstance(updater, UpdatesEarly):
+        if isinstance(updater, EarlyUpdater):
             updater.begin(1.0)
         loss = engine.backward(rows, wanted.microbatch or size, count)
         engine.finish()

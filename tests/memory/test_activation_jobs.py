@@ -10,12 +10,12 @@ from shoal.ir import TrainJob
 
 torch = pytest.importorskip("torch")
 
-from shoal.claims.lab.same_as_one import Fresh, assemble, tokens  # noqa: E402
+from shoal.claims.lab.same_as_one import SeededWeights, assemble, tokens  # noqa: E402
 from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.parallel.engine import Engine  # noqa: E402
+from shoal.parallel.engine import ParallelEngine  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
-from shoal.parallel.tensor.rows import Rows  # noqa: E402
+from shoal.parallel.tensor.rows import ReplicaSequences  # noqa: E402
 
 MODEL = ModelConfig(
     family="llama",
@@ -49,15 +49,15 @@ def run(wanted):
 
 
 def _rank(wanted, comm):
-    weights = Fresh(MODEL, wanted.seed)
-    engine = Engine(wanted, check_split(wanted, MODEL.shape()), weights, comm)
+    weights = SeededWeights(MODEL, wanted.seed)
+    engine = ParallelEngine(wanted, check_split(wanted, MODEL.shape()), weights, comm)
     updater = table("optimizer").build(wanted.optimizer).build(engine.sharded.owned())
     losses = []
     size = wanted.global_batch // engine.replicas
     part = slice(engine.replica * size, (engine.replica + 1) * size)
     for step in range(3):
         whole = tokens(wanted, MODEL.vocab_size, step, documents=False)
-        rows = Rows(whole.inputs[part], whole.targets[part], None, part.start, step)
+        rows = ReplicaSequences(whole.inputs[part], whole.targets[part], None, part.start, step)
         loss = engine.backward(rows, wanted.microbatch, int((whole.targets != -100).sum()))
         engine.finish()
         updater.step(1.0)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from offload_runs import config, job
 
-from shoal.claims.lab.same_as_one import Fresh, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.memory.tiers.mover import Mover, Ticket
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 
 MODEL = config(hidden=128, num_layers=4, head_dim=32, ffn_hidden=512)
 
@@ -27,13 +27,14 @@ def peak(place: Path, steps: int = 3, **offload: Any) -> int:
     wanted = job(grad_clip=0, offload=offload)
 
     def on(comm: Any) -> int:
-        engine = Engine(wanted, check_split(wanted, MODEL.shape()), Fresh(MODEL, 0), comm,
-                        place=place)  # fmt: skip
+        engine = ParallelEngine(
+            wanted, check_split(wanted, MODEL.shape()), SeededWeights(MODEL, 0), comm, place=place
+        )
         model: Any = engine.sharded
         try:
             for step in range(steps):
                 drawn = tokens(wanted, MODEL.vocab_size, step, documents=False)
-                rows = Rows(drawn.inputs, drawn.targets, None, 0, step)
+                rows = ReplicaSequences(drawn.inputs, drawn.targets, None, 0, step)
                 if hasattr(model, "begin"):
                     model.begin(1.0)
                 engine.backward(rows, 2, int((drawn.targets != -100).sum()))

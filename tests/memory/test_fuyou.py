@@ -24,13 +24,18 @@ from shoal.core.errors import (  # noqa: E402
 )
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Device, Machine, MemoryTier, Work  # noqa: E402
-from shoal.memory.activations.replay import Replay, units_of  # noqa: E402
-from shoal.memory.activations.swapping import Swapping  # noqa: E402
+from shoal.memory.activations.replay import ActivationReplay, units_of  # noqa: E402
+from shoal.memory.activations.swapping import ActivationSwapping  # noqa: E402
 from shoal.memory.fuyou.needs import SLOTS  # noqa: E402
-from shoal.memory.fuyou.optimizer_process import Order, Place, Setup, Updating  # noqa: E402
+from shoal.memory.fuyou.optimizer_process import (  # noqa: E402
+    OptimizerServer,
+    ParameterLocation,
+    Setup,
+    UpdateRequest,
+)
 from shoal.memory.tiers.disk import DiskTier  # noqa: E402
-from shoal.memory.tiers.places import Ring, Tiers  # noqa: E402
-from shoal.memory.tiers.shared import SharedLink, SharedMemory  # noqa: E402
+from shoal.memory.tiers.places import StagingRing, Tiers  # noqa: E402
+from shoal.memory.tiers.shared import SharedLink, SharedPages  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 
@@ -201,20 +206,21 @@ class Served:
     def __init__(self, path, count, numel=2**14):
         self.numel = numel
         self.disk = DiskTier(path, 2**22)
-        self.memory = SharedMemory(SLOTS * 4 * numel)
+        self.memory = SharedPages(SLOTS * 4 * numel)
         blocks = [
             [self.disk.alloc(4 * numel, name) for name in ("weight", *RULE.states)]
             for _ in range(count)
         ]
         self.places = tuple(
-            Place(w, {"exp_avg": m, "exp_avg_sq": v}, torch.float32, True) for w, m, v in blocks
+            ParameterLocation(w, {"exp_avg": m, "exp_avg_sq": v}, torch.float32, True)
+            for w, m, v in blocks
         )
         self.mine, theirs = Pipe()
         setup = Setup(
             RULE, self.places, self.memory.descriptor, self.memory.nbytes, 4 * numel, numel,
             (0, "", 0, True), (None, None), 1,
         )  # fmt: skip
-        updating = Updating(theirs, setup, self.disk)
+        updating = OptimizerServer(theirs, setup, self.disk)
         self.thread = threading.Thread(target=updating.run)
         self.thread.start()
 
@@ -244,13 +250,13 @@ def test_what_is_not_written_is_not_read(tmp_path):
     # The same parameter over and over, without a wait: each update needs the one before.
     for step in range(steps):
         for place in range(2):
-            served.mine.send(Order(2 * step + place, place, 0, numel, place, step, 0.5))
+            served.mine.send(UpdateRequest(2 * step + place, place, 0, numel, place, step, 0.5))
             weight, first, second = expected[place]
             states = {"exp_avg": first, "exp_avg_sq": second}
             RULE.update(
                 weight, gradients[place].clone(), states, step=step, factor=0.5, matrix=True
             )
-    served.mine.send(Order(99, 0, 0, numel, -1, steps, 1.0))
+    served.mine.send(UpdateRequest(99, 0, 0, numel, -1, steps, 1.0))
     weight, first, second = expected[0]
     RULE.update(
         weight, torch.zeros(numel), {"exp_avg": first, "exp_avg_sq": second}, step=steps,
@@ -314,9 +320,9 @@ def replayed(tiers, between, x):
     torch.manual_seed(0)
     model = torch.nn.Sequential(Half(between), Half(between))
     expected = gradients(model, x)
-    rings = [Ring(tiers.host, 2, 2**14, "bounce") for _ in range(2)]
-    swapping = Swapping(tiers, lambda: 2**20, *rings)
-    return model, Replay(units_of(model), swapping, lambda tensor: False), expected
+    rings = [StagingRing(tiers.host, 2, 2**14, "bounce") for _ in range(2)]
+    swapping = ActivationSwapping(tiers, lambda: 2**20, *rings)
+    return model, ActivationReplay(units_of(model), swapping, lambda tensor: False), expected
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ from shoal.core.errors import ConfigError, TierFullError
 
 torch = pytest.importorskip("torch")
 
-from shoal.memory.offload.interleaved import Interleaved, Workers  # noqa: E402
+from shoal.memory.offload.interleaved import InterleavedUpdater, Workers  # noqa: E402
 from shoal.memory.tiers.mover import EmulatedLink  # noqa: E402
-from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
-from shoal.plan.memory.stride import HOST_ONLY, Pattern  # noqa: E402
+from shoal.memory.tiers.tier import BudgetedTier  # noqa: E402
+from shoal.plan.memory.stride import HOST_ONLY, UpdatePattern  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 
 MIB = 2**20
@@ -49,12 +49,12 @@ def reference(steps, *, fused=False):
 
 def interleaved(pattern, *, sub_group=100, fused=False, workers=None, device=MIB):
     params = parameters()
-    tiers = MemoryTier("device", device), MemoryTier("host", MIB)
-    made = Interleaved(
+    tiers = BudgetedTier("device", device), BudgetedTier("host", MIB)
+    made = InterleavedUpdater(
         params,
         AdamW(lr=1e-3, fused=fused),
         sub_group=sub_group,
-        pattern=lambda sizes: Pattern(groups=len(sizes), **pattern),
+        pattern=lambda sizes: UpdatePattern(groups=len(sizes), **pattern),
         device=tiers[0],
         host=tiers[1],
         workers=workers or Workers(),
@@ -138,13 +138,13 @@ def test_going_on_from_a_state():
 def test_low_precision_parameters_follow_fp32_ones():
     params = {name: p.detach().bfloat16().requires_grad_() for name, p in parameters().items()}
     start = {name: p.detach().float().clone().requires_grad_() for name, p in params.items()}
-    made = Interleaved(
+    made = InterleavedUpdater(
         params,
         AdamW(lr=1e-3, fused=False),
         sub_group=100,
-        pattern=lambda sizes: Pattern(groups=len(sizes), stride=2),
-        device=MemoryTier("device", MIB),
-        host=MemoryTier("host", MIB),
+        pattern=lambda sizes: UpdatePattern(groups=len(sizes), stride=2),
+        device=BudgetedTier("device", MIB),
+        host=BudgetedTier("host", MIB),
     )
     groups = [
         {"params": [p for p in start.values() if p.dim() >= 2], "weight_decay": 0.1},
@@ -167,13 +167,13 @@ def test_bad_input():
         interleaved({"stride": 2}, device=2048)
     with pytest.raises(ConfigError, match="sub_group_numel"):
         interleaved({}, sub_group=0)
-    tier = MemoryTier("host", MIB)
+    tier = BudgetedTier("host", MIB)
     with pytest.raises(ConfigError, match="no parameter"):
-        Interleaved(
+        InterleavedUpdater(
             {},
             AdamW(lr=1e-3, fused=False),
             sub_group=1,
-            pattern=lambda sizes: Pattern(groups=len(sizes)),
+            pattern=lambda sizes: UpdatePattern(groups=len(sizes)),
             device=tier,
             host=tier,
         )

@@ -10,12 +10,12 @@ from torch import nn
 from shoal.claims.lab.mapping_executor import execute
 from shoal.core.errors import PlanError
 from shoal.memory.mapping import MAPPERS
-from shoal.memory.mapping.learning import Learner
+from shoal.memory.mapping.learning import MuZeroLearner
 from shoal.memory.mapping.muzero import MuZero
 from shoal.memory.mapping.networks import Networks
 from shoal.memory.mapping.samples import MODELS, SPEED, sample, samples, traced_sample
 from shoal.memory.mapping.trace import trace
-from shoal.plan.mapping.greedy import Greedy, greedy_actions
+from shoal.plan.mapping.greedy import GreedyMapper, greedy_actions
 from shoal.plan.mapping.layout import DROP, verify
 from shoal.plan.mapping.native import FAST, Native, mapping_of, replay
 from shoal.plan.mapping.program import Compiled, TierSpec
@@ -73,22 +73,22 @@ def test_the_search_computes_what_the_networks_compute() -> None:
 
 def test_games_are_legal_and_add_up() -> None:
     compiled = contested()
-    learner = Learner(small(), Native(compiled), 0)
+    learner = MuZeroLearner(small(), Native(compiled), 0)
     game = learner._search(1.0, 0.5, None)
     plain = replay(compiled, game.actions)
     assert plain.actions == game.actions.tolist()
     assert plain.ticks == game.ticks == compiled.all_slow - int(game.rewards.sum())
     assert np.allclose(game.shares.sum(-1), 1.0, atol=1e-5)
     assert ((game.shares > 0) <= (game.masks[:, None] >> np.arange(3) & 1)).all()
-    again = Learner(small(), Native(compiled), 0)._search(1.0, 0.5, None)
+    again = MuZeroLearner(small(), Native(compiled), 0)._search(1.0, 0.5, None)
     assert np.array_equal(again.actions, game.actions)
-    given = Learner(small(), Native(compiled), 0)._search(1.0, 0.5, game.actions[:9])
+    given = MuZeroLearner(small(), Native(compiled), 0)._search(1.0, 0.5, game.actions[:9])
     assert np.array_equal(given.actions[:9], game.actions[:9])
 
 
 def test_value_targets_are_rewards_and_then_the_searchs_value() -> None:
     compiled = contested(10)
-    learner = Learner(small(horizon=3, discount=0.9), Native(compiled), 0)
+    learner = MuZeroLearner(small(horizon=3, discount=0.9), Native(compiled), 0)
     game = learner._search(1.0, 0.0, None)
     learner.games.add(game)
     target = learner.games._values(game)
@@ -107,7 +107,7 @@ def test_the_hybrid_is_never_slower_than_greedy_and_sometimes_faster() -> None:
         hybrid = MAPPERS.build({"name": "hybrid", "rounds": 2, "moves": 3000, "updates": 20}).map(
             compiled.program, compiled.tiers
         )
-        greedy = Greedy().map(compiled.program, compiled.tiers)
+        greedy = GreedyMapper().map(compiled.program, compiled.tiers)
         assert verify(hybrid) == hybrid.ticks <= greedy.ticks
         found.append(greedy.ticks / hybrid.ticks)
     assert max(found) > 1.01
@@ -119,7 +119,7 @@ def test_what_it_learns_is_what_makes_it_good() -> None:
     compiled = contested(60)
     known = greedy_actions(compiled, 4)
     played = {
-        updates: Learner(small(updates=updates, rounds=5), Native(compiled), 0).run(known)
+        updates: MuZeroLearner(small(updates=updates, rounds=5), Native(compiled), 0).run(known)
         for updates in (0, 40)
     }
     assert min(played[40].curve) < 0.9 * min(played[0].curve)
@@ -130,7 +130,7 @@ def test_what_it_learns_is_what_makes_it_good() -> None:
 def test_it_learns_from_nothing() -> None:
     """Without greedy, later rounds are better than the first, and beat a player at random."""
     compiled = contested(60)
-    learner = Learner(small(rounds=8, moves=6000, updates=60), Native(compiled), 0)
+    learner = MuZeroLearner(small(rounds=8, moves=6000, updates=60), Native(compiled), 0)
     learner.run(None)
     assert min(learner.curve[4:]) < learner.curve[0]
     random = np.random.default_rng(0)

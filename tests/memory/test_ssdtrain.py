@@ -23,11 +23,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from shoal.memory.activations.records import Handle, ScopeTimes, choose_cut  # noqa: E402
+from shoal.memory.activations.records import SavedTensorHandle, ScopeTimes, choose_cut  # noqa: E402
 from shoal.memory.activations.ssdtrain import SSDTrain, lifetime_years  # noqa: E402
 from shoal.memory.streaming.superpipeline import wrap  # noqa: E402
 from shoal.memory.tiers.device import DeviceScope  # noqa: E402
-from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
+from shoal.memory.tiers.tier import BudgetedTier  # noqa: E402
 
 WIDTH = 32
 
@@ -178,7 +178,7 @@ def test_a_storage_is_written_once(tmp_path, tokens):
     def spied(tensor):
         nonlocal offloaded
         handle = pack(tensor)
-        if isinstance(handle, Handle):
+        if isinstance(handle, SavedTensorHandle):
             offloaded += 1
             seen.append(tensor.detach())  # alive: no address comes twice
         return handle
@@ -248,7 +248,7 @@ def test_the_peak_falls(tmp_path, tokens):
     for offload in (False, True):
         model = Stack(8)
         cache = SSDTrain(path=str(tmp_path), adaptive=False).apply(model)
-        tier = MemoryTier("device", 2**26)
+        tier = BudgetedTier("device", 2**26)
         many = tokens.repeat(4, 4)
         with DeviceScope(tier, strict=False) as scope:
             scope.adopt(many)

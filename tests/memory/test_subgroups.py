@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError  # noqa: E402
-from shoal.memory.streaming.build import Wanted, offloaded  # noqa: E402
+from shoal.memory.streaming.build import TierAssignment, offloaded  # noqa: E402
 from shoal.memory.tiers.mover import EmulatedLink  # noqa: E402
 from shoal.memory.tiers.places import Tiers  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
@@ -45,7 +45,7 @@ def test_the_update_is_charged_once(param, optim, read, written, of_disk, tmp_pa
     ways = {"read": Counted(), "write": Counted()}
     model = torch.nn.Sequential(torch.nn.Linear(96, 256, bias=False))
     numel = 96 * 256
-    wanted = Wanted(
+    wanted = TierAssignment(
         device_bytes=4 * MIB,
         host_bytes=16 * MIB,
         param=param,

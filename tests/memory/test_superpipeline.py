@@ -19,7 +19,7 @@ from shoal.memory.streaming.chain import find_chain  # noqa: E402
 from shoal.memory.streaming.slide import Slide, choose, rehearse, sweep  # noqa: E402
 from shoal.memory.streaming.superpipeline import wrap  # noqa: E402
 from shoal.memory.tiers.device import DeviceScope  # noqa: E402
-from shoal.memory.tiers.tier import ALIGNMENT, MemoryTier  # noqa: E402
+from shoal.memory.tiers.tier import ALIGNMENT, BudgetedTier  # noqa: E402
 
 MIB = 2**20
 WIDTH = 16
@@ -202,7 +202,7 @@ def test_operators_find_weights_on_the_device_only(tokens):
     model = Stack()
     whole = copy.deepcopy(model)
     size = sum(p.numel() * 4 for p in model.parameters())
-    tier = MemoryTier("device", size)
+    tier = BudgetedTier("device", size)
     with wrap(model, 2, 1, tier=tier):
         kept = tier.stats.peak
         few = tokens[:1, :2].clone()
@@ -221,7 +221,7 @@ def test_copies_of_weights_in_another_dtype_are_not_kept(tokens):
     model = Stack()
     whole = copy.deepcopy(model)
     few = tokens[:1, :2].clone()
-    tier = MemoryTier("device", MIB)
+    tier = BudgetedTier("device", MIB)
     weights = sum(p.numel() * 2 for p in model.blocks.parameters())
     with wrap(model, 2, 1, tier=tier), torch.autocast("cpu", torch.bfloat16):
         with DeviceScope(tier) as scope:
@@ -313,7 +313,7 @@ def test_blocks_of_different_sizes_find_room_in_a_window(tokens, training):
     whole = copy.deepcopy(model)
     with wrap(copy.deepcopy(model), 3, 1, device="cpu") as wrapped:
         peak = wrapped.report.peak_bytes
-    with wrap(model, 3, 1, tier=MemoryTier("device", peak)) as wrapped:
+    with wrap(model, 3, 1, tier=BudgetedTier("device", peak)) as wrapped:
         for _ in range(3):
             with torch.set_grad_enabled(training):
                 losses = [one(tokens).logsumexp(-1).mean() for one in (model, whole)]

@@ -18,7 +18,7 @@ from shoal.core.sizes import bytes_of, human_bytes  # noqa: E402
 from shoal.memory.tiers.device import DeviceScope  # noqa: E402
 from shoal.memory.tiers.disk import SECTOR, DiskTier, staging  # noqa: E402
 from shoal.memory.tiers.mover import EmulatedLink, Mover  # noqa: E402
-from shoal.memory.tiers.tier import ALIGNMENT, Ledger, MemoryTier  # noqa: E402
+from shoal.memory.tiers.tier import ALIGNMENT, BudgetedTier, TierAllocator  # noqa: E402
 
 MIB = 2**20
 
@@ -39,7 +39,7 @@ def test_what_is_no_size():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * ALIGNMENT)), max_size=80))
 def test_blocks_never_overlap_and_holes_come_back(operations):
-    ledger = Ledger("device", 100 * ALIGNMENT)
+    ledger = TierAllocator("device", 100 * ALIGNMENT)
     held = []
     for take, size in operations:
         if take:
@@ -59,7 +59,7 @@ def test_blocks_never_overlap_and_holes_come_back(operations):
 
 
 def test_a_full_tier_tells_what_is_missing():
-    tier = MemoryTier("device", 4096)
+    tier = BudgetedTier("device", 4096)
     first, middle, last = (tier.alloc(1000, "x") for _ in range(3))
     tier.free(first)
     tier.free(last)
@@ -70,7 +70,7 @@ def test_a_full_tier_tells_what_is_missing():
 
 
 def test_views_have_versions_of_their_own():
-    tier = MemoryTier("device", MIB)
+    tier = BudgetedTier("device", MIB)
     a, b = tier.alloc(64, "a"), tier.alloc(64, "b")
     x, y = (tier.view(one, torch.float32, (4, 4)) for one in (a, b))
     w = x.clone().requires_grad_()
@@ -84,7 +84,7 @@ def test_views_have_versions_of_their_own():
 
 
 def test_a_scope_counts_what_lives():
-    tier = MemoryTier("device", MIB)
+    tier = BudgetedTier("device", MIB)
     with DeviceScope(tier) as scope:
         x = torch.ones(1000)
         y = x.view(10, 100)[2:]  # nothing new
@@ -112,7 +112,7 @@ def test_a_scope_counts_what_lives():
 
 
 def test_numbers_of_python_come_into_a_scope():
-    with DeviceScope(MemoryTier("device", 256)) as scope:
+    with DeviceScope(BudgetedTier("device", 256)) as scope:
         x = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
         assert scope.live_bytes == 16
         assert int((x + 1).sum()) == 14
@@ -121,7 +121,7 @@ def test_numbers_of_python_come_into_a_scope():
 
 
 def test_a_scope_counts_what_autograd_saves():
-    tier = MemoryTier("device", MIB)
+    tier = BudgetedTier("device", MIB)
     with DeviceScope(tier) as scope:
         w = torch.ones(100, 100, requires_grad=True)
         h = (w * w).sin().sum()

@@ -14,8 +14,8 @@ from shoal.memory.offload.zero_infinity import ZeroInfinity  # noqa: E402
 from shoal.memory.streaming.initial import init_sharded, part_of  # noqa: E402
 from shoal.memory.streaming.tiling import TiledLinear, tile  # noqa: E402
 from shoal.memory.tiers.device import DeviceScope  # noqa: E402
-from shoal.memory.tiers.home import Cut  # noqa: E402
-from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
+from shoal.memory.tiers.offloaded_parameter import ParameterShard  # noqa: E402
+from shoal.memory.tiers.tier import BudgetedTier  # noqa: E402
 from shoal.train.optimizers.adamw import AdamW  # noqa: E402
 
 MIB = 2**20
@@ -63,7 +63,7 @@ def test_parts_are_the_whole(shape, world):
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     found = torch.full(shape, -1.0)
     for rank in range(world):
-        cut = Cut(shape, rank, world)
+        cut = ParameterShard(shape, rank, world)
         held = cut.held(cut.of(whole))
         assert cut.numel <= cut.padded
         if shape:
@@ -90,7 +90,7 @@ def test_a_model_is_built_without_ever_existing_whole(tmp_path):
     torch.manual_seed(0)
     reference = Deep()
     torch.manual_seed(0)
-    host = MemoryTier("host", MIB)
+    host = BudgetedTier("host", MIB)
     with DeviceScope(host, strict=False), init_sharded(tmp_path, 5 * MIB):
         model = Deep()
     assert host.stats.peak < 0.6 * MIB  # of 4 MiB

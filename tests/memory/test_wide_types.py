@@ -9,13 +9,13 @@ import pytest
 import torch
 from offload_runs import config, job
 
-from shoal.claims.lab.same_as_one import Fresh, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.parts import table
-from shoal.memory.protocols import UpdatesEarly
-from shoal.parallel.engine import Engine
+from shoal.memory.protocols import EarlyUpdater
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 
 MODEL = config(num_layers=2)
 
@@ -25,10 +25,10 @@ def trained(place: Path, parallel: dict[str, int], **changes: Any) -> dict[str, 
     wanted = job(parallel, grad_clip=0, **changes)
 
     def on(comm: Any) -> dict[str, torch.Tensor]:
-        engine = Engine(
+        engine = ParallelEngine(
             wanted,
             check_split(wanted, MODEL.shape()),
-            Fresh(MODEL, 0, torch.float64),
+            SeededWeights(MODEL, 0, torch.float64),
             comm,
             place=place,
             dtype=torch.float64,
@@ -37,8 +37,8 @@ def trained(place: Path, parallel: dict[str, int], **changes: Any) -> dict[str, 
         updater = engine.updater(optimizer)
         for step in range(3):
             drawn = tokens(wanted, MODEL.vocab_size, step, documents=False)
-            rows = Rows(drawn.inputs, drawn.targets, None, 0, step)
-            if isinstance(updater, UpdatesEarly):
+            rows = ReplicaSequences(drawn.inputs, drawn.targets, None, 0, step)
+            if isinstance(updater, EarlyUpdater):
                 updater.begin(1.0)
             engine.backward(rows, 2, int((drawn.targets != -100).sum()))
             engine.finish()

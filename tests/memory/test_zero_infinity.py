@@ -16,8 +16,8 @@ from shoal.core.errors import (  # noqa: E402
 )
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Device, Machine, MemoryTier, Work  # noqa: E402
-from shoal.memory.streaming.stream import Stream  # noqa: E402
-from shoal.memory.streaming.trace import Trace  # noqa: E402
+from shoal.memory.streaming.stream import ParameterStream  # noqa: E402
+from shoal.memory.streaming.trace import PassTrace  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
 
 
@@ -95,7 +95,7 @@ def test_one_rank_short_of_memory_goes_on_with_the_others(options, model, tmp_pa
     shape = config(num_layers=3, **model)
     wanted = job({"dp": 2}, offload=offload(device_budget="32MiB", **options))
     usual = run(wanted, shape, tmp_path)
-    bring, gone = Stream._bring, []
+    bring, gone = ParameterStream._bring, []
 
     def short(self, home):
         bring(self, home)
@@ -104,7 +104,7 @@ def test_one_rank_short_of_memory_goes_on_with_the_others(options, model, tmp_pa
             self._make_room(2**50)
             gone.extend(one.name for one in there if one.flat is None)
 
-    monkeypatch.setattr(Stream, "_bring", short)
+    monkeypatch.setattr(ParameterStream, "_bring", short)
     same(usual, run(wanted, shape, tmp_path))
     assert gone
 
@@ -207,9 +207,9 @@ def test_peaks_are_predicted(changes, options, tmp_path):
 
 def test_what_is_used_again_soon_stays(tmp_path, monkeypatch):
     started: list[str] = []
-    start = Stream._start
+    start = ParameterStream._start
     monkeypatch.setattr(
-        Stream, "_start", lambda self, home: (started.append(home.name), start(self, home))
+        ParameterStream, "_start", lambda self, home: (started.append(home.name), start(self, home))
     )
 
     def fetches(prefetch_numel):
@@ -227,7 +227,7 @@ def test_what_is_used_again_soon_stays(tmp_path, monkeypatch):
 
 
 def test_another_order_is_recorded_anew_with_one_warning():
-    trace = Trace("train")
+    trace = PassTrace("train")
     a, b, c = "abc"
 
     def go(*items):

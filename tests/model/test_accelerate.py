@@ -12,7 +12,7 @@ import kernel_families  # noqa: E402
 from kernel_families import FAMILIES  # noqa: E402
 
 from shoal.core.errors import KernelError  # noqa: E402
-from shoal.kernel.calls import Linear  # noqa: E402
+from shoal.kernel.calls import LinearCall  # noqa: E402
 from shoal.kernel.dispatch import kernels_of  # noqa: E402
 from shoal.model.accelerate import accelerate  # noqa: E402
 from shoal.model.feedforward import SwiGLU  # noqa: E402
@@ -88,7 +88,7 @@ def test_the_experts_products_are_those_that_are_wanted():
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_gates_are_computed_with_their_products_where_one_kernel_does_both(family):
-    if kernels_of("linear")["amx"].refuses(Linear(1, 8, 8)):
+    if kernels_of("linear")["amx"].refuses(LinearCall(1, 8, 8)):
         pytest.skip("no matrix tiles on this machine")
     wanted = {"linear": "amx"}
     fused = accelerate(model(family, torch.bfloat16), wanted)

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, KernelError, ModelError  # noqa: E402
-from shoal.kernel.calls import PagedAttention as Call  # noqa: E402
+from shoal.kernel.calls import PagedAttentionCall as Call  # noqa: E402
 from shoal.kernel.dispatch import dispatch  # noqa: E402
 from shoal.kernel.kv import kv_format  # noqa: E402
 from shoal.kernel.kv.ksort import channel_order, rotary, score_error  # noqa: E402
@@ -136,7 +136,7 @@ def test_report(config, make):
 
 def test_served_from_pages_of_block_floats(config, make):
     """Sorted keys through a paged cache and its attention: the logits of the plain model."""
-    from shoal.serve.cache.attention import Context, PagedAttention
+    from shoal.serve.cache.attention import PagedAttention, RequestContext
     from shoal.serve.cache.paged import PagedCache
 
     model, ids = make(config), tokens(config)
@@ -150,7 +150,7 @@ def test_served_from_pages_of_block_floats(config, make):
         kernel = dispatch(call).prepare(call)
         place = torch.arange(40)
         for part in place.split([25, 1, 14]):
-            context = Context(int(part[0]), len(part), [5, 2, 7, 1, 0])
+            context = RequestContext(int(part[0]), len(part), [5, 2, 7, 1, 0])
             slots = torch.tensor(context.blocks)[part // 8] * 8 + part % 8
             mixer = PagedAttention(cache, [context], slots, torch.float32, kernel, exact=True)
             found = model.flat(ids[0, part], part, mixer)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from shoal.model.permutation import Permutation  # noqa: E402
+from shoal.model.permutation import RoutingPermutation  # noqa: E402
 
 
 def scattered(x_ND, weight_NK, expert_NK, keep_NK):
@@ -40,7 +40,7 @@ def test_equal_scattered_sums(tokens, choices, kept, seed):
     keep_NK = None if kept is None else torch.rand(tokens, choices) < kept
     every = torch.ones(tokens, choices, dtype=torch.bool)
     wanted_rows, wanted = scattered(x_ND, weight_NK, expert_NK, every if kept is None else keep_NK)
-    at = Permutation(expert_NK, 8, keep_NK)
+    at = RoutingPermutation(expert_NK, 8, keep_NK)
     assert int(at.counts_E.sum()) == len(wanted_rows)
     scale_M = torch.arange(1, 9).repeat_interleave(at.counts_E)[:, None]
     rows_MD = at.permute(x_ND) * scale_M
@@ -49,7 +49,7 @@ def test_equal_scattered_sums(tokens, choices, kept, seed):
         assert torch.equal(rows_MD, torch.stack(wanted_rows))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        again = Permutation(expert_NK, 8, keep_NK)
+        again = RoutingPermutation(expert_NK, 8, keep_NK)
         assert torch.equal(again.unpermute(again.permute(x_ND) * scale_M, weight_NK), found)
     grad_ND = torch.randn_like(x_ND)
     mine = torch.autograd.grad(found, (x_ND, weight_NK), grad_ND)
@@ -67,7 +67,7 @@ def test_sums_of_small_floats_are_of_large_ones():
     tokens, choices = 64, 8
     torch.manual_seed(0)
     expert_NK = torch.stack([torch.randperm(16)[:choices] for _ in range(tokens)])
-    at = Permutation(expert_NK, 16)
+    at = RoutingPermutation(expert_NK, 16)
     rows_MD = torch.randn(tokens * choices, 32).bfloat16()
     weight_NK = torch.rand(tokens, choices).bfloat16().float()
     found = at.unpermute(rows_MD, weight_NK)
@@ -81,7 +81,7 @@ def test_sums_of_small_floats_are_of_large_ones():
 def test_gradients_stop_where_none_is_needed():
     expert_NK = torch.tensor([[0, 1], [1, 2]])
     x_ND, weight_NK = torch.ones(2, 3), torch.ones(2, 2, requires_grad=True)
-    at = Permutation(expert_NK, 3)
+    at = RoutingPermutation(expert_NK, 3)
     assert not at.permute(x_ND).requires_grad
     at.unpermute(at.permute(x_ND), weight_NK).sum().backward()
     assert weight_NK.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]

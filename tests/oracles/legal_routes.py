@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shoal.plan.routes.conflicts import Routes, _crowd, _meeting
-from shoal.plan.routes.path import Problem
+from shoal.plan.routes.path import RouteProblem
 
 __all__ = ["violation"]
 
 
-def violation(problem: Problem, routes: Routes) -> str:
+def violation(problem: RouteProblem, routes: Routes) -> str:
     """What is wrong with a plan, in words; empty if nothing is."""
     low, high = problem.visits
     counts = [0] * len(problem.stages)

@@ -12,7 +12,7 @@ __all__ = ["write_trace"]
 
 
 def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
-    """Write arrivals as a trace that :class:`~shoal.cost.workloads.trace.Trace` reads."""
+    """Write arrivals as a trace that :class:`~shoal.cost.workloads.trace.TraceWorkload` reads."""
     lines = (
         json.dumps(
             {

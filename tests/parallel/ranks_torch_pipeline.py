@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from shoal.claims.lab.same_as_one import Fresh, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, tokens
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
 from shoal.parallel.protocols import MicroBatch
 
@@ -32,8 +32,10 @@ def gradients(comm: Any, *, job: dict[str, Any], config: dict[str, Any]) -> dict
     """Largest gradient, and largest difference between the two runtimes, by parameter."""
     named, model = TrainJob.model_validate(job), ModelConfig.model_validate(config)
     schedule = check_split(named, model.shape())
-    weights = Fresh(model, named.seed, torch.float64)
-    ours, theirs = (Engine(named, schedule, weights, comm, dtype=torch.float64) for _ in range(2))
+    weights = SeededWeights(model, named.seed, torch.float64)
+    ours, theirs = (
+        ParallelEngine(named, schedule, weights, comm, dtype=torch.float64) for _ in range(2)
+    )
     rows = tokens(named, model.vocab_size, 0, documents=False)
     count = int((rows.targets != -100).sum())
     ours.backward(rows, 1, count)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ModelError, PlanError
-from shoal.parallel.autotp.auto import Planned, discover, split_model
+from shoal.parallel.autotp.auto import ExecutablePlan, discover, split_model
 from shoal.parallel.autotp.families import FAMILIES, example, from_config, read_config
 from shoal.parallel.autotp.shapes import AutoSplit
 from shoal.parallel.autotp.split import SplitModel, part_of, whole_of
@@ -78,7 +78,7 @@ def made(cls: type[nn.Module] = Model, **options: Any) -> nn.Module:
     return cls(**options).double()
 
 
-def full_state(planned: Planned, split: nn.Module, comm: Any) -> dict[str, Tensor]:
+def full_state(planned: ExecutablePlan, split: nn.Module, comm: Any) -> dict[str, Tensor]:
     """Whole parameters by their names in the model, on every rank."""
     out: dict[str, Tensor] = {}
     inside: set[str] = set()

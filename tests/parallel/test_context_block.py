@@ -11,9 +11,9 @@ import torch
 import shoal.parallel.context.pieces as module
 import shoal.parallel.context.run.block as block
 from shoal.ir.mask import Mask
-from shoal.parallel.context.pieces import Piece, block_pieces
+from shoal.parallel.context.pieces import AttentionPiece, block_pieces
 from shoal.parallel.context.run.block import (
-    Total,
+    AttentionTotal,
     backward_block,
     flash_backward,
     flash_forward,
@@ -38,7 +38,9 @@ def test_the_kernels_agree(
     keys = 12 if form == "causal" else 20
     q, grad = torch.randn(2, 2, 4, 12, 8, generator=rng, dtype=torch.float64)
     k, v = torch.randn(2, 2, kv_heads, keys, 8, generator=rng, dtype=torch.float64)
-    piece = Piece(ALL, ALL, ALL, CELLS if form == "cells" else None, causal=form == "causal")
+    piece = AttentionPiece(
+        ALL, ALL, ALL, CELLS if form == "cells" else None, causal=form == "causal"
+    )
     tiled, plain = flash_forward(q, k, v, piece), plain_forward(q, k, v, piece)
     for got, expected in zip(tiled, plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
@@ -60,7 +62,7 @@ def test_the_kernels_agree(
 def test_blocks_merge_to_the_whole() -> None:
     rng = torch.Generator().manual_seed(2)
     q, k, v = torch.randn(3, 1, 2, 16, 8, generator=rng, dtype=torch.float64)
-    whole, parts = Total(q), Total(q)
+    whole, parts = AttentionTotal(q), AttentionTotal(q)
     masks, places = [Mask.sliding(16, 4)], np.arange(16)
     whole.attend(k, v, block_pieces(masks, 1, places, places))
     for start in (8, 0, 12, 4):
@@ -75,15 +77,15 @@ def test_pieces_are_trimmed_to_what_is_seen() -> None:
     mask, places = Mask.causal(16), np.arange(16)
     assert block_pieces([mask], 2, places[:4], places[8:]) == ()
     (early,) = block_pieces([mask], 2, places[8:], places[:4])
-    assert early == Piece(slice(0, 2), slice(0, 8), slice(0, 4))
+    assert early == AttentionPiece(slice(0, 2), slice(0, 8), slice(0, 4))
     (diagonal,) = block_pieces([mask], 2, places[4:8], places[4:8])
     assert diagonal.causal
     assert diagonal.cells is None
     # A zigzag rank's late chunk sees all of a later rank's early one, and nothing else does.
     (late,) = block_pieces([mask], 1, places[[0, 1, 14, 15]], places[[2, 3, 12, 13]])
-    assert late == Piece(slice(0, 1), slice(2, 4), slice(0, 4))
+    assert late == AttentionPiece(slice(0, 1), slice(2, 4), slice(0, 4))
     rows = block_pieces([mask, Mask.full(16)], 2, places[:4], places[8:])
-    assert rows == (Piece(slice(1, 2), slice(0, 4), slice(0, 8)),)
+    assert rows == (AttentionPiece(slice(1, 2), slice(0, 4), slice(0, 8)),)
 
 
 def test_large_masked_blocks_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +100,9 @@ def test_large_masked_blocks_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not seen[piece.q, piece.k].any()
         seen[piece.q, piece.k] = True if piece.cells is None else piece.cells
     assert np.array_equal(seen, mask.dense())
-    total, one = Total(q), Total(q)
+    total, one = AttentionTotal(q), AttentionTotal(q)
     total.attend(k, v, pieces)
-    whole = (Piece(ALL, ALL, ALL, mask.dense()),)
+    whole = (AttentionPiece(ALL, ALL, ALL, mask.dense()),)
     one.attend(k, v, whole)
     torch.testing.assert_close(total.out, one.out, rtol=1e-13, atol=1e-13)
     sums = []

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
-from shoal.parallel.context.run.block import Total, backward_block
+from shoal.parallel.context.run.block import AttentionTotal, backward_block
 
 WORLD, LENGTH, HEADS, DIM = 4, 32, 2, 8
 CHUNK = 4 * LENGTH // WORLD * HEADS * DIM  # bytes of the queries of a rank in fp32
@@ -24,14 +24,14 @@ def _times(
 ) -> tuple[float, float]:
     """Virtual seconds forward and backward if a block takes ``seconds``, a chunk one second."""
 
-    def attend(self: Total, k: Tensor, v: Tensor, pieces: Any) -> None:
+    def attend(self: AttentionTotal, k: Tensor, v: Tensor, pieces: Any) -> None:
         HERE.comm.compute(seconds)
 
     def backward(*args: Any) -> None:
         HERE.comm.compute(seconds)
         backward_block(*args)
 
-    monkeypatch.setattr(Total, "attend", attend)
+    monkeypatch.setattr(AttentionTotal, "attend", attend)
     for module in ("ring", "tokenring", "all_gather"):
         name = f"shoal.parallel.context.run.{module}.backward_block"
         monkeypatch.setattr(name, backward)

@@ -12,7 +12,7 @@ from parallel_splits import job
 
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.store import Store
-from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, same_as_one, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
@@ -22,10 +22,10 @@ from shoal.cost.training.step import Pricer
 from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
 from shoal.parallel.shard.cost import sharding_estimate
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.plan.strategy.space import sharding_choices
 
 LAYERS = 2
@@ -70,18 +70,20 @@ def test_same_as_one(split: dict[str, Any], extra: dict[str, Any], shard: str) -
 
 def trained(one: TrainJob, hook: Any) -> list[Any]:
     """What the hook says of every rank after a step, and the bytes that each has sent."""
-    weights = Fresh(config(), dtype=torch.float32)
+    weights = SeededWeights(config(), dtype=torch.float32)
     schedule = check_split(one, config().shape())
 
     def run(comm: Any) -> Any:
         comm.meter = comm.wire.meter = Meter()
-        engine = Engine(one, schedule, weights, comm, dtype=torch.float32)
+        engine = ParallelEngine(one, schedule, weights, comm, dtype=torch.float32)
         owned = engine.sharded.owned()
         adam = torch.optim.AdamW(list(owned.values()))
         everything = tokens(one, config().vocab_size, 0, documents=False)
         share = len(everything.inputs) // engine.replicas
         mine = slice(engine.replica * share, (engine.replica + 1) * share)
-        rows = Rows(everything.inputs[mine], everything.targets[mine], None, mine.start, 0)
+        rows = ReplicaSequences(
+            everything.inputs[mine], everything.targets[mine], None, mine.start, 0
+        )
         engine.backward(rows, one.microbatch, 100.0)
         engine.finish()
         adam.step()
@@ -115,7 +117,7 @@ def test_bytes_and_memory_are_those_of_the_estimate(shard: str, ep: int) -> None
     experts, rest = held_parameters(work.shape, one.parallel)
     mine = rest / 4 + experts / one.parallel.edp
 
-    def held(engine: Engine, comm: Any) -> tuple[int, int]:
+    def held(engine: ParallelEngine, comm: Any) -> tuple[int, int]:
         owned = engine.sharded.owned()
         return sum(p.numel() for p in owned.values()), sum(p.grad is None for p in owned.values())
 
@@ -136,7 +138,7 @@ def test_what_one_grid_has_saved_another_loads(tmp_path: Path) -> None:
     after = job({"dp": 2, "ep": 2}, shard="zero1", microbatch=1)
     store = Store(tmp_path / "checkpoints")
 
-    def save(engine: Engine, comm: Any) -> Any:
+    def save(engine: ParallelEngine, comm: Any) -> Any:
         pieces = {
             f"model.{name}": [Piece(box.tensor, box.shape, box.offset) for box in boxes]
             for name, boxes in engine.held().items()
@@ -155,7 +157,7 @@ def test_what_one_grid_has_saved_another_loads(tmp_path: Path) -> None:
 
     def filled(comm: Any) -> bool:
         schedule = check_split(after, config().shape())
-        engine = Engine(after, schedule, Stored(config(), saved), comm, dtype=torch.float32)
+        engine = ParallelEngine(after, schedule, Stored(config(), saved), comm, dtype=torch.float32)
         return all(
             torch.equal(
                 box.tensor, saved.tensor(f"model.{name}", box.offset, tuple(box.tensor.shape))

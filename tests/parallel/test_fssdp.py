@@ -15,7 +15,7 @@ from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import PlanError
 from shoal.core.meter import Meter
 from shoal.parallel.expert.copies import copies_of, sent_copies
-from shoal.parallel.expert.lent import TAG, gathered
+from shoal.parallel.expert.layer_copies import TAG, gathered
 from shoal.parallel.legal import check_split
 from shoal.plan.placement import PLACERS
 from shoal.plan.placement.owners import in_order, only_owners

@@ -11,18 +11,18 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.claims.lab.same_as_one import Fresh, same_as_one
+from shoal.claims.lab.same_as_one import SeededWeights, same_as_one
 from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import PlanError, RankError
 from shoal.cost.training.gradient_slices import hidden_bytes
 from shoal.cost.training.step import Pricer
 from shoal.ir import Work
 from shoal.machine.described import load
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.expert.gradients import GradientSlices
 from shoal.parallel.legal import check_split
 from shoal.parallel.shard.replicated import ReplicatedModel
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 
 MOE: dict[str, Any] = {"family": "mixtral", "num_experts": 4, "top_k": 2, "num_layers": 3}
 SPLIT: dict[str, Any] = {"dp": 2, "ep": 2, "expert_chunks": [3, 2]}
@@ -103,16 +103,18 @@ _REDUCE = ThreadComm.all_reduce
 
 def _step(whole: Any, before: Any = None) -> list[tuple[dict[str, torch.Tensor], Any]]:
     """Gradients after one step of every rank, and what it sent when; ``before`` on each rank."""
-    weights = Fresh(config(**MOE), 0, torch.float64)
+    weights = SeededWeights(config(**MOE), 0, torch.float64)
     tokens = torch.randint(0, 53, (8, 17), generator=torch.Generator().manual_seed(2))
 
     def on(comm: ThreadComm) -> tuple[dict[str, torch.Tensor], Any]:
         schedule = check_split(whole, weights.config.shape())
-        engine = Engine(whole, schedule, weights, comm, dtype=torch.float64)
+        engine = ParallelEngine(whole, schedule, weights, comm, dtype=torch.float64)
         if before is not None:
             before(comm.rank, engine)
         mine = tokens[engine.replica * 4 : engine.replica * 4 + 4]
-        engine.backward(Rows(mine[:, :-1], mine[:, 1:], None, engine.replica * 4, 0), 2, 128.0)
+        engine.backward(
+            ReplicaSequences(mine[:, :-1], mine[:, 1:], None, engine.replica * 4, 0), 2, 128.0
+        )
         engine.finish()
         engine.grad_norm()
         named = engine.local.named_parameters()
@@ -154,7 +156,7 @@ def test_every_element_is_summed_once_and_waited_for(monkeypatch):
 
 
 def test_a_rank_that_is_late_gets_equal_gradients():
-    def late(rank: int, engine: Engine) -> None:
+    def late(rank: int, engine: ParallelEngine) -> None:
         if rank == 0:
             return
         for block in engine.local.blocks.values():

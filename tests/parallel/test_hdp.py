@@ -18,7 +18,7 @@ from shoal.claims.lab.thread_ranks import ThreadComm
 from shoal.core.errors import PlanError
 from shoal.ir import TrainJob
 from shoal.parallel.hdp.runtime import HybridRuntime, sequences_of
-from shoal.parallel.hdp.slices import Segment, segments, shares
+from shoal.parallel.hdp.slices import SequenceSegment, segments, shares
 from shoal.parallel.legal import check_split
 from shoal.plan.balance.sequences.assignment import Assignment, MicroStep
 
@@ -41,8 +41,12 @@ def _small(**changes: Any):
 
 def test_segments_are_runs_of_a_document() -> None:
     ids = np.array([[0, 0, 1, 1], [-1, 5, 5, -1]])
-    assert segments(ids, 2, 4) == [Segment(0, 0, 2), Segment(0, 2, 4), Segment(1, 1, 3)]
-    assert segments(None, 2, 4) == [Segment(0, 0, 4), Segment(1, 0, 4)]
+    assert segments(ids, 2, 4) == [
+        SequenceSegment(0, 0, 2),
+        SequenceSegment(0, 2, 4),
+        SequenceSegment(1, 1, 3),
+    ]
+    assert segments(None, 2, 4) == [SequenceSegment(0, 0, 4), SequenceSegment(1, 0, 4)]
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.sampled_from(["ring", "ulysses"]))

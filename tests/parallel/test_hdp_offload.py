@@ -9,14 +9,14 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, same_as_one, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import TrainJob
-from shoal.memory.activations import away
+from shoal.memory.activations import offloaded as away
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.hdp.offload import HostShare
 from shoal.parallel.hdp.runtime import HybridRuntime, sequences_of
 from shoal.parallel.hdp.slices import shares
@@ -72,13 +72,13 @@ def test_any_share_equals_one_process(share: float, monkeypatch: pytest.MonkeyPa
 
 def test_a_gradient_that_is_not_brought_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle sees bytes of the host that are not those that went there."""
-    unpack = away.Sending.unpack
+    unpack = away.StorageOffload.unpack
 
     def spoilt(self: Any, slip: Any) -> torch.Tensor:
         found = unpack(self, slip)
         return found * 1.001 if found.is_floating_point() and slip.away.source() is None else found
 
-    monkeypatch.setattr(away.Sending, "unpack", spoilt)
+    monkeypatch.setattr(away.StorageOffload, "unpack", spoilt)
     chosen = one(1, LENGTH, global_batch=1)
     plan = Assignment((16,), 1, (MicroStep((0,), (0,), 1.0),))
     monkeypatch.setattr(HybridRuntime, "planned", lambda self, rows: plan)
@@ -90,11 +90,11 @@ def test_bytes_kept_and_sent_are_those_of_the_plan(ratio: float) -> None:
     ranks, capacity = 4, 24
     chosen = one(ranks, capacity, seq_len=LENGTH, global_batch=4)
     price = cost(ratio, ranks)
-    weights = Fresh(model(), dtype=torch.float32)
+    weights = SeededWeights(model(), dtype=torch.float32)
 
     def run(comm: Any) -> tuple[int, int, Assignment]:
         schedule = check_split(chosen, model().shape())
-        engine = Engine(chosen, schedule, weights, comm, dtype=torch.float32, cost=price)
+        engine = ParallelEngine(chosen, schedule, weights, comm, dtype=torch.float32, cost=price)
         engine.backward(tokens(chosen, 53, 0, documents=False), 1, 100.0)
         hybrid = engine.hooks["sequences"]
         assert isinstance(hybrid, HybridRuntime) and hybrid.host is not None
@@ -130,10 +130,10 @@ def test_bytes_kept_and_sent_are_those_of_the_plan(ratio: float) -> None:
 def test_what_went_takes_no_room() -> None:
     """The bytes that operators have left behind, as the device counts them."""
     chosen = one(1, LENGTH, seq_len=LENGTH, global_batch=1)
-    weights = Fresh(model(), dtype=torch.float32)
+    weights = SeededWeights(model(), dtype=torch.float32)
 
     def run(comm: Any) -> list[tuple[int, int]]:
-        engine = Engine(
+        engine = ParallelEngine(
             chosen, check_split(chosen, model().shape()), weights, comm, dtype=torch.float32
         )
         rows = tokens(chosen, 53, 0, documents=False)
@@ -163,10 +163,10 @@ def test_what_went_takes_no_room() -> None:
 def test_a_sequence_that_no_pool_holds_is_named_before_the_first_step() -> None:
     chosen = one(2, 10, seq_len=LENGTH, global_batch=2)
     schedule = check_split(chosen, model().shape())
-    weights = Fresh(model(), dtype=torch.float32)
+    weights = SeededWeights(model(), dtype=torch.float32)
 
     def run(comm: Any) -> None:
-        Engine(chosen, schedule, weights, comm, dtype=torch.float32, cost=cost(0.5, 2))
+        ParallelEngine(chosen, schedule, weights, comm, dtype=torch.float32, cost=cost(0.5, 2))
 
     told = r"sequence 0 = '64 tokens'.* 50% of its activations .* group that could has 4 ranks"
     with pytest.raises(PlanError, match=told):

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from shoal.parallel.comm.heartbeat import Beat, Heartbeat, blame
+from shoal.parallel.comm.heartbeat import Heartbeat, HeartbeatReading, blame
 
 
 def test_a_reader_sees_what_the_rank_wrote(tmp_path: Path) -> None:
@@ -22,10 +22,14 @@ def test_a_reader_sees_what_the_rank_wrote(tmp_path: Path) -> None:
 
 
 def test_the_one_that_the_others_wait_for_is_blamed() -> None:
-    waiting = [Beat(0, 5, 12, True, 9.0), Beat(2, 5, 12, True, 9.0)]
-    assert blame([*waiting, Beat(1, 5, 11, False, 9.0)]).rank == 1, "behind in collectives"
-    assert blame([*waiting, Beat(1, 5, 12, False, 9.0)]).rank == 1, "left it, never came back"
-    assert blame([*waiting, Beat(1, 5, 12, True, 20.0)]).rank == 1, "silent for longest"
+    waiting = [HeartbeatReading(0, 5, 12, True, 9.0), HeartbeatReading(2, 5, 12, True, 9.0)]
+    assert blame([*waiting, HeartbeatReading(1, 5, 11, False, 9.0)]).rank == 1, (
+        "behind in collectives"
+    )
+    assert blame([*waiting, HeartbeatReading(1, 5, 12, False, 9.0)]).rank == 1, (
+        "left it, never came back"
+    )
+    assert blame([*waiting, HeartbeatReading(1, 5, 12, True, 20.0)]).rank == 1, "silent for longest"
 
 
 def test_a_torn_file_is_no_beat(tmp_path: Path) -> None:

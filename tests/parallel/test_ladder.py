@@ -8,7 +8,7 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.claims.lab.same_as_one import Fresh, same_as_one
+from shoal.claims.lab.same_as_one import SeededWeights, same_as_one
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import PlanError
 from shoal.ir import Parallel
@@ -78,7 +78,7 @@ class _Log:
 def _forward(comm: Any, residual: Any, *, backward: bool = False) -> tuple[list[str], torch.Tensor]:
     """The sums of four blocks on one of two ranks, there or back, and the stream behind them."""
     model = config(num_layers=4, architecture={"residual": residual})
-    fresh = Fresh(model, dtype=torch.float64)
+    fresh = SeededWeights(model, dtype=torch.float64)
     log: Any = _Log(comm)
     every = slices(model, Parallel(tp=2), comm.rank)
     x: Any = torch.randn(6, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

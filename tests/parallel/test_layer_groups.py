@@ -6,11 +6,11 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.claims.lab.measure_passes import Cheap
+from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.claims.lab.same_as_one import same_as_one
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
 
 SOME = [{"blocks": 3, "recompute": "full"}, {"blocks": 5, "recompute": "none"}]
@@ -47,7 +47,9 @@ def kept_bytes(recompute, layers=()):
     asked = job({"dp": 1}, recompute=recompute, layers=layers, microbatch=8)
 
     def on(comm):
-        engine = Engine(asked, check_split(asked, config().shape()), Cheap(config()), comm)
+        engine = ParallelEngine(
+            asked, check_split(asked, config().shape()), PlaceholderWeights(config()), comm
+        )
         tokens = torch.arange(128).view(8, 16) % 53
         kept = 0
 
@@ -56,10 +58,10 @@ def kept_bytes(recompute, layers=()):
             kept += x.nbytes
             return x
 
-        from shoal.parallel.tensor.rows import Rows
+        from shoal.parallel.tensor.rows import ReplicaSequences
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            mb = engine.microbatches(Rows(tokens, tokens, None, 0, 0), 8)[0]
+            mb = engine.microbatches(ReplicaSequences(tokens, tokens, None, 0, 0), 8)[0]
             engine.runtime.stages[0](None, mb, recompute=recompute == "full")
         return kept
 

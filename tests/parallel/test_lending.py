@@ -12,7 +12,7 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, same_as_one, tokens
 from shoal.claims.lab.thread_links import Links, run_linked
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
@@ -23,12 +23,12 @@ from shoal.ir import TrainJob, Work
 from shoal.ir.hooks import TrainStep
 from shoal.machine import load
 from shoal.model.attention import Attention
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.expert.copies import copies_of, sent_copies
 from shoal.parallel.expert.fssdp import CopiedExperts, lending
-from shoal.parallel.expert.lent import TAG, Ledger, Lent, begun, handed, landed
+from shoal.parallel.expert.layer_copies import TAG, CopyMeter, LayerCopies, begun, handed, landed
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.plan.placement import PLACERS
 from shoal.plan.placement.estimates import budget, hidden_again
 from shoal.plan.placement.owners import in_order, only_owners
@@ -112,14 +112,14 @@ def _passes(again, precision, meter):
         microbatch=1,
         precision=precision,
     )
-    weights = Fresh(config(**MOE))
+    weights = SeededWeights(config(**MOE))
     schedule = check_split(given, weights.config.shape())
 
     def on(comm):
-        engine = Engine(given, schedule, weights, comm)
+        engine = ParallelEngine(given, schedule, weights, comm)
         every = tokens(given, weights.config.vocab_size, 0, documents=False)
         mine = slice(2 * comm.rank, 2 * comm.rank + 2)
-        rows = Rows(every.inputs[mine], every.targets[mine], None, mine.start, 0)
+        rows = ReplicaSequences(every.inputs[mine], every.targets[mine], None, mine.start, 0)
         engine.backward(rows, 1, 100.0)
         one = next(m for m in engine.local.modules() if isinstance(m, CopiedExperts))
         size = sum(p[0].nbytes for p in (one.gate_up_proj, one.down_proj))
@@ -156,17 +156,17 @@ def test_copies_travel_while_attention_computes_and_gradients_while_it_goes_back
         told[threading.get_ident()].append(what)
 
     def note(name):
-        whole = getattr(Lent, name)
+        whole = getattr(LayerCopies, name)
 
         def noted(self, *given):
             say(name)
             return whole(self, *given)
 
-        monkeypatch.setattr(Lent, name, noted)
+        monkeypatch.setattr(LayerCopies, name, noted)
 
     for name in ("_issue", "give_back", "pass_on", "settle"):
         note(name)
-    attend, wait = Attention.forward, Ledger.wait
+    attend, wait = Attention.forward, CopyMeter.wait
 
     def attended(self, *given, **named):
         out = attend(self, *given, **named)
@@ -180,16 +180,18 @@ def test_copies_travel_while_attention_computes_and_gradients_while_it_goes_back
         wait(self, pending)
 
     monkeypatch.setattr(Attention, "forward", attended)
-    monkeypatch.setattr(Ledger, "wait", waited)
+    monkeypatch.setattr(CopyMeter, "wait", waited)
     given = job({"dp": 4, "ep": 4, "placer": "next"}, global_batch=4, microbatch=1)
-    weights = Fresh(config(**{**MOE, "num_layers": 1}), dtype=torch.float64)
+    weights = SeededWeights(config(**{**MOE, "num_layers": 1}), dtype=torch.float64)
     schedule = check_split(given, weights.config.shape())
 
     def on(comm):
-        engine = Engine(given, schedule, weights, comm, dtype=torch.float64)
+        engine = ParallelEngine(given, schedule, weights, comm, dtype=torch.float64)
         every = tokens(given, weights.config.vocab_size, 0, documents=False)
         mine = slice(comm.rank, comm.rank + 1)
-        engine.backward(Rows(every.inputs[mine], every.targets[mine], None, comm.rank, 0), 1, 9.0)
+        engine.backward(
+            ReplicaSequences(every.inputs[mine], every.targets[mine], None, comm.rank, 0), 1, 9.0
+        )
         return threading.get_ident()
 
     forward = ["_issue", "attention", "wait", "_issue", "wait"]
@@ -206,7 +208,7 @@ def test_what_attention_hides_is_not_waited_for():
     def on(comm, attention_s):
         own = torch.ones(1, 125, dtype=torch.float64, requires_grad=True)  # a second
         copies = copies_of(owner, np.ones((2, 2), dtype=bool), devices, comm.rank)
-        lent = Lent((own,), copies, comm, Ledger())
+        lent = LayerCopies((own,), copies, comm, CopyMeter())
         sign = begun(lent, (own,))
         comm.compute(attention_s)
         (out,) = landed(lent, handed(lent, sign))
@@ -262,11 +264,11 @@ def test_copies_are_gathered_again_where_that_is_hidden():
 
 def test_layers_choose_by_the_estimate():
     given = job({"dp": 2, "ep": 2, "placer": "fssdp"})
-    weights = Fresh(config(**MOE))
+    weights = SeededWeights(config(**MOE))
     schedule = check_split(given, weights.config.shape())
 
     def on(comm):
-        return Engine(given, schedule, weights, comm).local
+        return ParallelEngine(given, schedule, weights, comm).local
 
     model = run_ranks(2, on)[0]
     layers = [one for one in model.modules() if isinstance(one, CopiedExperts)]
@@ -274,7 +276,7 @@ def test_layers_choose_by_the_estimate():
     lending(model, long, machine)
     # The last layer's copies are needed again at once.
     assert [one.again for one in layers] == [True, True, False]
-    assert len({id(one.ledger) for one in layers}) == 1
+    assert len({id(one.meter) for one in layers}) == 1
     assert layers[0].budget == budget(long, machine)
     for work, where in ((short, machine), (long, None)):
         lending(model, work, where)

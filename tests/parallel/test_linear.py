@@ -10,9 +10,9 @@ from torch import nn  # noqa: E402
 from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.parallel.tensor.linear import (  # noqa: E402
     ColumnLinear,
-    Linear,
     RowLinear,
     WeightGradients,
+    WholeLinear,
     grouped,
 )
 
@@ -94,7 +94,7 @@ def test_one_rank_is_the_plain_layer_to_the_bit(bias, autocast):
     out, entry, grads = gradients(whole)
 
     def rank(comm):
-        for kind in (Linear, ColumnLinear, RowLinear):
+        for kind in (WholeLinear, ColumnLinear, RowLinear):
             other, other_entry, others = gradients(kind.of(whole, comm))
             assert out.dtype == other.dtype and torch.equal(out, other)
             assert torch.equal(entry, other_entry)
@@ -105,7 +105,7 @@ def test_one_rank_is_the_plain_layer_to_the_bit(bias, autocast):
 
 def test_gradients_wait_until_they_are_run_and_add_up():
     def rank(comm):
-        mine = Linear.of(layer(4, 3), comm)
+        mine = WholeLinear.of(layer(4, 3), comm)
         told = []
         mine.weight.register_post_accumulate_grad_hook(told.append)
         x = torch.randn(5, 4, dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_gradients_wait_until_they_are_run_and_add_up():
 
 def test_what_needs_no_gradient_gets_none():
     def rank(comm):
-        mine = Linear.of(layer(4, 3), comm)
+        mine = WholeLinear.of(layer(4, 3), comm)
         mine.weight.requires_grad_(False)
         x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
         waiting = WeightGradients()
@@ -151,7 +151,7 @@ def test_what_needs_no_gradient_gets_none():
 
 def test_each_rank_has_its_own_waiting_gradients():
     def rank(comm):
-        mine = Linear.of(layer(4, 3), comm)
+        mine = WholeLinear.of(layer(4, 3), comm)
         out = mine(torch.ones(1, 4, dtype=torch.float64)).sum()
         waiting = WeightGradients()
         if comm.rank == 0:

@@ -10,14 +10,21 @@ from parallel_splits import config as eight_layers
 from parallel_splits import job
 
 from shoal.claims.lab.masked import layer_routes, masked_backward, same_as_masked, visiting
-from shoal.claims.lab.same_as_one import Fresh, compare, on_rank, one_process, same_as_one, tokens
+from shoal.claims.lab.same_as_one import (
+    SeededWeights,
+    compare,
+    on_rank,
+    one_process,
+    same_as_one,
+    tokens,
+)
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import PlanError
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +75,7 @@ def test_keeping_all_gives_the_gradients_of_1f1b(of: int | None) -> None:
     found = same_as_one(work, config(), steps=1)
     assert found.same, found
     plain = job({"pp": 4, "schedule": "1f1b"}, microbatch=1)
-    weights = Fresh(config(), work.seed, torch.float64)
+    weights = SeededWeights(config(), work.seed, torch.float64)
     theirs = run_ranks(4, lambda comm: on_rank(plain, weights, comm, steps=1))[0]
     ours = run_ranks(4, lambda comm: on_rank(work, weights, comm, steps=1))[0]
     assert compare(theirs, ours, torch.float64).same
@@ -87,12 +94,14 @@ def test_a_replica_that_nobody_visits_gets_the_sum_too() -> None:
 def test_executed_routes_are_the_planned_ones() -> None:
     work = skipping(4, 3, swap=True)
     schedule = check_split(work, config().shape())
-    weights = Fresh(config(), 0, torch.float64)
+    weights = SeededWeights(config(), 0, torch.float64)
 
     def on(comm: Any) -> list[tuple[int, str]]:
-        engine = Engine(work, schedule, weights, comm, dtype=torch.float64)
+        engine = ParallelEngine(work, schedule, weights, comm, dtype=torch.float64)
         ids = torch.arange(8 * 17).view(8, 17) % 53
-        engine.backward(Rows(ids[:, :-1], ids[:, 1:], None, 0, 0), 1, 128.0, record=True)
+        engine.backward(
+            ReplicaSequences(ids[:, :-1], ids[:, 1:], None, 0, 0), 1, 128.0, record=True
+        )
         assert engine.runtime.events is not None
         assert tuple(event.op for event in engine.runtime.events) == schedule.ops[comm.rank]
         return [(event.op.mb, str(event.op)) for event in engine.runtime.events]
@@ -103,12 +112,12 @@ def test_executed_routes_are_the_planned_ones() -> None:
 
 def test_evaluation_is_of_the_whole_model() -> None:
     work = skipping(5, 2, of=3)
-    weights = Fresh(config(), 0, torch.float64)
+    weights = SeededWeights(config(), 0, torch.float64)
     ids = torch.arange(4 * 13).view(4, 13) % 53
     wanted = float(weights.model().loss_sum(ids[:, :-1], ids[:, 1:]).detach())
 
     def on(comm: Any) -> float:
-        engine = Engine(
+        engine = ParallelEngine(
             work, check_split(work, config().shape()), weights, comm, dtype=torch.float64
         )
         found = engine.loss_sum(ids[:, :-1], ids[:, 1:])
@@ -120,10 +129,10 @@ def test_evaluation_is_of_the_whole_model() -> None:
 
 def test_a_rank_that_is_a_copy_writes_nothing() -> None:
     work = skipping(5, 2, of=3)
-    weights = Fresh(config(), 0, torch.float32)
+    weights = SeededWeights(config(), 0, torch.float32)
 
     def on(comm: Any) -> list[str]:
-        engine = Engine(work, check_split(work, config().shape()), weights, comm)
+        engine = ParallelEngine(work, check_split(work, config().shape()), weights, comm)
         return [name for name in engine.held() if engine.writes(name)]
 
     written = [name for names in run_ranks(5, on) for name in names]
@@ -132,9 +141,9 @@ def test_a_rank_that_is_a_copy_writes_nothing() -> None:
 
 def test_masked_gradients_are_means_over_visiting_tokens() -> None:
     """By hand: each layer's gradient from the sequences that visit it alone."""
-    weights = Fresh(config(num_layers=3), 0, torch.float64)
+    weights = SeededWeights(config(num_layers=3), 0, torch.float64)
     ids = torch.arange(4 * 9).view(4, 9) * 7 % 53
-    rows = Rows(ids[:, :-1], ids[:, 1:], None, 0, 0)
+    rows = ReplicaSequences(ids[:, :-1], ids[:, 1:], None, 0, 0)
     routes = ((0, 1), (0, 2), (0, 1), (2, 0))
     model = weights.model()
     loss = masked_backward(model, rows, routes)
@@ -179,7 +188,7 @@ def test_splits_that_cannot_skip_are_refused(changes: dict[str, Any], words: str
 
 def test_the_plain_reference_is_not_that_of_routes() -> None:
     work = skipping(4, 3)
-    weights = Fresh(config(), 0, torch.float64)
+    weights = SeededWeights(config(), 0, torch.float64)
     plain = one_process(work, weights, steps=1)
     model = weights.model()
     routes = layer_routes(config().shape(), check_split(work, config().shape()))

@@ -10,19 +10,19 @@ from parallel_splits import config, job
 
 from shoal.claims.lab import measure_passes as measured
 from shoal.claims.lab.measure_passes import (
-    Alone,
-    Cheap,
+    PlaceholderWeights,
+    SingleRankComm,
     batch,
     measure_link,
     measure_passes,
     pass_costs,
     send_times,
 )
-from shoal.claims.lab.same_as_one import Fresh
+from shoal.claims.lab.same_as_one import SeededWeights
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import RankError, ShoalError
 from shoal.ir.schedule import Event, Op
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
 
 
@@ -57,12 +57,12 @@ def test_a_rank_alone_does_the_passes_it_does_among_others() -> None:
     rows = batch(one, config().vocab_size)
 
     def passes(comm):
-        engine = Engine(one, schedule, Cheap(config()), comm)
+        engine = ParallelEngine(one, schedule, PlaceholderWeights(config()), comm)
         engine.backward(rows, 1, rows.targets.numel(), record=True)
         shapes = {n: p.grad.shape for n, p in engine.local.named_parameters()}
         return [event.op for event in engine.runtime.events], shapes
 
-    assert run_ranks(2, passes) == [passes(Alone(rank, 2)) for rank in range(2)]
+    assert run_ranks(2, passes) == [passes(SingleRankComm(rank, 2)) for rank in range(2)]
 
 
 def test_costs_are_medians_over_the_microbatches() -> None:
@@ -76,10 +76,12 @@ def test_costs_are_medians_over_the_microbatches() -> None:
 
 
 def test_cheap_weights_have_the_shapes_of_the_model() -> None:
-    cheap, fresh = Cheap(config()), Fresh(config())
+    cheap, fresh = PlaceholderWeights(config()), SeededWeights(config())
     for name, parameter in fresh.model().named_parameters():
         assert cheap.whole(name).shape == parameter.shape
-    assert torch.equal(cheap.whole("embed.weight"), Cheap(config()).whole("embed.weight"))
+    assert torch.equal(
+        cheap.whole("embed.weight"), PlaceholderWeights(config()).whole("embed.weight")
+    )
 
 
 @pytest.mark.multi
@@ -114,4 +116,4 @@ def test_bad_input() -> None:
     with pytest.raises(ShoalError, match=r"rounds = 0: expected at least 1"):
         measure_passes([job({"pp": 2})], config(), rounds=0)
     with pytest.raises(RankError, match="another rank than 1"):
-        Alone(1, 2).send(torch.ones(1), 1, tag="x")
+        SingleRankComm(1, 2).send(torch.ones(1), 1, tag="x")

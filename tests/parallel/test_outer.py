@@ -10,7 +10,7 @@ import torch
 from parallel_splits import config, job
 
 from shoal.claims.lab.outer_reference import simulate
-from shoal.claims.lab.same_as_one import Fresh, _share, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, _share, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import CheckpointError, ConfigError, PlanError, RankError
 from shoal.core.meter import Meter
@@ -18,7 +18,7 @@ from shoal.core.parts import Choice, table
 from shoal.ir import Parallel
 from shoal.ir.hooks import TrainStep
 from shoal.parallel.comm.ranks import ranks_of
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
 from shoal.parallel.outer.co2 import CO2
 from shoal.parallel.outer.diloco import DiLoCo
@@ -300,7 +300,9 @@ def test_a_rank_that_leaves_within_a_round_ends_the_run():
 
 def train(now, comm, steps, model):
     """Losses and whole parameters at the end of steps that a rank makes as the trainer does."""
-    engine = Engine(now, check_split(now, model.shape()), Fresh(model, 0, F64), comm, dtype=F64)
+    engine = ParallelEngine(
+        now, check_split(now, model.shape()), SeededWeights(model, 0, F64), comm, dtype=F64
+    )
     owned = engine.sharded.owned()
     updater = torch.optim.AdamW(list(owned.values()), lr=1e-2)
     peers = engine.ranks.worker or comm
@@ -332,14 +334,22 @@ def one_worker_after_the_other(now, part, workers, steps, model):
 
     def on(comm):
         names = list(
-            Engine(
-                alone, check_split(alone, model.shape()), Fresh(model, 0, F64), comm, dtype=F64
+            ParallelEngine(
+                alone,
+                check_split(alone, model.shape()),
+                SeededWeights(model, 0, F64),
+                comm,
+                dtype=F64,
             ).sharded.owned()
         )
         engines, updaters = [], []
         for _ in range(workers):
-            engine = Engine(
-                alone, check_split(alone, model.shape()), Fresh(model, 0, F64), comm, dtype=F64
+            engine = ParallelEngine(
+                alone,
+                check_split(alone, model.shape()),
+                SeededWeights(model, 0, F64),
+                comm,
+                dtype=F64,
             )
             engines.append(engine)
             updaters.append(torch.optim.AdamW(list(engine.sharded.owned().values()), lr=1e-2))

@@ -26,7 +26,7 @@ from shoal.core.meter import Meter
 from shoal.cost.price.boxing import boxing
 from shoal.ir.placement import Mesh, every_placement, show_placement
 from shoal.ir.signatures import LINEAR, MONOTONE, NONLINEAR, OPERATIONS, legal, result_shape
-from shoal.plan.sbp.search import Leaf, Node, OpGraph, place
+from shoal.plan.sbp.search import Leaf, OpGraph, OpNode, place
 
 Case = tuple[str, list[tuple[int, ...]], dict[str, Any]]
 
@@ -222,10 +222,10 @@ def test_a_plan_equals_one_process() -> None:
             Leaf(name="v", shape=(6, 7), itemsize=8),
         ),
         ops=(
-            Node(name="h", kind="linear", inputs=("x", "w")),
-            Node(name="g", kind="gelu", inputs=("h",)),
-            Node(name="y", kind="linear", inputs=("g", "v")),
-            Node(name="z", kind="add", inputs=("x", "y")),
+            OpNode(name="h", kind="linear", inputs=("x", "w")),
+            OpNode(name="g", kind="gelu", inputs=("h",)),
+            OpNode(name="y", kind="linear", inputs=("g", "v")),
+            OpNode(name="z", kind="add", inputs=("x", "y")),
         ),
     )
     plan = place(graph, (2, 2), pins={"x": "B,B", "h": "S(1),P", "z": "S(0),B"})

@@ -10,17 +10,17 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.claims.lab.same_as_one import Fresh, assemble, same_as_one, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, assemble, same_as_one, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.meter import Meter
 from shoal.core.parts import table
 from shoal.ir.hooks import TrainStep
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.expert import resharding
-from shoal.parallel.expert.resharding import TAG, Layer, Resharding, move
+from shoal.parallel.expert.resharding import TAG, ReshardedLayer, Resharding, move
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.plan.placement import PLACERS
 from shoal.plan.placement.owners import in_order, only_owners
 from shoal.train.reshard import switch_engine
@@ -110,7 +110,7 @@ def test_every_expert_arrives_and_every_byte_is_counted(seed):
         for old, new in layers:
             mine = torch.from_numpy(np.flatnonzero(old == comm.rank))
             weights = mine[:, None, None] * torch.ones(3, 2, 2, dtype=torch.float64)
-            found.append(Layer(old, new, [weights, mine[:, None] + torch.zeros(3, 5)]))
+            found.append(ReshardedLayer(old, new, [weights, mine[:, None] + torch.zeros(3, 5)]))
         sent = move(found, comm)
         for (_, new), layer in zip(layers, found, strict=True):
             has = torch.from_numpy(np.flatnonzero(new == comm.rank))
@@ -131,7 +131,7 @@ def _train(comm, jobs, steps, weights):
     for now in jobs:
         if engine is None:
             schedule = check_split(now, weights.config.shape())
-            engine = Engine(now, schedule, weights, comm, dtype=torch.float64)
+            engine = ParallelEngine(now, schedule, weights, comm, dtype=torch.float64)
             updater = table("optimizer").build(now.optimizer).build(engine.sharded.owned())
         else:
             engine, updater, _ = switch_engine(engine, updater, now, comm)
@@ -139,7 +139,7 @@ def _train(comm, jobs, steps, weights):
             every = tokens(now, weights.config.vocab_size, number, documents=False)
             share = len(every.inputs) // engine.replicas
             own = slice(engine.replica * share, (engine.replica + 1) * share)
-            rows = Rows(every.inputs[own], every.targets[own], None, own.start, number)
+            rows = ReplicaSequences(every.inputs[own], every.targets[own], None, own.start, number)
             engine.backward(rows, now.microbatch, int((every.targets != -100).sum()))
             engine.finish()
             updater.step(1.0)
@@ -180,7 +180,7 @@ def _goes(other, after):
     small = {"global_batch": 4, "microbatch": 1, "optimizer": {"name": "adamw", "lr": 1e-3}}
     moving = job({"dp": 4, "ep": 4, "placer": "shuffled"}, **small)
     then = job(other[0], **{**small, **other[1]})
-    weights = Fresh(config(**MOE), dtype=torch.float64)
+    weights = SeededWeights(config(**MOE), dtype=torch.float64)
     plain = job({"dp": 4}, **small)
     whole, _ = run_ranks(4, lambda comm: _train(comm, [plain], 4, weights))[0]
     jobs = [moving, then] if after else [then, moving]

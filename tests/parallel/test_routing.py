@@ -10,15 +10,15 @@ import pytest
 import torch
 from parallel_splits import config, job
 
-from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, same_as_one, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import PlanError
 from shoal.ir.hooks import TrainStep
 from shoal.model.routing import StepRouting
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 
 MOE: dict[str, Any] = {"family": "mixtral", "num_experts": 4, "top_k": 2, "num_layers": 2}
 
@@ -128,7 +128,7 @@ def test_what_else_a_job_may_do(split, extra):
     agrees(split, GATES["sigmoid"], **extra)
 
 
-class Crowded(Fresh):
+class Crowded(SeededWeights):
     """Weights with which every token chooses expert 2, and no other."""
 
     def whole(self, name: str) -> torch.Tensor:
@@ -150,11 +150,13 @@ def test_a_router_that_sends_all_to_one_expert_runs_and_is_reported(factor, drop
     count = int((whole.targets != -100).sum())
 
     def on(comm: Any) -> tuple[float, Any, torch.Tensor]:
-        engine = Engine(
+        engine = ParallelEngine(
             split, check_split(split, model.shape()), weights, comm, dtype=torch.float64
         )
         part = slice(2 * engine.replica, 2 * engine.replica + 2)
-        rows = Rows(whole.inputs[part], whole.targets[part], None, 2 * engine.replica, 0)
+        rows = ReplicaSequences(
+            whole.inputs[part], whole.targets[part], None, 2 * engine.replica, 0
+        )
         loss = engine.backward(rows, 1, count)
         engine.finish()
         routers: Any = engine.hooks["routers"]
@@ -225,7 +227,7 @@ def test_loads_become_even(plain, balanced):
 
 def _worst(routing: dict[str, Any]) -> float:
     """Mean imbalance of the last steps of a short training whose routers begin crowded."""
-    model = Fresh(config(**{**moe(**routing), "num_experts": 8}), 0).model()
+    model = SeededWeights(config(**{**moe(**routing), "num_experts": 8}), 0).model()
     with torch.no_grad():
         for block in model.blocks:
             block.mlp.router.weight.mul_(8.0)

@@ -10,7 +10,7 @@ import torch
 from halo import halo_exchange
 
 from shoal.claims.lab.strided.messages import locality, receive, send
-from shoal.claims.lab.strided.method import Grid, MethodModel, Parts
+from shoal.claims.lab.strided.method import LocalityTimes, MethodModel, TimeGrid
 from shoal.claims.lab.strided.tables import agreed, measure_parts
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import ConfigError, KernelError, RankError
@@ -107,14 +107,14 @@ def test_a_message_may_be_waited_for_twice() -> None:
 
 
 def model(block_s: float) -> MethodModel:
-    flat = Grid(rows=(1.0,), seconds=((1e-3,),))
+    flat = TimeGrid(rows=(1.0,), seconds=((1e-3,),))
     return MethodModel(
         {
-            name: Parts(
+            name: LocalityTimes(
                 pack=flat,
                 unpack=flat,
                 send=flat,
-                blocks=Grid(rows=(1.0, 2.0), seconds=((block_s,), (2 * block_s,))),
+                blocks=TimeGrid(rows=(1.0, 2.0), seconds=((block_s,), (2 * block_s,))),
             )
             for name in ("node", "far")
         }

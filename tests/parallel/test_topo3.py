@@ -9,7 +9,7 @@ from parallel_splits import config as eight
 from parallel_splits import job
 from torch import Tensor
 
-from shoal.claims.lab.same_as_one import Fresh, same_as_one, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, same_as_one, tokens
 from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import Choice, table
@@ -20,11 +20,11 @@ from shoal.machine.described import load
 from shoal.model.config import ModelConfig
 from shoal.parallel.comm.compress import pack, unpack
 from shoal.parallel.comm.wire import packed_bytes
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
 from shoal.parallel.shard.levelled import LevelledModel
 from shoal.parallel.shard.topo3_cost import hops, span
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.plan.strategy.space import sharding_choices
 
 LAYERS = 2
@@ -60,18 +60,18 @@ def test_same_as_one(parallel: dict[str, int], shard: Any, recompute: str) -> No
 
 def train(one: Any, *, steps: int = 1, hook: Any = None, **nodes: Any) -> list[Any]:
     """Steps of a job on threads; of each rank its bytes by op, scope and tag, and the hook's."""
-    weights = Fresh(config(), dtype=torch.float32)
+    weights = SeededWeights(config(), dtype=torch.float32)
     schedule = check_split(one, config().shape())
 
     def run(comm: ThreadComm) -> Any:
-        engine = Engine(one, schedule, weights, comm, dtype=torch.float32)
+        engine = ParallelEngine(one, schedule, weights, comm, dtype=torch.float32)
         owned = engine.sharded.owned()
         adam = torch.optim.AdamW(list(owned.values()))
         for step in range(steps):
             rows = tokens(one, config().vocab_size, step, documents=False)
             share = len(rows.inputs) // engine.replicas
             mine = slice(engine.replica * share, (engine.replica + 1) * share)
-            rows = Rows(rows.inputs[mine], rows.targets[mine], None, mine.start, step)
+            rows = ReplicaSequences(rows.inputs[mine], rows.targets[mine], None, mine.start, step)
             engine.backward(rows, one.microbatch, 100.0)
             before = hook(engine) if hook is not None else None
             engine.finish()
@@ -137,11 +137,11 @@ def test_memory_is_the_formula() -> None:
     n, g0, g1 = 8, 2, 4
     one = job({"dp": n}, shard=topo3(g0, g1, dtype="bf16"), microbatch=1)
 
-    def hook(engine: Engine) -> dict[str, int]:
+    def hook(engine: ParallelEngine) -> dict[str, int]:
         assert isinstance(engine.sharded, LevelledModel)
         return engine.sharded.held_bytes()
 
-    psi = sum(math.prod(p.shape) for p in Fresh(config()).model().parameters())
+    psi = sum(math.prod(p.shape) for p in SeededWeights(config()).model().parameters())
     for _, sizes, held in train(one, hook=hook):
         mine = sum(size for size, _ in sizes)
         assert held == {

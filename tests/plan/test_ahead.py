@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
-from shoal.ir import Limits, Request, SamplingParams, StepResult
-from shoal.plan.batching.schedulers.ahead import Ahead
+from shoal.ir import Request, SamplingParams, SchedulerLimits, StepResult
+from shoal.plan.batching.schedulers.ahead import AheadScheduler
 
 SCHEDULERS = ("fcfs", "prefill_first", "static", "fair")
 
@@ -32,7 +32,7 @@ def token(request: Request, place: int) -> int:
 )
 def test_tokens_and_books_whatever_is_under_way(scheduler, depth, blocks, sizes, aborts) -> None:
     kv = table("kv").build({"name": "paged", "block_size": 4}).build(blocks * 4)
-    limits = Limits(max_running=6, max_step_tokens=9, max_position=64)
+    limits = SchedulerLimits(max_running=6, max_step_tokens=9, max_position=64)
     chosen = table("scheduler").build({"name": scheduler}).build(kv, limits)
     requests = [
         Request(f"r{n}", [n % 3, *range(prompt - 1)], prompt, SamplingParams(max_tokens=out))
@@ -41,7 +41,7 @@ def test_tokens_and_books_whatever_is_under_way(scheduler, depth, blocks, sizes,
     ]
     for request in requests:
         chosen.add(request)
-    ahead, flying, gone, turn = Ahead(chosen, depth), deque(), set(), 0
+    ahead, flying, gone, turn = AheadScheduler(chosen, depth), deque(), set(), 0
     while chosen.requests or flying:
         turn += 1
         assert turn < 3000
@@ -79,11 +79,11 @@ def test_tokens_and_books_whatever_is_under_way(scheduler, depth, blocks, sizes,
 
 def test_several_steps_share_those_that_generate() -> None:
     kv = table("kv").build({"name": "paged"}).build(1024)
-    limits = Limits(max_running=16, max_step_tokens=64, max_position=64)
+    limits = SchedulerLimits(max_running=16, max_step_tokens=64, max_position=64)
     chosen = table("scheduler").build({"name": "fcfs"}).build(kv, limits)
     for number in range(7):
         chosen.add(Request(f"r{number}", [1, 2], 2, SamplingParams(max_tokens=9)))
-    ahead = Ahead(chosen, 3)
+    ahead = AheadScheduler(chosen, 3)
     prompts = ahead.plan(0.0)
     assert len(prompts.chunks) == 7
     assert not ahead.plan(0.0)
@@ -93,4 +93,4 @@ def test_several_steps_share_those_that_generate() -> None:
     with pytest.raises(ValueError, match="in the order in which they were planned"):
         ahead.commit(steps[1], StepResult({}), 0.0)
     with pytest.raises(ConfigError, match="steps under way = 0"):
-        Ahead(chosen, 0)
+        AheadScheduler(chosen, 0)

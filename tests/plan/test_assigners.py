@@ -23,9 +23,9 @@ from shoal.plan.balance.sequences.buckets import bucketed
 from shoal.plan.balance.sequences.bytescale import ByteScale
 from shoal.plan.balance.sequences.fill import best_fit
 from shoal.plan.balance.sequences.flexsp import FlexSP, best_homogeneous
-from shoal.plan.balance.sequences.groups import Pool, homogeneous, searched, solved
+from shoal.plan.balance.sequences.groups import RankPool, homogeneous, searched, solved
 from shoal.plan.balance.sequences.lengths import read_lengths
-from shoal.plan.balance.sequences.packed import Packed
+from shoal.plan.balance.sequences.packed import PackedAssigner
 from shoal.plan.balance.sequences.picture import draw
 from shoal.plan.balance.sequences.predicted import predict
 
@@ -152,7 +152,7 @@ def test_buckets_lose_the_least(lengths: list[int], most: int) -> None:
     assert ours == min(loss(cut) for cut in _runs(sorted(lengths, reverse=True), most))
 
 
-def _exhaustive(lengths: Sequence[int], pool: Pool) -> float:
+def _exhaustive(lengths: Sequence[int], pool: RankPool) -> float:
     """The fastest single pass of all: every cut of the ranks, every deal."""
     cuts = [c for c in ([4], [2, 2], [2, 1, 1], [1, 1, 1, 1]) if pool.ranks == 4]
     best = math.inf
@@ -170,7 +170,7 @@ def _exhaustive(lengths: Sequence[int], pool: Pool) -> float:
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 350), min_size=1, max_size=5))
 def test_the_program_finds_the_optimum(lengths: list[int]) -> None:
-    pool = Pool(4, 100, COST)
+    pool = RankPool(4, 100, COST)
     best = _exhaustive(lengths, pool)
     known = searched(lengths, pool)
     found = solved(lengths, pool, buckets=16, limit_s=5.0, known=known)
@@ -186,7 +186,7 @@ def test_the_program_finds_the_optimum(lengths: list[int]) -> None:
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40))
 def test_never_worse_than_one_degree(lengths: list[int]) -> None:
-    pool = Pool(8, 100, COST)
+    pool = RankPool(8, 100, COST)
     found = FlexSP(capacity_tokens=100, limit_s=0.0).solve(lengths, pool)
     assert found.seconds <= best_homogeneous(lengths, pool)[1] * (1 + 1e-9)
     assert found.seconds <= sum(
@@ -201,7 +201,7 @@ def test_ranks_that_are_no_power_of_two_leave_some_idle() -> None:
 
 def test_ulysses_splits_no_head() -> None:
     few = SequenceCost(quadratic_s=1e-6, linear_s=1e-3, heads=4, kv_heads=2)
-    assert Pool(16, 100, few).degrees == [4, 2, 1]
+    assert RankPool(16, 100, few).degrees == [4, 2, 1]
     with pytest.raises(PlanError, match="the smallest group that could has 9 ranks"):
         FlexSP(capacity_tokens=100).assign([900], 16, few)
 
@@ -226,7 +226,7 @@ def test_bad_costs_and_plans() -> None:
     with pytest.raises(ConfigError, match=r"cost\.quadratic_s = nan"):
         SequenceCost(quadratic_s=math.nan, linear_s=1.0)
     with pytest.raises(PlanError, match="divisor of 4"):
-        Packed(cp=3).assign([1], 4, COST)
+        PackedAssigner(cp=3).assign([1], 4, COST)
     for steps, told in (
         ((), "sequence 0 in 0"),
         ((MicroStep((0,), (0,)), MicroStep((0,), (1,))), "sequence 0 in 2"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import PlanError
-from shoal.plan.autotp.flow import Split, Stop, travel
-from shoal.plan.autotp.graph import Graph, Node, Ref
+from shoal.plan.autotp.flow import SplitDimension, Stop, travel
+from shoal.plan.autotp.graph import Graph, GraphNode, Ref
 from shoal.plan.autotp.plan import plan_tensors
 
 
@@ -14,14 +14,14 @@ class Sketch:
     """Writes a graph line by line; parameters are named p0, p1 ... in order."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[GraphNode] = []
 
     def add(self, kind: str, shape: tuple[int, ...] | None, op: str = "", *args: object) -> Ref:
         letter = {"param": "p", "input": "x", "call": "v", "constant": "c"}[kind]
         name = f"{letter}{sum(n.kind == kind for n in self.nodes)}"
         integer = kind == "input" and len(shape or ()) == 2
         self.nodes.append(
-            Node(
+            GraphNode(
                 name=name,
                 kind=kind,
                 op=op,
@@ -46,7 +46,7 @@ class Sketch:
         return next(n.shape for n in self.nodes if n.name == x.name) or ()
 
     def done(self, *out: Ref) -> Graph:
-        last = Node(name="output", kind="output", args=(list(out),))
+        last = GraphNode(name="output", kind="output", args=(list(out),))
         return Graph([*self.nodes, last], "sketch")
 
 
@@ -168,7 +168,7 @@ def test_a_constant_of_every_head_is_cut() -> None:
     bias = g.add("constant", (16,))
     y = g.call("add", (2, 3, 16), g.linear(x, 16), bias)
     _, flow = plan_tensors(g.done(g.linear(y, 8)), 2)
-    assert flow.cut == {("v1", "c0"): Split(0, (16,), "v0")}
+    assert flow.cut == {("v1", "c0"): SplitDimension(0, (16,), "v0")}
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_splits_travel(
     x = g.add("input", before)
     y = g.call(op, after, x, *args)
     graph = g.done(y)
-    found = travel(graph, graph[y.name], {x.name: Split(dim, (before[dim],), "v")}, 2)
-    assert isinstance(found, Split)
+    found = travel(graph, graph[y.name], {x.name: SplitDimension(dim, (before[dim],), "v")}, 2)
+    assert isinstance(found, SplitDimension)
     assert (found.dim, found.segments) == expected
 
 
@@ -218,7 +218,7 @@ def test_splits_stop(op: str, dim: int, args: tuple[object, ...]) -> None:
     y = g.call(op, (2, 3, 8), x, *args)
     graph = g.done(y)
     with pytest.raises(Stop):
-        travel(graph, graph[y.name], {x.name: Split(dim, ((2, 3, 8)[dim],), "v")}, 2)
+        travel(graph, graph[y.name], {x.name: SplitDimension(dim, ((2, 3, 8)[dim],), "v")}, 2)
 
 
 def test_one_rank_needs_no_plan() -> None:

@@ -11,13 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, ServeError
-from shoal.ir import Chunk, KVManager, Limits, Output, Request, SamplingParams, Step, StepResult
+from shoal.ir import (
+    Chunk,
+    KVManager,
+    Output,
+    Request,
+    SamplingParams,
+    SchedulerLimits,
+    Step,
+    StepResult,
+)
 from shoal.plan.batching import KV_MANAGERS, SCHEDULERS
-from shoal.plan.batching.cache.contiguous import Contiguous, ContiguousRuns
+from shoal.plan.batching.cache.contiguous import ContiguousCache, ContiguousRuns
 from shoal.plan.batching.cache.paged import Paged, PagedBlocks
 from shoal.plan.batching.schedulers.fcfs import Fcfs, FcfsScheduler
 
-LIMITS = Limits(max_running=4, max_step_tokens=16, max_position=64)
+LIMITS = SchedulerLimits(max_running=4, max_step_tokens=16, max_position=64)
 BOTH_KV = pytest.mark.parametrize("kv", ["paged", "contiguous"])
 ALL = pytest.mark.parametrize(
     ("scheduler", "kv"),
@@ -53,12 +62,16 @@ def spelled(choice: Any, **options: Any) -> dict[str, Any]:
     return {**({"name": choice} if isinstance(choice, str) else choice), **options}
 
 
-def make(scheduler: Any, kv: Any, tokens: int, limits: Limits = LIMITS, block_size: int = 4) -> Any:
+def make(
+    scheduler: Any, kv: Any, tokens: int, limits: SchedulerLimits = LIMITS, block_size: int = 4
+) -> Any:
     bookkeeping = KV_MANAGERS.build(spelled(kv, block_size=block_size)).build(tokens)
     return SCHEDULERS.build(scheduler).build(bookkeeping, limits)
 
 
-def planned(scheduler: Any, limits: Limits, before: dict[str, int], now: float = 0.0) -> Step:
+def planned(
+    scheduler: Any, limits: SchedulerLimits, before: dict[str, int], now: float = 0.0
+) -> Step:
     """The next step, after checks of what a scheduler promises of every step."""
     ran = set(scheduler.running)
     step: Step = scheduler.plan(now)
@@ -88,7 +101,11 @@ def planned(scheduler: Any, limits: Limits, before: dict[str, int], now: float =
 
 
 def run(
-    scheduler: Any, requests: Sequence[Request], *, joins: Callable[[int], int], limits: Limits
+    scheduler: Any,
+    requests: Sequence[Request],
+    *,
+    joins: Callable[[int], int],
+    limits: SchedulerLimits,
 ) -> dict[str, list[int]]:
     """Add ``joins(step)`` requests before each step; run to the end; prompts with outputs."""
     place = {one.id: index for index, one in enumerate(requests)}
@@ -114,7 +131,7 @@ def run(
     return done
 
 
-def expected(one: Request, limits: Limits) -> list[int]:
+def expected(one: Request, limits: SchedulerLimits) -> list[int]:
     tokens = list(one.tokens[: one.n_prompt])
     while len(tokens) - one.n_prompt < one.params.max_tokens and len(tokens) < limits.max_position:
         tokens.append(next_token(tokens))
@@ -142,7 +159,7 @@ def test_everything_finishes_with_the_tokens_of_running_alone(
     scheduler: Any, kv: Any, seed: int
 ) -> None:
     """Whatever is preempted, shared or cut: the same tokens as without any of it."""
-    limits = Limits(max_running=4, max_step_tokens=16, max_position=26)
+    limits = SchedulerLimits(max_running=4, max_step_tokens=16, max_position=26)
     requests = crowd(seed, 60)
     want = {one.id: expected(one, limits) for one in requests}
     draw = random.Random(seed)
@@ -152,7 +169,7 @@ def test_everything_finishes_with_the_tokens_of_running_alone(
 
 
 def test_a_full_cache_preempts_the_youngest_which_ends_the_same() -> None:
-    limits = Limits(max_running=8, max_step_tokens=64, max_position=64)
+    limits = SchedulerLimits(max_running=8, max_step_tokens=64, max_position=64)
     requests = [request(f"r{i}", [i] * 8, 24) for i in range(4)]
     want = {one.id: expected(one, limits) for one in requests}
     built = make({"name": "fcfs", "watermark": 0}, "paged", tokens=64, limits=limits)
@@ -170,7 +187,7 @@ def test_ten_thousand_random_operations(
 ) -> None:
     """Requests come, run and are aborted at random; all books agree after each operation."""
     draw = random.Random(7)
-    limits = Limits(max_running=5, max_step_tokens=12, max_position=40)
+    limits = SchedulerLimits(max_running=5, max_step_tokens=12, max_position=40)
     built = make(scheduler, kv, tokens=60, limits=limits)
     stems = [[draw.randrange(9) for _ in range(8)] for _ in range(4)]
     place: dict[str, int] = {}
@@ -346,7 +363,7 @@ def test_contiguous_sets_the_whole_length_aside_and_joins_free_runs() -> None:
 
 
 def test_paging_holds_more_at_once_than_contiguous_runs() -> None:
-    limits = Limits(max_running=16, max_step_tokens=256, max_position=128)
+    limits = SchedulerLimits(max_running=16, max_step_tokens=256, max_position=128)
 
     def most(kv: str) -> int:
         built = make("fcfs", kv, tokens=256, limits=limits)
@@ -359,7 +376,7 @@ def test_paging_holds_more_at_once_than_contiguous_runs() -> None:
 
 
 def test_decodes_come_before_prompts_and_prompts_are_cut() -> None:
-    limits = Limits(max_running=4, max_step_tokens=8, max_position=64)
+    limits = SchedulerLimits(max_running=4, max_step_tokens=8, max_position=64)
     built = make("fcfs", "paged", tokens=128, limits=limits)
     a, b = request("a", [1] * 5, 4), request("b", [2] * 12, 4)
     built.add(a)
@@ -385,7 +402,7 @@ def test_planning_again_without_a_commit_gives_the_same_step() -> None:
 
 
 def test_static_waits_for_the_whole_batch() -> None:
-    limits = Limits(max_running=2, max_step_tokens=16, max_position=64)
+    limits = SchedulerLimits(max_running=2, max_step_tokens=16, max_position=64)
     built = make("static", "paged", tokens=256, limits=limits)
     for name, length in (("a", 1), ("b", 5), ("c", 1)):
         built.add(request(name, [1] * 4, length))
@@ -401,7 +418,7 @@ def test_static_waits_for_the_whole_batch() -> None:
 def test_a_request_ends_on_a_stop_token_on_max_tokens_and_on_max_position(
     scheduler: Any, kv: Any
 ) -> None:
-    limits = Limits(max_running=4, max_step_tokens=32, max_position=16)
+    limits = SchedulerLimits(max_running=4, max_step_tokens=32, max_position=16)
     built = make(scheduler, kv, tokens=64, limits=limits)
     built.add(request("stop", [1] * 4, 9, stop_ids=frozenset({5})))
     built.add(request("count", [1] * 4, 3))
@@ -488,7 +505,10 @@ REFUSED = [
 @pytest.mark.parametrize(("one", "message"), REFUSED, ids=[m for _, m in REFUSED])
 def test_refuses_what_can_never_run(scheduler: Any, kv: Any, one: Request, message: str) -> None:
     built = make(
-        scheduler, kv, tokens=32, limits=Limits(max_running=2, max_step_tokens=64, max_position=64)
+        scheduler,
+        kv,
+        tokens=32,
+        limits=SchedulerLimits(max_running=2, max_step_tokens=64, max_position=64),
     )
     with pytest.raises(ServeError, match=message):
         built.add(one)
@@ -537,7 +557,7 @@ def test_refuses_a_wrong_watermark() -> None:
 def test_protocols_hold() -> None:
     from shoal.ir import Scheduler
 
-    for kv in (Paged(), Contiguous()):
+    for kv in (Paged(), ContiguousCache()):
         built = kv.build(64)
         assert isinstance(built, KVManager)
         assert isinstance(Fcfs().build(built, LIMITS), Scheduler)

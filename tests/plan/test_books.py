@@ -14,14 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from toy_memory import Memory, next_token
 
-from shoal.cost.step_cost.fitted import Fitted
-from shoal.ir import HostLink, Limits, Request, SamplingParams
+from shoal.cost.step_cost.fitted import FittedStepCost
+from shoal.ir import HostLink, Request, SamplingParams, SchedulerLimits
 from shoal.plan.batching import KV_MANAGERS, PREEMPTIONS, SCHEDULERS
 
-LIMITS = Limits(max_running=5, max_step_tokens=12, max_position=40)
+LIMITS = SchedulerLimits(max_running=5, max_step_tokens=12, max_position=40)
 # Copying and computing again take about as long, so that some are copied and some are not.
 LINK = HostLink(copy_s=1e-3, bytes_per_s=1e6, block_bytes=100.0)
-COST = Fitted(step=1e-3, token=1e-3, prompt_pair=0, decode_key=0, chunk=0)
+COST = FittedStepCost(step=1e-3, token=1e-3, prompt_pair=0, decode_key=0, chunk=0)
 
 # Options that make much happen in little room; parts without any are built with their defaults.
 OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -12,27 +12,27 @@ import yaml
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import table
-from shoal.cost.serving.fleet import Instance, simulate_fleet
-from shoal.cost.serving.simulator import Served
+from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
+from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.shapes import resolve
 from shoal.ir import (
     Arrival,
     Disagg,
-    Limits,
     Phase,
     Request,
     SamplingParams,
+    SchedulerLimits,
     ServeJob,
     ServePlan,
     StepResult,
 )
 from shoal.machine.described import load
-from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.emit import EMITTERS
 from shoal.plan.serving.disagg import GoodputReport, drifted, plan_goodput
 from shoal.plan.serving.goodput import Goodput, Slo, poisson, replicas
 
-LIMITS = Limits(max_running=4, max_step_tokens=16, max_position=64)
+LIMITS = SchedulerLimits(max_running=4, max_step_tokens=16, max_position=64)
 COST = Phased(
     prefill=PromptLine(step=0.02, token=1e-4, square=0.0),
     decode=DecodeLine(step=0.02, key=0.0, request=1e-3),
@@ -105,7 +105,7 @@ def test_random_operations_of_both_phases(seed: int) -> None:
 
 
 def test_prompts_share_a_step_up_to_the_batch_and_long_ones_go_alone() -> None:
-    limits = Limits(max_running=8, max_step_tokens=100, max_position=512)
+    limits = SchedulerLimits(max_running=8, max_step_tokens=100, max_position=512)
     for kind, name in (("phase", "prefill"), ("scheduler", "prefill_first")):
         part = table(kind).build({"name": name, "batch_tokens": 50})
         scheduler: Any = part.build(table("kv").build("paged").build(4096), limits)
@@ -123,11 +123,11 @@ def test_prompts_share_a_step_up_to_the_batch_and_long_ones_go_alone() -> None:
 
 
 def rates(devices: int = 1) -> Goodput:
-    def serve(arrivals: list[Arrival]) -> list[Served]:
+    def serve(arrivals: list[Arrival]) -> list[ServedRequest]:
         kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(4096)
-        limits = Limits(max_running=32, max_step_tokens=256, max_position=512)
-        one = Instance(table("scheduler").build("prefill_first").build(kv, limits), COST)
-        return simulate_fleet([one], [], LeastLoaded(1), arrivals).served
+        limits = SchedulerLimits(max_running=32, max_step_tokens=256, max_position=512)
+        one = SimulatedInstance(table("scheduler").build("prefill_first").build(kv, limits), COST)
+        return simulate_fleet([one], [], LeastLoadedDispatcher(1), arrivals).served
 
     requests = [Arrival(0.0, (1,) * n, 2 + n % 5) for n in range(10, 40)]
     return Goodput(serve, poisson(requests, 500, 0), devices)  # type: ignore[arg-type]
@@ -157,11 +157,11 @@ class Line:
     def __init__(self, at: float, power: float) -> None:
         self.at, self.power, self.asked = at, power, 0
 
-    def __call__(self, arrivals: list[Arrival]) -> list[Served]:
+    def __call__(self, arrivals: list[Arrival]) -> list[ServedRequest]:
         self.asked += 1
         rate = (len(arrivals) - 1) / (arrivals[-1].at - arrivals[0].at)
         late = (rate / self.at) ** self.power * (1 - 1e-9)
-        return [Served("x", one.at, 1, one.at + late, one.at + late, 1) for one in arrivals]
+        return [ServedRequest("x", one.at, 1, one.at + late, one.at + late, 1) for one in arrivals]
 
 
 @pytest.mark.parametrize("power", [0.3, 1.0, 3.0, 40.0])

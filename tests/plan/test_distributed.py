@@ -9,17 +9,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.core.errors import ConfigError, ServeError
 from shoal.core.parts import table
-from shoal.cost.step_cost.lent import Lent
-from shoal.ir import Arrival, Limits, Request, SamplingParams
+from shoal.cost.step_cost.lending import LendingStepCost
+from shoal.ir import Arrival, Request, SamplingParams, SchedulerLimits
 from shoal.plan.batching.cache.distributed import (
     UNBACKED,
+    BlockLoan,
     Distributed,
     DistributedBlocks,
-    Lend,
     place_of,
     reference,
 )
-from shoal.plan.batching.cache.ledger import Beat, Debt, Ledger, throughput
+from shoal.plan.batching.cache.loans import InstanceStatus, Loan, LoanRegistry, throughput
 from shoal.plan.batching.schedulers.fcfs import Fcfs
 from shoal.plan.serving.lending import simulate_lending
 
@@ -49,7 +49,7 @@ class Several(RuleBasedStateMachine):
             for number in range(3)
         }
         self.requests: dict[int, dict[str, Request]] = {number: {} for number in self.books}
-        self.flights: dict[int, list[Lend]] = {number: [] for number in self.books}
+        self.flights: dict[int, list[BlockLoan]] = {number: [] for number in self.books}
         self.released: dict[tuple[int, int], list[int]] = {}
         self.count = 0
 
@@ -160,8 +160,8 @@ class Several(RuleBasedStateMachine):
         for number, kv in getattr(self, "books", {}).items():
             kv.check_integrity(self.requests[number])
             for creditor, blocks in kv.borrowed.items():
-                assert self.books[creditor].lent[number] == blocks
-            for debtor, blocks in kv.lent.items():
+                assert self.books[creditor].blocks_on_loan[number] == blocks
+            for debtor, blocks in kv.blocks_on_loan.items():
                 assert self.books[debtor].borrowed[number] == blocks
 
 
@@ -251,8 +251,8 @@ def test_as_many_lenders_as_are_allowed() -> None:
     assert len({one.instance for one in kv.begin(4)}) == 2
 
 
-def beats(*some: Beat) -> Ledger:
-    ledger = Ledger(len(some), SIZE, Linear(), timeout_s=3.0)
+def beats(*some: InstanceStatus) -> LoanRegistry:
+    ledger = LoanRegistry(len(some), SIZE, Linear(), timeout_s=3.0)
     for beat in some:
         ledger.beat(beat, 0.0)
     return ledger
@@ -260,42 +260,44 @@ def beats(*some: Beat) -> Ledger:
 
 def test_ledger_adds_up_to_nothing_and_forgets_the_lost() -> None:
     ledger = beats(
-        Beat(instance=0, borrowed={1: 5, 2: 3}), Beat(instance=1), Beat(instance=2, borrowed={})
+        InstanceStatus(instance=0, borrowed={1: 5, 2: 3}),
+        InstanceStatus(instance=1),
+        InstanceStatus(instance=2, borrowed={}),
     )
     assert ledger.balances() == {0: -8, 1: 5, 2: 3}
     assert ledger.lose(1) == [0]
-    assert ledger.debts == [Debt(0, 2, 3)]
+    assert ledger.debts == [Loan(0, 2, 3)]
     assert sum(ledger.balances().values()) == 0
-    ledger.beat(Beat(instance=1), 1.0)  # a word that comes late
+    ledger.beat(InstanceStatus(instance=1), 1.0)  # a word that comes late
     assert 1 not in ledger.instances
 
 
 def test_silence_is_noticed_by_the_time_that_is_told() -> None:
-    ledger = beats(Beat(instance=0), Beat(instance=1))
-    ledger.beat(Beat(instance=0), 2.0)
+    ledger = beats(InstanceStatus(instance=0), InstanceStatus(instance=1))
+    ledger.beat(InstanceStatus(instance=0), 2.0)
     assert ledger.silent(3.0) == []
     assert ledger.silent(3.5) == [1]
-    assert Ledger(2, SIZE, Linear()).silent(99.0) == []  # they are still starting
+    assert LoanRegistry(2, SIZE, Linear()).silent(99.0) == []  # they are still starting
 
 
 def test_loans_go_to_who_gains_most_from_who_loses_least() -> None:
     busy, idle = (100,) * 8, ()
     ledger = beats(
-        Beat(instance=0, short=10, waiting=60, contexts=(50,)),
-        Beat(instance=1, lendable=20, contexts=busy),
-        Beat(instance=2, lendable=6, contexts=idle),
+        InstanceStatus(instance=0, short=10, waiting=60, contexts=(50,)),
+        InstanceStatus(instance=1, lendable=20, contexts=busy),
+        InstanceStatus(instance=2, lendable=6, contexts=idle),
     )
-    assert ledger.loans() == [Debt(0, 2, 6), Debt(0, 1, 4)]
+    assert ledger.loans() == [Loan(0, 2, 6), Loan(0, 1, 4)]
     # Not even all together let the request in: nothing is lent in part.
-    ledger.beat(Beat(instance=0, short=30, waiting=120), 0.0)
+    ledger.beat(InstanceStatus(instance=0, short=30, waiting=120), 0.0)
     assert ledger.loans() == []
 
 
 def test_near_lenders_come_first() -> None:
     ledger = beats(
-        Beat(instance=0, short=5, waiting=20, node="a"),
-        Beat(instance=1, lendable=9, node="b"),
-        Beat(instance=2, lendable=9, node="a", contexts=(9,)),
+        InstanceStatus(instance=0, short=5, waiting=20, node="a"),
+        InstanceStatus(instance=1, lendable=9, node="b"),
+        InstanceStatus(instance=2, lendable=9, node="a", contexts=(9,)),
     )
     assert [debt.creditor for debt in ledger.loans()] == [2]
 
@@ -303,26 +305,33 @@ def test_near_lenders_come_first() -> None:
 def test_nothing_is_lent_when_the_sum_gets_worse() -> None:
     # A huge context for one request more, at a lender that generates for many.
     ledger = beats(
-        Beat(instance=0, short=9000, waiting=37000, contexts=(10,) * 8),
-        Beat(instance=1, lendable=9000, contexts=(10,) * 60),
+        InstanceStatus(instance=0, short=9000, waiting=37000, contexts=(10,) * 8),
+        InstanceStatus(instance=1, lendable=9000, contexts=(10,) * 60),
     )
     assert ledger.loans() == []
     assert throughput(Linear(), (10,) * 60, 36000) < throughput(Linear(), (10,) * 60) / 5
 
 
 def test_who_owes_each_other_is_told_to_end_the_smaller_debt() -> None:
-    ledger = beats(Beat(instance=0, borrowed={1: 5}), Beat(instance=1, borrowed={0: 2}))
-    assert ledger.recalls() == [Debt(1, 0, 2)]
+    ledger = beats(
+        InstanceStatus(instance=0, borrowed={1: 5}), InstanceStatus(instance=1, borrowed={0: 2})
+    )
+    assert ledger.recalls() == [Loan(1, 0, 2)]
     # A chain: 0 owes 1, which owes 2. What 1 lends comes back, as much as it has borrowed.
     chain = beats(
-        Beat(instance=0, borrowed={1: 4}), Beat(instance=1, borrowed={2: 3}), Beat(instance=2)
+        InstanceStatus(instance=0, borrowed={1: 4}),
+        InstanceStatus(instance=1, borrowed={2: 3}),
+        InstanceStatus(instance=2),
     )
-    assert chain.recalls() == [Debt(0, 1, 4)]
-    assert beats(Beat(instance=0, borrowed={1: 4}), Beat(instance=1)).recalls() == []
+    assert chain.recalls() == [Loan(0, 1, 4)]
+    assert (
+        beats(InstanceStatus(instance=0, borrowed={1: 4}), InstanceStatus(instance=1)).recalls()
+        == []
+    )
 
 
 def test_who_needs_more_than_there_is_is_told_how_much_is_missing() -> None:
-    ledger = beats(Beat(instance=0), Beat(instance=1))
+    ledger = beats(InstanceStatus(instance=0), InstanceStatus(instance=1))
     ledger.require_room("r", 24, 3, 3)
     with pytest.raises(ServeError, match=r"r: 25 tokens .* need 7 blocks.* 1 blocks are missing"):
         ledger.require_room("r", 25, 3, 3)
@@ -339,7 +348,7 @@ def test_wrong_options_are_refused(options) -> None:
 
 def test_alone_it_is_a_paged_cache_for_any_scheduler() -> None:
     kv = table("kv").build({"name": "distributed", "block_size": SIZE}).build(64)
-    limits = Limits(max_running=4, max_step_tokens=16, max_position=128)
+    limits = SchedulerLimits(max_running=4, max_step_tokens=16, max_position=128)
     scheduler = table("scheduler").build({"name": "fcfs"}).build(kv, limits)
     with pytest.raises(ServeError, match="tokens to keep in the cache"):
         scheduler.add(Request("r", [1] * 60, 60, SamplingParams(max_tokens=9)))
@@ -361,8 +370,8 @@ def fleet(lend: bool, *, tokens: int = 160, long: int = 120):
         Distributed(instances=3, block_size=SIZE, prefix_reuse=False),
         tokens,
         Fcfs(),
-        Limits(max_running=16, max_step_tokens=32, max_position=1024),
-        Lent(cost=Linear(), layers=2, hop_s=1e-3, block_s=1e-3),
+        SchedulerLimits(max_running=16, max_step_tokens=32, max_position=1024),
+        LendingStepCost(cost=Linear(), layers=2, hop_s=1e-3, block_s=1e-3),
         [*shorts, Arrival(0.0, (1,) * long, 16)],
         lend=lend,
     )
@@ -389,11 +398,11 @@ def test_in_simulation_a_context_longer_than_an_instance_is_served_by_three() ->
 
 
 def test_a_step_waits_for_the_slower_side_and_for_messages() -> None:
-    cost = Lent(cost=Linear(), layers=2, hop_s=0.01)
+    cost = LendingStepCost(cost=Linear(), layers=2, hop_s=0.01)
     assert cost.spread([(100, 1)], [{}]) == (pytest.approx(1.15), {})
     seconds, there = cost.spread([(100, 1)], [{1: 60, 2: 20}])
     assert there == {1: pytest.approx(0.06), 2: pytest.approx(0.02)}
     assert seconds == pytest.approx(1.05 + 0.06 + 0.02)  # 20 here take less than 60 there
     assert cost.attend(60) == pytest.approx(0.06)
     with pytest.raises(ConfigError, match="hop_s"):
-        Lent(cost=Linear(), hop_s=-1.0)
+        LendingStepCost(cost=Linear(), hop_s=-1.0)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.random import generator
-from shoal.ir import Calibration
-from shoal.plan.trees.auto import Auto
-from shoal.plan.trees.chain import Chain
+from shoal.ir import DrafterCalibration
+from shoal.plan.trees.auto import AutoTree
+from shoal.plan.trees.chain import ChainTree
 from shoal.plan.trees.drafting import RowCosts
 from shoal.plan.trees.dynamic import DynamicTrees, best_rows, kept_prompts, last_of, stationary
 from shoal.plan.trees.hardware import Hardware
@@ -29,7 +29,7 @@ def calibrations(draw):
         row = draw(st.lists(st.floats(0.01, 0.4), min_size=1, max_size=3))
         total = max(1.0, sum(row))
         levels.append(tuple(sorted((share / total for share in row), reverse=True)))
-    return Calibration(tuple(levels))
+    return DrafterCalibration(tuple(levels))
 
 
 def brute_force(right, nodes):
@@ -63,14 +63,14 @@ def brute_force(right, nodes):
 )
 def test_candidates_of_a_state_are_the_best_of_all_trees(right, nodes):
     for depth in range(1, 4):
-        spec = Auto().build(Calibration(right[:depth])).first(nodes)
+        spec = AutoTree().build(DrafterCalibration(right[:depth])).first(nodes)
         if len(spec) == nodes:
             assert sum(spec.value) == pytest.approx(brute_force(right[:depth], nodes))
 
 
 @given(calibrations(), st.integers(0, 40))
 def test_prompts_are_deleted_where_that_costs_least(calibration, room):
-    spec = Auto().build(calibration).first(9)
+    spec = AutoTree().build(calibration).first(9)
     last = last_of(spec)
     worth = np.array([0.0, 0.5, 0.8, 0.85])
     kept = [3] * len(last)
@@ -89,7 +89,7 @@ def test_prompts_are_deleted_where_that_costs_least(calibration, room):
 @settings(max_examples=25, deadline=None)
 @given(calibrations(), st.integers(4, 40), st.integers(1, 2))
 def test_trees_keep_to_their_rows_and_probabilities_to_one(calibration, rows, ensemble):
-    trees = DynamicTrees(calibration, Auto(), ensemble)
+    trees = DynamicTrees(calibration, AutoTree(), ensemble)
     if rows < trees.fewest:
         return
     found = trees.of(rows)
@@ -107,7 +107,7 @@ def test_trees_keep_to_their_rows_and_probabilities_to_one(calibration, rows, en
 
 
 def test_shares_of_states_are_those_of_a_simulated_chain():
-    found = DynamicTrees(Calibration(RIGHT), Auto()).of(9)
+    found = DynamicTrees(DrafterCalibration(RIGHT), AutoTree()).of(9)
     moves = found.transitions.cumsum(1)
     draws = generator(0, purpose="chain").random(1_000_000)
     counts, state = [0] * len(moves), 0
@@ -128,7 +128,7 @@ def test_shares_of_states_are_those_of_a_simulated_chain():
 
 def test_expected_tokens_are_those_of_drawn_acceptances():
     """Guesses right by their shares, walked down the trees: what a step gives on average."""
-    found = DynamicTrees(Calibration(RIGHT), Auto()).of(14)
+    found = DynamicTrees(DrafterCalibration(RIGHT), AutoTree()).of(14)
     source = generator(1, purpose="acceptances")
     state, tokens, steps = 0, 0, 20_000
     for _ in range(steps):
@@ -149,8 +149,8 @@ def test_expected_tokens_are_those_of_drawn_acceptances():
 
 def test_values_of_states_beat_deleting_by_what_the_next_tree_gives_alone():
     """No tree of one state can be changed for more tokens: all other sizes were tried."""
-    trees = DynamicTrees(Calibration(RIGHT), Auto())
-    greedy = DynamicTrees(Calibration(RIGHT), Auto())
+    trees = DynamicTrees(DrafterCalibration(RIGHT), AutoTree())
+    greedy = DynamicTrees(DrafterCalibration(RIGHT), AutoTree())
     greedy_tokens = []
     for rows in (8, 16, 32):
         worth = np.array([of_state[:rows][-1].gain for of_state in greedy._first])
@@ -167,10 +167,12 @@ def test_a_chain_with_two_states_is_solved_by_hand():
 
 
 def test_chains_and_fewer_rows_are_trees_too():
-    chain = DynamicTrees(Calibration(RIGHT), Chain())
+    chain = DynamicTrees(DrafterCalibration(RIGHT), ChainTree())
     assert [len(tree.spec) for tree in chain.of(64).trees] == [0, 1, 2, 3]
-    assert Hardware(rows=4).build(Calibration(RIGHT)) == Auto(nodes=3).build(Calibration(RIGHT))
-    assert len(DynamicTrees(Calibration(RIGHT), Hardware(), 1, 9).expected()) == 9
+    assert Hardware(rows=4).build(DrafterCalibration(RIGHT)) == AutoTree(nodes=3).build(
+        DrafterCalibration(RIGHT)
+    )
+    assert len(DynamicTrees(DrafterCalibration(RIGHT), Hardware(), 1, 9).expected()) == 9
     expected = chain.expected()
     assert expected[15] == chain.of(16).tokens
     assert expected[16] == expected[17] == expected[15]  # nobody looks at these
@@ -183,12 +185,32 @@ def test_best_rows_are_those_of_most_tokens_per_second():
 @pytest.mark.parametrize(
     ("work", "error", "message"),
     [
-        (lambda: DynamicTrees(Calibration(()), Auto()), ConfigError, "at least one level"),
-        (lambda: DynamicTrees(Calibration(RIGHT), Auto()).of(3), PlanError, "rows = 3: expected 4"),
-        (lambda: DynamicTrees(Calibration(RIGHT), Auto(), 1, 3), PlanError, "at least 4"),
-        (lambda: DynamicTrees(Calibration(RIGHT), Auto(), 0), PlanError, "ensemble = 0"),
-        (lambda: DynamicTrees(Calibration(RIGHT), Auto(), 40), PlanError, "use fewer prompts"),
-        (lambda: DynamicTrees(Calibration(RIGHT), Chain(depth=9)), ConfigError, "4 tokens ahead"),
+        (
+            lambda: DynamicTrees(DrafterCalibration(()), AutoTree()),
+            ConfigError,
+            "at least one level",
+        ),
+        (
+            lambda: DynamicTrees(DrafterCalibration(RIGHT), AutoTree()).of(3),
+            PlanError,
+            "rows = 3: expected 4",
+        ),
+        (
+            lambda: DynamicTrees(DrafterCalibration(RIGHT), AutoTree(), 1, 3),
+            PlanError,
+            "at least 4",
+        ),
+        (lambda: DynamicTrees(DrafterCalibration(RIGHT), AutoTree(), 0), PlanError, "ensemble = 0"),
+        (
+            lambda: DynamicTrees(DrafterCalibration(RIGHT), AutoTree(), 40),
+            PlanError,
+            "use fewer prompts",
+        ),
+        (
+            lambda: DynamicTrees(DrafterCalibration(RIGHT), ChainTree(depth=9)),
+            ConfigError,
+            "4 tokens ahead",
+        ),
         (lambda: Hardware(rows=1), ConfigError, "rows = 1"),
     ],
 )

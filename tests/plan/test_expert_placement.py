@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from shoal.claims.lab.rearranged import Rearranged
+from shoal.claims.lab.rearranged import RearrangedPlacement
 from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.plan.placement.fssdp import FSSDP, sender
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
-from shoal.plan.placement.protocols import Budget, Devices, Expected
+from shoal.plan.placement.protocols import Devices, LinkBudget, LoadForecast
 from shoal.plan.placement.routing import balanced, routed
 
 
@@ -110,7 +110,7 @@ def test_no_more_is_copied_than_is_of_use_or_there_is_room_for():
     even = np.ones(8)
     popular = np.array([90.0, 1, 1, 1, 1, 1, 1, 1])
     assert (FSSDP().place(even, owner, devices, 9) == only_owners(owner, devices)).all()
-    busy = Budget(1.0, 2.0, 2.0)
+    busy = LinkBudget(1.0, 2.0, 2.0)
     for slots, budget in ((0, None), (2, busy)):
         nothing = FSSDP(slots=slots).place(popular, owner, devices, budget)
         assert (nothing == only_owners(owner, devices)).all()
@@ -118,7 +118,7 @@ def test_no_more_is_copied_than_is_of_use_or_there_is_room_for():
     assert copies[0].all()
     assert copies[1:].sum() == 7
     # The owner has time for one far copy, and the node that got it for another near one.
-    some = FSSDP(slots=1).place(popular, owner, devices, Budget(1.0, 0.3, 0.8))
+    some = FSSDP(slots=1).place(popular, owner, devices, LinkBudget(1.0, 0.3, 0.8))
     assert some[0].tolist() == [True, False, True, True]
 
 
@@ -166,13 +166,13 @@ def test_owners_never_change_for_the_worse(count, each, seed):
     devices = Devices(count, 1)
     loads = np.random.default_rng(seed).integers(0, 100, count * each).astype(float)
     now = in_order(count * each, devices)
-    for placer in (Rearranged(), FSSDP(), FSSDP(slack=0.0)):
+    for placer in (RearrangedPlacement(), FSSDP(), FSSDP(slack=0.0)):
         new = placer.owners(loads, devices, now)
         assert np.bincount(new, loads, count).max() <= np.bincount(now, loads, count).max()
 
 
 def test_loads_are_expected_by_what_was():
-    known = Expected(2, keep=0.5)
+    known = LoadForecast(2, keep=0.5)
     known.see(np.array([4, 0]))
     assert known.loads_E.tolist() == [4, 0]
     known.see(np.array([0, 2]))
@@ -186,7 +186,7 @@ def test_what_cannot_be():
     with pytest.raises(ConfigError, match=r"fssdp.slots = -1.*0 or more"):
         placers.build({"name": "fssdp", "slots": -1})
     with pytest.raises(ConfigError, match=r"rearranged.every = 0.*1 or more"):
-        Rearranged(every=0)
+        RearrangedPlacement(every=0)
     with pytest.raises(ConfigError, match=r"devices = 4.*at most 3.*own no expert"):
         placers.build("owners").owners(np.ones(3), Devices(4, 1))
     with pytest.raises(ConfigError, match=r"devices of a node = 3.*divisor of 4"):

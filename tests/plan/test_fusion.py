@@ -10,31 +10,31 @@ import pytest
 from shoal.core.errors import ConfigError, ServeError
 from shoal.core.parts import table
 from shoal.cost.serving.simulator import simulate
-from shoal.cost.step_cost.fitted import Fitted
+from shoal.cost.step_cost.fitted import FittedStepCost
 from shoal.ir import (
     Arrival,
-    Compacting,
+    CompactingKVManager,
     Copy,
     KVManager,
-    Limits,
     Request,
     SamplingParams,
     Scheduler,
+    SchedulerLimits,
     Step,
     StepResult,
 )
-from shoal.plan.batching.cache.slots import SlotBooks, Slots
+from shoal.plan.batching.cache.slots import SlotBlocks, Slots
 from shoal.plan.batching.schedulers.temporal_fusion import FusedScheduler, TemporalFusion
 
 SIZE, LENGTH = 2, 24
-LIMITS = Limits(max_running=6, max_step_tokens=12, max_position=64)
+LIMITS = SchedulerLimits(max_running=6, max_step_tokens=12, max_position=64)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 4, **more: Any) -> Request:
     return Request(name, list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens, **more))
 
 
-def make(slots: int = 6, lane: int = 4, limits: Limits = LIMITS) -> tuple[Any, Any]:
+def make(slots: int = 6, lane: int = 4, limits: SchedulerLimits = LIMITS) -> tuple[Any, Any]:
     books = Slots(max_len=LENGTH, block_size=SIZE).build(slots * LENGTH + 7)
     return TemporalFusion(lane_tokens=lane).build(books, limits), books
 
@@ -71,7 +71,7 @@ class Memory:
         return StepResult(found)
 
 
-def slots_of(scheduler: FusedScheduler, books: SlotBooks) -> set[int]:
+def slots_of(scheduler: FusedScheduler, books: SlotBlocks) -> set[int]:
     return {books.slot_of(one) for one in scheduler.running.values()}
 
 
@@ -182,7 +182,7 @@ def test_fusion_over_other_caches(kv: str) -> None:
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "static", "fair", "prefill_first"])
 def test_slots_under_other_schedulers(scheduler: str) -> None:
-    limits = Limits(max_running=5, max_step_tokens=16, max_position=64)
+    limits = SchedulerLimits(max_running=5, max_step_tokens=16, max_position=64)
     books = Slots(max_len=LENGTH, block_size=SIZE).build(3 * LENGTH)
     built: Any = table("scheduler").build(scheduler).build(books, limits)
     for number in range(12):
@@ -195,8 +195,10 @@ def test_slots_under_other_schedulers(scheduler: str) -> None:
 
 
 def test_the_simulator_drives_the_same_objects() -> None:
-    scheduler, books = make(limits=Limits(max_running=6, max_step_tokens=64, max_position=64))
-    cost = Fitted(step=1e-3, token=1e-4, prompt_pair=0, decode_key=0, chunk=0)
+    scheduler, books = make(
+        limits=SchedulerLimits(max_running=6, max_step_tokens=64, max_position=64)
+    )
+    cost = FittedStepCost(step=1e-3, token=1e-4, prompt_pair=0, decode_key=0, chunk=0)
     arrivals = [Arrival(0.002 * n, tuple(range(1 + n % 5)), 2 + 7 * n % 11) for n in range(30)]
     seen = simulate(scheduler, cost, arrivals)
     assert [one.n_output for one in seen.served] == [one.output_tokens for one in arrivals]
@@ -234,6 +236,6 @@ def test_bad_options() -> None:
 def test_protocols_hold() -> None:
     scheduler, books = make()
     assert isinstance(books, KVManager)
-    assert isinstance(books, Compacting)
-    assert not isinstance(table("kv").build("paged").build(64), Compacting)
+    assert isinstance(books, CompactingKVManager)
+    assert not isinstance(table("kv").build("paged").build(64), CompactingKVManager)
     assert isinstance(scheduler, Scheduler)

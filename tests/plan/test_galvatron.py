@@ -10,7 +10,7 @@ from shoal.claims.lab.layer_exact import optimum
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.shapes import find
 from shoal.cost.training.layer_plan import estimate_layers, seconds_of
-from shoal.cost.training.layers import Layer, layers_of
+from shoal.cost.training.layers import ModelLayer, layers_of
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.cost.training.step import estimate
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Work
@@ -118,7 +118,7 @@ def small(pp, **changes):
     """A search over six unequal layers and a memory that binds."""
     shape = find("Llama-3-8B").model_copy(update={"num_layers": 6})
     wide = layers_of(shape)[0]
-    narrow = Layer("narrow", wide.shape.model_copy(update={"ffn_hidden": 4096}), span=512)
+    narrow = ModelLayer("narrow", wide.shape.model_copy(update={"ffn_hidden": 4096}), span=512)
     layers = (wide, narrow, wide, wide, narrow, narrow)
     job = TrainJob.model_validate({**JOB, "precision": "bf16"})
     machine = gpus(1, 8)

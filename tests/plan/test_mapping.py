@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError, PlanError
 from shoal.memory.mapping import MAPPERS
 from shoal.plan.mapping.game import Game
-from shoal.plan.mapping.greedy import Greedy
+from shoal.plan.mapping.greedy import GreedyMapper
 from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping, verify
 from shoal.plan.mapping.milp import Milp, _Programme
 from shoal.plan.mapping.native import FAST, Native, mapping_of, replay
 from shoal.plan.mapping.observation import observe
 from shoal.plan.mapping.program import (
-    Access,
     Buffer,
+    BufferAccess,
     Compiled,
-    Instruction,
-    Program,
+    MappingProgram,
+    ProgramInstruction,
     TierSpec,
 )
 from shoal.plan.mapping.samples import random_program, strassen
@@ -41,21 +41,21 @@ def drawn(seed: int, steps: int = 12) -> Compiled:
     return Compiled(program, tiers(max(256, total // (1 + seed % 12)), ("first", "best")[seed % 2]))
 
 
-def chain(*sizes: int, compute_s: float = 0.0) -> Program:
+def chain(*sizes: int, compute_s: float = 0.0) -> MappingProgram:
     """Each instruction reads what the one before wrote; the last result is the output."""
     names = [f"x{i}" for i in range(len(sizes))]
-    return Program(
+    return MappingProgram(
         name="chain",
         buffers=tuple(
             Buffer(name=name, nbytes=size, output=name == names[-1])
             for name, size in zip(names, sizes, strict=True)
         ),
         instructions=tuple(
-            Instruction(
+            ProgramInstruction(
                 name=f"make_{after}",
                 compute_s=compute_s,
-                reads=(Access(buffer=before),),
-                writes=(Access(buffer=after),),
+                reads=(BufferAccess(buffer=before),),
+                writes=(BufferAccess(buffer=after),),
             )
             for before, after in itertools.pairwise(names)
         ),
@@ -136,15 +136,17 @@ def test_both_codes_play_the_same_game(seed: int, choices: int) -> None:
 def test_a_copy_starts_as_late_as_the_link_allows() -> None:
     """Three idle slots, of which the copy needs one and a half: the two before its use."""
     second = 20e9  # bytes of slow memory in a second
-    program = Program(
+    program = MappingProgram(
         name="late",
         buffers=(
             Buffer(name="w", nbytes=int(1.5e-6 * second)),
             Buffer(name="a", nbytes=256),
         ),
         instructions=(
-            *(Instruction(name=f"idle{i}", compute_s=1e-6 + 256 / second) for i in range(3)),
-            Instruction(name="use", reads=(Access(buffer="w"), Access(buffer="a"))),
+            *(ProgramInstruction(name=f"idle{i}", compute_s=1e-6 + 256 / second) for i in range(3)),
+            ProgramInstruction(
+                name="use", reads=(BufferAccess(buffer="w"), BufferAccess(buffer="a"))
+            ),
         ),
     )
     game = Game(Compiled(program, tiers(1 << 20)))
@@ -159,14 +161,20 @@ def test_a_copy_starts_as_late_as_the_link_allows() -> None:
 
 
 def test_a_result_that_is_copied_out_gives_its_place_back() -> None:
-    program = Program(
+    program = MappingProgram(
         name="out",
         buffers=tuple(Buffer(name=name, nbytes=256) for name in "abc"),
         instructions=(
-            Instruction(name="make", reads=(Access(buffer="a"),), writes=(Access(buffer="b"),)),
-            Instruction(name="idle", compute_s=1e-3),
-            Instruction(name="other", reads=(Access(buffer="a"),), writes=(Access(buffer="c"),)),
-            Instruction(name="use", reads=(Access(buffer="b"), Access(buffer="c"))),
+            ProgramInstruction(
+                name="make", reads=(BufferAccess(buffer="a"),), writes=(BufferAccess(buffer="b"),)
+            ),
+            ProgramInstruction(name="idle", compute_s=1e-3),
+            ProgramInstruction(
+                name="other", reads=(BufferAccess(buffer="a"),), writes=(BufferAccess(buffer="c"),)
+            ),
+            ProgramInstruction(
+                name="use", reads=(BufferAccess(buffer="b"), BufferAccess(buffer="c"))
+            ),
         ),
     )
     mapping = replay(Compiled(program, tiers(256)), [DROP, COPY, DROP, NO_COPY, DROP, NO_COPY])
@@ -176,7 +184,7 @@ def test_a_result_that_is_copied_out_gives_its_place_back() -> None:
 
 
 def test_aliases_share_an_address() -> None:
-    program = Program(
+    program = MappingProgram(
         name="alias",
         buffers=(
             Buffer(name="a", nbytes=512),
@@ -184,8 +192,10 @@ def test_aliases_share_an_address() -> None:
             Buffer(name="view", nbytes=512, alias_of="x"),
         ),
         instructions=(
-            Instruction(name="make", reads=(Access(buffer="a"),), writes=(Access(buffer="x"),)),
-            Instruction(name="use", reads=(Access(buffer="view"),)),
+            ProgramInstruction(
+                name="make", reads=(BufferAccess(buffer="a"),), writes=(BufferAccess(buffer="x"),)
+            ),
+            ProgramInstruction(name="use", reads=(BufferAccess(buffer="view"),)),
         ),
     )
     mapping = replay(Compiled(program, tiers(4096)), [DROP, NO_COPY, NO_COPY]).mapping()
@@ -238,7 +248,7 @@ def test_nobody_is_better_than_the_exact_solver(seed: int) -> None:
     memory = tiers(sum(buffer.nbytes for buffer in program.buffers) // 4)
     best = Milp().map(program, memory)
     annealed = MAPPERS.build({"name": "anneal", "rounds": 4000}).map(program, memory)
-    greedy = Greedy().map(program, memory)
+    greedy = GreedyMapper().map(program, memory)
     assert best.ticks <= min(annealed.ticks, greedy.ticks) * (1 + 1e-5)
     assert annealed.ticks <= 1.02 * best.ticks
     assert annealed.ticks < greedy.ticks
@@ -248,13 +258,13 @@ def test_greedy_is_no_straw_man() -> None:
     """Where there is room for all, it keeps all that can be; where not, it beats the naive way."""
     program = chain(*[1 << 16] * 8)
     c = Compiled(program, tiers(1 << 20))
-    found = Greedy().map(program, c.tiers)
+    found = GreedyMapper().map(program, c.tiers)
     # Nothing can fetch the input in time; written there or copied, the output costs the same.
     assert found.actions == (DROP, *[NO_COPY] * 12, DROP)
     for seed in range(4):
         compiled = drawn(seed, 40)
         naive = replay(compiled, np.full(compiled.decisions, FAST))
-        assert Greedy().map(compiled.program, compiled.tiers).ticks <= naive.ticks
+        assert GreedyMapper().map(compiled.program, compiled.tiers).ticks <= naive.ticks
 
 
 @settings(max_examples=15, deadline=None)
@@ -262,7 +272,7 @@ def test_greedy_is_no_straw_man() -> None:
 def test_no_mapper_is_worse_than_slow_memory_or_greed(seed: int) -> None:
     """However few the rounds: nothing in fast memory is a plan, and so is the greedy mapper's."""
     compiled = drawn(seed, 3 + seed % 20)
-    greedy = Greedy().map(compiled.program, compiled.tiers).ticks
+    greedy = GreedyMapper().map(compiled.program, compiled.tiers).ticks
     assert greedy <= compiled.all_slow
     few = MAPPERS.build({"name": "anneal", "rounds": 20})
     assert few.map(compiled.program, compiled.tiers).ticks <= greedy
@@ -277,9 +287,9 @@ def test_annealing_is_the_same_for_a_seed() -> None:
 
 def test_without_a_compiler_the_plain_rules_play(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = drawn(4, 8)
-    fast = Greedy().map(compiled.program, compiled.tiers)
+    fast = GreedyMapper().map(compiled.program, compiled.tiers)
     monkeypatch.setattr("shoal.plan.mapping.native.compiler", lambda: None)
-    assert Greedy().map(compiled.program, compiled.tiers).actions == fast.actions
+    assert GreedyMapper().map(compiled.program, compiled.tiers).actions == fast.actions
 
 
 def test_strassen_multiplies_49_times() -> None:
@@ -310,19 +320,19 @@ def test_a_buffer_larger_than_fast_memory_can_only_be_dropped() -> None:
 def test_bad_programs_are_refused() -> None:
     buffers = tuple(Buffer(name=name, nbytes=8) for name in "abc")
 
-    def step(name: str, reads: str, writes: str) -> Instruction:
-        return Instruction(
+    def step(name: str, reads: str, writes: str) -> ProgramInstruction:
+        return ProgramInstruction(
             name=name,
-            reads=tuple(Access(buffer=b) for b in reads),
-            writes=tuple(Access(buffer=b) for b in writes),
+            reads=tuple(BufferAccess(buffer=b) for b in reads),
+            writes=tuple(BufferAccess(buffer=b) for b in writes),
         )
 
     forward, back = step("one", "a", "b"), step("two", "b", "a")
     with pytest.raises(PlanError, match=r"wait for each other: .*one.*two"):
-        Program.ordered("cycle", buffers, [forward, back])
+        MappingProgram.ordered("cycle", buffers, [forward, back])
     with pytest.raises(PlanError, match="break the cycle"):
-        Program(name="cycle", buffers=buffers, instructions=(forward, back))
-    late = Program.ordered("late", buffers, [step("two", "b", "c"), forward])
+        MappingProgram(name="cycle", buffers=buffers, instructions=(forward, back))
+    late = MappingProgram.ordered("late", buffers, [step("two", "b", "c"), forward])
     assert [one.name for one in late.instructions] == ["one", "two"]
     for said, steps in {
         "no buffer 'z'": (step("one", "z", "b"),),
@@ -330,20 +340,22 @@ def test_bad_programs_are_refused() -> None:
         "at least one": (),
     }.items():
         with pytest.raises(PlanError, match=said):
-            Program(name="bad", buffers=buffers, instructions=steps)
+            MappingProgram(name="bad", buffers=buffers, instructions=steps)
     with pytest.raises(PlanError, match="two buffers are called 'a'"):
-        Program(name="bad", buffers=(*buffers, buffers[0]), instructions=(forward,))
+        MappingProgram(name="bad", buffers=(*buffers, buffers[0]), instructions=(forward,))
     with pytest.raises(PlanError, match="which there is not"):
-        Program(
+        MappingProgram(
             name="bad",
             buffers=(Buffer(name="a", nbytes=8, alias_of="z"),),
             instructions=(step("one", "a", ""),),
         )
     with pytest.raises(PlanError, match="9 bytes of 'a', which has 8"):
-        Program(
+        MappingProgram(
             name="bad",
             buffers=buffers,
-            instructions=(Instruction(name="one", reads=(Access(buffer="a", nbytes=9),)),),
+            instructions=(
+                ProgramInstruction(name="one", reads=(BufferAccess(buffer="a", nbytes=9),)),
+            ),
         )
 
 
@@ -381,7 +393,7 @@ def test_bad_options_are_refused() -> None:
 def test_a_program_is_written_and_read(tmp_path: Path) -> None:
     program = random_program(10, seed=1)
     program.save(tmp_path / "program.yaml")
-    assert Program.load(tmp_path / "program.yaml") == program
+    assert MappingProgram.load(tmp_path / "program.yaml") == program
 
 
 def test_the_environment_is_one_of_gymnasium() -> None:
@@ -411,7 +423,7 @@ def test_the_environment_is_one_of_gymnasium() -> None:
         env.unwrapped.step(DROP)
 
 
-def crowded(random: np.random.Generator) -> tuple[Program, TierSpec]:
+def crowded(random: np.random.Generator) -> tuple[MappingProgram, TierSpec]:
     """Many outputs, slots in which the link idles, and a memory that holds few buffers."""
     scale = int(random.choice([1, 1000, 10**5]))
     names = [f"w{i}" for i in range(int(random.integers(1, 4)))]
@@ -423,11 +435,11 @@ def crowded(random: np.random.Generator) -> tuple[Program, TierSpec]:
         made = f"x{i}"
         sizes[made] = int(random.integers(64, 2049)) * scale
         steps.append(
-            Instruction(
+            ProgramInstruction(
                 name=f"make_{made}",
                 compute_s=float(random.choice([0, 0.3, 1, 3])) * sizes[made] / 2e10,
-                reads=tuple(Access(buffer=name) for name in reads),
-                writes=(Access(buffer=made),),
+                reads=tuple(BufferAccess(buffer=name) for name in reads),
+                writes=(BufferAccess(buffer=made),),
             )
         )
         names.append(made)
@@ -443,7 +455,7 @@ def crowded(random: np.random.Generator) -> tuple[Program, TierSpec]:
         slow_bandwidth=2e10,
         alignment=int(random.choice([1, 64, 256])),
     )
-    return Program(name="crowded", buffers=buffers, instructions=tuple(steps)), memory
+    return MappingProgram(name="crowded", buffers=buffers, instructions=tuple(steps)), memory
 
 
 @settings(max_examples=12, deadline=None)
@@ -453,13 +465,13 @@ def test_the_exact_solver_keeps_its_promises(seed: int) -> None:
     program, memory = crowded(np.random.default_rng(seed))
     best = Milp().map(program, memory)
     assert verify(best) == best.ticks
-    assert best.ticks <= Greedy().map(program, memory).ticks * (1 + 1e-5)
+    assert best.ticks <= GreedyMapper().map(program, memory).ticks * (1 + 1e-5)
 
 
 def test_an_idle_link_is_no_reservation() -> None:
     """Of a result that nobody needs in slow memory nothing is copied out, though it might be."""
     kib = 1 << 10
-    program = Program(
+    program = MappingProgram(
         name="idle",
         buffers=(
             Buffer(name="a", nbytes=8 * kib),
@@ -467,18 +479,18 @@ def test_an_idle_link_is_no_reservation() -> None:
             Buffer(name="c", nbytes=8 * kib, output=True),
         ),
         instructions=(
-            Instruction(name="make_a", writes=(Access(buffer="a"),)),
-            Instruction(
+            ProgramInstruction(name="make_a", writes=(BufferAccess(buffer="a"),)),
+            ProgramInstruction(
                 name="make_b",
                 compute_s=4.1e-7,
-                reads=(Access(buffer="a"),),
-                writes=(Access(buffer="b"),),
+                reads=(BufferAccess(buffer="a"),),
+                writes=(BufferAccess(buffer="b"),),
             ),
-            Instruction(
+            ProgramInstruction(
                 name="make_c",
                 compute_s=4.1e-7,
-                reads=(Access(buffer="a"),),
-                writes=(Access(buffer="c"),),
+                reads=(BufferAccess(buffer="a"),),
+                writes=(BufferAccess(buffer="c"),),
             ),
         ),
     )

@@ -15,7 +15,7 @@ from shoal.core.errors import PlanError
 from shoal.cost.price.expert_hops import hops
 from shoal.cost.shapes import find
 from shoal.cost.training.moe_makespan import gained_s, makespan
-from shoal.cost.training.moe_tasks import Layer, Line, Pass, Task, fitted, layer_of, passes
+from shoal.cost.training.moe_tasks import Line, MoeLayer, MoePass, Task, fitted, layer_of, passes
 from shoal.cost.training.step import Pricer
 from shoal.ir import Parallel, TrainJob, Work
 from shoal.machine.described import load
@@ -38,17 +38,17 @@ MODEL = "Mixtral-8x7B-v0.1"
 SPLIT = Parallel(dp=64, ep=8, etp=8)
 
 
-def _any(source: random.Random) -> Pass:
+def _any(source: random.Random) -> MoePass:
     def task() -> Task:
         return Task(10 ** source.uniform(-6, -4), 10 ** source.uniform(-4, -2))
 
-    return Pass(task(), task(), task(), 4096)
+    return MoePass(task(), task(), task(), 4096)
 
 
-def _layer(dense_s: float, gradient: float, exchange: float = 1e-3) -> Layer:
+def _layer(dense_s: float, gradient: float, exchange: float = 1e-3) -> MoeLayer:
     there, beside, work = Line(5e-5, exchange), Line(1e-5, 3e-4), Line(2e-5, 2e-3)
     forward, backward = passes(there, beside, work, (1.0, 1.0, 1.0), 4096)
-    return Layer(forward, backward, dense_s / 2, dense_s, gradient, Line(1e-5, 1e-9))
+    return MoeLayer(forward, backward, dense_s / 2, dense_s, gradient, Line(1e-5, 1e-9))
 
 
 def test_a_line_is_found_again():
@@ -93,7 +93,7 @@ def test_streams_do_every_task_once_and_in_turn():
         assert len(done) == len(set(done)) == 5 * r + 1
         assert all(found.rank_of(op) == rank for rank, ops in enumerate(found.ops) for op in ops)
     there, beside, work = 3.0, 1.0, 2.0
-    one = Pass(Task(0.0, 2 * there), Task(0.0, 2 * beside), Task(0.0, 2 * work), 8)
+    one = MoePass(Task(0.0, 2 * there), Task(0.0, 2 * beside), Task(0.0, 2 * work), 8)
     # By hand: D 0-3 3-6, G 3-4, E 4-6, S 6-7, G 7-8, E 8-10, S 10-11, C 7-10 11-14.
     assert timeline(one, 2, ahead=0).makespan == 14.0
     # With the second gathered before the first is summed: G 6-7, S 7-8, C 8-11, E 7-9, S 9-10.
@@ -126,11 +126,11 @@ def test_bottlenecks_are_named():
     fast = Task(1e-5, 1e-3)
     for place, name in enumerate(STREAMS):
         tasks = [slow if i == place else fast for i in range(3)]
-        assert choose(Pass(*tasks, 4096)).bound == name
+        assert choose(MoePass(*tasks, 4096)).bound == name
 
 
 def test_chunks_are_tokens_at_least():
-    one = Pass(Task(0.0, 1.0), Task(0.0, 1.0), Task(0.0, 1.0), 3)
+    one = MoePass(Task(0.0, 1.0), Task(0.0, 1.0), Task(0.0, 1.0), 3)
     assert choose(one).r == 3
     assert len(exhaustive(one)) == 3
     with pytest.raises(PlanError, match=r"chunks r = 4.*3, the tokens"):
@@ -255,7 +255,7 @@ def test_small_messages_are_planned_by_node():
     assert found["2dh"].seconds < found["flat"].seconds
     # A node's first rank sends for eight.
     assert found["1dh"].layer.forward.exchange.work > 7 * found["2dh"].layer.forward.exchange.work
-    told = found["2dh"].told()
+    told = found["2dh"].as_record()
     assert told["dispatch"] == "2dh"
     with pytest.raises(PlanError, match=r"expert_dispatch = 2dh.*use flat"):
         hops([(0, 1)], 1.0, 4, None, "2dh")

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from shoal.claims.lab.path_jobs import times_of_jobs
 from shoal.core.errors import ConfigError, PlanError
 from shoal.cost.network.collectives import collective, place
-from shoal.cost.network.fabric import Health, LeafSpine
+from shoal.cost.network.fabric import DegradedLink, LeafSpine
 from shoal.cost.network.flows import Flows, demand, link_bytes, lower_bound_s, worst_bytes
 from shoal.cost.network.simulate import simulate
 from shoal.plan.paths import PATH_PLANNERS
 from shoal.plan.paths.c4p import C4P, measured_rates, reweighted
-from shoal.plan.paths.colouring import deal
+from shoal.plan.paths.colouring import assign
 from shoal.plan.paths.compare import busiest, compare, plan_paths
 from shoal.plan.paths.ecmp import ECMP
-from shoal.plan.paths.greedy import Greedy
+from shoal.plan.paths.greedy import GreedyPaths
 from shoal.plan.paths.lp import MinMaxLP, least_worst
-from shoal.plan.paths.split import Split
+from shoal.plan.paths.split import SplitPaths
 from shoal.plan.paths.spray import Spray
 
 
@@ -35,7 +35,7 @@ def test_every_vertex_gets_its_share_of_every_colour(
     seed: int, colours: int, senders: int, receivers: int
 ) -> None:
     count = np.random.default_rng(seed).integers(0, 5, (senders, receivers))
-    dealt = deal(count, colours)
+    dealt = assign(count, colours)
     assert (dealt.sum(0) == count).all()
     assert (dealt >= 0).all()
     for axis in (1, 2):
@@ -50,7 +50,7 @@ def test_koenig_needs_as_many_colours_as_the_highest_degree(seed: int, size: int
     """With so many colours, each is a matching: no two of its edges meet."""
     count = np.random.default_rng(seed).integers(0, 4, (size, size))
     degree = int(max(count.sum(0).max(), count.sum(1).max(), 1))
-    dealt = deal(count, degree)
+    dealt = assign(count, degree)
     assert dealt.sum(1).max() <= 1
     assert dealt.sum(2).max() <= 1
 
@@ -60,7 +60,7 @@ def test_koenig_needs_as_many_colours_as_the_highest_degree(seed: int, size: int
 def test_split_reaches_spraying_and_the_lp(seed: int, shape: tuple[int, int]) -> None:
     fabric = LeafSpine(leaves=6, hosts=shape[0], spines=shape[1], latency_s=0.0)
     flows = permutation(fabric, seed)
-    paths = Split().paths(flows, fabric)
+    paths = SplitPaths().paths(flows, fabric)
     paths.check(flows, fabric)
     worst = worst_bytes(flows, paths, fabric)[0]
     assert worst == pytest.approx(worst_bytes(flows, Spray().paths(flows, fabric), fabric)[0])
@@ -75,9 +75,9 @@ def test_split_splits_as_little_as_it_can() -> None:
     """8 hosts over 8 spines need no splitting; 8 over 6 need three pieces, not six."""
     hosts = np.arange(64)
     away = Flows.of(hosts, (hosts + 8) % 64, 1.0)  # every flow leaves its leaf
-    whole = Split().paths(away, LeafSpine(leaves=8, hosts=8, spines=8))
+    whole = SplitPaths().paths(away, LeafSpine(leaves=8, hosts=8, spines=8))
     assert len(whole) == 64
-    cut = Split().paths(away, LeafSpine(leaves=8, hosts=8, spines=6))
+    cut = SplitPaths().paths(away, LeafSpine(leaves=8, hosts=8, spines=6))
     assert np.bincount(cut.flow).max() <= 3
     assert np.allclose(cut.share * 3, np.round(cut.share * 3))
 
@@ -88,7 +88,9 @@ def test_greedy_fails_where_split_does_not() -> None:
     for seed in range(10):
         flows = permutation(fabric, seed)
         sprayed = worst_bytes(flows, Spray().paths(flows, fabric), fabric)
-        ratios.append(worst_bytes(flows, Greedy().paths(flows, fabric), fabric)[0] / sprayed[0])
+        ratios.append(
+            worst_bytes(flows, GreedyPaths().paths(flows, fabric), fabric)[0] / sprayed[0]
+        )
     assert max(ratios) > 1.2
 
 
@@ -99,7 +101,7 @@ def test_greedy_fails_where_split_does_not() -> None:
         LeafSpine(leaves=4, hosts=4, spines=3),
         LeafSpine(leaves=4, hosts=4, spines=4, rails=2),
         LeafSpine(leaves=4, hosts=4, spines=4, ports=2),
-        LeafSpine(leaves=4, hosts=4, spines=4, health=(Health(leaf=1, spine=2, share=0.0),)),
+        LeafSpine(leaves=4, hosts=4, spines=4, health=(DegradedLink(leaf=1, spine=2, share=0.0),)),
     ],
     ids=["plain", "rails", "ports", "broken"],
 )
@@ -131,7 +133,7 @@ def test_hashing_is_seeded() -> None:
 
 
 def test_lp_plans_around_slow_links() -> None:
-    health = (Health(leaf=0, spine=0, share=0.25), Health(leaf=2, spine=1, share=0.0))
+    health = (DegradedLink(leaf=0, spine=0, share=0.25), DegradedLink(leaf=2, spine=1, share=0.0))
     fabric = LeafSpine(leaves=4, hosts=4, spines=4, latency_s=0.0, health=health)
     flows = permutation(fabric, 5)
     least = least_worst(1e9 * demand(flows, fabric), fabric)[0]
@@ -153,7 +155,7 @@ def test_c4p_keeps_links_within_one_of_the_mean() -> None:
 
 
 def test_c4p_leaves_bad_links_out_and_balances_receiving_ports() -> None:
-    bad = LeafSpine(leaves=8, hosts=8, spines=8, health=(Health(leaf=2, spine=3, share=0.1),))
+    bad = LeafSpine(leaves=8, hosts=8, spines=8, health=(DegradedLink(leaf=2, spine=3, share=0.1),))
     flows = permutation(bad, 2)
     paths = C4P().paths(flows, bad)
     first, last = paths.ends(flows, bad)
@@ -174,7 +176,7 @@ def test_weights_follow_what_links_give() -> None:
     paths = C4P().paths(flows, fabric)
     first, _ = paths.ends(flows, fabric)
     at = int(np.flatnonzero(paths.spine >= 0)[0])
-    health = (Health(leaf=int(first[at]), spine=int(paths.spine[at]), share=0.25),)
+    health = (DegradedLink(leaf=int(first[at]), spine=int(paths.spine[at]), share=0.25),)
     worse = LeafSpine.model_validate(fabric.model_dump() | {"health": health})
     stuck = simulate(flows, paths, worse).phase_s[0]
     rates = measured_rates(flows, paths, worse)
@@ -195,10 +197,10 @@ def test_jobs_on_one_fabric() -> None:
 def test_incast_is_said() -> None:
     fabric = LeafSpine(leaves=4, hosts=2, spines=2)
     into_one = Flows.of([2, 3, 4], [0, 0, 0], 1e6)
-    (note,) = Split().paths(into_one, fabric).notes
+    (note,) = SplitPaths().paths(into_one, fabric).notes
     assert "receives 3 flows" in note
     unequal = Flows.of([2, 3], [0, 1], np.array([1e6, 2e6]))
-    assert "differ in size" in Split().paths(unequal, fabric).notes[0]
+    assert "differ in size" in SplitPaths().paths(unequal, fabric).notes[0]
 
 
 def test_comparison_counts_repeats() -> None:
@@ -212,7 +214,7 @@ def test_comparison_counts_repeats() -> None:
 
 
 def test_leaves_without_a_common_spine_are_named() -> None:
-    health = (Health(leaf=0, spine=0, share=0.0), Health(leaf=1, spine=1, share=0.0))
+    health = (DegradedLink(leaf=0, spine=0, share=0.0), DegradedLink(leaf=1, spine=1, share=0.0))
     fabric = LeafSpine(leaves=2, hosts=2, spines=2, health=health)
     flows = Flows.of([0, 1], [2, 3], 1e6)
     for name in ("lp", "c4p"):

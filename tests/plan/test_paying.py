@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from shoal.plan.trees.drafting import Paying, RowCosts
+from shoal.plan.trees.drafting import ProfitableDrafting, RowCosts
 
 EXPECTED = tuple(accumulate(0.6**level for level in range(9)))
 CHEAP = RowCosts(rows=(1, 64), seconds_of=(1.0, 1.2))
@@ -15,20 +15,20 @@ MIXED = RowCosts(rows=(1, 16, 64), seconds_of=(1.0, 1.1, 8.0))
 
 
 def test_guesses_are_made_where_rows_are_cheap_and_nowhere_else():
-    assert Paying(EXPECTED, CHEAP).nodes(1) == 8
-    assert Paying(EXPECTED, DEAR).nodes(1) == 0
-    mixed = Paying(EXPECTED, MIXED)
+    assert ProfitableDrafting(EXPECTED, CHEAP).nodes(1) == 8
+    assert ProfitableDrafting(EXPECTED, DEAR).nodes(1) == 0
+    mixed = ProfitableDrafting(EXPECTED, MIXED)
     assert [mixed.nodes(requests) for requests in (1, 2, 32)] == [8, 6, 0]
 
 
 def test_what_a_guess_takes_beside_its_rows_turns_it_off():
     dear = RowCosts(rows=CHEAP.rows, seconds_of=CHEAP.seconds_of, draft_request_s=0.5)
-    assert Paying(EXPECTED, dear).nodes(1) > 0
-    assert Paying(EXPECTED, dear).nodes(8) == 0
+    assert ProfitableDrafting(EXPECTED, dear).nodes(1) > 0
+    assert ProfitableDrafting(EXPECTED, dear).nodes(8) == 0
 
 
 def test_wrong_guesses_turn_it_off_and_it_is_tried_again():
-    paying = Paying(EXPECTED, CHEAP)
+    paying = ProfitableDrafting(EXPECTED, CHEAP)
     for _ in range(300):
         if paying.nodes(1):
             paying.observe([4], [0])
@@ -38,7 +38,7 @@ def test_wrong_guesses_turn_it_off_and_it_is_tried_again():
 
 
 def test_nothing_is_tried_where_rows_are_too_dear_for_any_guess():
-    paying = Paying(EXPECTED, MIXED)
+    paying = ProfitableDrafting(EXPECTED, MIXED)
     for _ in range(300):
         paying.nodes(1)
         paying.observe([4], [0])
@@ -49,7 +49,7 @@ def test_nothing_is_tried_where_rows_are_too_dear_for_any_guess():
 def test_requests_that_find_nothing_to_guess_count():
     """Of a text of which one place in twenty has a guess, the rest pays for looking."""
     cost = RowCosts(rows=CHEAP.rows, seconds_of=CHEAP.seconds_of, draft_request_s=0.2)
-    paying = Paying(EXPECTED, cost)
+    paying = ProfitableDrafting(EXPECTED, cost)
     assert paying.nodes(1)
     for step in range(400):
         paying.observe([4 if step % 20 == 0 else 0], [2 if step % 20 == 0 else 0])
@@ -59,7 +59,7 @@ def test_requests_that_find_nothing_to_guess_count():
 
 
 def test_a_drafter_that_was_told_nothing_while_it_was_off_is_forgiven():
-    paying = Paying(EXPECTED, MIXED)
+    paying = ProfitableDrafting(EXPECTED, MIXED)
     assert not paying.nodes(32)
     assert paying.nodes(1)
     paying.observe([0, 0], [0, 0])
@@ -70,7 +70,7 @@ def test_a_drafter_that_was_told_nothing_while_it_was_off_is_forgiven():
 
 
 def test_the_table_is_the_choice():
-    paying = Paying(EXPECTED, MIXED)
+    paying = ProfitableDrafting(EXPECTED, MIXED)
     table = paying.table(2)
     assert table[0] == (1.0, MIXED.seconds(2), 1.0)
     assert max(table, key=lambda nodes: table[nodes][2]) == paying.best(2)
@@ -94,7 +94,7 @@ def test_a_table_that_was_measured_on_a_busy_machine_is_put_right():
     busy = RowCosts(rows=(1, 16, 64), seconds_of=(1.9, 2.0, 2.2))
     really = RowCosts(rows=(1, 16, 64), seconds_of=(1.0, 1.1, 5.0))
     for cost, most in ((really, 40), (DEAR, 60)):  # the farther off, the longer it takes
-        paying = Paying(EXPECTED, busy)
+        paying = ProfitableDrafting(EXPECTED, busy)
         assert paying.nodes(16)
         assert steps(paying, 16, cost, 100) < most
         assert steps(paying, 16, cost, 600) <= 6
@@ -102,7 +102,7 @@ def test_a_table_that_was_measured_on_a_busy_machine_is_put_right():
 
 def test_guesses_that_were_dear_for_a_while_come_back():
     """Something else took the machine while there were guesses; a few tries say that it ended."""
-    paying = Paying(EXPECTED, CHEAP)
+    paying = ProfitableDrafting(EXPECTED, CHEAP)
     steps(paying, 1, RowCosts(rows=(1, 2, 64), seconds_of=(1.0, 9.0, 9.0)), 2000)
     assert steps(paying, 1, CHEAP, 100) <= 2
     steps(paying, 1, CHEAP, 2000)
@@ -111,7 +111,7 @@ def test_guesses_that_were_dear_for_a_while_come_back():
 
 def test_looking_in_vain_is_seen_too():
     """A drafter that finds nothing, and takes longer to say so than was measured."""
-    paying = Paying(EXPECTED, CHEAP)
+    paying = ProfitableDrafting(EXPECTED, CHEAP)
     for _ in range(120):
         asked = 8 if paying.nodes(8) else 0
         paying.took(8, asked, 0, CHEAP.seconds(8) * (4.0 if asked else 1.0))
@@ -119,14 +119,14 @@ def test_looking_in_vain_is_seen_too():
 
 
 def test_a_table_that_is_right_stays_on():
-    paying = Paying(EXPECTED, CHEAP)
+    paying = ProfitableDrafting(EXPECTED, CHEAP)
     assert steps(paying, 1, CHEAP, 1000) > 980
     slower = RowCosts(rows=CHEAP.rows, seconds_of=tuple(3 * one for one in CHEAP.seconds_of))
-    assert steps(Paying(EXPECTED, CHEAP), 1, slower, 1000) > 980
+    assert steps(ProfitableDrafting(EXPECTED, CHEAP), 1, slower, 1000) > 980
 
 
 def test_steps_that_are_late_now_and_then_change_nothing():
-    paying = Paying(EXPECTED, CHEAP)
+    paying = ProfitableDrafting(EXPECTED, CHEAP)
     for step in range(400):
         nodes = paying.nodes(2)
         late = 50.0 if step % 5 == 0 and nodes else 1.0

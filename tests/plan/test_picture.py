@@ -10,7 +10,7 @@ from shoal.machine.described import load
 from shoal.plan.picture import page, pictures, timeline
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.table import explain
-from shoal.plan.whatif import Answer
+from shoal.plan.what_if import WhatIfResult
 
 
 def plans(**changes: object) -> list[TrainPlan]:
@@ -43,8 +43,8 @@ def test_the_timeline_is_of_the_plans_own_schedule() -> None:
 def test_the_page_has_every_number_and_no_link_outside() -> None:
     shown = plans(parallel={"pp": 4, "dp": 2})
     answers = [
-        Answer("twice the devices", 0.5, 1.0, "dp4"),
-        Answer("half", None, None, "none fits"),
+        WhatIfResult("twice the devices", 0.5, 1.0, "dp4"),
+        WhatIfResult("half", None, None, "none fits"),
     ]
     html = page(shown, answers, title="A <model>")
     for row in explain(shown):

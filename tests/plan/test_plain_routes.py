@@ -9,12 +9,12 @@ from legal_routes import violation
 
 from shoal.core.errors import PlanError
 from shoal.plan.routes.conflicts import Routes, plan_routes
-from shoal.plan.routes.path import Pass, Problem
+from shoal.plan.routes.path import RoutePass, RouteProblem
 from shoal.plan.routes.turns import PRIORITIES, in_turn, scheduled
 
 
-def problem_of(p: int, keep: int, microbatches: int, **changes: object) -> Problem:
-    return Problem(
+def problem_of(p: int, keep: int, microbatches: int, **changes: object) -> RouteProblem:
+    return RouteProblem(
         **{
             "stages": tuple((node,) for node in range(p)),
             "microbatches": microbatches,
@@ -30,14 +30,14 @@ def problem_of(p: int, keep: int, microbatches: int, **changes: object) -> Probl
     )
 
 
-def round_robin(problem: Problem, *, forward_first: bool) -> Routes:
+def round_robin(problem: RouteProblem, *, forward_first: bool) -> Routes:
     """Micro-batch i visits the next ``keep - 1`` stages after those of i - 1; tick by tick."""
     others, count = len(problem.stages) - 1, problem.keep - 1
     steps: list[list[tuple[str, int]]] = []
     for mb in range(problem.microbatches):
         nodes = [0, *sorted(1 + (mb * count + i) % others for i in range(count))]
         steps.append([*(("F", n) for n in nodes), ("H", 0), *(("B", n) for n in reversed(nodes))])
-    done: list[list[Pass]] = [[] for _ in steps]
+    done: list[list[RoutePass]] = [[] for _ in steps]
     for tick in range(3 * len(problem.stages) * problem.microbatches + 1):
         for node in range(len(problem.stages)):
             while True:
@@ -63,11 +63,11 @@ def round_robin(problem: Problem, *, forward_first: bool) -> Routes:
                 ]
                 heads = [mb for _, mb in ready if steps[mb][len(done[mb])][0] == "H"]
                 if heads:
-                    done[heads[0]].append(Pass("H", node, tick, tick))
+                    done[heads[0]].append(RoutePass("H", node, tick, tick))
                     continue
                 if ready and not busy:
                     forward, mb = min(ready, key=lambda one: (one[0] != forward_first, one[1]))
-                    done[mb].append(Pass("FB"[not forward], node, tick, tick + 2 - forward))
+                    done[mb].append(RoutePass("FB"[not forward], node, tick, tick + 2 - forward))
                 break
     return Routes(tuple(map(tuple, done)))
 
@@ -153,7 +153,7 @@ def test_plain_plans_keep_the_constraints(data: st.DataObject) -> None:
             assert planned.key <= Routes(passes).key, name
 
 
-def planless(problem: Problem) -> bool:
+def planless(problem: RouteProblem) -> bool:
     """No plain plan either, or node 0 of stage 0 can hold nothing."""
     blocked = any(problem.in_flight[node] == 0 for node in problem.stages[0])
     return blocked or not list(in_turn(problem))

@@ -21,8 +21,8 @@ from shoal.plan.routes.conflicts import (
     random_routes,
     search,
 )
-from shoal.plan.routes.network import REGIONS, WAN, Network, NodeLink, WanNode
-from shoal.plan.routes.path import Limits, Problem, best_route
+from shoal.plan.routes.network import REGIONS, WAN, NodeLink, WanNetwork, WanNode
+from shoal.plan.routes.path import RouteLimits, RouteProblem, best_route
 from shoal.plan.routes.plan import RouteTask, plan
 
 FOUR_NODES = (
@@ -36,7 +36,7 @@ FOUR_NODES = (
 
 
 @st.composite
-def small(draw: st.DrawFn) -> Problem:
+def small(draw: st.DrawFn) -> RouteProblem:
     """At most three micro-batches on four nodes."""
     stages = draw(st.sampled_from(FOUR_NODES))
     keep = draw(st.integers(min(2, len(stages)), min(3, len(stages))))
@@ -46,7 +46,7 @@ def small(draw: st.DrawFn) -> Problem:
         return tuple(draw(few) for _ in range(4))
 
     far = [[0 if a == b else draw(st.integers(0, 6)) for b in range(4)] for a in range(4)]
-    return Problem(
+    return RouteProblem(
         stages=stages,
         microbatches=draw(st.integers(1, 3)),
         keep=keep,
@@ -59,7 +59,7 @@ def small(draw: st.DrawFn) -> Problem:
     )
 
 
-def all_routes(problem: Problem, mb: int) -> list[tuple[int, ...]]:
+def all_routes(problem: RouteProblem, mb: int) -> list[tuple[int, ...]]:
     """Every route of a micro-batch, written down without the solver."""
     found = []
     others = range(1, len(problem.stages))
@@ -78,7 +78,7 @@ def all_routes(problem: Problem, mb: int) -> list[tuple[int, ...]]:
     return found
 
 
-def shortest(problem: Problem, routes: tuple[tuple[int, ...], ...], below: float) -> float:
+def shortest(problem: RouteProblem, routes: tuple[tuple[int, ...], ...], below: float) -> float:
     """Least makespan of these routes over all orders of their passes, if it is below a bound."""
     chains = []
     for route in routes:
@@ -137,7 +137,7 @@ def shortest(problem: Problem, routes: tuple[tuple[int, ...], ...], below: float
     return best
 
 
-def brute_force(problem: Problem) -> float:
+def brute_force(problem: RouteProblem) -> float:
     low, high = problem.visits
     best = math.inf
     every = [all_routes(problem, mb) for mb in range(problem.microbatches)]
@@ -153,7 +153,7 @@ def brute_force(problem: Problem) -> float:
 @settings(max_examples=20, deadline=None)
 @given(small())
 @pytest.mark.slow
-def test_solver_is_as_good_as_trying_everything(problem: Problem) -> None:
+def test_solver_is_as_good_as_trying_everything(problem: RouteProblem) -> None:
     found = plan_routes(problem, effort=20)
     # The hardest of these problems that is known takes 25,131 steps to be proven.
     exact = search(problem, most=100_000, known=found)
@@ -165,7 +165,7 @@ def test_solver_is_as_good_as_trying_everything(problem: Problem) -> None:
 
 
 def test_search_alone_finds_the_optimum() -> None:
-    problem = Problem(
+    problem = RouteProblem(
         stages=FOUR_NODES[2],
         microbatches=3,
         keep=2,
@@ -183,12 +183,12 @@ def test_search_alone_finds_the_optimum() -> None:
         search(problem, most=1)
 
 
-def wide(seed: int, **changes: object) -> Problem:
+def wide(seed: int, **changes: object) -> RouteProblem:
     """Ten nodes in four stages."""
     random = np.random.default_rng(seed)
     links = random.integers(0, 40, (10, 10))
     np.fill_diagonal(links, 0)
-    problem = Problem(
+    problem = RouteProblem(
         stages=((0, 1, 2, 3), (4, 5), (6, 7), (8, 9)),
         microbatches=10,
         keep=3,
@@ -227,14 +227,14 @@ def test_violations_are_found() -> None:
 
 def test_a_full_node_is_waited_for_or_left() -> None:
     problem = wide(0, swap=False)
-    free = best_route(problem, 0, Limits())
+    free = best_route(problem, 0, RouteLimits())
     assert free is not None
     node = free[1].node
-    later = best_route(problem, 0, Limits().also_full(node, (0, 10**6)))
+    later = best_route(problem, 0, RouteLimits().also_full(node, (0, 10**6)))
     assert later is not None
     assert all(one.node != node for one in later)
     only = [one.node for one in free if one.kind == "F"]
-    timed = best_route(problem, 0, Limits().also_full(node, (0, 10**6)), route=only)
+    timed = best_route(problem, 0, RouteLimits().also_full(node, (0, 10**6)), route=only)
     assert timed is not None
     assert timed[1].start == 10**6
 
@@ -246,10 +246,10 @@ def test_orders_are_those_that_may_be(keep: int, swap: bool) -> None:
     problem = wide(0, keep=keep, swap=swap, stages=((0,), (1,), (2,), (3,), (4,)))
     seen = set()
     for route in all_routes(problem, 0):
-        found = best_route(problem, 0, Limits(), route=route)
+        found = best_route(problem, 0, RouteLimits(), route=route)
         assert found is not None
         seen.add(route)
-    blocked = Limits()
+    blocked = RouteLimits()
     reached = set()
     # Forbid what was found, by its set of stages and order, until nothing is left.
     for route in sorted(seen):
@@ -279,7 +279,7 @@ def test_bottleneck_is_the_best_pairing() -> None:
 
 
 def test_arrangement_is_the_best_of_all() -> None:
-    network = Network.wan(7)
+    network = WanNetwork.wan(7)
     sizes = (3, 2, 2)
     found = arrange(network, sizes, sync_bytes=1e8, boundary_bytes=1e7)
 
@@ -308,7 +308,7 @@ def test_table_has_every_pair_of_regions_once() -> None:
     pairs = {frozenset(pair) for pair in itertools.combinations(REGIONS, 2)}
     assert {frozenset(pair) for pair in WAN} == pairs
     assert len(WAN) == len(pairs)
-    network = Network.wan(12)
+    network = WanNetwork.wan(12)
     a = [node.region for node in network.nodes].index("tokyo")
     b = [node.region for node in network.nodes].index("london")
     assert network.seconds(a, b, 366e6 / 8) == pytest.approx(0.210 + 1.0)
@@ -322,26 +322,26 @@ def test_network_is_read_from_a_file(tmp_path: Path) -> None:
         "nodes:\n- {name: a, region: oregon}\n- {name: b, region: tokyo}\n- {name: c, speed: 2}\n"
         "links:\n- {between: [a, c], latency_s: 0.5, bandwidth: 1000}\n"
     )
-    network = Network.load(file)
+    network = WanNetwork.load(file)
     assert network.seconds(2, 0, 500) == 1.0
     assert network.seconds(1, 2, 1) == math.inf
     assert network.seconds(0, 1, 0) == pytest.approx(0.096)
     network.save(file)
-    assert Network.load(file) == network
+    assert WanNetwork.load(file) == network
     file.write_text("nodes:\n- {name: a, region: oregonn}\n")
     with pytest.raises(MachineError, match="did you mean 'oregon'"):
-        Network.load(file)
+        WanNetwork.load(file)
     with pytest.raises(MachineError, match="that no other node has"):
-        Network(nodes=(WanNode(name="a"), WanNode(name="a")))
+        WanNetwork(nodes=(WanNode(name="a"), WanNode(name="a")))
     with pytest.raises(MachineError, match="the name of a node"):
-        Network(
+        WanNetwork(
             nodes=(WanNode(name="a"),),
             links=(NodeLink(between=("a", "x"), latency_s=0, bandwidth=1),),
         )
 
 
-def islands(*links: tuple[str, str]) -> Network:
-    return Network(
+def islands(*links: tuple[str, str]) -> WanNetwork:
+    return WanNetwork(
         nodes=tuple(WanNode(name=name) for name in "abcd"),
         links=tuple(NodeLink(between=pair, latency_s=0.1, bandwidth=1e8) for pair in links),
     )
@@ -380,12 +380,14 @@ def test_task_refuses_numbers_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="6 numbers, one for each stage"):
         RouteTask(stages=6, sizes=(1, 2))
     with pytest.raises(PlanError, match="add up to 20 nodes"):
-        plan(Network.wan(20), RouteTask(stages=2, sizes=(1, 2)))
+        plan(WanNetwork.wan(20), RouteTask(stages=2, sizes=(1, 2)))
 
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_executed_times_are_the_planned_ones(swap: bool) -> None:
-    found = plan(Network.wan(9), RouteTask(stages=4, keep=3, swap=swap, microbatches=6, effort=5))
+    found = plan(
+        WanNetwork.wan(9), RouteTask(stages=4, keep=3, swap=swap, microbatches=6, effort=5)
+    )
     assert violation(found.problem, found.routes) == ""
     found.schedule.validate()
     # The clock of the solver has a thousandth of a forward pass.

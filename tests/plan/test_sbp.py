@@ -9,9 +9,9 @@ import pytest
 from shoal.claims.experiments.oneflow import greedy, random_graph
 from shoal.claims.lab.sbp_exhaustive import least_seconds
 from shoal.core.errors import PlanError
-from shoal.plan.sbp.search import Leaf, Node, OpGraph, Rates, place
+from shoal.plan.sbp.search import Leaf, MeshRates, OpGraph, OpNode, place
 
-RATES = Rates(flops_per_s=1e12, bytes_per_s=1e9, latency_s=1e-9)
+RATES = MeshRates(flops_per_s=1e12, bytes_per_s=1e9, latency_s=1e-9)
 
 
 def mlp(tokens: int = 16, width: int = 32, bias: bool = False) -> OpGraph:
@@ -20,9 +20,9 @@ def mlp(tokens: int = 16, width: int = 32, bias: bool = False) -> OpGraph:
     return OpGraph(
         leaves=tuple(Leaf(name=name, shape=shape) for name, shape in shapes.items()),
         ops=(
-            Node(name="h", kind="linear", inputs=("x", "up", *(["b"] if bias else []))),
-            Node(name="a", kind="gelu", inputs=("h",)),
-            Node(name="y", kind="linear", inputs=("a", "down")),
+            OpNode(name="h", kind="linear", inputs=("x", "up", *(["b"] if bias else []))),
+            OpNode(name="a", kind="gelu", inputs=("h",)),
+            OpNode(name="y", kind="linear", inputs=("a", "down")),
         ),
     )
 
@@ -57,10 +57,10 @@ def test_trees_by_both_methods() -> None:
 def test_short_memory_makes_columns_then_rows() -> None:
     graph = mlp()
     pins = {"x": "B", "y": "B"}
-    free = place(graph, (4,), pins=pins, rates=Rates())
+    free = place(graph, (4,), pins=pins, rates=MeshRates())
     assert free.placements["down"] == "S(1)" or free.placements["up"] == "B"
     limit = 0.5 * graph.bytes_alone
-    plan = place(graph, (4,), pins=pins, memory_limit=limit, rates=Rates())
+    plan = place(graph, (4,), pins=pins, memory_limit=limit, rates=MeshRates())
     assert (plan.placements["up"], plan.placements["down"]) == ("S(0)", "S(1)")
     assert plan.results["y"] == "P(sum)"
     assert plan.boxing_bytes == 2 * 3 * 16 * 32 * 4
@@ -73,9 +73,9 @@ def test_a_tensor_of_several_users_is_boxed_once() -> None:
     graph = OpGraph(
         leaves=(Leaf(name="x", shape=(8, 8)),),
         ops=(
-            Node(name="a", kind="softmax", inputs=("x",), attributes={"dim": 0}),
-            Node(name="b", kind="softmax", inputs=("x",), attributes={"dim": 0}),
-            Node(name="c", kind="add", inputs=("a", "b")),
+            OpNode(name="a", kind="softmax", inputs=("x",), attributes={"dim": 0}),
+            OpNode(name="b", kind="softmax", inputs=("x",), attributes={"dim": 0}),
+            OpNode(name="c", kind="add", inputs=("a", "b")),
         ),
     )
     plan = place(graph, (2,), pins={"x": "S(0)"}, rates=RATES)
@@ -85,7 +85,7 @@ def test_a_tensor_of_several_users_is_boxed_once() -> None:
 
 def test_partial_goes_into_no_nonlinear_operation() -> None:
     graph = OpGraph(
-        leaves=(Leaf(name="x", shape=(8, 8)),), ops=(Node(name="y", kind="relu", inputs=("x",)),)
+        leaves=(Leaf(name="x", shape=(8, 8)),), ops=(OpNode(name="y", kind="relu", inputs=("x",)),)
     )
     # The tensor is pinned: it is boxed first.
     plan = place(graph, (2,), pins={"x": "P"}, rates=RATES)
@@ -116,16 +116,16 @@ def test_bad_pins_are_refused(pins: dict[str, str], match: str) -> None:
 def test_bad_graphs_are_refused() -> None:
     x = Leaf(name="x", shape=(4, 4))
     for ops, match in (
-        ([Node(name="x", kind="relu", inputs=("x",))], "a name of its own"),
-        ([Node(name="a", kind="relu", inputs=("b",))], "listed before"),
+        ([OpNode(name="x", kind="relu", inputs=("x",))], "a name of its own"),
+        ([OpNode(name="a", kind="relu", inputs=("b",))], "listed before"),
     ):
         with pytest.raises(PlanError, match=match):
             OpGraph(leaves=(x,), ops=tuple(ops))
     for op, match in (
-        (Node(name="a", kind="rellu", inputs=("x",)), "did you mean 'relu'"),
-        (Node(name="a", kind="matmul", inputs=("x",)), "inputs = 1"),
-        (Node(name="a", kind="sum", inputs=("x",), attributes={"dim": 5}), "a: dim = 5"),
-        (Node(name="a", kind="reshape", inputs=("x",), attributes={"shape": [3]}), "as many"),
+        (OpNode(name="a", kind="rellu", inputs=("x",)), "did you mean 'relu'"),
+        (OpNode(name="a", kind="matmul", inputs=("x",)), "inputs = 1"),
+        (OpNode(name="a", kind="sum", inputs=("x",), attributes={"dim": 5}), "a: dim = 5"),
+        (OpNode(name="a", kind="reshape", inputs=("x",), attributes={"shape": [3]}), "as many"),
     ):
         with pytest.raises(PlanError, match=match):
             place(OpGraph(leaves=(x,), ops=(op,)), (2,))

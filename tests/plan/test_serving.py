@@ -15,29 +15,31 @@ from shoal.core.errors import ConfigError, ModelError, PlanError, ServeError, Sh
 from shoal.core.parts import Choice, table
 from shoal.core.random import generator
 from shoal.cost.arithmetic import parameters
-from shoal.cost.serving.fleet import Instance, simulate_fleet
+from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
 from shoal.cost.serving.simulator import simulate, simulate_ahead
 from shoal.cost.shapes import find
-from shoal.cost.step_cost.fitted import Fitted
+from shoal.cost.step_cost.fitted import FittedStepCost
 from shoal.cost.step_cost.roofline import Roofline, cache_bytes_per_token
 from shoal.ir import Arrival, Machine, ServeJob, ServePlan
 from shoal.machine.described import load
 from shoal.plan.batching.balanced import Balanced
-from shoal.plan.batching.schedulers.ahead import Ahead
+from shoal.plan.batching.schedulers.ahead import AheadScheduler
 from shoal.plan.serving.choices import splits
 from shoal.plan.serving.memory import token_bytes
 from shoal.plan.serving.plans import (
     arrivals_of,
     build_scheduler,
     competing,
-    foretell,
     plan_serve,
     precision_of,
+    simulate_plan,
 )
 from shoal.plan.serving.table import COLUMNS, explain, rank
 
 LAPTOP = load("laptop")
-LINE = Fitted(step=2e-3, token=1e-4, prompt_pair=1e-8, decode_key=1e-7, chunk=1e-5, error_p90=0.2)
+LINE = FittedStepCost(
+    step=2e-3, token=1e-4, prompt_pair=1e-8, decode_key=1e-7, chunk=1e-5, error_p90=0.2
+)
 KEYS = {
     "tokens_per_s",
     "requests_per_s",
@@ -401,7 +403,7 @@ def test_a_balancer_changes_what_replicas_have_in_their_caches() -> None:
         asked = job(workload=shared, replicas=3, balancer=balancer, threads=1)
         plan = plan_serve(asked, LAPTOP, cost=LINE)
         told[balancer] = plan.predicted["ttft_p50_s"].value
-        seen = foretell(plan.job, LAPTOP, LINE, arrivals_of(plan.job, plan.shape))
+        seen = simulate_plan(plan.job, LAPTOP, LINE, arrivals_of(plan.job, plan.shape))
         assert len(seen.served) == 60
         told[balancer, "cached"] = sum(one.n_cached for one in seen.served)
     assert told["prefix_aware", "cached"] > told["round_robin", "cached"]
@@ -412,7 +414,9 @@ def test_one_replica_behind_a_balancer_is_the_plain_simulation() -> None:
     asked = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
     arrivals = arrivals_of(asked, find("shoal-4m"))
     dispatcher = Balanced(table("balancer").build("prefix_aware").build(), 1, arrivals)
-    fleet = simulate_fleet([Instance(build_scheduler(asked), LINE)], [], dispatcher, arrivals)
+    fleet = simulate_fleet(
+        [SimulatedInstance(build_scheduler(asked), LINE)], [], dispatcher, arrivals
+    )
     plain = simulate(build_scheduler(asked), LINE, arrivals)
     for ours, theirs in zip(fleet.served, plain.served, strict=True):
         assert ours.finish == pytest.approx(theirs.finish)
@@ -446,18 +450,18 @@ def test_one_stage_ahead_of_nobody_is_the_plain_simulation() -> None:
     asked = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
     arrivals = arrivals_of(asked, find("shoal-4m"))
     scheduler = build_scheduler(asked)
-    ahead = simulate_ahead(scheduler, Ahead(scheduler, 1), LINE, arrivals, stages=1)
+    ahead = simulate_ahead(scheduler, AheadScheduler(scheduler, 1), LINE, arrivals, stages=1)
     assert ahead.served == simulate(build_scheduler(asked), LINE, arrivals).served
 
 
 def test_a_pipeline_begins_a_step_while_another_is_in_later_stages() -> None:
     """Equal decodes of two groups, on two stages: twice as many steps in the same time."""
-    flat = Fitted(step=1.0, token=0.0, prompt_pair=0.0, decode_key=0.0, chunk=0.0)
+    flat = FittedStepCost(step=1.0, token=0.0, prompt_pair=0.0, decode_key=0.0, chunk=0.0)
     arrivals = [Arrival(0.0, (1,) * 4, 9) for _ in range(4)]
     asked = job(kv_tokens=256, max_position=32, precision="fp32")
-    alone = foretell(asked, LAPTOP, flat, arrivals)
+    alone = simulate_plan(asked, LAPTOP, flat, arrivals)
     split = asked.model_copy(update={"parallel": asked.parallel.model_copy(update={"pp": 2})})
-    pipeline = foretell(split, LAPTOP, flat, arrivals)
+    pipeline = simulate_plan(split, LAPTOP, flat, arrivals)
     assert {one.n_output for one in pipeline.served} == {9}
     assert len(alone.steps) == 9
     # After the prompts, which are one step, two groups generate in turns, half a step apart.

@@ -13,7 +13,7 @@ from shoal.cost.shapes import resolve
 from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, Work
 from shoal.ir.schedule import OpCosts, Schedule
 from shoal.plan.partition import cells_for, stages_for
-from shoal.plan.routes.network import Network
+from shoal.plan.routes.network import WanNetwork
 from shoal.plan.schedules import SCHEDULES
 
 
@@ -122,14 +122,14 @@ def test_estimate_counts_what_the_busiest_rank_sends(tmp_path: Path) -> None:
     assert found.wire_bytes == {"node": max(sends) * size}
     assert found.step_s.value == pytest.approx(max(sends) * (size / 1e10 + 1e-5))
     file = tmp_path / "net.yaml"
-    Network.wan(4).save(file)
+    WanNetwork.wan(4).save(file)
     far = {**options, "network": str(file), "effort": 2}
     assert SCHEDULES.build(far).estimate(work(far), machine).wire_bytes.keys() == {"wan"}
 
 
 def test_network_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "net.yaml"
-    Network.wan(6).save(file)
+    WanNetwork.wan(6).save(file)
     schedule = build(6, 6, keep=2, of=3, network=str(file), effort=2)
     schedule.validate()
     assert schedule.ranks == 6

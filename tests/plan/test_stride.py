@@ -7,18 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, PlanError
-from shoal.plan.memory.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
+from shoal.plan.memory.stride import (
+    HOST_ONLY,
+    UpdatePattern,
+    UpdateRates,
+    choose,
+    steady_stride,
+    timeline,
+)
 
 # Seconds by hand: a sub-group of 12 takes 1 s and 1 s and 1 s on the host, 3 s + 2 s + 3 s else.
-RATES = Rates(host=12, device=6, convert=12, link=12)
+RATES = UpdateRates(host=12, device=6, convert=12, link=12)
 
 
 def test_by_hand():
-    alone = timeline(RATES, [12] * 3, Pattern(groups=3))
+    alone = timeline(RATES, [12] * 3, UpdatePattern(groups=3))
     # Pushes of half a second follow the updates of 2 s.
     assert alone.seconds == pytest.approx(3 * 2 + 0.5)
     assert alone.busy_s == pytest.approx({"host": 6.0, "in": 1.5})
-    mixed = timeline(RATES, [12] * 3, Pattern(groups=3, stride=3))
+    mixed = timeline(RATES, [12] * 3, UpdatePattern(groups=3, stride=3))
     assert mixed.pattern.on_device() == (False, False, True)
     # The fetch ends at 3 s; the first push came at 2 s and had to wait for it.
     assert mixed.seconds == pytest.approx(5.0)
@@ -29,22 +36,22 @@ def test_by_hand():
 
 
 def test_two_slots_hold_the_third_back():
-    pattern = Pattern(groups=3, stride=2, mirrored=True)
+    pattern = UpdatePattern(groups=3, stride=2, mirrored=True)
     assert pattern.on_device() == (True, False, True)
-    all_there = Pattern(groups=4, stride=4, mirrored=True)
+    all_there = UpdatePattern(groups=4, stride=4, mirrored=True)
     assert all_there.on_device() == (True, True, True, False)
-    found = timeline(Rates(host=1e9, device=12, convert=1e9, link=36), [12] * 4, all_there)
+    found = timeline(UpdateRates(host=1e9, device=12, convert=1e9, link=36), [12] * 4, all_there)
     # Fetches of 1 s end at 1, 2; updates at 2, 3; flushes at 3, 4: the third is fetched from 3 on.
     assert found.seconds == pytest.approx(5.0)
 
 
 def test_residents_cost_no_way():
-    found = timeline(RATES, [12] * 2, Pattern(groups=2, residents=2))
+    found = timeline(RATES, [12] * 2, UpdatePattern(groups=2, residents=2))
     assert found.busy_s == {"device": pytest.approx(4.0)}
     with pytest.raises(PlanError, match="static_residents = 3: there are 2"):
         choose(RATES, [12] * 2, residents=3)
     with pytest.raises(ConfigError, match="2 sizes"):
-        timeline(RATES, [12], Pattern(groups=2))
+        timeline(RATES, [12], UpdatePattern(groups=2))
 
 
 @settings(max_examples=60)
@@ -56,7 +63,7 @@ def test_residents_cost_no_way():
 )
 def test_no_update_is_shorter_than_its_busiest_resource(rates, sizes, residents, duplex):
     host, device, convert, link = rates
-    machine = Rates(host=host, device=device, convert=convert, link=link, duplex=duplex)
+    machine = UpdateRates(host=host, device=device, convert=convert, link=link, duplex=duplex)
     residents = min(residents, len(sizes))
     best, played = choose(machine, sizes, residents=residents)
     assert len(played) >= 1 and best.seconds == min(one.seconds for one in played)
@@ -71,12 +78,12 @@ def test_no_update_is_shorter_than_its_busiest_resource(rates, sizes, residents,
 @given(st.tuples(*[st.floats(0.5, 50.0)] * 4))
 def test_at_the_steady_stride_nobody_waits_long(rates):
     host, device, convert, link = rates
-    machine = Rates(host=host, device=device, convert=convert, link=link)
+    machine = UpdateRates(host=host, device=device, convert=convert, link=link)
     stride = steady_stride(machine, 10)
     assert stride >= 2
     groups = 6 * stride
-    found = timeline(machine, [10] * groups, Pattern(groups=groups, stride=stride))
-    alone = timeline(machine, [10] * groups, Pattern(groups=groups))
+    found = timeline(machine, [10] * groups, UpdatePattern(groups=groups, stride=stride))
+    alone = timeline(machine, [10] * groups, UpdatePattern(groups=groups))
     if found.busy_s["in"] > found.busy_s["host"]:
         return  # the formula forgets that pushes and fetches share the way
     # It ends no more than a trip after whoever has more to do: the formula adds the way of the
@@ -85,10 +92,10 @@ def test_at_the_steady_stride_nobody_waits_long(rates):
 
 
 def test_the_published_machine():
-    rates = Rates(host=1.5e9, device=25e9, convert=8e9, link=12e9)
+    rates = UpdateRates(host=1.5e9, device=25e9, convert=8e9, link=12e9)
     best, played = choose(rates, [10**8] * 20)
     host = next(one for one in played if one.pattern.stride == HOST_ONLY)
     assert host.seconds / best.seconds >= 2.0
-    assert best.pattern.told() in ("every 2. on the device", "every 2. on the host") or (
+    assert best.pattern.describe() in ("every 2. on the device", "every 2. on the host") or (
         best.pattern.mirrored
     )

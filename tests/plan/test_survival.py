@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
-from shoal.plan.memory.survival import Saving, Survival, daly, lost_share, sampled, young
+from shoal.plan.memory.survival import SaveLevel, Survival, daly, lost_share, sampled, young
 
 
 @given(st.integers(1, 6), st.integers(0, 5), st.floats(1.0, 1e4), st.floats(0.5, 3.0))
@@ -68,8 +68,8 @@ def test_intervals() -> None:
 def test_memory_loses_less_than_storage() -> None:
     job = Survival(nodes=64, group=4)
     mtbf_s = 3600 * job.job_mtbf_h
-    storage = Saving.storage(30.0, mtbf_s, 360.0)
-    memory = Saving.memory(0.1, 10.0, job, 0.1, 60.0, (30.0, 360.0))
+    storage = SaveLevel.storage(30.0, mtbf_s, 360.0)
+    memory = SaveLevel.memory(0.1, 10.0, job, 0.1, 60.0, (30.0, 360.0))
     assert memory.interval_s >= 10.0
     assert memory.lost < storage.lost / 3
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import PlanError
-from shoal.plan.memory.swap import Iteration, Swappable, Tensor, choose, curve
+from shoal.plan.memory.swap import SwapIteration, Swappable, SwapTensor, choose, curve
 
 seconds = st.floats(0.0, 3.0)
 amount = st.floats(0.0, 500.0)
@@ -25,11 +25,11 @@ def iterations(draw):
     )  # fmt: skip
     amounts = {name: draw(amount) for name in sizes}
     rates = {name: draw(rate) for name in ("down", "up", "read", "write")}
-    return Iteration(**times, **amounts, **rates, before=draw(st.integers(0, 2)))
+    return SwapIteration(**times, **amounts, **rates, before=draw(st.integers(0, 2)))
 
 
 tensors = st.lists(
-    st.builds(Tensor, nbytes=st.integers(1, 60), again_s=st.floats(0.0, 1.0)), max_size=14
+    st.builds(SwapTensor, nbytes=st.integers(1, 60), again_s=st.floats(0.0, 1.0)), max_size=14
 )
 
 
@@ -49,7 +49,7 @@ def test_the_least_of_a_dense_scan(iteration, found, share):
 
 @given(iterations(), st.lists(st.floats(0.0, 1.0), max_size=8))
 def test_no_subset_of_equal_tensors_is_better(iteration, worth):
-    found = [Tensor(nbytes=20, again_s=s) for s in worth]
+    found = [SwapTensor(nbytes=20, again_s=s) for s in worth]
     best = choose(iteration, Swappable(found))[1].seconds
     for size in range(len(found) + 1):
         for chosen in itertools.combinations(found, size):
@@ -70,11 +70,11 @@ def test_it_is_convex(iteration, found):
 
 
 def test_what_binds_and_by_how_much():
-    iteration = Iteration(
+    iteration = SwapIteration(
         forward_s=1.0, backward_s=2.0, backward_fetched=100, optimizer_read=300, gradients=100,
         optimizer_written=350, update_s=0.5, free_host=50, down=100, up=100, read=200, write=100,
     )  # fmt: skip
-    found = [Tensor(nbytes=100, again_s=1.0), Tensor(nbytes=100, again_s=0.5)]
+    found = [SwapTensor(nbytes=100, again_s=1.0), SwapTensor(nbytes=100, again_s=0.5)]
     one, two, three = curve(iteration, Swappable(found), 3)
     assert (one.swapped, two.swapped, three.swapped) == (0, 100, 200)
     # Nothing: 1 + max(2 + 1.5, 350 / 100). One: the disk takes 50 more, written in the forward pass
@@ -90,8 +90,8 @@ def test_what_binds_and_by_how_much():
 
 
 def test_bad_input():
-    ordered = Swappable([Tensor(nbytes=10, again_s=1.0)])
-    iteration = Iteration(forward_s=1.0, backward_s=1.0, down=1, up=1, read=1, write=1)
+    ordered = Swappable([SwapTensor(nbytes=10, again_s=1.0)])
+    iteration = SwapIteration(forward_s=1.0, backward_s=1.0, down=1, up=1, read=1, write=1)
     with pytest.raises(PlanError, match="swapped bytes = 11: expected at most the 10"):
         choose(iteration, ordered, least=11)
     with pytest.raises(PlanError, match="points = 1"):

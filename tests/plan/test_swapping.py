@@ -17,30 +17,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 from toy_memory import Memory, next_token
 
 from shoal.core.errors import ConfigError, ServeError
-from shoal.cost.serving.simulator import Predicted, simulate
-from shoal.cost.step_cost.fitted import Fitted
+from shoal.cost.serving.simulator import SimulatedRunner, simulate
+from shoal.cost.step_cost.fitted import FittedStepCost
 from shoal.ir import (
     Arrival,
     Chunk,
     Copy,
     HostLink,
     InFlight,
-    Limits,
     Preemption,
     Request,
     SamplingParams,
+    SchedulerLimits,
     Step,
     StepResult,
     Transfer,
 )
 from shoal.plan.batching import KV_MANAGERS, PREEMPTIONS, SCHEDULERS
 from shoal.plan.batching.cache.blockgroups import GroupedBlocks
-from shoal.plan.batching.cache.host import HostBooks
-from shoal.plan.batching.cache.runs import Runs, joined
+from shoal.plan.batching.cache.host import HostBlocks
+from shoal.plan.batching.cache.runs import FreeRuns, joined
 
-LIMITS = Limits(max_running=5, max_step_tokens=12, max_position=40)
+LIMITS = SchedulerLimits(max_running=5, max_step_tokens=12, max_position=40)
 LINK = HostLink(copy_s=1e-3, bytes_per_s=1e6, block_bytes=100.0)
-COST = Fitted(step=1e-3, token=1e-3, prompt_pair=0, decode_key=0, chunk=0)
+COST = FittedStepCost(step=1e-3, token=1e-3, prompt_pair=0, decode_key=0, chunk=0)
 SYNCHRONOUS = {"name": "swap", "asynchronous": "never", "keep_host_copies": False, "join": False}
 
 
@@ -153,7 +153,7 @@ def test_the_oracle_sees_a_block_that_is_reused_too_early(monkeypatch: pytest.Mo
 @given(data=st.data())
 def test_free_runs_are_maximal_and_lose_nothing(data: st.DataObject) -> None:
     number = data.draw(st.integers(1, 40))
-    runs, taken = Runs(number), []
+    runs, taken = FreeRuns(number), []
     for _ in range(data.draw(st.integers(1, 40))):
         if runs.total and data.draw(st.booleans()):
             most = data.draw(st.integers(1, 12))
@@ -172,7 +172,7 @@ def test_free_runs_are_maximal_and_lose_nothing(data: st.DataObject) -> None:
 
 
 def test_the_shortest_run_that_is_long_enough_is_split() -> None:
-    runs = Runs(20)
+    runs = FreeRuns(20)
     assert runs.take(20) == (0, 20)
     for first, count in ((0, 3), (5, 6), (13, 7)):
         runs.give(first, count)
@@ -264,7 +264,7 @@ def test_the_next_turn_begins_with_what_the_last_one_left() -> None:
 
 
 def test_spare_copies_make_room_the_ended_and_the_least_important_first() -> None:
-    host = HostBooks(8, 4)
+    host = HostBlocks(8, 4)
     ended, high, low, waiting = (request(name, range(12)) for name in "ehlw")
     for one, priority in ((ended, 0.0), (high, 1.0), (low, 2.0)):
         one.state, one.priority = "running", priority
@@ -366,7 +366,7 @@ def test_drawn_priorities_change_at_updates_only(policy: str) -> None:
 
 
 def test_a_predicted_link_has_a_lane_for_each_direction() -> None:
-    runner = Predicted(COST, HostLink(copy_s=1.0, bytes_per_s=10.0, block_bytes=10.0))
+    runner = SimulatedRunner(COST, HostLink(copy_s=1.0, bytes_per_s=10.0, block_bytes=10.0))
     one = request("a", [1])
     chunk = (Chunk(one, 0, 1),)
     out = Transfer(0, "out", "a", (Copy(0, 0, 2), Copy(5, 3, 1)))  # 2 copies, 3 blocks: 5 s

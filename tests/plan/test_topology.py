@@ -17,8 +17,8 @@ from shoal.core.files import read_yaml
 from shoal.ir import Parallel, TrainJob
 from shoal.machine.described import load
 from shoal.parallel.legal import check_split
-from shoal.plan.topology.clusters import Cluster, Clusters, Joint, Port
-from shoal.plan.topology.groups import Grid
+from shoal.plan.topology.clusters import Cluster, Clusters, InterClusterLink, Port
+from shoal.plan.topology.groups import DegreeGrid
 from shoal.plan.topology.order import Price, brute, plan_order
 from shoal.plan.topology.picture import picture
 from shoal.plan.topology.speed import adaptive, exact, slowest
@@ -64,7 +64,7 @@ def test_ways_and_ports() -> None:
     joined = clusters(
         cluster("a", 1),
         cluster("b", 1),
-        joints=(Joint(between=("b", "a"), nic="infiniband", bandwidth=1e9),),
+        joints=(InterClusterLink(between=("b", "a"), nic="infiniband", bandwidth=1e9),),
         common=None,
     )
     assert joined.way(0, 2)[:2] == ("infiniband", 1e9)
@@ -74,7 +74,7 @@ def test_ways_and_ports() -> None:
 
 def test_group_table() -> None:
     order = plan_order(job(), TWO, pp=2, tp=1)
-    assert order.grid == Grid(2, 4, 1)
+    assert order.grid == DegreeGrid(2, 4, 1)
     assert order.crossing == 0
     assert order.reason == ""
     by_stage = {group.ranks: group for group in order.groups("dp")}
@@ -95,25 +95,25 @@ def test_group_table() -> None:
 
 
 SOME = (
-    pytest.param(TWO, Grid(2, 4, 1), marks=pytest.mark.slow),
-    (TWO, Grid(2, 2, 2)),
-    pytest.param(TWO, Grid(4, 2, 1), marks=pytest.mark.slow),
-    (clusters(cluster("a", 1), cluster("b", 2, "roce", ROCE), per_node=2), Grid(3, 2, 1)),
+    pytest.param(TWO, DegreeGrid(2, 4, 1), marks=pytest.mark.slow),
+    (TWO, DegreeGrid(2, 2, 2)),
+    pytest.param(TWO, DegreeGrid(4, 2, 1), marks=pytest.mark.slow),
+    (clusters(cluster("a", 1), cluster("b", 2, "roce", ROCE), per_node=2), DegreeGrid(3, 2, 1)),
     (
         clusters(
             cluster("a", 1, flops=1e14),
             cluster("b", 1, "roce", ROCE, flops=2e14),
             cluster("c", 1, "ethernet", SLOW, flops=0.5e14),
         ),
-        Grid(3, 2, 1),
+        DegreeGrid(3, 2, 1),
     ),
     # Of unequal size, with stages that must lie in two clusters.
-    (clusters(cluster("a", 1), cluster("b", 2, "roce", ROCE)), Grid(2, 3, 1)),
+    (clusters(cluster("a", 1), cluster("b", 2, "roce", ROCE)), DegreeGrid(2, 3, 1)),
 )
 
 
 @pytest.mark.parametrize(("machine", "grid"), SOME)
-def test_as_good_as_all_orders(machine: Clusters, grid: Grid) -> None:
+def test_as_good_as_all_orders(machine: Clusters, grid: DegreeGrid) -> None:
     one = job(global_batch=12 if grid.dp == 3 else 8)
     priced = Price(one, machine, grid)
     best, devices = brute(priced)
@@ -240,7 +240,7 @@ def test_bad_requests() -> None:
         plan_order(job(), TWO, pp=3)
     big = clusters(cluster("a", 5), cluster("b", 4))
     with pytest.raises(PlanError, match="devices = 18: expected at most 8"):
-        brute(Price(job(global_batch=18), big, Grid(1, 18, 1)))
+        brute(Price(job(global_batch=18), big, DegreeGrid(1, 18, 1)))
 
 
 def test_command(tmp_path: Path) -> None:

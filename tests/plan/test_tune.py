@@ -16,13 +16,13 @@ from shoal.machine.described import load
 from shoal.plan.tune import TUNERS
 from shoal.plan.tune.bayes import Bayes, penalised
 from shoal.plan.tune.exhaustive import Exhaustive
-from shoal.plan.tune.protocols import Axis, Config, Outcome, Space, Study, Trial
+from shoal.plan.tune.protocols import Axis, Config, SearchSpace, Trial, TrialOutcome, TuningResult
 from shoal.plan.tune.random import Random
 from shoal.plan.tune.shapley import explain, shapley
 from shoal.plan.tune.surrogate import GaussianProcess, fit_surrogate
 from shoal.plan.tune.training import TrainingObjective, training_space
 
-SPACE = Space(
+SPACE = SearchSpace(
     axes=(
         Axis(name="x", values=tuple(range(1, 17))),
         Axis(name="y", values=(1, 2, 4, 8, 16, 32)),
@@ -32,12 +32,12 @@ SPACE = Space(
 )
 
 
-def hill(config: Config) -> Outcome:
+def hill(config: Config) -> TrialOutcome:
     """The best works only just: x above 11 with large y is out of memory."""
     x, y = float(config["x"]), math.log2(float(config["y"]))
     if x + 2 * y > 18:
-        return Outcome(failure="out of memory")
-    return Outcome(value=10 + x - 0.5 * (y - 3) ** 2 + 2 * bool(config["flag"]))
+        return TrialOutcome(failure="out of memory")
+    return TrialOutcome(value=10 + x - 0.5 * (y - 3) ** 2 + 2 * bool(config["flag"]))
 
 
 each_tuner = pytest.mark.parametrize("name", list(TUNERS))
@@ -55,7 +55,7 @@ def test_tries_nothing_twice_and_says_what_failed(name: str) -> None:
     assert TUNERS.build(name).tune(SPACE, hill, 40, seed=3) == study
 
 
-def told(config: Config) -> Outcome:
+def told(config: Config) -> TrialOutcome:
     """The same hill, which also says by how much a configuration is out of memory."""
     found = hill(config)
     need = (float(config["x"]) + 2 * math.log2(float(config["y"]))) / 18
@@ -64,7 +64,7 @@ def told(config: Config) -> Outcome:
 
 @pytest.mark.parametrize(("objective", "least"), [(hill, 0.9), (told, 0.97)])
 @pytest.mark.slow
-def test_bayes_beats_random(objective: Callable[[Config], Outcome], least: float) -> None:
+def test_bayes_beats_random(objective: Callable[[Config], TrialOutcome], least: float) -> None:
     top = Exhaustive().tune(SPACE, hill, 1).best.value
     assert top is not None
     shares: dict[str, list[float]] = {"bayes": [], "random": []}
@@ -85,10 +85,10 @@ def test_failures_count_as_the_worst_that_was_seen() -> None:
 
 
 def test_bayes_learns_where_it_fails() -> None:
-    def narrow(config: Config) -> Outcome:
+    def narrow(config: Config) -> TrialOutcome:
         if float(config["x"]) > 6:
-            return Outcome(failure="too large")
-        return Outcome(value=float(config["x"]))
+            return TrialOutcome(failure="too large")
+        return TrialOutcome(value=float(config["x"]))
 
     study = Bayes(starts=16).tune(SPACE, narrow, 48, seed=0)
     early = sum(trial.value is None for trial in study.trials[:16])
@@ -123,7 +123,7 @@ def test_forest_as_surrogate() -> None:
 
 
 def test_small_space_is_exhausted() -> None:
-    small = Space(axes=(Axis(name="x", values=(1, 2, 3)),))
+    small = SearchSpace(axes=(Axis(name="x", values=(1, 2, 3)),))
     for name in TUNERS:
         study = TUNERS.build(name).tune(small, lambda c: float(c["x"]), 10, seed=0)
         assert study.best.config == {"x": 3}
@@ -143,7 +143,7 @@ def test_no_number_is_a_failure(name: str, value: float) -> None:
 
 @each_tuner
 def test_nothing_feasible(name: str) -> None:
-    study = TUNERS.build(name).tune(SPACE, lambda c: Outcome(failure="too large"), 20, seed=0)
+    study = TUNERS.build(name).tune(SPACE, lambda c: TrialOutcome(failure="too large"), 20, seed=0)
     with pytest.raises(PlanError, match="times: too large"):
         _ = study.best
 
@@ -166,11 +166,11 @@ def test_spaces_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"tune\.x"):
         Axis(name="x", values=(1, 1))
     with pytest.raises(ConfigError, match=r"tune\.axes"):
-        Space(axes=())
+        SearchSpace(axes=())
     with pytest.raises(PlanError, match="at most 100 configurations"):
         Exhaustive(most=100).tune(SPACE, hill, 1)
     with pytest.raises(ConfigError, match="give a value, or the reason"):
-        Outcome()
+        TrialOutcome()
 
 
 def test_gaussian_process_goes_through_what_it_saw() -> None:
@@ -296,7 +296,7 @@ def test_infeasible_is_never_returned(objective: TrainingObjective) -> None:
     study = Bayes().tune(space, objective, 40, seed=0)
     assert study.best.value == objective(study.best.config).value
     assert any(trial.value is None for trial in study.trials)
-    assert Study.model_validate(study.model_dump()) == study
+    assert TuningResult.model_validate(study.model_dump()) == study
 
 
 def test_axes_are_checked(objective: TrainingObjective) -> None:

@@ -18,17 +18,17 @@ from shoal.plan.tune.exhaustive import Exhaustive
 from shoal.plan.tune.halving import Halving
 from shoal.plan.tune.landscape import Landscape, transfer_gain
 from shoal.plan.tune.landscape_page import page, tables
-from shoal.plan.tune.protocols import Axis, Config, Outcome, Space, Study, Trial
+from shoal.plan.tune.protocols import Axis, Config, SearchSpace, Trial, TrialOutcome, TuningResult
 from shoal.plan.tune.repeats import Repeats
 from shoal.plan.tune.serving import (
-    Sample,
     ServingObjective,
+    ServingSample,
     job_of,
     serving_space,
     tune_serving,
 )
 
-SPACE = Space(
+SPACE = SearchSpace(
     axes=(
         Axis(name="max_running", values=(1, 2, 4, 8, 16, 32, 64)),
         Axis(name="max_step_tokens", values=(64, 128, 256, 512, 1024)),
@@ -65,12 +65,12 @@ class Noisy:
         self.percent, self.random = percent, generator(seed, purpose="test noise")
         self.sizes: list[int] = []
 
-    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> Sample:
+    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
         self.sizes.append(len(workload))
         if float(config["max_running"]) * float(config["max_step_tokens"]) > 32 * 512:
-            return Sample(seconds=0.1, failed="out of memory")
+            return ServingSample(seconds=0.1, failed="out of memory")
         noise = 1 + self.percent / 100 * self.random.standard_normal()
-        return Sample(throughput=known(config) * noise, latency_s={"95": 2.0}, seconds=0.1)
+        return ServingSample(throughput=known(config) * noise, latency_s={"95": 2.0}, seconds=0.1)
 
 
 WORKLOAD = [Arrival(0.1 * n, (1, 2, 3), 4) for n in range(18)]
@@ -103,7 +103,9 @@ def test_same_seed_same_sequence(name: str) -> None:
 
 
 def test_noise_is_not_called_rugged() -> None:
-    flat = Space(axes=(Axis(name="x", values=tuple(range(6))), Axis(name="y", values=(1, 2, 3, 4))))
+    flat = SearchSpace(
+        axes=(Axis(name="x", values=tuple(range(6))), Axis(name="y", values=(1, 2, 3, 4)))
+    )
     wrong = 0
     for seed in range(60):
         draw = generator(seed, purpose="test flat")
@@ -119,7 +121,7 @@ def test_noise_is_not_called_rugged() -> None:
 
 
 def test_turns_are_where_the_line_turns() -> None:
-    line = Space(axes=(Axis(name="batch", values=(1, 2, 4, 8, 16)),))
+    line = SearchSpace(axes=(Axis(name="batch", values=(1, 2, 4, 8, 16)),))
     values = (10.0, 20.0, 20.0, 12.0, 30.0)
     samples = {(n,): (v * 0.999, v, v * 1.001) for n, v in enumerate(values)}
     found = Landscape(line, samples).turns()
@@ -129,7 +131,7 @@ def test_turns_are_where_the_line_turns() -> None:
 
 
 def test_a_peak_beside_a_failure_is_one() -> None:
-    line = Space(axes=(Axis(name="batch", values=(1, 2, 4)),))
+    line = SearchSpace(axes=(Axis(name="batch", values=(1, 2, 4)),))
     samples = {(0,): (10.0, 10.1), (1,): (20.0, 20.1)}
     assert not Landscape(line, samples).peaks()
     assert Landscape(line, samples, frozenset({(2,)})).peaks() == [{"batch": 2}]
@@ -137,7 +139,7 @@ def test_a_peak_beside_a_failure_is_one() -> None:
 
 def test_effects_of_a_known_sum_and_product() -> None:
     pytest.importorskip("sklearn")
-    space = Space(axes=tuple(Axis(name=n, values=(1, 2, 3, 4)) for n in "abc"))
+    space = SearchSpace(axes=tuple(Axis(name=n, values=(1, 2, 3, 4)) for n in "abc"))
     draw = dict(zip((1, 2, 3, 4), (-1.5, -0.5, 0.5, 1.5), strict=True))
     alone = {space.row(c): (math.exp(draw[c["a"]]),) for c in space.configs()}  # type: ignore[index]
     found = Landscape(space, alone).effects()
@@ -224,11 +226,11 @@ def test_bayes_takes_the_noise_into_account() -> None:
     lucky = Trial(config={"x": 5}, value=12.0, samples=(4.0, 20.0))
     assert lucky.doubt == pytest.approx(64.0)
     assert Trial(config={"x": 5}, value=12.0).doubt == 0.0
-    space = Space(axes=(Axis(name="x", values=tuple(range(1, 20))),))
+    space = SearchSpace(axes=(Axis(name="x", values=tuple(range(1, 20))),))
 
-    def measured(config: Config) -> Outcome:
+    def measured(config: Config) -> TrialOutcome:
         x = float(config["x"])
-        return Outcome(value=10 - (x - 12) ** 2 / 10, samples=(1.0, 2.0))
+        return TrialOutcome(value=10 - (x - 12) ** 2 / 10, samples=(1.0, 2.0))
 
     study = Bayes(starts=4).tune(space, measured, 12, seed=0)
     assert study.best.config == {"x": 12}
@@ -245,15 +247,15 @@ def test_time_that_is_over_ends_the_search() -> None:
 
 
 def test_goals() -> None:
-    sample = Sample(throughput=5.0, latency_s={"95": 0.5}, ttft_s={"95": 0.25})
+    sample = ServingSample(throughput=5.0, latency_s={"95": 0.5}, ttft_s={"95": 0.25})
     assert [sample.value(goal) for goal in ("throughput", "latency", "ttft")] == [5.0, 2.0, 4.0]
     with pytest.raises(ConfigError, match=r"tune\.goal = 'ttft'"):
-        Sample(latency_s={"95": 0.5}).value("ttft")
+        ServingSample(latency_s={"95": 0.5}).value("ttft")
     assert objective(goal="latency")(SPACE.config((0, 0))).value == 0.5
 
 
 def test_transfer_gain_of_known_landscapes() -> None:
-    line = Space(axes=(Axis(name="batch", values=(1, 2, 4)),))
+    line = SearchSpace(axes=(Axis(name="batch", values=(1, 2, 4)),))
     home = Landscape(line, {(0,): (1.0,) * 4, (1,): (2.0,) * 4, (2,): (3.0,) * 4})
     away = Landscape(line, {(0,): (1.0,) * 4, (1,): (3.3,) * 4, (2,): (3.0,) * 4})
     assert transfer_gain(home, away) == pytest.approx([0.1] * 4)
@@ -305,8 +307,10 @@ def test_bad_input() -> None:
         Repeats(first=3, most=2)
 
     class Broken:
-        def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> Sample:
-            return Sample(seconds=1.0, failed="out of memory: 3 GiB")
+        def measure(
+            self, config: Config, workload: Sequence[Arrival], seconds: float
+        ) -> ServingSample:
+            return ServingSample(seconds=1.0, failed="out of memory: 3 GiB")
 
     with pytest.raises(PlanError, match="20 times: out of memory: 3 GiB"):
         tune_serving(Bayes(), SPACE, objective(runner=Broken()), 20)
@@ -326,4 +330,4 @@ def test_the_page_says_what_was_found() -> None:
     shown = {one.title: one for one in tables(study, "tokens/s")}
     assert len(shown["Peaks"].rows) == 2
     assert len(shown["Trials"].rows) == SPACE.size
-    assert Study.model_validate(study.model_dump()) == study
+    assert TuningResult.model_validate(study.model_dump()) == study

@@ -5,7 +5,7 @@ import pytest
 from shoal.ir import TrainJob
 from shoal.machine.described import load
 from shoal.plan.strategy import PLANNERS
-from shoal.plan.whatif import what_if
+from shoal.plan.what_if import what_if
 
 JOB = TrainJob.model_validate({"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 16})
 

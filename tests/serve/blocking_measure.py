@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from shoal.plan.tune.serving import Sample
+from shoal.plan.tune.serving import ServingSample
 
 
 class SleepingMeasure:
@@ -23,4 +23,4 @@ class SleepingMeasure:
             os.kill(os.getpid(), signal.SIGSTOP)
         if config["where"] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        return Sample(throughput=1.0, seconds=seconds)
+        return ServingSample(throughput=1.0, seconds=seconds)

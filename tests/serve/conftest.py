@@ -106,11 +106,11 @@ def recordable(monkeypatch, request):
 
     The parameter, if there is one, is the backend that goes before ``cpp``: such as ``amx``.
     """
-    from shoal.kernel.calls import Linear, PagedAttention, Pointwise
+    from shoal.kernel.calls import LinearCall, PagedAttentionCall, PointwiseCall
     from shoal.kernel.dispatch import kernels_of
 
     first = getattr(request, "param", "cpp")
-    call = PagedAttention(
+    call = PagedAttentionCall(
         batch=1,
         context=64,
         heads=4,
@@ -122,8 +122,8 @@ def recordable(monkeypatch, request):
         tree=True,
     )
     reasons = [
-        kernels_of("linear")[first].refuses(Linear(1, 64, 64, "bf16")),
-        kernels_of("rms_norm")["cpp"].refuses(Pointwise("rms_norm", 1, 64, 64, "fp32")),
+        kernels_of("linear")[first].refuses(LinearCall(1, 64, 64, "bf16")),
+        kernels_of("rms_norm")["cpp"].refuses(PointwiseCall("rms_norm", 1, 64, 64, "fp32")),
         kernels_of("paged_attention")["cpp"].refuses(call),
     ]
     for reason in filter(None, reasons):

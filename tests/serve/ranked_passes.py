@@ -19,7 +19,7 @@ def _passes(comm, path, groups, full):
     import torch
 
     from shoal.ir import ServeJob
-    from shoal.serve.decode.captured import Branch
+    from shoal.serve.decode.captured import TreeRows
     from shoal.serve.decode.draft.ranked import part_of, ranked
 
     told = {"model": path, "kv_tokens": 256, "threads": 1, "max_running": 2}
@@ -33,7 +33,7 @@ def _passes(comm, path, groups, full):
     far = 0.0
     with torch.inference_mode():
         for place in range(8):
-            row = Branch([place + 3], [2, 5], place, place, zero, one)
+            row = TreeRows([place + 3], [2, 5], place, place, zero, one)
             found = net.rows([row]).float().clone()
             recorded, net.recorded = net.recorded, None
             far = max(far, (net.rows([row]).float() - found).abs().max().item())

@@ -12,7 +12,7 @@ from scipy.stats import chisquare  # noqa: E402
 from shoal.core.errors import ConfigError  # noqa: E402
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.serve.decode import ACCEPTANCES  # noqa: E402
-from shoal.serve.decode.draft.growing import Growing  # noqa: E402
+from shoal.serve.decode.draft.growing import GrowingTree  # noqa: E402
 from shoal.serve.decode.protocols import TokenTree, branches  # noqa: E402
 from shoal.serve.engine.sampler import probabilities, sample_rows  # noqa: E402
 
@@ -57,7 +57,7 @@ def best_tree(tables, request, depth, width):
 
 def drawn_tree(tables, request, depth, width):
     before, root = request.tokens[-2:]
-    grown = Growing(root, depth, width)
+    grown = GrowingTree(root, depth, width)
     pairs = [(before, root)]
     for level in range(depth):
         q = [tables.q[before][last] for before, last in pairs]

@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.kernel.calls import PagedAttention as Call  # noqa: E402
+from shoal.kernel.calls import PagedAttentionCall as Call  # noqa: E402
 from shoal.kernel.dispatch import dispatch  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.serve.cache.attention import Context, PagedAttention, _groups  # noqa: E402
+from shoal.serve.cache.attention import PagedAttention, RequestContext, _groups  # noqa: E402
 from shoal.serve.cache.paged import PagedCache  # noqa: E402
 
 
@@ -68,7 +68,7 @@ def test_ragged_step(block_size, heads, way):
         )
         cache.write(layer, places[:start], k[:start], v[:start])
         whole.append((k, v))
-        contexts.append(Context(start, length, [*blocks, *free[:2]]))  # room for more
+        contexts.append(RequestContext(start, length, [*blocks, *free[:2]]))  # room for more
         slots.append(places[start:])
     mixer = PagedAttention(
         cache, contexts, torch.cat(slots), torch.float32, kernel, exact=way == "exact"
@@ -114,7 +114,7 @@ def test_prompts_by_a_kernel_stand_behind_trees_without_one():
     torch.manual_seed(0)
     q, k, v = torch.randn(7, 2, 8), torch.randn(7, 1, 8), torch.randn(7, 1, 8)
     seen = np.array([1, 3, 5])
-    contexts = [Context(2, 3, [0, 1], seen), Context(0, 4, [2])]
+    contexts = [RequestContext(2, 3, [0, 1], seen), RequestContext(0, 4, [2])]
     slots = torch.tensor([2, 3, 4, 8, 9, 10, 11])
     found = []
     for prompts in (None, kernel):

@@ -12,17 +12,17 @@ torch = pytest.importorskip("torch")
 from shoal.core.errors import ConfigError, PlanError, ServeError  # noqa: E402
 from shoal.core.parts import Choice  # noqa: E402
 from shoal.cost.score import Score  # noqa: E402
-from shoal.cost.serving.simulator import Predicted, simulate  # noqa: E402
-from shoal.cost.step_cost.fitted import Fitted  # noqa: E402
+from shoal.cost.serving.simulator import SimulatedRunner, simulate  # noqa: E402
+from shoal.cost.step_cost.fitted import FittedStepCost  # noqa: E402
 from shoal.cost.workloads.chat import Chat  # noqa: E402
-from shoal.ir import Limits, ServeJob, ServeReport  # noqa: E402
+from shoal.ir import SchedulerLimits, ServeJob, ServeReport  # noqa: E402
 from shoal.machine.described import load  # noqa: E402
 from shoal.plan.batching.cache.paged import Paged  # noqa: E402
 from shoal.plan.batching.schedulers.fcfs import Fcfs  # noqa: E402
 from shoal.serve.bench.replay import bench_serve, replay, weights_of, with_workload  # noqa: E402
 from shoal.serve.engine.loop import Engine  # noqa: E402
 
-COST = Fitted(step=0.01, token=0.001, prompt_pair=1e-6, decode_key=1e-5, chunk=0.002)
+COST = FittedStepCost(step=0.01, token=0.001, prompt_pair=1e-6, decode_key=1e-5, chunk=0.002)
 
 
 class VirtualTime:
@@ -30,7 +30,7 @@ class VirtualTime:
 
     def __init__(self, cost):
         self.now = 0.0
-        self.runner = Predicted(cost)
+        self.runner = SimulatedRunner(cost)
 
     def __call__(self):
         return self.now
@@ -49,7 +49,7 @@ def test_replay_in_virtual_time_is_the_simulation(rate):
     arrivals = Chat(rate=rate, scale=8.0).arrivals(
         count=60, vocab_size=100, max_position=256, seed=3
     )
-    limits = Limits(max_running=8, max_step_tokens=64, max_position=256)
+    limits = SchedulerLimits(max_running=8, max_step_tokens=64, max_position=256)
 
     def scheduler():
         return Fcfs().build(Paged().build(700), limits)
@@ -100,7 +100,7 @@ def test_a_report_with_prediction_and_measurement(home):
         model=model,
         profile_s=0.2,
         wait_s=None,
-        told=told.append,
+        on_plan=told.append,
     )
     assert told == [report.plan]
     assert set(report.plan.predicted) <= set(report.measured)

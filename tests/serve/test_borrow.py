@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from shoal.plan.batching.cache.distributed import Lend
+from shoal.plan.batching.cache.distributed import BlockLoan
 from shoal.serve.cluster.borrow import _Copies
-from shoal.serve.cluster.lender import LenderLostError
+from shoal.serve.cluster.lending import LenderLostError
 
 
 class _Lender:
@@ -27,9 +27,9 @@ class _Lender:
         pass
 
 
-def _lend(number: int, instance: int) -> Lend:
+def _lend(number: int, instance: int) -> BlockLoan:
     request: Any = SimpleNamespace(id="long")
-    return Lend(number, request, number, number, instance, 0)
+    return BlockLoan(number, request, number, number, instance, 0)
 
 
 def test_a_lender_that_is_lost_takes_no_copy_of_another_with_it() -> None:

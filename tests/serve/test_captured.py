@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.native import cpu_flags  # noqa: E402
-from shoal.ir import Limits, SamplingParams  # noqa: E402
+from shoal.ir import SamplingParams, SchedulerLimits  # noqa: E402
 from shoal.kernel.kv import kv_format  # noqa: E402
 from shoal.model.accelerate import accelerate  # noqa: E402
 from shoal.model.lowbit import LowBitLinear  # noqa: E402
@@ -147,7 +147,7 @@ def test_a_profile_measures_the_kernels_that_serve(engines):
         form=kv_format("int8"),
     )
     beside = runner.beside(cache)
-    limits = Limits(max_running=4, max_step_tokens=16, max_position=64)
+    limits = SchedulerLimits(max_running=4, max_step_tokens=16, max_position=64)
     samples = profile(runner, spread(limits, 256), seconds=0.0)
     assert all(sample.seconds > 0 for sample in samples)
     assert beside.attention is runner.attention

@@ -102,15 +102,15 @@ def test_tokens_are_those_of_one_engine_and_bytes_those_of_the_formula(
         # A vector is given by who computes the prompt; who cannot go on is told, and forgotten.
         pooled = SamplingParams(max_tokens=1, pooling="mean")
         formed = SamplingParams(max_tokens=4, grammar='start: "a"', stop_ids=(0,))
-        several.told()
+        several.drain_events()
         several.add(Request("vector", [3, 5, 7], 3, pooled))
         several.add(Request("formed", [3, 5, 7], 3, formed))
         drain(several)
-        told = {one["id"]: one for one in several.told()}
+        told = {one["id"]: one for one in several.drain_events()}
         assert "its grammar: " in told["formed"]["message"]
         assert told["formed"]["kind"] == "refused"
         serve_all(engine, [[3, 5, 7]], [pooled])
-        (want,) = [one["values"] for one in engine.told() if one["kind"] == "vector"]
+        (want,) = [one["values"] for one in engine.drain_events() if one["kind"] == "vector"]
         assert told["vector"]["values"] == pytest.approx(want, abs=1e-4)
 
         # A process that dies is told, at once, and by its name.

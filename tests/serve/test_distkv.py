@@ -14,11 +14,11 @@ from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
-from shoal.plan.batching.cache.ledger import Ledger  # noqa: E402
+from shoal.plan.batching.cache.loans import LoanRegistry  # noqa: E402
 from shoal.serve.cache.paged import PagedCache  # noqa: E402
 from shoal.serve.cluster.distkv import DistKVEngine, EvenCost  # noqa: E402
-from shoal.serve.cluster.distkv_instance import Instance  # noqa: E402
-from shoal.serve.cluster.lender import Creditor, LenderLostError  # noqa: E402
+from shoal.serve.cluster.distkv_instance import DistKVInstance  # noqa: E402
+from shoal.serve.cluster.lending import LenderClient, LenderLostError  # noqa: E402
 
 BLOCKS = 12  # of an instance, 8 tokens each; one of them is not lent
 
@@ -73,14 +73,14 @@ class Said:
 @pytest.fixture
 def near(model_dir, tmp_path):
     """Number and options -> instances in this process, connected through their sockets."""
-    made: list[Instance] = []
+    made: list[DistKVInstance] = []
 
-    def start(count: int = 2, **options: object) -> list[Instance]:
+    def start(count: int = 2, **options: object) -> list[DistKVInstance]:
         described = job(model_dir, instances=count, **options).model_dump(mode="json")
         all_ = count + bool(options.get("host_tokens"))
         for number in range(all_):
             words = {"job": described, "instance": number, "directory": str(tmp_path)}
-            made.append(Instance({**words, "dtype": "fp32"}, Said()))
+            made.append(DistKVInstance({**words, "dtype": "fp32"}, Said()))
         for one in made[:count]:
             paths = [[n, str(tmp_path / f"lender{n}")] for n in range(all_) if n != one.number]
             one.handle({"kind": "peers", "paths": paths})
@@ -96,11 +96,11 @@ def near(model_dir, tmp_path):
 def meet(near, tmp_path):
     """Connect to the first of two instances as the second, again and again."""
     first, _ = near()
-    made: list[Creditor] = []
+    made: list[LenderClient] = []
 
-    def connect(**other: object) -> Creditor:
+    def connect(**other: object) -> LenderClient:
         form = {**first.form, **other}
-        made.append(Creditor(0, str(tmp_path / "lender0"), 1, form, timeout_s=5.0))
+        made.append(LenderClient(0, str(tmp_path / "lender0"), 1, form, timeout_s=5.0))
         return made[-1]
 
     connect.first = first
@@ -109,7 +109,7 @@ def meet(near, tmp_path):
         one.close()
 
 
-def run(instances: list[Instance], ledger: Ledger, steps: int = 2_000) -> None:
+def run(instances: list[DistKVInstance], ledger: LoanRegistry, steps: int = 2_000) -> None:
     """All of them in turn, with the ledger's advice, until nobody has anything to do."""
     for _ in range(steps):
         for one in instances:
@@ -127,7 +127,7 @@ def run(instances: list[Instance], ledger: Ledger, steps: int = 2_000) -> None:
     raise AssertionError("requests that never end, or debts")
 
 
-def check(instances: list[Instance]) -> None:
+def check(instances: list[DistKVInstance]) -> None:
     for one in instances:
         with one._lock:
             one.kv.check_integrity(one.engine.scheduler.requests)
@@ -141,7 +141,7 @@ def test_parts_of_a_context_at_others_give_the_same_tokens(
     some = near(3)
     for one in made:
         some[0].engine.scheduler.add(one)
-    run(some, Ledger(3, 8, EvenCost()))
+    run(some, LoanRegistry(3, 8, EvenCost()))
     assert [one.tokens[one.n_prompt :] for one in made] == want
     stats = some[0].engine.stats()
     assert stats["helped_tokens_total"] > 0
@@ -151,7 +151,7 @@ def test_parts_of_a_context_at_others_give_the_same_tokens(
     assert least <= stats["helped_bytes_total"] <= 2 * least
     assert stats["helped_bytes_total"] < 0.2 * stats["spared_bytes_total"]
     assert stats["lend_bytes_total"] == stats["blocks_moved"] * 8 * 512
-    assert [one.kv.lent for one in some] == [{}, {}, {}]
+    assert [one.kv.blocks_on_loan for one in some] == [{}, {}, {}]
 
 
 def test_who_borrows_and_lends_at_once_is_resolved(
@@ -160,7 +160,7 @@ def test_who_borrows_and_lends_at_once_is_resolved(
     made = [request(0, 110, 12), request(1, 110, 12)]
     want = wanted(random_model, engine_for, serve_all, made)
     some = near()
-    ledger = Ledger(2, 8, EvenCost())
+    ledger = LoanRegistry(2, 8, EvenCost())
     # Both act on old news: each reserves at the other before either has used anything.
     granted = [some[1].kv.lend(0, 5), some[0].kv.lend(1, 5)]
     for one, blocks, creditor in zip(some, granted, (1, 0), strict=True):
@@ -179,7 +179,7 @@ def test_a_lender_of_another_model_or_cache_is_refused(meet, tmp_path) -> None:
         with pytest.raises(ServeError, match=f"{name} {other!r}"):
             meet(**{name: other})
     with pytest.raises(LenderLostError, match="instance 7"):
-        Creditor(7, str(tmp_path / "nobody"), 1, meet.first.form, timeout_s=5.0)
+        LenderClient(7, str(tmp_path / "nobody"), 1, meet.first.form, timeout_s=5.0)
 
 
 def test_blocks_that_were_not_lent_are_neither_read_nor_written(meet, random_model) -> None:
@@ -246,7 +246,7 @@ def test_a_context_of_all_memory_gives_the_tokens_of_one_engine(
         for one in made:
             several.add(one)
         drain(several)
-        assert (several.losses, several.told()) == ([], [])
+        assert (several.losses, several.drain_events()) == ([], [])
         assert [one.tokens[one.n_prompt :] for one in made] == want
         several.step(1.5)
         stats = several.stats()
@@ -267,15 +267,15 @@ def test_an_instance_that_is_killed_while_it_lends_or_borrows_costs_no_token(
         for one in made:
             several.add(one)
         # Either of them may have got the long request.
-        while not (debts := several.ledger.debts) or made[0].n_generated <= 5:
+        while not (debts := several.registry.debts) or made[0].n_generated <= 5:
             assert made[0].n_generated < 40, "the long request ended without a loan"
             several.step(5.0)
         creditor, debtor = debts[0].creditor, debts[0].debtor
         os.kill(several.pids[f"instance {(debtor, creditor)[victim]}"], signal.SIGKILL)
         drain(several)
-        assert (len(several.losses), several.told()) == (1, []), several.losses
+        assert (len(several.losses), several.drain_events()) == (1, []), several.losses
         assert [one.tokens[one.n_prompt :] for one in made] == want
-        assert sum(several.ledger.balances().values()) == 0
+        assert sum(several.registry.balances().values()) == 0
 
 
 @pytest.mark.slow
@@ -291,6 +291,6 @@ def test_two_instances_that_are_killed_at_once_leave_all_requests_to_the_third(
         for number in (0, 1):
             os.kill(several.pids[f"instance {number}"], signal.SIGKILL)
         drain(several)
-        assert several.told() == []
+        assert several.drain_events() == []
         assert [one.tokens[one.n_prompt :] for one in made] == want
         assert len(several.losses) == 2

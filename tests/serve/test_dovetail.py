@@ -24,11 +24,11 @@ from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
 from shoal.plan.serving.small_device import tree_room  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
 from shoal.serve.decode.dovetail.fast import fits  # noqa: E402
 from shoal.serve.decode.dovetail.net import PlainFusion  # noqa: E402
 from shoal.serve.decode.dovetail.trees import FeatureTrees  # noqa: E402
-from shoal.serve.decode.dovetail.worker import Due  # noqa: E402
+from shoal.serve.decode.dovetail.worker import RequestForecast  # noqa: E402
 from shoal.serve.engine.build import engine_of  # noqa: E402
 
 
@@ -64,7 +64,7 @@ def engine(served):
 
     def make(**options):
         found = engine_of(job_of(served, **options), served[0])[0]
-        found.scheduler.drafting = Always(7)
+        found.scheduler.drafting = FixedDrafting(7)
         made.append(found)
         return found
 
@@ -96,7 +96,7 @@ def test_the_kernels_of_inference_guess_for_the_same_tokens(served, engine_for, 
     known = answers(serve_all, engine_for(copy.deepcopy(model)), asked)
     for options in ({}, {"overlap": True, "weights": "int8-g32"}):
         found = engine_of(job_of(served, depth=3, breadth=3, nodes=7, **options), model)[0]
-        found.scheduler.drafting = Always(7)
+        found.scheduler.drafting = FixedDrafting(7)
         drafter = found.runner.drafter
         try:
             assert answers(serve_all, found, asked) == known
@@ -207,7 +207,7 @@ def test_what_was_drafted_ahead_is_used_where_the_target_agrees(served):
 
 
 def test_no_pass_begins_shortly_before_the_verdict_is_due():
-    due = Due()
+    due = RequestForecast()
     for start in range(0, 50, 10):
         assert not due.soon(start + 5, 2.0)  # nothing is drafted, or too little is known
         due.sent(start)

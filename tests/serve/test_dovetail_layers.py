@@ -27,15 +27,15 @@ from test_speculative import answers, prompts  # noqa: E402
 from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.ir import Copy, Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model.parameters import Parameters  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
-from shoal.serve.cache.attention import Context, PagedAttention  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
+from shoal.serve.cache.attention import PagedAttention, RequestContext  # noqa: E402
 from shoal.serve.cache.paged import PagedCache  # noqa: E402
-from shoal.serve.decode.dovetail.front import Front  # noqa: E402
 from shoal.serve.decode.dovetail.layers import FirstLayers, LaterCache, LaterLayers  # noqa: E402
-from shoal.serve.decode.dovetail.part import Dovetail  # noqa: E402
-from shoal.serve.decode.dovetail.room import placed  # noqa: E402
-from shoal.serve.decode.dovetail.steps import Inside, Moved, Several, packed, unpacked  # noqa: E402
-from shoal.serve.decode.dovetail.wire import HEAD_BYTES, Kind, layers_bytes  # noqa: E402
+from shoal.serve.decode.dovetail.part import DovetailSpeculative  # noqa: E402
+from shoal.serve.decode.dovetail.shared_layers import SharedLayers  # noqa: E402
+from shoal.serve.decode.dovetail.small_device import placed  # noqa: E402
+from shoal.serve.decode.dovetail.steps import CacheCopy, CopyMode, RequestBatch, packed, unpacked  # noqa: E402
+from shoal.serve.decode.dovetail.wire import HEAD_BYTES, MessageKind, layers_bytes  # noqa: E402
 from shoal.serve.decode.trained import stored  # noqa: E402
 from shoal.serve.engine.build import engine_of, prepare  # noqa: E402
 
@@ -47,13 +47,13 @@ class Near:
         model, place, *_ = served
         job = ServeJob(model=str(place), kv_tokens=256, threads=1, speculative="ngram")
         embed = model.embed.weight.to(dtype)
-        self.front = Front(Parameters(place, dtype), 1, embed, job, ready=ready)
+        self.front = SharedLayers(Parameters(place, dtype), 1, embed, job, ready=ready)
         self.hidden, self.itemsize = model.config.hidden, embed.element_size()
         self.expected_bytes = self.crossed = 0
 
     def tell(self, head, body=b""):
         self.crossed += HEAD_BYTES + len(body)
-        if head.kind == Kind.ROOM:
+        if head.kind == MessageKind.ROOM:
             self.front.room(head.a, head.b, head.c)
         else:
             self.made = self.front.states(head.a, unpacked(body, head.c, head.d))
@@ -105,14 +105,14 @@ def test_states_are_those_of_the_whole_model_whatever_is_copied_in_the_cache(
         assert torch.equal(*found)
 
     one, two = [3, 1, 7], [0, 5]
-    step((Context(0, 6, one), None), (Context(0, 3, two), None))
+    step((RequestContext(0, 6, one), None), (RequestContext(0, 3, two), None))
     seen, depth = np.array([0b1, 0b11, 0b101, 0b1101]), np.array([0, 1, 1, 2])
-    step((Context(3, 1, two), None), (Context(6, 4, one, seen), depth))
+    step((RequestContext(3, 1, two), None), (RequestContext(6, 4, one, seen), depth))
     for _, cache in sides:  # the path over rows 2 and 3 is kept, and a block goes elsewhere
         cache.keep([7 * SIZE, 7 * SIZE + 1], [1 * SIZE + 3, 7 * SIZE])
         cache.move([Copy(0, 9, 1), Copy(9, 10, 1)])
     two = [10, 5]
-    step((Context(9, 1, one), None), (Context(4, 1, two), None))
+    step((RequestContext(9, 1, one), None), (RequestContext(4, 1, two), None))
     assert peer.crossed == peer.expected_bytes
     assert peer.front.nbytes == sum(
         one.numel() * 8 for one in model.blocks[0].parameters()
@@ -121,7 +121,7 @@ def test_states_are_those_of_the_whole_model_whatever_is_copied_in_the_cache(
     assert len(peer.front._rooms) == 2
     del own
     gc.collect()
-    step((Context(10, 1, one), None))
+    step((RequestContext(10, 1, one), None))
     assert len(peer.front._rooms) == 1
     assert peer.crossed == peer.expected_bytes
 
@@ -138,14 +138,14 @@ def test_recorded_steps_of_the_layers_give_the_same_states(served, recordable):
 
     def both(contexts, depth=()):
         tokens = source.integers(0, 160, sum(one.length for one in contexts))
-        step = Several((), contexts, tokens, np.array(depth, dtype=np.int64))
+        step = RequestBatch((), contexts, tokens, np.array(depth, dtype=np.int64))
         one, two = (front.states(1, step) for front in (plain, quick))
         torch.testing.assert_close(two, one, atol=1e-4, rtol=1e-4)
 
-    both([Context(0, 14, blocks)])
+    both([RequestContext(0, 14, blocks)])
     for start in range(14, 20):
-        both([Context(start, 1, [11, 5]), Context(start, 3, blocks, seen)], (0, 1, 1))
-        both([Context(start, 1, blocks)])
+        both([RequestContext(start, 1, [11, 5]), RequestContext(start, 3, blocks, seen)], (0, 1, 1))
+        both([RequestContext(start, 1, blocks)])
     recorded = quick._rooms[1].recorded
     played = {key for key, one in recorded.known.items() if one.tape is not None}
     assert played == {(2, 4), (1, 1)}
@@ -153,10 +153,14 @@ def test_recorded_steps_of_the_layers_give_the_same_states(served, recordable):
 
 
 def test_a_step_is_read_as_it_was_written():
-    moved = [Moved(Inside.KEEP, [5, 6, 1, 2]), Moved(Inside.MOVE, (3, 4, 2))]
+    moved = [CacheCopy(CopyMode.KEEP, [5, 6, 1, 2]), CacheCopy(CopyMode.MOVE, (3, 4, 2))]
     tree = np.array([1, 3, -(2**63)])  # a bit for each place, the last among them
-    contexts = [Context(9, 1, [4, 7, 2]), Context(3, 3, [1, 8], tree), Context(0, 2, [6])]
-    step = Several(moved, contexts, np.arange(6), np.array([0, 1, 2]))
+    contexts = [
+        RequestContext(9, 1, [4, 7, 2]),
+        RequestContext(3, 3, [1, 8], tree),
+        RequestContext(0, 2, [6]),
+    ]
+    step = RequestBatch(moved, contexts, np.arange(6), np.array([0, 1, 2]))
     body = packed(step, 4)
     found = unpacked(body, 3, 2)
     assert [(kind, list(numbers)) for kind, numbers in found.moved] == [
@@ -189,7 +193,7 @@ def test_same_tokens_and_bytes_by_the_formula(
     known = answers(serve_all, engine_for(served[0]), asked)
     job = job_of(served, overlap=overlap, depth=3, breadth=3, nodes=7, target_layers=1)
     found = engine_of(ServeJob.model_validate({**job.model_dump(), **fields}), served[0])[0]
-    found.scheduler.drafting = Always(7)
+    found.scheduler.drafting = FixedDrafting(7)
     drafter = found.runner.drafter
     try:
         assert answers(serve_all, found, asked) == known
@@ -208,7 +212,7 @@ def test_the_kernels_of_inference_give_the_same_tokens(served, engine_for, serve
     job = job_of(served, depth=3, breadth=3, nodes=7, target_layers=1)
     job = job.model_copy(update={"precision": "fp32"})
     found = engine_of(job, prepare(job, model))[0]
-    found.scheduler.drafting = Always(7)
+    found.scheduler.drafting = FixedDrafting(7)
     drafter = found.runner.drafter
     try:
         assert answers(serve_all, found, asked) == known
@@ -247,7 +251,7 @@ def room_of(served, **fields):
     fields, options = dict(fields), fields.pop("options")
     job = job_of(served, **options).model_copy(update={"max_position": 200, **fields})
     _, state = stored("dovetail", served[2], job)
-    return placed(Dovetail(path=str(served[2]), **options), job, served[0], 2, state)
+    return placed(DovetailSpeculative(path=str(served[2]), **options), job, served[0], 2, state)
 
 
 def test_memory_is_counted_and_auto_takes_what_fits(served):

@@ -12,10 +12,10 @@ from shoal.kernel.fused.guess import native  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
 from shoal.plan.serving.small_device import tree_room  # noqa: E402
 from shoal.serve.decode.dovetail.fast import PagedFusion  # noqa: E402
-from shoal.serve.decode.dovetail.net import PlainFusion, Rows  # noqa: E402
+from shoal.serve.decode.dovetail.net import NetInput, PlainFusion  # noqa: E402
 from shoal.serve.decode.dovetail.taped import fast_net  # noqa: E402
 from shoal.serve.decode.dovetail.trees import FeatureTrees  # noqa: E402
-from shoal.serve.decode.draft.growing import Growing  # noqa: E402
+from shoal.serve.decode.draft.growing import GrowingTree  # noqa: E402
 
 DEPTH, BREADTH, LIMIT = 4, 3, 120
 LONGEST = LIMIT + tree_room(DEPTH, BREADTH)
@@ -86,13 +86,13 @@ def test_recorded_passes_give_the_bits_of_others_and_the_numbers_of_the_plain_ne
     seen = np.array([0b11, 0b101, 0b1011])
     for net, held in holds:
         assert net.reserve(held, 60)
-        net.read(held, Rows(features, list(range(30)), range(30), last=True))
+        net.read(held, NetInput(features, list(range(30)), range(30), last=True))
     for _ in range(4):
         behind = torch.randn(3, taped.width, generator=source)
         rows = [
-            Rows(behind, [5, 6, 7], [30, 30, 31], seen, 30),
-            Rows(behind, [5, 6, 7], range(30, 33)),
-            Rows(behind, [5, 6, 7], range(30, 33), last=True),
+            NetInput(behind, [5, 6, 7], [30, 30, 31], seen, 30),
+            NetInput(behind, [5, 6, 7], range(30, 33)),
+            NetInput(behind, [5, 6, 7], range(30, 33), last=True),
         ]
         for asked in rows:
             (found, known), (wanted, held) = ((net.read(h, asked), h) for net, h in holds)
@@ -122,7 +122,7 @@ def test_trees_are_those_of_the_plain_net(model):
         tokens.append(root)
 
 
-class Whole(Growing):
+class Whole(GrowingTree):
     """A tree that grows without regard to how many nodes are wanted."""
 
     def expand(self, nodes=0):
@@ -132,8 +132,8 @@ class Whole(Growing):
 @torch.inference_mode()
 def test_what_cannot_be_verified_is_not_computed_and_the_tree_is_the_same(model, monkeypatch):
     passes, rows = [], []
-    for kind in (Growing, Whole):
-        monkeypatch.setattr("shoal.serve.decode.dovetail.trees.Growing", kind)
+    for kind in (GrowingTree, Whole):
+        monkeypatch.setattr("shoal.serve.decode.dovetail.trees.GrowingTree", kind)
         trees = trees_of(plain_of(model, torch.float64))
         tell(trees, model, TOKENS, 42)
         found = []
@@ -155,7 +155,7 @@ def test_pruned_trees_of_any_probabilities_are_the_best_nodes():
         drawn: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
         trees = []
         for limit in (0, nodes):
-            tree = Growing(0, depth, width)
+            tree = GrowingTree(0, depth, width)
             path = {0: ()}
             order = [0]
             for level in range(depth):

@@ -13,8 +13,8 @@ from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.drafters.fusion import FusionDrafter  # noqa: E402
 from shoal.plan.serving.small_device import SmallDevice  # noqa: E402
-from shoal.serve.decode.dovetail.part import Dovetail  # noqa: E402
-from shoal.serve.decode.dovetail.room import placed  # noqa: E402
+from shoal.serve.decode.dovetail.part import DovetailSpeculative  # noqa: E402
+from shoal.serve.decode.dovetail.small_device import placed  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
 
@@ -34,6 +34,6 @@ def test_planned_bytes_are_those_that_are_counted(tied, tmp_path):
     state = FusionDrafter(config, 2).state_dict()
     option = device.option("2", 2, ((0.6, 0.2),))
     for layers in (0, 2):
-        part = Dovetail(path="", depth=3, breadth=2, target_layers=layers)
+        part = DovetailSpeculative(path="", depth=3, breadth=2, target_layers=layers)
         counted = placed(part, job, model, 2, state).nbytes
         assert counted == option.nbytes + layers * device.layer_bytes

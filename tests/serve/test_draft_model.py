@@ -18,7 +18,7 @@ from test_speculative import answers, params, prompts  # noqa: E402
 from shoal.core.errors import ConfigError, ModelError  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
-from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting, RowCosts  # noqa: E402
 from shoal.serve.engine.build import engine_of  # noqa: E402
 
 
@@ -73,7 +73,7 @@ def test_same_tokens_as_plain_decoding(tree, fields, pair, engine_for, serve_all
     known = answers(serve_all, engine_for(pair[0]), asked)
     engine = engine_with(pair, fields, **tree)
     for nodes in (2, 9):
-        engine.scheduler.drafting = Always(nodes)
+        engine.scheduler.drafting = FixedDrafting(nodes)
         assert answers(serve_all, engine, asked) == known
         engine.runner.drafter.memory.check_integrity()
     stats = engine.stats()
@@ -84,7 +84,7 @@ def test_same_tokens_as_plain_decoding(tree, fields, pair, engine_for, serve_all
 @pytest.mark.parametrize("tree", [{"depth": 4}, {"depth": 4, "breadth": 3}])
 def test_what_was_accepted_is_in_the_cache_as_if_it_were_read_anew(tree, pair):
     engine = engine_with(pair, **tree)
-    engine.scheduler.drafting = Always(12)
+    engine.scheduler.drafting = FixedDrafting(12)
     request = Request("r0", list(range(20)), 20, SamplingParams(max_tokens=60))
     engine.add(request)
     drafter = engine.runner.drafter
@@ -115,7 +115,7 @@ def _fresh_keys(model, tokens):
 def test_a_model_that_guesses_for_itself_is_always_right(pair, serve_all):
     target, directory, _ = pair
     engine = engine_with((target, directory, directory), depth=4)
-    engine.scheduler.drafting = Always(4)
+    engine.scheduler.drafting = FixedDrafting(4)
     serve_all(engine, prompts(1), max_tokens=41)
     stats = engine.stats()
     assert stats["steps_total"] == 1 + 8
@@ -124,7 +124,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(pair, serve_all):
 
 def test_requests_share_passes_and_blocks_come_back(pair, serve_all):
     engine = engine_with(pair, {"max_running": 2, "kv_tokens": 512, "max_position": 256}, depth=3)
-    engine.scheduler.drafting = Always(3)
+    engine.scheduler.drafting = FixedDrafting(3)
     drafter = engine.runner.drafter
     passes = []
     rows = drafter.net.rows
@@ -144,7 +144,7 @@ def test_recorded_passes_give_the_same_guesses(random_model, pair, serve_all, re
     engine = engine_with(pair, model=model, depth=3, breadth=2)
     drafter = engine.runner.drafter
     assert drafter.net.recorded is not None
-    engine.scheduler.drafting = Always(5)
+    engine.scheduler.drafting = FixedDrafting(5)
     found, trees = [], []
     propose = drafter.propose
     drafter.propose = lambda guesses: trees.append(propose(guesses)) or trees[-1]

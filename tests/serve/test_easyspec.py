@@ -22,7 +22,7 @@ from shoal.core.errors import ConfigError, ModelError, ServeError  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
 
 DEEP = {
     "vocab_size": 160, "hidden": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2,
@@ -41,7 +41,7 @@ def deep(random_model, tmp_path_factory):
 
 def easy(pair, fields=None, model=None, **options):
     engine = engine_with(pair, fields, model, name="easyspec", **{"depth": 4, **options})
-    engine.scheduler.drafting = Always(4)
+    engine.scheduler.drafting = FixedDrafting(4)
     return engine
 
 
@@ -68,7 +68,7 @@ def test_greedy_output_is_the_targets(deep, engine_for, serve_all):
 def test_groups_of_one_are_the_plain_drafter(deep, serve_all):
     asked = prompts()[:3]
     plain = engine_with(deep, depth=4)
-    plain.scheduler.drafting = Always(4)
+    plain.scheduler.drafting = FixedDrafting(4)
     wanted = trees_of(plain, serve_all, asked, max_tokens=20)
     assert trees_of(easy(deep, group=1), serve_all, asked, max_tokens=20) == wanted
 
@@ -225,12 +225,12 @@ def test_recorded_passes_by_ranks(deep, recordable):
 
 
 def test_what_ranks_are_told_comes_back():
-    from shoal.serve.decode.captured import Branch
+    from shoal.serve.decode.captured import TreeRows
     from shoal.serve.decode.draft.ranked_worker import _pack, _unpack
 
     several = [
-        Branch([3, 4], [7, 9], 20, 20, np.array([0, 1]), np.array([1, 3])),
-        Branch([5], [1], 3, 1, np.array([2]), np.array([-1])),
+        TreeRows([3, 4], [7, 9], 20, 20, np.array([0, 1]), np.array([1, 3])),
+        TreeRows([5], [1], 3, 1, np.array([2]), np.array([-1])),
     ]
     for one, other in zip(several, _unpack(np.array(_pack(several))), strict=True):
         for mine, theirs in zip(one[:-1], other[:-1], strict=True):

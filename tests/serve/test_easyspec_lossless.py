@@ -19,7 +19,7 @@ from test_draft_model import engine_with, known_costs  # noqa: E402, F401
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
 
 V, TOKENS, PROMPT = 12, 3, [0, 1]
 SMALL = {
@@ -62,7 +62,7 @@ def counted(pair, draws, *, q=None, **options):
         group=4,
         **options,
     )
-    engine.scheduler.drafting = Always(3)
+    engine.scheduler.drafting = FixedDrafting(3)
     drafter = engine.runner.drafter
     propose = drafter.propose
 

@@ -7,14 +7,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ConfigError, ModelError  # noqa: E402
-from shoal.ir import Calibration, ServeJob, TreeSpec  # noqa: E402
+from shoal.ir import DrafterCalibration, ServeJob, TreeSpec  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.falcon import SemiAutoregressive  # noqa: E402
-from shoal.plan.trees.auto import Auto  # noqa: E402
-from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
+from shoal.plan.trees.auto import AutoTree  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting, RowCosts  # noqa: E402
 from shoal.serve.decode.costs import measure_costs  # noqa: E402
-from shoal.serve.decode.passes import Passes  # noqa: E402
+from shoal.serve.decode.passes import TreePasses  # noqa: E402
 from shoal.serve.engine.build import engine_of, load_model  # noqa: E402
 
 LEVEL = ((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.2, 0.1), (0.3, 0.2, 0.1),
@@ -66,7 +66,7 @@ def test_same_tokens_as_plain_decoding(k, options, target, tmp_path, serve_all):
     wanted = serve_all(plain, prompts(), max_tokens=30)
     engine = engine_of(job, model)[0]
     for nodes in (1, 7, 30):
-        engine.scheduler.drafting = Always(nodes)
+        engine.scheduler.drafting = FixedDrafting(nodes)
         assert serve_all(engine, prompts(), max_tokens=30) == wanted
     assert engine.stats()["draft_trees_total"] > 20
     sampled = {"max_tokens": 30, "temperature": 0.8, "seed": 3}
@@ -99,7 +99,7 @@ def test_guesses_of_a_tree_are_those_of_each_path_alone(k, target, tmp_path, ser
     net = written(tmp_path / "net", target, k, 6)
     model = huggingface.read(target, torch.float64).requires_grad_(False)
     engine = engine_of(job_of(target, tmp_path / "net", forwards=6 // k), model)[0]
-    engine.scheduler.drafting = Always(40)
+    engine.scheduler.drafting = FixedDrafting(40)
     caught = []
     propose = engine.runner.drafter.propose
 
@@ -138,7 +138,7 @@ def test_a_preempted_request_is_read_again(random_model, target, tmp_path, serve
         engine_of(job.model_copy(update={"speculative": None}), model)[0], asked, max_tokens=40
     )
     engine = engine_of(tight, model)[0]
-    engine.scheduler.drafting = Always(4)
+    engine.scheduler.drafting = FixedDrafting(4)
     assert serve_all(engine, asked, max_tokens=40) == wanted
     assert engine.stats()["preemptions_total"] > 0
 
@@ -148,7 +148,7 @@ def test_kernels_of_inference_guess_too(weights, target, tmp_path, serve_all):
     written(tmp_path / "net", target, 2)
     job = job_of(target, tmp_path / "net", weights=weights).model_copy(update={"precision": "bf16"})
     engine = engine_of(job, load_model(job))[0]
-    engine.scheduler.drafting = Always(8)
+    engine.scheduler.drafting = FixedDrafting(8)
     assert [len(one) for one in serve_all(engine, prompts(), max_tokens=8)] == [8, 8, 8]
     assert engine.stats()["draft_trees_total"] > 0
     assert engine.runner.drafter.memory_bytes() > engine.runner.drafter.net.nbytes
@@ -159,7 +159,7 @@ def test_recorded_passes_make_what_others_make(target, tmp_path, serve_all, reco
     written(tmp_path / "net", target, 2)
     job = job_of(target, tmp_path / "net", forwards=2).model_copy(update={"precision": "bf16"})
     engine = engine_of(job, load_model(job))[0]
-    engine.scheduler.drafting = Always(8)
+    engine.scheduler.drafting = FixedDrafting(8)
     drafter = engine.runner.drafter
     taped = drafter._taped
 
@@ -214,16 +214,16 @@ def test_what_guesses_cost_is_of_guesses_that_were_made(target, tmp_path):
 def test_passes_read_what_the_tree_goes_on_from():
     #      0      1      2 (under 0)  3 (under 1)  4 (under 2)  5 (under 4) 6 (under 3)
     spec = TreeSpec((-1, -1, 0, 1, 2, 4, 3), (0, 1, 0, 0, 0, 0, 1))
-    first, second = Passes(spec, 2).passes
+    first, second = TreePasses(spec, 2).passes
     assert first.nodes.tolist() == [0, 1, 2, 3]
     assert second.nodes.tolist() == [4, 5, 6]
     assert second.chains.tolist() == [[0, 2], [1, 3]]
     assert second.place.tolist() == [0, 0, 1]
     assert second.level.tolist() == [0, 1, 0]
     assert second.seen.tolist() == [0b0011, 0b0011, 0b1100, 0b1100]
-    third = Passes(TreeSpec((-1, 0, 1), (0, 0, 0)), 1).passes[2]
+    third = TreePasses(TreeSpec((-1, 0, 1), (0, 0, 0)), 1).passes[2]
     assert (third.before, third.seen.tolist()) == (1, [0b11])
-    assert len(Passes(Auto(nodes=2).build(Calibration(LEVEL)), 4).passes) == 1
+    assert len(TreePasses(AutoTree(nodes=2).build(DrafterCalibration(LEVEL)), 4).passes) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from thread_ranks import thread_engine  # noqa: E402
 
-from shoal.cost.serving.simulator import Predicted  # noqa: E402
-from shoal.cost.step_cost.fitted import Fitted  # noqa: E402
-from shoal.ir import Limits, Request, SamplingParams, ServeJob  # noqa: E402
+from shoal.cost.serving.simulator import SimulatedRunner  # noqa: E402
+from shoal.cost.step_cost.fitted import FittedStepCost  # noqa: E402
+from shoal.ir import Request, SamplingParams, SchedulerLimits, ServeJob  # noqa: E402
 from shoal.plan.batching import KV_MANAGERS, SCHEDULERS  # noqa: E402
 from shoal.plan.batching.cache.paged import Paged  # noqa: E402
 from shoal.plan.batching.schedulers.fcfs import Fcfs  # noqa: E402
@@ -150,10 +150,12 @@ def test_ranks_copy_their_part_of_a_block(random_model, engine_for):
 
 
 def test_the_simulator_drives_the_same_forks():
-    limits = Limits(max_running=8, max_step_tokens=64, max_position=96)
+    limits = SchedulerLimits(max_running=8, max_step_tokens=64, max_position=96)
     kv = Paged().build(4096)
     scheduler = Fcfs().build(kv, limits)
-    runner = Predicted(Fitted(step=1e-3, token=1e-4, prompt_pair=0, decode_key=0, chunk=0))
+    runner = SimulatedRunner(
+        FittedStepCost(step=1e-3, token=1e-4, prompt_pair=0, decode_key=0, chunk=0)
+    )
     for request in answers(5):
         scheduler.add(request)
     tokens, now, moves = 0, 0.0, []
@@ -175,7 +177,7 @@ def test_the_simulator_drives_the_same_forks():
 
 @pytest.mark.parametrize("kv", ["blockgroups", "contiguous", "slots"])
 def test_other_books_serve_forks_as_any_request(kv):
-    limits = Limits(max_running=8, max_step_tokens=64, max_position=96)
+    limits = SchedulerLimits(max_running=8, max_step_tokens=64, max_position=96)
     scheduler = SCHEDULERS.build("fcfs").build(KV_MANAGERS.build(kv).build(4096), limits)
     for request in answers(3):
         scheduler.add(request)

@@ -179,10 +179,10 @@ def test_a_request_that_cannot_go_on_harms_nobody(random_model, engine_for):
     while engine.busy:
         outputs += engine.step()
     assert [one.request_id for one in outputs] == ["good"] * 3
-    (told,) = (told for told in engine.told() if told["kind"] != "began")
+    (told,) = (told for told in engine.drain_events() if told["kind"] != "began")
     assert (told["kind"], told["id"]) == ("refused", "bad")
     assert "tokenizer" in told["message"]
-    assert engine.told() == []
+    assert engine.drain_events() == []
 
 
 CONFIG = {

@@ -14,12 +14,12 @@ from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.serve.engine import ahead, client, loop, runner  # noqa: E402
 from shoal.serve.engine.client import EngineClient  # noqa: E402
-from shoal.serve.engine.counters import Counters  # noqa: E402
-from shoal.serve.engine.deaths import Deaths  # noqa: E402
-from shoal.serve.engine.hooks import ORDER, Hook, Hooks  # noqa: E402
-from shoal.serve.engine.isolation import Isolation  # noqa: E402
+from shoal.serve.engine.counters import CountersHook  # noqa: E402
+from shoal.serve.engine.crashes import CrashHistory  # noqa: E402
+from shoal.serve.engine.hooks import ORDER, EngineHook, EngineHooks  # noqa: E402
+from shoal.serve.engine.isolation import IsolationHook  # noqa: E402
 from shoal.serve.engine.loop import Engine  # noqa: E402
-from shoal.serve.engine.pooling import Pooling  # noqa: E402
+from shoal.serve.engine.pooling import PoolingHook  # noqa: E402
 
 TECHNIQUES = {"max_adapters": 1, "preempt": "swap", "host_tokens": 512, "kv_tokens": 512}
 
@@ -32,7 +32,7 @@ def told_by(hook_type, log, name):
     """A hook of another package that writes down every moment, and changes nothing."""
 
     def moment(which):
-        inner = getattr(Hook, which)
+        inner = getattr(EngineHook, which)
 
         def act(self, *args):
             log.append((name, which))
@@ -40,7 +40,7 @@ def told_by(hook_type, log, name):
 
         return act
 
-    moments = [one for one, _ in inspect.getmembers(Hook, inspect.isfunction)]
+    moments = [one for one, _ in inspect.getmembers(EngineHook, inspect.isfunction)]
     return type(name, (hook_type,), {one: moment(one) for one in moments})()
 
 
@@ -52,16 +52,16 @@ def test_hooks_stand_in_the_order_whenever_they_are_registered(random_model, eng
     inside = [hook.place for hook in engine.runner.hooks]
     assert [one for one in inside if one != "recording"] == [*want[2:5], "penalties", "grammar"]
     for given in (list(engine.hooks), list(engine.hooks)[::-1]):
-        assert [hook.place for hook in Hooks(given)] == places
+        assert [hook.place for hook in EngineHooks(given)] == places
     assert sorted(places, key=ORDER.index) == places
     assert len(set(ORDER)) == len(ORDER)
 
 
 def test_a_hook_that_is_unknown_or_there_already_is_refused(random_model, engine_for):
-    class Strange(Hook):
+    class Strange(EngineHook):
         place = "between"
 
-    class Other(Hook):
+    class Other(EngineHook):
         place = "pooling"
 
     engine = engine_for(random_model())
@@ -69,21 +69,21 @@ def test_a_hook_that_is_unknown_or_there_already_is_refused(random_model, engine
         ConfigError, match="hook Strange: place = 'between': expected one of deaths"
     ):
         engine.register(Strange())
-    for again in (Pooling(), Other()):
+    for again in (PoolingHook(), Other()):
         with pytest.raises(ConfigError, match="'pooling' = 'Pooling': expected none"):
             engine.register(again)
-    engine.register(Hook())
+    engine.register(EngineHook())
     with pytest.raises(ConfigError, match="registered once"):
-        engine.register(Hook())
+        engine.register(EngineHook())
     with pytest.raises(ConfigError, match="'counters'"):
-        Engine(engine.scheduler, engine.runner, hooks=[Counters()])
+        Engine(engine.scheduler, engine.runner, hooks=[CountersHook()])
     with pytest.raises(ConfigError, match="'deaths'"):
-        Hooks([Deaths(), Deaths()])
+        EngineHooks([CrashHistory(), CrashHistory()])
 
 
 def test_a_hook_of_another_package_sees_every_moment_in_order(random_model, engine_for):
     log = []
-    first, second = told_by(Hook, log, "First"), told_by(Hook, log, "Second")
+    first, second = told_by(EngineHook, log, "First"), told_by(EngineHook, log, "Second")
     engine = engine_for(random_model())
     for hook in (first, second):
         engine.register(hook)
@@ -111,7 +111,7 @@ def test_a_hook_of_another_package_sees_every_moment_in_order(random_model, engi
 
 
 def test_a_hook_may_refuse_change_and_recover(random_model, engine_for):
-    class Careful(Hook):
+    class Careful(EngineHook):
         def check(self, request):
             if request.params.seed == 13:
                 raise ServeError("an unlucky seed")
@@ -151,7 +151,7 @@ def test_a_hook_may_refuse_change_and_recover(random_model, engine_for):
 
 
 def test_scores_are_adjusted_by_hooks_of_others_last(random_model, engine_for):
-    class Only(Hook):
+    class Only(EngineHook):
         def wanted(self, requests):
             return [row for row, one in enumerate(requests) if one.id == "mine"]
 
@@ -174,7 +174,7 @@ def test_scores_are_adjusted_by_hooks_of_others_last(random_model, engine_for):
 def test_what_a_failed_step_leaves_is_cleared_with_the_next_chunks():
     from shoal.ir import Chunk, Step
 
-    isolation = Isolation()
+    isolation = IsolationHook()
     isolation._scrub = [3]
     waits = Step((), wait_for=(1,))
     assert isolation.planned(waits) is waits  # nothing is cleared where nothing is computed

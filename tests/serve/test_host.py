@@ -9,12 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ServeError  # noqa: E402
-from shoal.cost.serving.simulator import Predicted  # noqa: E402
-from shoal.cost.step_cost.fitted import Fitted  # noqa: E402
+from shoal.cost.serving.simulator import SimulatedRunner  # noqa: E402
+from shoal.cost.step_cost.fitted import FittedStepCost  # noqa: E402
 from shoal.ir import Copy, HostLink, Request, SamplingParams, ServeJob, Step, Transfer  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.plan.serving.plans import build_scheduler  # noqa: E402
-from shoal.serve.cache.host import HostStore, Mover, measure_link  # noqa: E402
+from shoal.serve.cache.host import HostMover, HostStore, measure_link  # noqa: E402
 from shoal.serve.cache.paged import PagedCache  # noqa: E402
 from shoal.serve.engine.build import concrete, engine_of  # noqa: E402
 
@@ -46,7 +46,7 @@ def moved():
 def test_runs_are_copied_in_every_layer_and_back(moved):
     cache, host = moved
     before = cache.blocks[0].clone()
-    mover = Mover(cache, host)
+    mover = HostMover(cache, host)
     mover.begin((Transfer(0, "out", "a", (Copy(1, 3, 2), Copy(5, 0, 1))),))
     mover.wait((0,))
     assert torch.equal(host.blocks[0][:, :, 3:5], before[:, :, 1:3])
@@ -67,7 +67,7 @@ def test_runs_are_copied_in_every_layer_and_back(moved):
 def test_an_emulated_link_takes_its_time(moved):
     cache, host = moved
     slept = []
-    mover = Mover(cache, host, link=LINK, clock=lambda: 0.0, sleep=slept.append)
+    mover = HostMover(cache, host, link=LINK, clock=lambda: 0.0, sleep=slept.append)
     for number in range(2):
         mover.begin((Transfer(number, "out", "a", (Copy(0, 0, 1), Copy(2, 2, 3))),))
         mover.wait((number,))
@@ -78,7 +78,7 @@ def test_an_emulated_link_takes_its_time(moved):
 
 def test_what_fails_is_told(moved):
     cache, _ = moved
-    mover = Mover(cache)
+    mover = HostMover(cache)
     mover.begin((Transfer(0, "out", "a", (Copy(0, 0, 1),)),))
     with pytest.raises(ServeError, match="this engine has no host tier"):
         mover.wait((0,))
@@ -176,12 +176,12 @@ def test_the_simulator_plans_the_very_steps_of_the_engine(random_model):
     )
     engine, _, runner = engine_of(job, model, link=LINK)
     whole = concrete(job, model.config, torch.float32)
-    cost = Fitted(step=1e-3, token=1e-4, prompt_pair=0, decode_key=0, chunk=0)
+    cost = FittedStepCost(step=1e-3, token=1e-4, prompt_pair=0, decode_key=0, chunk=0)
     simulated = build_scheduler(whole, link=LINK)
     seen = {}
     for name, scheduler, executes in (
         ("engine", engine.scheduler, runner),
-        ("simulator", simulated, Predicted(cost, LINK)),
+        ("simulator", simulated, SimulatedRunner(cost, LINK)),
     ):
         steps = seen[name] = []
         for number, prompt in enumerate(asked()):

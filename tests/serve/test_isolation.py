@@ -23,7 +23,7 @@ from shoal.core.parts import table  # noqa: E402
 from shoal.ir import Request, SamplingParams  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.generate import adjust, sample  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
 from shoal.serve.engine.adjust import Adjuster  # noqa: E402
 from shoal.serve.engine.params import check_params  # noqa: E402
 from shoal.serve.engine.sampler import choose, probabilities, sample_rows  # noqa: E402
@@ -49,7 +49,7 @@ def drain(engine, requests):
     told = []
     while engine.busy:
         engine.step()
-        told += engine.told()
+        told += engine.drain_events()
     engine.hooks["isolation"].check_integrity()
     return (
         {one.id: one.tokens[one.n_prompt :] for one in requests},
@@ -257,7 +257,7 @@ def test_a_tree_without_a_token_ends_its_request(random_model, engine_for, accep
 
     runner.forward = forward
     runner.drafter = Knowing({f"r{n}": [9 + n, *text, *range(8)] for n in range(3)}, 160)
-    engine.scheduler.drafting = Always(4)
+    engine.scheduler.drafting = FixedDrafting(4)
     want, _ = drain(engine, [one for one in asked() if one.id != "r1"])
     got, failed = drain(engine, asked())
     assert max(seen) > 1
@@ -304,7 +304,7 @@ def test_guesses_behind_the_end_of_an_answer_are_not_counted(random_model, engin
     want, _ = drain(engine, [copy.deepcopy(one) for one in asked])
     known = {one.id: [*one.tokens, *want[one.id], *range(8)] for one in asked}
     engine.runner.drafter = Knowing(known, 160, right=1.0)
-    engine.scheduler.drafting = Always(6)
+    engine.scheduler.drafting = FixedDrafting(6)
     short = [
         dataclasses.replace(one, params=dataclasses.replace(one.params, max_tokens=11))
         for one in asked

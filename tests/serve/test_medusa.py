@@ -13,7 +13,7 @@ from shoal.ir import ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.medusa import MedusaHeads  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
 from shoal.serve.engine.build import engine_of, load_model  # noqa: E402
 
 HEADS, CALIBRATION = 3, ((0.5, 0.2, 0.1), (0.3, 0.1, 0.05), (0.2, 0.1, 0.0))
@@ -61,7 +61,7 @@ def test_same_tokens_as_plain_decoding(options, served, serve_all):
     wanted = serve_all(plain, prompts(), max_tokens=30)
     engine = engine_of(job, model)[0]
     for nodes in (1, 4, 9):
-        engine.scheduler.drafting = Always(nodes)
+        engine.scheduler.drafting = FixedDrafting(nodes)
         assert serve_all(engine, prompts(), max_tokens=30) == wanted
     assert engine.stats()["draft_trees_total"] > 20
     sampled = {"max_tokens": 30, "temperature": 0.8, "seed": 3}
@@ -73,7 +73,7 @@ def test_trees_hold_the_best_guesses_of_the_heads(served, serve_all):
     job = job_of(target, heads_dir)
     model = huggingface.read(target, torch.float64).requires_grad_(False)
     engine = engine_of(job, model)[0]
-    engine.scheduler.drafting = Always(6)
+    engine.scheduler.drafting = FixedDrafting(6)
     caught = []
     propose = engine.runner.drafter.propose
 
@@ -99,7 +99,7 @@ def test_heads_in_fewer_bits_guess_the_same_tokens_mostly_and_lose_none(served, 
     job = job_of(target, heads_dir, weights="int8-g32").model_copy(update={"precision": "bf16"})
     model = load_model(job)
     engine = engine_of(job, model)[0]
-    engine.scheduler.drafting = Always(4)
+    engine.scheduler.drafting = FixedDrafting(4)
     found = serve_all(engine, prompts(), max_tokens=8)
     assert [len(one) for one in found] == [8, 8, 8]
     assert engine.stats()["draft_trees_total"] > 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from shoal.core.errors import ConfigError  # noqa: E402
 from shoal.ir import ServeJob  # noqa: E402
-from shoal.serve.cache.weights import Peer, PeerPool, elsewhere, least_resident  # noqa: E402
+from shoal.serve.cache.weights import PeerMemory, PeerPool, elsewhere, least_resident  # noqa: E402
 from shoal.serve.engine.build import engine_of, prepare  # noqa: E402
 
 PROMPTS = [[5, 6, 7], list(range(40)), [9] * 20]
@@ -69,11 +69,11 @@ def test_the_least_resident_set():
 
 def test_what_cannot_lie_elsewhere(random_model, deep):
     with pytest.raises(ConfigError, match=r"memory\.peer\.fraction = 0\.7"):
-        Peer(fraction=0.7)
+        PeerMemory(fraction=0.7)
     job = ServeJob(model="tiny", kv_tokens=512, threads=1)
     with pytest.raises(ConfigError, match="fewer than the 3 layers that lie elsewhere"):
-        Peer(slots=3).apply(prepare(job, deep()))
+        PeerMemory(slots=3).apply(prepare(job, deep()))
     experts = random_model("mixtral").config.model_copy(update={"num_layers": 8})
     with pytest.raises(ConfigError, match="expected a dense model with plain weights"):
-        Peer(fraction=0.5).apply(prepare(job, random_model(experts)))
-    assert Peer().apply(prepare(job, random_model())) is None
+        PeerMemory(fraction=0.5).apply(prepare(job, random_model(experts)))
+    assert PeerMemory().apply(prepare(job, random_model())) is None

@@ -14,7 +14,7 @@ from shoal.model.attention import KVCache  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.ppd import PromptTokens, prompt_mask, prompt_positions  # noqa: E402
 from shoal.model.rope import tables_at  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
 from shoal.serve.engine.build import engine_of, load_model  # noqa: E402
 
 CALIBRATION = ((0.5, 0.2, 0.1), (0.3, 0.1, 0.05), (0.2, 0.1, 0.0))
@@ -83,7 +83,7 @@ def test_same_tokens_as_plain_decoding(options, served, serve_all):
     wanted = serve_all(plain, prompts(), max_tokens=30)
     engine = engine_of(job, model)[0]
     for nodes in (6, 13, 40):
-        engine.scheduler.drafting = Always(nodes)
+        engine.scheduler.drafting = FixedDrafting(nodes)
         assert serve_all(engine, prompts(), max_tokens=30) == wanted
     assert engine.stats()["draft_trees_total"] > 20
     sampled = {"max_tokens": 30, "temperature": 0.8, "seed": 3}
@@ -110,7 +110,7 @@ def test_guesses_are_what_prompt_tokens_say_behind_the_last_accepted_token(serve
     target, place = served
     model = huggingface.read(target, torch.float64).requires_grad_(False)
     engine = engine_of(job_of(target, place), model)[0]
-    engine.scheduler.drafting = Always(45)
+    engine.scheduler.drafting = FixedDrafting(45)
     caught = spied(engine)
     serve_all(engine, prompts()[:1], max_tokens=16)
     embeddings = engine.runner.drafter._embeddings
@@ -132,7 +132,7 @@ def test_prompt_rows_change_nothing_and_leave_nothing(served, serve_all):
     target, place = served
     model = huggingface.read(target, torch.float64).requires_grad_(False)
     engine = engine_of(job_of(target, place), model)[0]
-    engine.scheduler.drafting = Always(24)
+    engine.scheduler.drafting = FixedDrafting(24)
     caught = spied(engine)
     tokens = prompts()[1]
     request = Request("r0", list(tokens), len(tokens), SamplingParams(max_tokens=14))
@@ -170,7 +170,7 @@ def test_recorded_steps_give_the_same_tokens(served, serve_all, recordable):
     engine = engine_of(job_of(target, place), model)[0]
     recorded = engine.runner._recorded
     assert recorded is not None
-    engine.scheduler.drafting = Always(8)
+    engine.scheduler.drafting = FixedDrafting(8)
     found = []
     for one in (recorded, None):
         engine.runner._recorded = one

@@ -8,14 +8,14 @@ torch = pytest.importorskip("torch")
 
 from shoal.core.errors import ServeError  # noqa: E402
 from shoal.cost.step_cost.fitted import fit  # noqa: E402
-from shoal.ir import Limits  # noqa: E402
+from shoal.ir import SchedulerLimits  # noqa: E402
 from shoal.serve.bench.profile import profile, spread  # noqa: E402
 
 
 @pytest.mark.parametrize("running", [1, 3, 64])
 @pytest.mark.parametrize(("tokens", "position"), [(8, 64), (512, 2048), (512, 300)])
 def test_shapes_are_steps_that_can_be_planned(running, tokens, position):
-    limits = Limits(max_running=running, max_step_tokens=tokens, max_position=position)
+    limits = SchedulerLimits(max_running=running, max_step_tokens=tokens, max_position=position)
     shapes = spread(limits, 8192)
     assert len(shapes) == len(set(shapes)) >= 10
     for shape in shapes:
@@ -45,7 +45,7 @@ def test_every_shape_is_timed_and_the_cache_stays_as_it_is(random_model, engine_
     engine = engine_for(random_model("mixtral"), kv_tokens=1024, max_position=256)
     cache = engine.runner.cache
     cache.stores[0].fill_(3.0)
-    limits = Limits(max_running=4, max_step_tokens=48, max_position=256)
+    limits = SchedulerLimits(max_running=4, max_step_tokens=48, max_position=256)
     shapes = spread(limits, 1024)
     seen = []
     samples = profile(

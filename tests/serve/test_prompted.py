@@ -13,7 +13,7 @@ from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.drafters import files  # noqa: E402
 from shoal.model.drafters.ppd import PromptTokens  # noqa: E402
-from shoal.plan.trees.drafting import Always, RowCosts  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting, RowCosts  # noqa: E402
 from shoal.serve.decode.draft.part import DraftModel, DraftModelDrafter  # noqa: E402
 from shoal.serve.decode.heads import prompted  # noqa: E402
 from shoal.serve.decode.protocols import Guess  # noqa: E402
@@ -90,12 +90,12 @@ def knowing(drafter):
     def told(seen):
         right = []
         for one in seen:
-            if one.asked is not None:
-                count = len(one.asked) // drafter.prompts.trees.ensemble
+            if one.prompt_scores is not None:
+                count = len(one.prompt_scores) // drafter.prompts.trees.ensemble
                 ahead = torch.tensor(greedy(model, one.request.tokens, count))
-                scores = torch.nn.functional.one_hot(ahead, one.asked.shape[1]).double()
+                scores = torch.nn.functional.one_hot(ahead, one.prompt_scores.shape[1]).double()
                 one = one._replace(
-                    asked=scores.repeat_interleave(drafter.prompts.trees.ensemble, 0)
+                    prompt_scores=scores.repeat_interleave(drafter.prompts.trees.ensemble, 0)
                 )
             right.append(one)
         observe(right)
@@ -198,7 +198,7 @@ def test_same_tokens_as_plain_decoding(home, serve_all, engine_for):
     ]
     wanted = serve_all(engine_for(model), texts(), params=params)
     engine = engine_with(home, prompts="prompts2", depth=4)
-    engine.scheduler.drafting = Always(4)
+    engine.scheduler.drafting = FixedDrafting(4)
     assert serve_all(engine, texts(), params=params) == wanted
     stats = engine.stats()
     assert 0.1 < stats["draft_tokens_accepted_total"] / stats["draft_tokens_total"] < 1

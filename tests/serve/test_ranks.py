@@ -22,8 +22,14 @@ from shoal.core.random import generator  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob, Step, StepResult  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.parameters import Parameters  # noqa: E402
-from shoal.serve.ranks.boundary import Boundary  # noqa: E402
-from shoal.serve.ranks.commands import Inbox, Reader, Writer, pack_result, unpack_result  # noqa: E402
+from shoal.serve.ranks.boundary import RankBoundary  # noqa: E402
+from shoal.serve.ranks.commands import (  # noqa: E402
+    CommandQueue,
+    CommandReader,
+    CommandWriter,
+    pack_result,
+    unpack_result,
+)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 SPLITS = ((2, 1), (1, 2), (2, 2))
@@ -150,7 +156,7 @@ def test_what_cannot_be_shared(random_model):
 
 
 def test_an_inbox_gives_commands_in_the_order_of_tickets():
-    inbox = Inbox(3)
+    inbox = CommandQueue(3)
     for ticket in (2, 0, 1):
         inbox.put({"kind": "step", "ticket": ticket})
     with pytest.raises(RankError, match="command 3: 3 others wait"):
@@ -170,7 +176,7 @@ def test_an_inbox_gives_commands_in_the_order_of_tickets():
 
 
 def test_commands_tell_what_is_new():
-    writer, reader = Writer(), Reader()
+    writer, reader = CommandWriter(), CommandReader()
     request = Request("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), blocks=[4])
     from shoal.ir import Chunk
 
@@ -199,7 +205,7 @@ def test_commands_tell_what_is_new():
 
 def test_states_of_another_step_are_refused():
     def work(comm):
-        boundary = Boundary(comm, 4, torch.float32)
+        boundary = RankBoundary(comm, 4, torch.float32)
         if comm.rank == 0:
             boundary.send(7, torch.ones(2, 4))
         else:
@@ -211,7 +217,7 @@ def test_states_of_another_step_are_refused():
 
 def test_a_sender_that_blocks_waits_for_its_receiver_over_a_link():
     def work(comm):
-        boundary = Boundary(comm, 4, torch.float32, blocking=True, latency_s=0.002)
+        boundary = RankBoundary(comm, 4, torch.float32, blocking=True, latency_s=0.002)
         for ticket in range(3):
             if comm.rank == 0:
                 boundary.send(ticket, torch.full((2, 4), ticket, dtype=torch.float32))

@@ -17,7 +17,7 @@ from speculative import Knowing  # noqa: E402
 
 from shoal.core.errors import ConfigError, ServeError  # noqa: E402
 from shoal.ir import Request, SamplingParams, ServeJob  # noqa: E402
-from shoal.plan.trees.drafting import Always  # noqa: E402
+from shoal.plan.trees.drafting import FixedDrafting  # noqa: E402
 from shoal.serve.decode.protocols import branches  # noqa: E402
 
 VOCAB = 160
@@ -59,7 +59,7 @@ def answers(serve_all, engine, asked):
 def guessing(engine, known, nodes, seed):
     drafter = Knowing(known, VOCAB, seed=seed)
     engine.runner.drafter = drafter
-    engine.scheduler.drafting = Always(nodes)
+    engine.scheduler.drafting = FixedDrafting(nodes)
     return drafter
 
 
@@ -113,7 +113,7 @@ def test_a_right_chain_takes_a_step_for_all_of_it(random_model, engine_for, serv
     asked = prompts(1)
     known = {"r0": [*asked[0], *serve_all(engine_for(model), asked, max_tokens=41)[0]]}
     engine = engine_for(model, speculative="ngram")
-    engine.scheduler.drafting = Always(4)
+    engine.scheduler.drafting = FixedDrafting(4)
     engine.runner.drafter = Knowing(known, VOCAB)
 
     def chain(request, most):
@@ -160,7 +160,7 @@ def test_tree_rows_have_the_logits_of_their_own_path(random_model, engine_for):
     model = random_model(dtype=torch.float64)
     engine = engine_for(model, speculative="ngram")
     tokens = prompts(1)[0]
-    engine.scheduler.drafting = Always(12)
+    engine.scheduler.drafting = FixedDrafting(12)
     drafter = Knowing({"r0": [*tokens, *range(30)]}, VOCAB, right=0.5, seed=5)
     engine.runner.drafter = drafter
     caught = []
@@ -252,6 +252,6 @@ def test_the_text_itself_guesses_what_it_repeats(random_model, engine_for, serve
     asked = [[*range(30), *range(30)] * 2]
     plain = serve_all(engine_for(model), asked, max_tokens=24)
     engine = engine_for(model, speculative={"name": "ngram", "shortest": 1})
-    engine.scheduler.drafting = Always(6)
+    engine.scheduler.drafting = FixedDrafting(6)
     assert serve_all(engine, asked, max_tokens=24) == plain
     assert engine.stats()["draft_tokens_total"] > 0

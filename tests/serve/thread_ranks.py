@@ -8,11 +8,11 @@ import threading
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.ir import Limits, Step
-from shoal.serve.cache.host import HostCopies
+from shoal.ir import SchedulerLimits, Step
+from shoal.serve.cache.host import HostCopyHook
 from shoal.serve.engine.ahead import AheadEngine
-from shoal.serve.engine.pooling import Pooling
-from shoal.serve.ranks.commands import Inbox, Writer
+from shoal.serve.engine.pooling import PoolingHook
+from shoal.serve.ranks.commands import CommandQueue, CommandWriter
 from shoal.serve.ranks.part import check_parts
 from shoal.serve.ranks.worker import Rank
 
@@ -34,8 +34,8 @@ class ThreadRanks:
     def __init__(self, job, model, num_blocks, block_size, *, shuffle=False, **options):
         self.depth = job.parallel.depth
         world = job.parallel.world
-        self._inboxes = [Inbox(self.depth + 1) for _ in range(world)]
-        self._writer, self._held, self._shuffle = Writer(), [], shuffle
+        self._inboxes = [CommandQueue(self.depth + 1) for _ in range(world)]
+        self._writer, self._held, self._shuffle = CommandWriter(), [], shuffle
         self._results = queue.Queue()
         self._ticket = self._turn = 0
         self.commands = []
@@ -107,12 +107,12 @@ def thread_engine(job, model, **options):
     job = job.model_copy(update={"host_tokens": job.host_tokens_of(job.kv_tokens)})
     kv = table("kv").build(job.kv, where="kv").build(job.kv_tokens)
     longest = job.max_position or model.config.max_position
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=job.max_running, max_step_tokens=job.max_step_tokens, max_position=longest
     )
     ranks = ThreadRanks(job, model, kv.num_blocks, kv.block_size, **options)
     preemption = table("preempt").build(job.preempt).build(kv, limits, host_tokens=job.host_tokens)
     scheduler = table("scheduler").build(job.scheduler).build(kv, limits, preemption)
-    hooks = (HostCopies(), Pooling())
+    hooks = (HostCopyHook(), PoolingHook())
     vocab = model.config.vocab_size
     return AheadEngine(scheduler, ranks, kv=kv, vocab_size=vocab, hooks=hooks), ranks

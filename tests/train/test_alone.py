@@ -10,8 +10,8 @@ import pytest
 
 from shoal.core.errors import ConfigError
 from shoal.ir import TrainPlan
-from shoal.train.alone import alone
 from shoal.train.run import execute
+from shoal.train.run_lock import alone
 from shoal.train.watch.robust import Robust, execute_robust
 
 NO_PLAN = cast("TrainPlan", None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.branches import Branch, begin_branch, branches, place_of
+from shoal.checkpoint.branches import CheckpointBranch, begin_branch, branches, place_of
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, NonFiniteError, RankError
@@ -30,14 +30,14 @@ def saved(place: Path, *steps: int) -> None:
 
 def test_branches_are_listed_and_keep_apart(tmp_path: Path) -> None:
     store = tmp_path / "checkpoints"
-    assert branches(tmp_path) == [Branch(0)]
+    assert branches(tmp_path) == [CheckpointBranch(0)]
     saved(store, 10, 20, 40)
-    assert begin_branch(tmp_path, [store], 20) == Branch(1, 0, 20)
+    assert begin_branch(tmp_path, [store], 20) == CheckpointBranch(1, 0, 20)
     assert place_of(store, 1) == store / "branch-1"
     saved(store / "branch-1", 30, 40)
     # The newest branch that has the step is meant.
-    assert begin_branch(tmp_path, [store], 40) == Branch(2, 1, 40)
-    assert begin_branch(tmp_path, [store], 10) == Branch(3, 0, 10)
+    assert begin_branch(tmp_path, [store], 40) == CheckpointBranch(2, 1, 40)
+    assert begin_branch(tmp_path, [store], 10) == CheckpointBranch(3, 0, 10)
     assert [one.number for one in branches(tmp_path)] == [0, 1, 2, 3]
     assert Store(store).steps() == (10, 20, 40), "a branch is no step"
     assert place_of("s3://bucket/run/", 2) == "s3://bucket/run/branch-2"
@@ -48,7 +48,7 @@ def test_a_step_that_no_branch_has_is_refused(tmp_path: Path) -> None:
     saved(store, 10)
     with pytest.raises(CheckpointError, match="no checkpoint of step 11; there are: 10"):
         begin_branch(tmp_path, [store], 11)
-    assert branches(tmp_path) == [Branch(0)]
+    assert branches(tmp_path) == [CheckpointBranch(0)]
 
 
 def test_what_is_not_finite_is_named() -> None:

@@ -23,7 +23,7 @@ from shoal.plan.drafting import plan_drafter  # noqa: E402
 from shoal.train.drafters.calibrate import judged, places_of, right  # noqa: E402
 from shoal.train.drafters.execute import execute  # noqa: E402
 from shoal.train.drafters.features import open_features, prepare_features  # noqa: E402
-from shoal.train.drafters.protocols import Rows  # noqa: E402
+from shoal.train.drafters.protocols import TargetRows  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
 VOCAB = 300
@@ -138,7 +138,7 @@ def test_medusa_loss_is_the_weighted_sum(make: Make, target: Path) -> None:
         )
         for k in (1, 2)
     )
-    found = learner.loss(Rows(tokens, hidden), step=0, total=1)
+    found = learner.loss(TargetRows(tokens, hidden), step=0, total=1)
     torch.testing.assert_close(found, expected)
 
 
@@ -263,7 +263,7 @@ def test_guesses_of_features_are_those_of_each_path_alone(
     rounds = options.get("forwards", options.get("depth"))
     with torch.no_grad():
         hidden = model.hidden(tokens)
-        found = learner.guesses(Rows(tokens, hidden), places).unflatten(1, (2, 3))
+        found = learner.guesses(TargetRows(tokens, hidden), places).unflatten(1, (2, 3))
         for row in range(2):
             for number, place in enumerate(places):
                 features, words = hidden[row : row + 1, : place + 1], tokens[row : row + 1]
@@ -295,7 +295,7 @@ def test_no_glancing_is_the_plain_loss(make: Make, target: Path) -> None:
     hidden = model.hidden(tokens).detach()
     calls: list[int] = []
     learner.net.register_forward_hook(lambda *_: calls.append(1))
-    found = learner.loss(Rows(tokens, hidden), step=0, total=10)
+    found = learner.loss(TargetRows(tokens, hidden), step=0, total=10)
     assert len(calls) == 1
     made = learner.net(hidden[:, :12], model.embed(tokens[:, 1:13]))
     wanted, word = hidden[:, 2:14], tokens[:, 3:15]
@@ -307,8 +307,8 @@ def test_no_glancing_is_the_plain_loss(make: Make, target: Path) -> None:
     torch.testing.assert_close(found, near + 0.1 * (0.9 * apart + 0.1 * cross))
     # A share that reaches 0 at the end is the plain loss there.
     ending = table("drafter").build({**plain, "glance_from": 0.6}).begin(model, make())
-    last = ending.loss(Rows(tokens, hidden), step=8, total=9)
-    torch.testing.assert_close(last, learner.loss(Rows(tokens, hidden), step=8, total=9))
+    last = ending.loss(TargetRows(tokens, hidden), step=8, total=9)
+    torch.testing.assert_close(last, learner.loss(TargetRows(tokens, hidden), step=8, total=9))
 
 
 def test_glancing_shows_whole_blocks_and_leaves_them_out(make: Make, target: Path) -> None:
@@ -319,7 +319,7 @@ def test_glancing_shows_whole_blocks_and_leaves_them_out(make: Make, target: Pat
     hidden = model.hidden(tokens).detach()
     seen: list[tuple[Any, ...]] = []
     learner.net.register_forward_pre_hook(lambda _, given: seen.append(given))
-    learner.loss(Rows(tokens, hidden), step=0, total=10)
+    learner.loss(TargetRows(tokens, hidden), step=0, total=10)
     (before, words), (after, later) = seen
     shown = (before != after).any(-1)
     assert torch.equal(shown, (words != later).any(-1))
@@ -337,7 +337,7 @@ def test_prompt_tokens_learn_what_the_target_says_later(make: Make, target: Path
     part = table("drafter").build({"name": "ppd", "prompts": 2, "ensemble": 2, "points": 50})
     learner = part.begin(model, make())
     tokens = torch.randint(0, VOCAB, (2, 12))
-    rows = Rows(tokens, model.hidden(tokens).detach())
+    rows = TargetRows(tokens, model.hidden(tokens).detach())
     value = learner.loss(rows, step=0, total=1)
     said = learner.guesses(rows, list(range(9))).unflatten(1, (2, 9))  # all places with a truth
     expected = torch.zeros(())

@@ -11,15 +11,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.claims.lab.same_as_one import Fresh  # noqa: E402
+from shoal.claims.lab.same_as_one import SeededWeights  # noqa: E402
 from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import CheckpointError, ConfigError  # noqa: E402
 from shoal.core.hooks import Hook, Hooks  # noqa: E402
 from shoal.ir import TrainJob  # noqa: E402
-from shoal.ir.hooks import ORDER, StepHook, Stored, TrainStep  # noqa: E402
+from shoal.ir.hooks import ORDER, StepHook, TensorSource, TrainStep  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.train.hooks import RUN_ORDER, RunHook  # noqa: E402
-from shoal.train.loop import Trainer  # noqa: E402
+from shoal.train.loop import RankTrainer  # noqa: E402
 
 MODEL: dict[str, Any] = {
     "name": "small", "family": "llama", "vocab_size": 53, "hidden": 16, "num_layers": 2,
@@ -60,7 +60,7 @@ def train(steps: int = 1, *hooks: StepHook, model: Any = None, **job: Any) -> li
 
     def on(comm: Any) -> list[str]:
         comm.beat = None
-        trainer = Trainer(found, steps, Fresh(config), Tokens(), comm)  # type: ignore[arg-type]
+        trainer = RankTrainer(found, steps, SeededWeights(config), Tokens(), comm)  # type: ignore[arg-type]
         with contextlib.closing(trainer):
             for hook in hooks:
                 trainer.hooks.add(hook)
@@ -119,7 +119,7 @@ class Sees(StepHook):
     def state(self) -> dict[str, Any]:
         return {"mine.number": self.number}
 
-    def load(self, saved: Stored) -> None:
+    def load(self, saved: TensorSource) -> None:
         self.number.copy_(saved.tensor("mine.number"))
 
     def events(self) -> dict[str, dict[str, Any]]:
@@ -193,8 +193,8 @@ def test_what_hooks_keep_is_saved_loaded_and_reported() -> None:
 
     def on(comm: Any) -> None:
         comm.beat = None
-        given = (job, 3, Fresh(config), Tokens(), comm)
-        first, second = Trainer(*given), Trainer(*given)  # type: ignore[arg-type]
+        given = (job, 3, SeededWeights(config), Tokens(), comm)
+        first, second = RankTrainer(*given), RankTrainer(*given)  # type: ignore[arg-type]
         hook, other = Sees(), Sees()
         first.hooks.add(hook)
         first.step(0)
@@ -269,8 +269,8 @@ def test_a_state_that_is_missing_is_an_error_of_the_checkpoint() -> None:
 
     def on(comm: Any) -> None:
         comm.beat = None
-        weights = Fresh(ModelConfig.model_validate(MODEL))
-        trainer = Trainer(job, 3, weights, Tokens(), comm)  # type: ignore[arg-type]
+        weights = SeededWeights(ModelConfig.model_validate(MODEL))
+        trainer = RankTrainer(job, 3, weights, Tokens(), comm)  # type: ignore[arg-type]
         with contextlib.closing(trainer), pytest.raises(CheckpointError, match=r"outer\.place0"):
             trainer.hooks["outer"].load(Nothing())  # type: ignore[arg-type]
 

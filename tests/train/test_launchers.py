@@ -151,9 +151,9 @@ _STRIKES = """
 import os, signal
 
 if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import RankTrainer
 
-    step = Trainer.step
+    step = RankTrainer.step
 
     def struck(self, number, **options):
         result = step(self, number, **options)
@@ -161,7 +161,7 @@ if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    Trainer.step = struck
+    RankTrainer.step = struck
 """
 
 

@@ -13,9 +13,9 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import RankError
 from shoal.core.meter import read_events
 from shoal.ir import TrainPlan
-from shoal.machine.emulate import Network, emulate, unavailable
+from shoal.machine.emulate import EmulatedNetwork, emulate, unavailable
 from shoal.parallel.comm.heartbeat import Heartbeat
-from shoal.train.memory import Hosts
+from shoal.train.memory import EmulatedHosts
 from shoal.train.run import execute
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -27,7 +27,7 @@ STEPS, SAVED, CUT = 16, 8, 11
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
+def network() -> Iterator[EmulatedNetwork]:
     """Two hosts with 100 MB/s."""
     reason = unavailable()
     if reason is not None:
@@ -37,7 +37,7 @@ def network() -> Iterator[Network]:
 
 
 def test_a_link_that_disappears_is_named_and_the_run_goes_on(
-    network: Network, make_plan: Make, tmp_path: Path
+    network: EmulatedNetwork, make_plan: Make, tmp_path: Path
 ) -> None:
     plan = make_plan(
         parallel={"dp": 2},
@@ -50,7 +50,7 @@ def test_a_link_that_disappears_is_named_and_the_run_goes_on(
     ended: list[float] = []
     with pulled(network, run) as at, pytest.raises(RankError) as caught:
         try:
-            execute(plan, run, hosts=Hosts(network, 1))
+            execute(plan, run, hosts=EmulatedHosts(network, 1))
         finally:
             ended.append(time.monotonic())
     assert ended[0] - at[0] < 60, "nobody waits for as long as TCP does, which is minutes"
@@ -66,7 +66,7 @@ def test_a_link_that_disappears_is_named_and_the_run_goes_on(
     Store(run / "checkpoints").open(SAVED)  # every byte is verified
     assert not half_written(run)
     untouched = shutil.copytree(run / "checkpoints", tmp_path / "before")
-    execute(plan, run, resume=True, hosts=Hosts(network, 1))
+    execute(plan, run, resume=True, hosts=EmulatedHosts(network, 1))
     assert set(losses(run)) == set(range(STEPS))
     done = [e for e in read_events(run / "events.jsonl") if e["kind"] == "step"]
     # Both runs have done the steps between the checkpoint and the cut.
@@ -79,7 +79,7 @@ def test_a_link_that_disappears_is_named_and_the_run_goes_on(
 
 
 @contextmanager
-def pulled(network: Network, run: Path) -> Iterator[list[float]]:
+def pulled(network: EmulatedNetwork, run: Path) -> Iterator[list[float]]:
     """A cable that is pulled in step CUT, and plugged in again in the end; when that was."""
     at: list[float] = []
     over = threading.Event()

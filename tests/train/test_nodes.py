@@ -19,7 +19,7 @@ from shoal.ir import TrainPlan
 from shoal.machine.emulate import emulate, unavailable
 from shoal.train import nodes
 from shoal.train.layout import RunDir
-from shoal.train.nodes import Node, give, take
+from shoal.train.nodes import RunNode, give, take
 from shoal.train.run import execute
 
 Make = Callable[..., TrainPlan]
@@ -73,7 +73,7 @@ def join(plan: TrainPlan, zero: RunDir, one: RunDir, **options: Any) -> list[Sho
     """Give from a directory to another, as two nodes do; what each of them raised."""
     gate = _Store()
     found: list[ShoalError | None] = [None, None]
-    places = [Node(number=n, nodes=2, first=True, address="127.0.0.1") for n in range(2)]
+    places = [RunNode(number=n, nodes=2, first=True, address="127.0.0.1") for n in range(2)]
 
     def first() -> None:
         try:
@@ -153,7 +153,7 @@ def test_another_run_in_the_way_is_named(prepared: Any, tmp_path: Path) -> None:
 def test_a_failure_of_rank_0_reaches_all(tmp_path: Path) -> None:
     gate = _Store()
     nodes.refuse(gate, DataError("no text"))
-    place = Node(number=1, nodes=2, first=False, address="127.0.0.1")
+    place = RunNode(number=1, nodes=2, first=False, address="127.0.0.1")
     with pytest.raises(RankError, match="rank 0 could not prepare the run: no text"):
         take(RunDir(tmp_path), gate, place, resume=False)
 

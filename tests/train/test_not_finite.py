@@ -14,16 +14,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.claims.lab.same_as_one import Fresh, tokens  # noqa: E402
+from shoal.claims.lab.same_as_one import SeededWeights, tokens  # noqa: E402
 from shoal.claims.lab.thread_ranks import run_ranks  # noqa: E402
 from shoal.core.errors import NonFiniteError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
 from shoal.ir import TrainJob, TrainPlan  # noqa: E402
-from shoal.memory.protocols import UpdatesEarly  # noqa: E402
+from shoal.memory.protocols import EarlyUpdater  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.parallel.engine import Engine  # noqa: E402
+from shoal.parallel.engine import ParallelEngine  # noqa: E402
 from shoal.parallel.legal import check_split  # noqa: E402
-from shoal.parallel.tensor.rows import Rows  # noqa: E402
+from shoal.parallel.tensor.rows import ReplicaSequences  # noqa: E402
 from shoal.train.finite import bad_gradients, bad_loss  # noqa: E402
 from shoal.train.layout import RunDir  # noqa: E402
 from shoal.train.run import execute, prepare_run  # noqa: E402
@@ -42,7 +42,7 @@ CONFIG = ModelConfig(
 LAST = "blocks.1.mlp.down_proj.weight"
 NAN = float("nan")
 
-Spoil = Callable[[Engine, int], None]
+Spoil = Callable[[ParallelEngine, int], None]
 
 
 def described(
@@ -63,18 +63,22 @@ def described(
     )
 
     def rank(comm: Any) -> tuple[str, float]:
-        engine = Engine(
-            job, check_split(job, CONFIG.shape()), Fresh(CONFIG, job.seed), comm, place=place
+        engine = ParallelEngine(
+            job,
+            check_split(job, CONFIG.shape()),
+            SeededWeights(CONFIG, job.seed),
+            comm,
+            place=place,
         )
         optimizer = table("optimizer").build(job.optimizer)
         updater = engine.updater(optimizer)
-        if isinstance(updater, UpdatesEarly):
+        if isinstance(updater, EarlyUpdater):
             updater.begin(1.0)
         before(engine, comm.rank)
         whole = tokens(job, CONFIG.vocab_size, 0, documents=False)
         size = job.global_batch // engine.replicas
         part = slice(engine.replica * size, (engine.replica + 1) * size)
-        rows = Rows(whole.inputs[part], whole.targets[part], None, part.start, 0)
+        rows = ReplicaSequences(whole.inputs[part], whole.targets[part], None, part.start, 0)
         loss = engine.backward(rows, 1, int((whole.targets != -100).sum()))
         engine.finish()
         after(engine, comm.rank)
@@ -91,18 +95,18 @@ def described(
     return [said for said, _ in found], found[0][1]
 
 
-def nothing(engine: Engine, rank: int) -> None:
+def nothing(engine: ParallelEngine, rank: int) -> None:
     pass
 
 
-def spoil_hooked(engine: Engine, rank: int) -> None:
+def spoil_hooked(engine: ParallelEngine, rank: int) -> None:
     """From now on the gradient of one parameter is NaN on whichever rank computes it."""
     for name, parameter in engine.local.named_parameters():
         if name == LAST:
             parameter.register_hook(lambda gradient: gradient * NAN)
 
 
-def spoil_owned(engine: Engine, rank: int) -> None:
+def spoil_owned(engine: ParallelEngine, rank: int) -> None:
     """One element of the last rank's part of a gradient is NaN."""
     parameter = engine.sharded.owned().get(LAST)
     if rank == 1 and parameter is not None:
@@ -147,7 +151,7 @@ def test_gradients_in_tiers_are_named(name: str, tmp_path: Path) -> None:
 def test_weights_or_rows_are_named(tmp_path: Path) -> None:
     """Of a loss that is not finite, on two stages: the stage with the weight, or the last one."""
 
-    def weight(engine: Engine, rank: int) -> None:
+    def weight(engine: ParallelEngine, rank: int) -> None:
         if rank == 0:
             with torch.no_grad():
                 engine.sharded.owned()["blocks.0.mlp.down_proj.weight"].view(-1)[0] = NAN
@@ -157,7 +161,7 @@ def test_weights_or_rows_are_named(tmp_path: Path) -> None:
     assert found[0].startswith("rank 0: 1 of "), found
     assert found[0].endswith(" weights (blocks.0.mlp.down_proj.weight)")
 
-    def restored(engine: Engine, rank: int) -> None:
+    def restored(engine: ParallelEngine, rank: int) -> None:
         with torch.no_grad():
             for parameter in engine.sharded.owned().values():
                 parameter.nan_to_num_(0.0)
@@ -191,11 +195,11 @@ _SPOILED = """
 import sys
 from pathlib import Path
 from shoal.core.errors import NonFiniteError
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.train.layout import RunDir
 from shoal.train.worker import run_rank
 
-finish, steps = Engine.finish, []
+finish, steps = ParallelEngine.finish, []
 
 def spoiled(self):
     finish(self)
@@ -203,7 +207,7 @@ def spoiled(self):
     if len(steps) == 3 and self.ranks.world.rank == 1:
         self.sharded.owned()[NAME].grad.to_local().view(-1)[0] = float("nan")
 
-Engine.finish = spoiled
+ParallelEngine.finish = spoiled
 try:
     run_rank(RunDir(Path(sys.argv[1])), resume=False)
 except NonFiniteError as error:

@@ -12,10 +12,10 @@ import torch.nn.functional as F  # noqa: E402
 
 from shoal.core.parts import table  # noqa: E402
 from shoal.memory.tiers.device import DeviceScope  # noqa: E402
-from shoal.memory.tiers.tier import MemoryTier  # noqa: E402
+from shoal.memory.tiers.tier import BudgetedTier  # noqa: E402
 from shoal.train.peft.run import nf4  # noqa: E402
 from shoal.train.peft.run.nf4 import NF4Linear  # noqa: E402
-from shoal.train.peft.run.sites import Adapted, dense  # noqa: E402
+from shoal.train.peft.run.sites import AdaptedLinear, dense  # noqa: E402
 
 # Of the norm: fp32 sums; bf16 inputs, numbers of NF4 and outputs, each rounded once.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -71,7 +71,7 @@ def test_no_pass_makes_the_whole_weight(
     layer = NF4Linear(linear, 64)
     x = torch.randn(4, size).to(dtype).requires_grad_()
     torch.autograd.backward(layer(x).sum())  # lays out the codes
-    tier = MemoryTier("passes", 2**40)
+    tier = BudgetedTier("passes", 2**40)
     with DeviceScope(tier, strict=False) as scope:
         for tensor in (x, *layer.buffers()):
             scope.adopt(tensor)
@@ -92,7 +92,7 @@ def test_an_adapter_learns_what_it_does_on_the_weights_that_were_rounded(
     handle = few.inject(model)
     plain = torch.nn.Sequential(torch.nn.Linear(128, 192), torch.nn.Linear(192, 64))
     for made, stored in zip(plain, model, strict=True):
-        assert isinstance(stored, Adapted)
+        assert isinstance(stored, AdaptedLinear)
         made.weight.data.copy_(dense(stored.base))
         made.bias.data.copy_(stored.bias)
     other = table("peft").build({"name": "lora", "r": 4, "targets": "*"}).inject(plain.double())

@@ -6,16 +6,16 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from shoal.claims.lab.same_as_one import Fresh, assemble, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, assemble, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import RankError
 from shoal.core.parts import table
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
-from shoal.train.reshard import Blank, Moved, move, switch_engine
+from shoal.parallel.tensor.rows import ReplicaSequences
+from shoal.train.reshard import EmptyWeights, ReshardedState, move, switch_engine
 
 CONFIG = ModelConfig(
     family="llama",
@@ -58,13 +58,13 @@ def job(parallel, **extra):
 
 def train(comm, jobs, steps):
     """Losses of ``steps`` steps with each of some jobs, and the parameters at the end."""
-    weights = Fresh(CONFIG, dtype=torch.float64)
-    shapes = {n: tuple(weights.whole(n).shape) for n in Blank(CONFIG)._shapes}
+    weights = SeededWeights(CONFIG, dtype=torch.float64)
+    shapes = {n: tuple(weights.whole(n).shape) for n in EmptyWeights(CONFIG)._shapes}
     losses, number, engine = [], 0, None
     for now in jobs:
         if engine is None:
             schedule = check_split(now, CONFIG.shape())
-            engine = Engine(now, schedule, weights, comm, dtype=torch.float64)
+            engine = ParallelEngine(now, schedule, weights, comm, dtype=torch.float64)
             updater = table("optimizer").build(now.optimizer).build(engine.sharded.owned())
         else:
             engine, updater, sent = switch_engine(engine, updater, now, comm)
@@ -73,7 +73,7 @@ def train(comm, jobs, steps):
             every = tokens(now, CONFIG.vocab_size, number, documents=False)
             share = len(every.inputs) // engine.replicas
             own = slice(engine.replica * share, (engine.replica + 1) * share)
-            rows = Rows(every.inputs[own], every.targets[own], None, own.start, number)
+            rows = ReplicaSequences(every.inputs[own], every.targets[own], None, own.start, number)
             count = now.global_batch * now.seq_len
             loss = engine.backward(rows, now.microbatch, count)
             engine.finish()
@@ -116,8 +116,8 @@ def test_there_and_back():
 
 def test_what_nobody_has_is_said():
     def on(comm):
-        moved = Moved({"weight": (4,)})
-        moved.told({"weight": "float32"})
+        moved = ReshardedState({"weight": (4,)})
+        moved.set_dtypes({"weight": "float32"})
         moved.tensor("weight", offset=(0,), shape=(4,))
         move(comm, {}, moved)
 

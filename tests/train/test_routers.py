@@ -111,7 +111,7 @@ def test_the_study_orders_the_ways():
     assert [len(rows) for rows in found.layers["big"].values()] == [LAYERS, LAYERS]
     assert sum(found.layers[route]["router"][0] for route in found.layers) == pytest.approx(1)
     assert sum(found.layers["big"]["oracle"]) <= 1.0 + 1e-9
-    assert found.asked == 27
+    assert found.evaluations == 27
 
 
 @pytest.mark.parametrize("way", ["beam", "descent"])

@@ -11,15 +11,15 @@ import torch
 from shoal.checkpoint.formats.deepspeed import DeepSpeedDumps
 from shoal.checkpoint.formats.deepspeed_dump import dump
 from shoal.checkpoint.formats.transfer import differences, open_any, transfer
-from shoal.claims.lab.same_as_one import Fresh, assemble, tokens
+from shoal.claims.lab.same_as_one import SeededWeights, assemble, tokens
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.core.parts import table
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.parallel.tensor.slices import whole_shapes
 from shoal.train.run import execute
 from shoal.train.start import begin_at, open_start, take_over
@@ -65,7 +65,7 @@ def job(parallel, **extra):
 
 def train(comm, now, steps, *, first=0, start=None, root=None):
     """Losses, whole parameters and whole first moments; a dump at the end if asked."""
-    engine = Engine(now, check_split(now, CONFIG.shape()), Fresh(CONFIG), comm)
+    engine = ParallelEngine(now, check_split(now, CONFIG.shape()), SeededWeights(CONFIG), comm)
     updater = table("optimizer").build(now.optimizer).build(engine.sharded.owned())
     if start is not None:
         fill(engine, updater, open_any(start))
@@ -74,7 +74,7 @@ def train(comm, now, steps, *, first=0, start=None, root=None):
         every = tokens(now, CONFIG.vocab_size, number, documents=False)
         share = len(every.inputs) // engine.replicas
         own = slice(engine.replica * share, (engine.replica + 1) * share)
-        rows = Rows(every.inputs[own], every.targets[own], None, own.start, number)
+        rows = ReplicaSequences(every.inputs[own], every.targets[own], None, own.start, number)
         loss = engine.backward(rows, now.microbatch, 32.0)
         engine.finish()
         updater.step(1.0)

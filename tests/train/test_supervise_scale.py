@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.parallel.comm.heartbeat import Beat
+from shoal.parallel.comm.heartbeat import HeartbeatReading
 from shoal.train import supervise
 from shoal.train.layout import RunDir
 from shoal.train.supervise import Supervisor, child_ended
@@ -67,10 +67,10 @@ def test_a_healthy_run_is_asked_about_now_and_then(
     monkeypatch.setattr(supervise, "child_ended", lambda: False)
     looks = [0]
 
-    def read(path: Path, rank: int) -> Beat:
+    def read(path: Path, rank: int) -> HeartbeatReading:
         looks[0] += 1
         clock.sleep(0.001)
-        return Beat(rank, 5, 7, True, 0.2)
+        return HeartbeatReading(rank, 5, 7, True, 0.2)
 
     one._reader = SimpleNamespace(read=read, clock=clock.monotonic)  # type: ignore[assignment]
     began = clock.now
@@ -102,15 +102,15 @@ def test_a_hang_is_found_when_it_is_one(
     monkeypatch.setattr(supervise, "child_ended", lambda: False)
     began = last = clock.now
 
-    def read(path: Path, rank: int) -> Beat:
-        return Beat(rank, 5, 7, True, clock.now - last)
+    def read(path: Path, rank: int) -> HeartbeatReading:
+        return HeartbeatReading(rank, 5, 7, True, clock.now - last)
 
     one._reader = SimpleNamespace(read=read, clock=clock.monotonic)  # type: ignore[assignment]
 
     class HangError(Exception):
         pass
 
-    def hang(beats: list[Beat]) -> None:
+    def hang(beats: list[HeartbeatReading]) -> None:
         raise HangError
 
     monkeypatch.setattr(one, "_explain_hang", hang)

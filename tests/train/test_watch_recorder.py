@@ -12,7 +12,7 @@ from shoal.core.errors import ConfigError, RankError
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.recorder import COMPUTE, Recorder, read
 from shoal.train.watch.selfcheck import check_arithmetic, check_neighbours, loopback_rate
-from shoal.train.watch.watched import Watched, phase
+from shoal.train.watch.watched_comm import WatchedComm, phase
 
 
 def test_a_ring_keeps_the_newest(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_is_no_flight_is_refused(tmp_path: Path) -> None:
 def test_every_operation_is_recorded_on_every_rank(tmp_path: Path) -> None:
     def work(inner: ThreadComm) -> list[float]:
         recorder = Recorder(tmp_path / f"rank-{inner.rank}.flight", inner.rank, 4, host="h")
-        comm = Watched(inner, recorder)
+        comm = WatchedComm(inner, recorder)
         for step in range(3):
             recorder.step = step
             with phase(comm, "load"):

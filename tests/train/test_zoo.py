@@ -59,7 +59,7 @@ def test_random_depends_on_the_seed_alone():
 def test_two_who_ask_at_once_have_it_made_once(tmp_path, monkeypatch):
     from concurrent.futures import ThreadPoolExecutor
 
-    from shoal.train.zoo.places import kept
+    from shoal.train.zoo.places import stored_directory
 
     probing = importlib.import_module("shoal.machine.probing")
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
@@ -78,7 +78,7 @@ def test_two_who_ask_at_once_have_it_made_once(tmp_path, monkeypatch):
 
     def ask():
         both.wait()
-        return kept(place, "mark", make)
+        return stored_directory(place, "mark", make)
 
     (tmp_path / "zoo" / ".made.run").mkdir(parents=True)
     with ThreadPoolExecutor(2) as pool:
@@ -90,7 +90,7 @@ def test_two_who_ask_at_once_have_it_made_once(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(ShoalError, match="SHOAL_HOME"):
-        kept(tmp_path / "zoo" / "other", "mark", fails)
+        stored_directory(tmp_path / "zoo" / "other", "mark", fails)
     assert not (tmp_path / "zoo" / ".other.run").exists()
 
 
@@ -152,7 +152,7 @@ def test_what_a_model_has_learned_is_told_by_source(tmp_path):
     from shoal.core.parts import Choice
     from shoal.corpora.tokens import prepare
     from shoal.model import huggingface
-    from shoal.train.zoo.quality import Learned, learned
+    from shoal.train.zoo.quality import HeldOutLosses, learned
 
     sources = {
         kind: {"name": "synthetic", "kind": kind, "size_bytes": 60_000, "heldout_every": 4}
@@ -171,5 +171,5 @@ def test_what_a_model_has_learned_is_told_by_source(tmp_path):
     assert low < told.bigram["all"] < high
     with pytest.raises(ShoalError, match="below a bigram model"):
         told.check("shoal-27m")
-    Learned(model={"all": 1.0}, bigram={"all": 1.31}).check("shoal-27m")
+    HeldOutLosses(model={"all": 1.0}, bigram={"all": 1.31}).check("shoal-27m")
     assert told.lines()[0].startswith("logs: ")

@@ -102,7 +102,9 @@ app.add_typer(bench.app, name="bench")
 app.command("check")(check.check)
 app.command("score")(score.score)
 # What was asked here is explained now.
-moved = typer.Typer(cls=jobs.Studied, hidden=True, help="Now shoal explain.", no_args_is_help=True)
+moved = typer.Typer(
+    cls=jobs.StudyGroup, hidden=True, help="Now shoal explain.", no_args_is_help=True
+)
 app.add_typer(moved, name="study")
 app.add_typer(claims.app, name="claims")
 app.command("dash")(dash.dash)

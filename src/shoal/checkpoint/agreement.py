@@ -15,23 +15,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.checkpoint.reads import Read, ReadPlan, Wants, Wish, plan_reads
-from shoal.checkpoint.runs import Owned, Runs
+from shoal.checkpoint.reads import BoxRequest, FileRead, ReadPlan, Wants, plan_reads
+from shoal.checkpoint.runs import BoxRuns, OwnedBox
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError
 
 if TYPE_CHECKING:
     from shoal.checkpoint.peers import Peers
-    from shoal.checkpoint.saved import Saved
+    from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 
-__all__ = ["Plans", "Turns", "agreed"]
+__all__ = ["Plans", "ReadTurns", "agreed"]
 
 _KEPT = 4
 """Plans that are kept: those of a run's checkpoints and of what it was started from."""
 
 
 @dataclass(frozen=True)
-class Turns:
+class ReadTurns:
     """One rank's plan and when its reads come.
 
     Args:
@@ -45,7 +45,7 @@ class Turns:
     plan: ReadPlan
     count: int
     exchanged: frozenset[int]
-    inbox: dict[int, list[tuple[int, Read]]]
+    inbox: dict[int, list[tuple[int, FileRead]]]
     fresh: bool = True
 
 
@@ -57,9 +57,9 @@ class Plans:
         kept: what tells layouts and wishes apart -> digest of what all ranks asked for, plan.
     """
 
-    kept: OrderedDict[tuple[Any, ...], tuple[str, Turns]] = field(default_factory=OrderedDict)
+    kept: OrderedDict[tuple[Any, ...], tuple[str, ReadTurns]] = field(default_factory=OrderedDict)
 
-    def keep(self, key: tuple[Any, ...], joint: str, turns: Turns) -> None:
+    def keep(self, key: tuple[Any, ...], joint: str, turns: ReadTurns) -> None:
         """Keep a plan, for the newest few."""
         self.kept[key] = joint, turns
         self.kept.move_to_end(key)
@@ -82,15 +82,15 @@ class _Told(NamedTuple):
 
 
 def agreed(
-    saved: Saved,
-    wishes: Sequence[Wish],
+    saved: SavedCheckpoint,
+    wishes: Sequence[BoxRequest],
     peers: Peers,
     plans: Plans,
     *,
     flaw: str = "",
     whole: bool,
     read_bytes: int,
-) -> Turns:
+) -> ReadTurns:
     """The plan of this rank, and when its reads come; called by all ranks.
 
     Args:
@@ -118,7 +118,7 @@ def agreed(
         if other.flaw:
             raise CheckpointError(f"rank {rank}: {other.flaw}")
     joint = _digest([one.wishes for one in heard])
-    turns: Turns | None = None
+    turns: ReadTurns | None = None
     failure: CheckpointError | None = None
     if known is not None and all(one.kept == joint for one in heard):
         turns = known[1]
@@ -128,7 +128,7 @@ def agreed(
         except CheckpointError as cause:
             failure = cause
         _settled(saved, peers, failure, [])
-        return Turns(turns.plan, turns.count, turns.exchanged, turns.inbox, fresh=False)
+        return ReadTurns(turns.plan, turns.count, turns.exchanged, turns.inbox, fresh=False)
     wants = shared(wishes, peers)
     plan: ReadPlan | None = None
     try:
@@ -140,7 +140,7 @@ def agreed(
     passes = [] if plan is None else [set(r.ranks) - {peers.rank} != set() for r in plan.reads]
     rounds = _settled(saved, peers, failure, passes)
     assert plan is not None
-    turns = Turns(
+    turns = ReadTurns(
         plan,
         max(map(len, rounds)),
         frozenset(at for one in rounds for at, passed in enumerate(one) if passed),
@@ -151,12 +151,12 @@ def agreed(
     return turns
 
 
-def shared(wishes: Sequence[Wish], peers: Peers) -> Wants:
+def shared(wishes: Sequence[BoxRequest], peers: Peers) -> Wants:
     """What all ranks want."""
-    return told_all(peers.gather(together(peers.exchange(addressed(wishes, peers.world)))))
+    return merge_wants(peers.gather(together(peers.exchange(addressed(wishes, peers.world)))))
 
 
-def addressed(wishes: Sequence[Wish], world: int) -> list[bytes]:
+def addressed(wishes: Sequence[BoxRequest], world: int) -> list[bytes]:
     """What one rank tells each of the others: its wishes for the tensors of that one."""
     homes: dict[int, dict[str, list[list[int]]]] = {}
     for wish in wishes:
@@ -168,32 +168,33 @@ def addressed(wishes: Sequence[Wish], world: int) -> list[bytes]:
     return found
 
 
-def together(told: Sequence[bytes]) -> bytes:
+def together(messages: Sequence[bytes]) -> bytes:
     """What a rank makes of the wishes for its tensors, which all ranks have told it."""
-    owned: dict[str, list[Owned]] = {}
-    for rank, one in enumerate(told):
+    owned: dict[str, list[OwnedBox]] = {}
+    for rank, one in enumerate(messages):
         for name, boxes in json.loads(one or b"{}").items():
             for box in boxes:
                 dims = len(box) // 2
                 part = Box(tuple(box[:dims]), tuple(box[dims:]))
-                owned.setdefault(name, []).append(Owned(rank, part))
+                owned.setdefault(name, []).append(OwnedBox(rank, part))
     found = {
-        name: Runs.of_boxes(boxes, len(boxes[0].box.shape)).plain() for name, boxes in owned.items()
+        name: BoxRuns.of_boxes(boxes, len(boxes[0].box.shape)).plain()
+        for name, boxes in owned.items()
     }
     return json.dumps(found).encode()
 
 
-def told_all(told: Sequence[bytes]) -> Wants:
+def merge_wants(messages: Sequence[bytes]) -> Wants:
     """What all ranks want, out of what all have made of it."""
     return {
-        name: Runs.from_plain(rows, len(rows[0]) // 3 - 1)
-        for one in told
+        name: BoxRuns.from_plain(rows, len(rows[0]) // 3 - 1)
+        for one in messages
         for name, rows in json.loads(one).items()
     }
 
 
 def _settled(
-    saved: Saved, peers: Peers, failure: CheckpointError | None, passes: Sequence[bool]
+    saved: SavedCheckpoint, peers: Peers, failure: CheckpointError | None, passes: Sequence[bool]
 ) -> list[list[bool]]:
     """Of each rank, which of its reads it passes on.
 
@@ -210,7 +211,7 @@ def _settled(
     return [[mark == "1" for mark in one[2]] for one in heard]
 
 
-def _inbox(plan: ReadPlan, peers: Peers) -> dict[int, list[tuple[int, Read]]]:
+def _inbox(plan: ReadPlan, peers: Peers) -> dict[int, list[tuple[int, FileRead]]]:
     """Round -> what others pass on to this rank; each tells those that take some of its reads."""
     told: list[list[tuple[int, str, int]]] = [[] for _ in range(peers.world)]
     for number, read in enumerate(plan.reads):
@@ -219,7 +220,7 @@ def _inbox(plan: ReadPlan, peers: Peers) -> dict[int, list[tuple[int, Read]]]:
                 told[rank].append((number, read.file, read.start))
     heard = peers.exchange([json.dumps(one).encode() if one else b"" for one in told])
     known = {(reader, read.file, read.start): read for reader, read in plan.takes}
-    found: dict[int, list[tuple[int, Read]]] = {}
+    found: dict[int, list[tuple[int, FileRead]]] = {}
     for reader, one in enumerate(heard):
         for number, file, start in json.loads(one or b"[]"):
             found.setdefault(number, []).append((reader, known[reader, file, start]))

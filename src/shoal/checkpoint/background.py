@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.image import Chunk, Image, write_image
-from shoal.checkpoint.peers import told_by_first
+from shoal.checkpoint.peers import call_on_first
 from shoal.checkpoint.protocols import SaveTicket
 from shoal.checkpoint.shards import shard_name
 from shoal.checkpoint.store import refusal_names, refusal_of, refuse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.storage import Draft
     from shoal.checkpoint.store import Store
 
-__all__ = ["Background", "Session"]
+__all__ = ["Background", "StoreSession"]
 
 _POLL_S = (0.002, 0.1)
 # Pauses are so many times as long as a look at the votes, which takes longer with many ranks.
@@ -39,7 +39,7 @@ _POLL_SHARE = 200
 _VOTES_S = 600.0
 
 
-class Session:
+class StoreSession:
     """One run's right to write into a store.
 
     Args:
@@ -57,7 +57,7 @@ class Session:
             self._held.enter_context(store.hold())
             return secrets.token_hex(4)
 
-        self._name = told_by_first(peers, begin)
+        self._name = call_on_first(peers, begin)
         self._saves = 0
 
     def attempt(self) -> str:
@@ -81,7 +81,7 @@ class Background:
     def __init__(self, store: Store, peers: Peers) -> None:
         self.store = store
         self.peers = peers
-        self._session = Session(store, peers)
+        self._session = StoreSession(store, peers)
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write")
         self._settlers = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
         self._tickets: list[SaveTicket] = []

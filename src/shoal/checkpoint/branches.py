@@ -21,13 +21,13 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError
 from shoal.core.files import write_json
 
-__all__ = ["Branch", "begin_branch", "branches", "place_of"]
+__all__ = ["CheckpointBranch", "begin_branch", "branches", "place_of"]
 
 _FILE = "branches.json"
 
 
 @dataclass(frozen=True)
-class Branch:
+class CheckpointBranch:
     """Where a branch begins.
 
     Args:
@@ -41,7 +41,7 @@ class Branch:
     step: int | None = None
 
 
-def branches(root: Path) -> list[Branch]:
+def branches(root: Path) -> list[CheckpointBranch]:
     """All branches of a run, the newest last; one that never branched has one.
 
     Args:
@@ -50,8 +50,8 @@ def branches(root: Path) -> list[Branch]:
     try:
         listed = json.loads((root / _FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return [Branch(0)]
-    return [Branch(0), *(Branch(**one) for one in listed)]
+        return [CheckpointBranch(0)]
+    return [CheckpointBranch(0), *(CheckpointBranch(**one) for one in listed)]
 
 
 def place_of(place: Path | str, number: int) -> Path | str:
@@ -62,7 +62,7 @@ def place_of(place: Path | str, number: int) -> Path | str:
     return place / folder if isinstance(place, Path) else f"{place.rstrip('/')}/{folder}"
 
 
-def begin_branch(root: Path, places: Sequence[Path | str], step: int) -> Branch:
+def begin_branch(root: Path, places: Sequence[Path | str], step: int) -> CheckpointBranch:
     """Let the run go on from an earlier step.
 
     Args:
@@ -78,7 +78,7 @@ def begin_branch(root: Path, places: Sequence[Path | str], step: int) -> Branch:
         for place in places:
             with contextlib.suppress(OSError, CheckpointError):  # a place that is away has none
                 if step in Store(place_of(place, branch.number)).steps():
-                    new = Branch(len(known), branch.number, step)
+                    new = CheckpointBranch(len(known), branch.number, step)
                     write_json(root / _FILE, [asdict(one) for one in [*known[1:], new]])
                     return new
     last = known[-1].number

@@ -14,7 +14,7 @@ from shoal.core.errors import CheckpointError, ModelError, ShoalError, require
 if TYPE_CHECKING:
     import torch
 
-    from shoal.checkpoint.saved import Saved
+    from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
     from shoal.ir import Architecture
     from shoal.model.transformer import Transformer
 
@@ -120,7 +120,7 @@ def written(out: Path | str, step: int) -> Path | str:
     return str(out) if is_address(out) else Path(out) / f"step-{step:08d}"
 
 
-def export(saved: Saved, out: Path, *, tokenizer: Path | None = None) -> None:
+def export(saved: SavedCheckpoint, out: Path, *, tokenizer: Path | None = None) -> None:
     """Write the model of a checkpoint, wherever it lies, for Hugging Face.
 
     Args:
@@ -136,7 +136,7 @@ def export(saved: Saved, out: Path, *, tokenizer: Path | None = None) -> None:
     huggingface.write(out, load_model(saved), tokenizer)
 
 
-def load_model(saved: Saved) -> Transformer:
+def load_model(saved: SavedCheckpoint) -> Transformer:
     """The model that a checkpoint holds, each weight in its stored dtype.
 
     Raises:
@@ -176,7 +176,7 @@ def load_model(saved: Saved) -> Transformer:
     return model
 
 
-def _rewrite(saved: Saved, out: Path | str, cast: torch.dtype | None) -> Path | str:
+def _rewrite(saved: SavedCheckpoint, out: Path | str, cast: torch.dtype | None) -> Path | str:
     tensors = {name: saved.tensor(name) for name in saved.names()}
     if cast is not None:
         tensors = {

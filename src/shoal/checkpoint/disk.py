@@ -51,7 +51,7 @@ class DiskSink:
                     raise
 
     def write(self, at: int, data: np.ndarray) -> None:
-        """See :class:`~shoal.checkpoint.storage.Sink`."""
+        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         if self._direct is not None and at % SECTOR == 0 and data.ctypes.data % SECTOR == 0:
             whole = len(data) // SECTOR * SECTOR
             try:
@@ -67,13 +67,13 @@ class DiskSink:
         _write_all(self._plain, data.data, at)
 
     def finish(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.Sink`."""
+        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         assert self._plain is not None
         os.fsync(self._plain)
         self._close()
 
     def abandon(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.Sink`; room on the disk is given back."""
+        """See :class:`~shoal.checkpoint.storage.FileSink`; room on the disk is given back."""
         self._close()
         self._path.unlink(missing_ok=True)
 

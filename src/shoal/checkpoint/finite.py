@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Finite", "all_finite", "finite_part", "of_tensors", "refusal"]
+__all__ = ["FiniteCheck", "all_finite", "finite_part", "of_tensors", "refusal"]
 
 # Names of dtypes in safetensors -> the bits of a number, and those of its exponent.
 _BITS: dict[str, tuple[type[np.unsignedinteger], int]] = {
@@ -39,7 +39,7 @@ _TORCH = {
 }
 
 
-class Finite(NamedTuple):
+class FiniteCheck(NamedTuple):
     """What of a rank's tensors is not finite.
 
     Args:
@@ -88,10 +88,10 @@ def finite_part(tensor: Tensor, first: int, last: int) -> bool:
     return all_finite(data, _TORCH.get(str(tensor.dtype).removeprefix("torch."), ""))
 
 
-def of_tensors(tensors: Collection[tuple[str, Tensor]]) -> Finite:
+def of_tensors(tensors: Collection[tuple[str, Tensor]]) -> FiniteCheck:
     """What of named tensors is not finite, wherever they lie."""
     bad = tuple(dict.fromkeys(name for name, tensor in tensors if not _finite(tensor)))
-    return Finite(bad, len({name for name, _ in tensors}))
+    return FiniteCheck(bad, len({name for name, _ in tensors}))
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -106,7 +106,7 @@ def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())
 
 
-def refusal(what: str, found: Finite, rank: int) -> NonFiniteError:
+def refusal(what: str, found: FiniteCheck, rank: int) -> NonFiniteError:
     """The error about tensors that are not finite.
 
     Args:

@@ -12,9 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.errors import CheckpointError
-from shoal.core.svg_rows import Bar, Bars, HeatMap
+from shoal.core.svg_rows import Bar, BarChart, HeatMap
 
-__all__ = ["Share", "Stay", "Told", "heat_map", "history", "pick", "slowest", "stalls", "timeline"]
+__all__ = [
+    "LevelOutcome",
+    "SaveRecord",
+    "Share",
+    "heat_map",
+    "history",
+    "pick",
+    "slowest",
+    "stalls",
+    "timeline",
+]
 
 # What is kept of a save: ranks, phases, letters of a name, letters of a message.
 _MOST_RANKS, _MOST_PHASES, _NAME, _MESSAGE = 1024, 16, 20, 500
@@ -36,7 +46,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Stay:
+class LevelOutcome:
     """What became of a save at a farther level; see the event ``checkpoint_level``."""
 
     place: str
@@ -46,7 +56,7 @@ class Stay:
 
 
 @dataclass(frozen=True)
-class Told:
+class SaveRecord:
     """One save.
 
     Args:
@@ -69,7 +79,7 @@ class Told:
     seconds: float = math.nan
     blocked_s: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple[Share, ...] = ()
-    levels: tuple[Stay, ...] = ()
+    levels: tuple[LevelOutcome, ...] = ()
 
     @property
     def stall_s(self) -> float | None:
@@ -79,7 +89,7 @@ class Told:
         return total if math.isfinite(total) else None
 
     @classmethod
-    def of(cls, event: Mapping[str, Any], levels: Iterable[Mapping[str, Any]] = ()) -> Told:
+    def of(cls, event: Mapping[str, Any], levels: Iterable[Mapping[str, Any]] = ()) -> SaveRecord:
         """What an event tells; what it has not, or has in another form, is left out."""
         shares = zip(
             _dicts(event.get("ranks_s")),
@@ -88,7 +98,7 @@ class Told:
             strict=False,
         )
         stays = {
-            str(one.get("place"))[:_MESSAGE]: Stay(
+            str(one.get("place"))[:_MESSAGE]: LevelOutcome(
                 str(one.get("place"))[:_MESSAGE],
                 str(one.get("state"))[:_NAME],
                 int(_number(one.get("tries"), 0.0)),
@@ -116,7 +126,7 @@ class Told:
         )
 
 
-def history(events: Iterable[Mapping[str, Any]]) -> list[Told]:
+def history(events: Iterable[Mapping[str, Any]]) -> list[SaveRecord]:
     """All saves of a run, oldest first; of a step that was saved again the newest.
 
     Args:
@@ -129,10 +139,10 @@ def history(events: Iterable[Mapping[str, Any]]) -> list[Told]:
             saves[int(event["step"])] = event
         elif event.get("kind") == "checkpoint_level" and event.get("step") is not None:
             levels.setdefault(int(event["step"]), []).append(event)
-    return [Told.of(event, levels.get(step, ())) for step, event in sorted(saves.items())]
+    return [SaveRecord.of(event, levels.get(step, ())) for step, event in sorted(saves.items())]
 
 
-def pick(saves: Sequence[Told], step: int | None) -> Told:
+def pick(saves: Sequence[SaveRecord], step: int | None) -> SaveRecord:
     """The newest save of which every rank has told what it did, or that of a step.
 
     Raises:
@@ -148,7 +158,7 @@ def pick(saves: Sequence[Told], step: int | None) -> Told:
     return known[-1]
 
 
-def slowest(save: Told) -> dict[str, int]:
+def slowest(save: SaveRecord) -> dict[str, int]:
     """Phase -> the rank that it took longest; nothing for a rank alone."""
     if len(save.ranks) < 2:
         return {}
@@ -158,7 +168,7 @@ def slowest(save: Told) -> dict[str, int]:
     }
 
 
-def stalls(saves: Sequence[Told], last: int = 40) -> Bars:
+def stalls(saves: Sequence[SaveRecord], last: int = 40) -> BarChart:
     """For how long each save held training up, by cause."""
     rows = []
     for save in saves[-last:]:
@@ -168,27 +178,27 @@ def stalls(saves: Sequence[Told], last: int = 40) -> Bars:
             at += seconds
         rows.append((f"step {save.step}", bars))
     longest = max((save.stall_s or 0.0 for save in saves), default=0.0)
-    return Bars(
+    return BarChart(
         title="Training stood still for saves",
         description=f"{len(saves)} saves; the longest stall is {longest:.4g} s.",
         rows=rows,
     )
 
 
-def timeline(save: Told) -> Bars:
+def timeline(save: SaveRecord) -> BarChart:
     """What each rank did when."""
     rows = [
         (f"rank {rank}", [Bar(name, *span) for name, span in share.spans_s.items()])
         for rank, share in enumerate(save.ranks)
     ]
-    return Bars(
+    return BarChart(
         title=f"Save of step {save.step}",
         description=f"Phases of {len(rows)} ranks over {save.seconds:.4g} s.",
         rows=rows,
     )
 
 
-def heat_map(save: Told) -> HeatMap:
+def heat_map(save: SaveRecord) -> HeatMap:
     """Ranks down, phases across, seconds."""
     names = list(dict.fromkeys(name for share in save.ranks for name in share.phases_s))
     told = ", ".join(f"rank {rank} in {name}" for name, rank in slowest(save).items())

@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.checkpoint.checksum import crc32c
-from shoal.checkpoint.shards import Shard, StoredFile, file_name
+from shoal.checkpoint.shards import FileIndex, StoredFile, file_name
 from shoal.core.safetensors_header import ITEM_BYTES, encode_header
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from shoal.checkpoint.pieces import Chosen
+    from shoal.checkpoint.pieces import ReadyPiece
     from shoal.checkpoint.storage import Draft
 
-__all__ = ["Chunk", "Image", "Slot", "bytes_of", "image_of", "write_image"]
+__all__ = ["Chunk", "Image", "ImageSlot", "bytes_of", "image_of", "write_image"]
 
 Chunk = tuple[int, "np.ndarray"]
 """Where some bytes of a file begin, and the bytes: uint8 of one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ImageSlot:
     """Where a piece lies in the file.
 
     Args:
@@ -65,25 +65,27 @@ class Image:
     """
 
     header: bytes
-    slots: tuple[Slot, ...]
+    slots: tuple[ImageSlot, ...]
     size: int
 
-    def index(self, rank: int, checksums: Mapping[str, int]) -> Shard:
+    def index(self, rank: int, checksums: Mapping[str, int]) -> FileIndex:
         """What the rank reports when its file is written."""
         stored = StoredFile(bytes=self.size, header_sha256=hashlib.sha256(self.header).hexdigest())
-        return Shard.of(rank, stored, self.slots, [checksums[slot.key] for slot in self.slots])
+        return FileIndex.of(rank, stored, self.slots, [checksums[slot.key] for slot in self.slots])
 
 
-def image_of(pieces: Mapping[str, Chosen]) -> Image:
+def image_of(pieces: Mapping[str, ReadyPiece]) -> Image:
     """The file that holds the pieces in their order."""
     header = encode_header({key: (c.dtype, c.piece.box.shape) for key, c in pieces.items()})
     at = len(header)
-    slots: list[Slot] = []
+    slots: list[ImageSlot] = []
     for key, (name, piece, dtype) in pieces.items():
         size = piece.box.volume * ITEM_BYTES[dtype]
         box = piece.box
         slots.append(
-            Slot(key, name, dtype, tuple(piece.global_shape), box.offset, box.shape, at, at + size)
+            ImageSlot(
+                key, name, dtype, tuple(piece.global_shape), box.offset, box.shape, at, at + size
+            )
         )
         at += size
     return Image(header, tuple(slots), at)
@@ -104,7 +106,7 @@ def write_image(
     image: Image,
     chunks: Iterable[Chunk],
     checksums: Mapping[str, int] | None = None,
-) -> Shard:
+) -> FileIndex:
     """Write the file of one rank, and return when it is durable.
 
     Args:

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from shoal.checkpoint.runs import Runs
+from shoal.checkpoint.runs import BoxRuns
 from shoal.checkpoint.shards import (
     FILE,
-    Declared,
+    DeclaredTensor,
+    FileIndex,
     RankIndex,
-    Shard,
     StoredFile,
     StoredPiece,
     file_name,
@@ -47,7 +47,15 @@ from shoal.core.safetensors_header import ITEM_BYTES
 if TYPE_CHECKING:
     from shoal.checkpoint.storage import Folder
 
-__all__ = ["FORMAT_VERSION", "INDEX_NAME", "Index", "Merger", "Tensor", "digest", "read_index"]
+__all__ = [
+    "FORMAT_VERSION",
+    "INDEX_NAME",
+    "CheckpointIndex",
+    "IndexedTensor",
+    "Merger",
+    "digest",
+    "read_index",
+]
 
 # Version 2 added the key of a piece; version 3 has CRC32C for SHA-256 of pieces; version 4 has
 # pieces in shards.
@@ -68,7 +76,7 @@ def digest(value: Any) -> Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class IndexedTensor:
     """One whole tensor and who holds it.
 
     Args:
@@ -79,7 +87,7 @@ class Tensor:
 
     dtype: str
     shape: tuple[int, ...]
-    runs: Runs
+    runs: BoxRuns
 
     @property
     def bytes(self) -> int:
@@ -118,7 +126,7 @@ class _Plain(Value):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Index:
+class CheckpointIndex:
     """What a whole checkpoint holds.
 
     Args:
@@ -139,19 +147,19 @@ class Index:
     world: int
     meta: dict[str, Any]
     files: Mapping[str, StoredFile]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, IndexedTensor]
     raw: bytes
     layout: Digest | None = None
     version: int = FORMAT_VERSION
     folder: Folder | None = None
-    shards: dict[str, Shard] = field(default_factory=dict)
+    shards: dict[str, FileIndex] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
 
     def encode(self) -> bytes:
         """The bytes of ``index.json``."""
         return self.raw
 
-    def shard(self, file: str) -> Shard:
+    def shard(self, file: str) -> FileIndex:
         """What lies in a file.
 
         Raises:
@@ -180,12 +188,12 @@ class Index:
             )
         return raw
 
-    def _read_shard(self, file: str) -> Shard:
+    def _read_shard(self, file: str) -> FileIndex:
         assert self.folder is not None
         rank = rank_of(file)
         path = self.folder.where(shard_name(rank))
         try:
-            shard = Shard.decode(self.shard_bytes(file))
+            shard = FileIndex.decode(self.shard_bytes(file))
         except (ValueError, KeyError, TypeError, RecursionError) as cause:
             raise CorruptError(f"{path}: not a possible shard ({cause})") from cause
         if shard.head.rank != rank:
@@ -219,7 +227,7 @@ class Index:
         """How many pieces a file has."""
         return self._counts[rank_of(file)]
 
-    def check_file(self, file: str) -> Shard:
+    def check_file(self, file: str) -> FileIndex:
         """The shard of a file that is there, of its size, and has the header that was written.
 
         Raises:
@@ -269,7 +277,7 @@ class Index:
         return tuple(self.stored(name, file_name(owner), box)[0] for owner, box in owned)
 
 
-def flaw_of(tensors: Mapping[str, Tensor], world: int) -> str:
+def flaw_of(tensors: Mapping[str, IndexedTensor], world: int) -> str:
     """What makes tensors impossible, or an empty text.
 
     The pieces of a tensor must be boxes of it and cover it, which bounds every
@@ -297,12 +305,12 @@ class Merger:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Digest, dict[str, Tensor]] = {}
+        self._known: dict[Digest, dict[str, IndexedTensor]] = {}
         self.fresh = 0
 
     def merge(
         self, step: int, meta: dict[str, Any], votes: Sequence[bytes]
-    ) -> tuple[Index, list[RankIndex]]:
+    ) -> tuple[CheckpointIndex, list[RankIndex]]:
         """The index of a step, and what the ranks say of themselves.
 
         Args:
@@ -357,7 +365,7 @@ class Merger:
                 for name, one in tensors.items()
             },
         }
-        index = Index(
+        index = CheckpointIndex(
             step=step,
             world=len(votes),
             meta=meta,
@@ -375,19 +383,19 @@ def sealed(plain: Mapping[str, Any]) -> bytes:
     return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
 
 
-def _together(votes: Sequence[bytes]) -> dict[str, Tensor]:
+def _together(votes: Sequence[bytes]) -> dict[str, IndexedTensor]:
     """Name -> tensor with all its pieces.
 
     Raises:
         CheckpointError: two ranks disagree about a tensor.
     """
-    first: dict[str, tuple[int, int, Declared]] = {}
-    numbered: dict[tuple[Declared, ...], np.ndarray] = {}
+    first: dict[str, tuple[int, int, DeclaredTensor]] = {}
+    numbered: dict[tuple[DeclaredTensor, ...], np.ndarray] = {}
     which: list[np.ndarray] = []
     owners: list[np.ndarray] = []
     offsets: list[np.ndarray] = []
     shapes: list[np.ndarray] = []
-    decoded = [Shard.decode(vote) for vote in votes]
+    decoded = [FileIndex.decode(vote) for vote in votes]
     most = max((shard.dims for shard in decoded), default=0)
     for rank, shard in enumerate(decoded):
         numbers = numbered.get(shard.tensors)
@@ -417,10 +425,10 @@ def _together(votes: Sequence[bytes]) -> dict[str, Tensor]:
     by, at, size = (np.concatenate(one)[order] for one in (owners, offsets, shapes))
     edges = np.searchsorted(numbers[order], np.arange(len(first) + 1)).tolist()
     return {
-        name: Tensor(
+        name: IndexedTensor(
             one.dtype,
             one.shape,
-            Runs.of(
+            BoxRuns.of(
                 by[edges[number] : edges[number + 1]],
                 at[edges[number] : edges[number + 1], : len(one.shape)],
                 size[edges[number] : edges[number + 1], : len(one.shape)],
@@ -471,7 +479,7 @@ def require_size(folder: Folder, file: str, size: int) -> None:
         raise CorruptError(f"{path}: {there} bytes where {size} were written")
 
 
-def read_index(folder: Folder) -> Index:
+def read_index(folder: Folder) -> CheckpointIndex:
     """Read and check ``index.json``; of versions 1 to 3 also the headers of all files.
 
     Raises:
@@ -505,7 +513,7 @@ def read_index(folder: Folder) -> Index:
             return legacy.opened(legacy.LegacyIndex.model_validate(table), folder, raw)
         plain = _Plain.model_validate(table)
         tensors = {
-            name: Tensor(one.dtype, one.shape, Runs.from_plain(one.runs, len(one.shape)))
+            name: IndexedTensor(one.dtype, one.shape, BoxRuns.from_plain(one.runs, len(one.shape)))
             for name, one in plain.tensors.items()
         }
     except (ValueError, RecursionError) as cause:
@@ -520,7 +528,7 @@ def read_index(folder: Folder) -> Index:
     flaw = flaw or flaw_of(tensors, plain.world)
     if flaw:
         raise CorruptError(f"{path}: {flaw}")
-    return Index(
+    return CheckpointIndex(
         step=plain.step,
         world=plain.world,
         meta=plain.meta,

@@ -18,24 +18,24 @@ from shoal.checkpoint.remote import is_address
 from shoal.checkpoint.rows import (
     WEIGHTS,
     WEIGHTS_INDEX,
-    Row,
+    TensorRow,
     checkpoint_row,
     contents_rows,
     gguf_rows,
     huggingface_rows,
     read_json,
 )
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.store import Store
 from shoal.core.config import Value
 from shoal.core.errors import CheckpointError, ModelError, ShoalError
 
 __all__ = [
     "FOREIGN",
+    "DirectorySummary",
     "FilePart",
-    "Place",
-    "Summary",
     "Verification",
+    "WeightsLocation",
     "find",
     "listing",
     "opened",
@@ -50,7 +50,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _STEP = re.compile(r"step-(\d{8,})(?:\.|$)")
 
 
-class Place(Value):
+class WeightsLocation(Value):
     """A directory or file that holds weights.
 
     Args:
@@ -94,7 +94,7 @@ class Verification(Value):
         return not self.problems
 
 
-def find(path: Path | str) -> Place:
+def find(path: Path | str) -> WeightsLocation:
     """Say what kind of directory ``path`` is.
 
     Args:
@@ -113,11 +113,13 @@ def find(path: Path | str) -> Place:
             steps = tuple(one for one in steps if one == int(named[1]))
         if not steps:
             raise ModelError(f"{path}: holds no checkpoint; give the address of a run's store")
-        return Place(kind="run", path=address, steps=steps)
+        return WeightsLocation(kind="run", path=address, steps=steps)
     path = Path(path)
     if path.suffix == ".gguf" and path.is_file():
         tokenizer = path.with_name("tokenizer.json")
-        return Place(kind="gguf", path=path, tokenizer=tokenizer if tokenizer.exists() else None)
+        return WeightsLocation(
+            kind="gguf", path=path, tokenizer=tokenizer if tokenizer.exists() else None
+        )
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory; give a checkpoint, a run or a model")
     branch = branches(path)[-1].number
@@ -127,7 +129,7 @@ def find(path: Path | str) -> Place:
             beside = path / "tokenizer.json"
             if store == path and not beside.exists():
                 beside = path.parent / "tokenizer.json"
-            return Place(
+            return WeightsLocation(
                 kind="run",
                 path=store,
                 steps=steps,
@@ -153,7 +155,7 @@ def find(path: Path | str) -> Place:
                 f"step-* directories, or {WEIGHTS}"
             )
         )
-    return Place.model_validate(
+    return WeightsLocation.model_validate(
         {"kind": kind, "path": path, "tokenizer": beside if beside.exists() else None}
     )
 
@@ -163,7 +165,7 @@ def _foreign(path: Path) -> str | None:
     return next((name for name in FOREIGN if FORMATS.build(name).holds(path)), None)
 
 
-def listing(path: Path | str) -> list[Row]:
+def listing(path: Path | str) -> list[TensorRow]:
     """The tensors of ``path``; of a run, those of its newest step.
 
     What several ranks dumped is put together first, beside them.
@@ -194,7 +196,7 @@ def verify(path: Path | str) -> Verification:
     """
     place = find(path)
     here = Path(place.path)
-    rows: list[Row] = []
+    rows: list[TensorRow] = []
     problems: list[str] = []
     if place.kind == "huggingface":
         checked = "headers, sizes, shards and names (the format has no checksums)"
@@ -228,7 +230,7 @@ def verify(path: Path | str) -> Verification:
         store = Store(place.path)
         for step in place.steps or (None,):
             try:
-                saved = Saved(here) if step is None else store.open(step, verify=False)
+                saved = SavedCheckpoint(here) if step is None else store.open(step, verify=False)
             except CheckpointError as cause:
                 problems.append(str(cause))
                 continue
@@ -244,7 +246,7 @@ def verify(path: Path | str) -> Verification:
     )
 
 
-def opened(place: Place, step: int | None, *, verify: bool = True) -> Saved:
+def opened(place: WeightsLocation, step: int | None, *, verify: bool = True) -> SavedCheckpoint:
     """One of our own checkpoints; of a run a step, or its newest.
 
     Raises:
@@ -253,7 +255,7 @@ def opened(place: Place, step: int | None, *, verify: bool = True) -> Saved:
     if place.kind == "run":
         chosen = place.steps[-1] if step is None else step
         return Store(place.path).open(chosen, verify=verify)
-    saved = Saved(Path(place.path))
+    saved = SavedCheckpoint(Path(place.path))
     if step not in (None, saved.step):
         raise CheckpointError(f"{place.path}: holds step {saved.step}, not {step}")
     if verify:
@@ -275,7 +277,7 @@ class FilePart(Value):
     pieces: int
 
 
-class Summary(Value):
+class DirectorySummary(Value):
     """What a directory holds, at a glance.
 
     Args:
@@ -307,7 +309,7 @@ class Summary(Value):
         return max(sizes) / max(1, min(sizes)) if len(sizes) > 1 else None
 
 
-def summary(path: Path | str, step: int | None = None) -> Summary:
+def summary(path: Path | str, step: int | None = None) -> DirectorySummary:
     """What ``path`` holds; of a run its newest step, or a given one. No weights are loaded.
 
     Raises:
@@ -323,7 +325,7 @@ def summary(path: Path | str, step: int | None = None) -> Summary:
         for row in rows:
             count, size = files.get(row.file, (0, 0))
             files[row.file] = count + 1, size + row.bytes
-        return Summary(
+        return DirectorySummary(
             path=place.path,
             kind=place.kind,
             groups={"weights": (len(rows), sum(row.bytes for row in rows))},
@@ -338,7 +340,7 @@ def summary(path: Path | str, step: int | None = None) -> Summary:
         group = name.partition(".")[0]
         count, size = groups.get(group, (0, 0))
         groups[group] = count + 1, size + tensor.bytes
-    return Summary(
+    return DirectorySummary(
         path=saved.path,
         kind=place.kind,
         steps=place.steps,

@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.core.errors import require
 
-__all__ = ["FIRST_STEPS", "Interval", "choose", "daly_s", "failures_seen"]
+__all__ = ["FIRST_STEPS", "CheckpointInterval", "choose", "daly_s", "failures_seen"]
 
 FIRST_STEPS = 5
 """Steps after which the first save is made, whose stall is not known yet."""
@@ -30,7 +30,7 @@ _LEAST_STALL_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class CheckpointInterval:
     """What was chosen, and from what.
 
     Args:
@@ -63,7 +63,9 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - stall_s
 
 
-def choose(*, stall_s: float, step_s: float, failures: int, observed_s: float) -> Interval:
+def choose(
+    *, stall_s: float, step_s: float, failures: int, observed_s: float
+) -> CheckpointInterval:
     """The interval in steps, from what was seen so far.
 
     Args:
@@ -78,7 +80,7 @@ def choose(*, stall_s: float, step_s: float, failures: int, observed_s: float) -
     steps = max(1, round(daly_s(stall_s, mtbf_s) / step_s))
     seconds = steps * step_s
     overhead = stall_s / seconds + seconds / (2 * mtbf_s)
-    return Interval(steps, seconds, stall_s, mtbf_s, overhead)
+    return CheckpointInterval(steps, seconds, stall_s, mtbf_s, overhead)
 
 
 def failures_seen(events: Iterable[Mapping[str, Any]]) -> tuple[int, float]:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from shoal.checkpoint.index import Index, Tensor, digest, flaw_of, require_size
-from shoal.checkpoint.runs import Owned, Runs
+from shoal.checkpoint.index import CheckpointIndex, IndexedTensor, digest, flaw_of, require_size
+from shoal.checkpoint.runs import BoxRuns, OwnedBox
 from shoal.checkpoint.shards import (
     FILE,
-    Declared,
+    DeclaredTensor,
+    FileIndex,
     RankIndex,
-    Shard,
     StoredFile,
     StoredPiece,
     rank_of,
@@ -47,7 +47,7 @@ class LegacyTensor(Value):
 
 
 class LegacyIndex(Value):
-    """What ``index.json`` of versions 1 to 3 holds; see :class:`~shoal.checkpoint.index.Index`."""
+    """``index.json`` of versions 1 to 3; see :class:`~shoal.checkpoint.index.CheckpointIndex`."""
 
     format: Literal["shoal-checkpoint"] = "shoal-checkpoint"
     version: Literal[1, 2, 3] = 3
@@ -80,7 +80,7 @@ class LegacyIndex(Value):
         return ""
 
 
-def opened(plain: LegacyIndex, folder: Folder, raw: bytes) -> Index:
+def opened(plain: LegacyIndex, folder: Folder, raw: bytes) -> CheckpointIndex:
     """The index of an old checkpoint, its files checked.
 
     Raises:
@@ -92,10 +92,12 @@ def opened(plain: LegacyIndex, folder: Folder, raw: bytes) -> Index:
     if flaw:
         raise CorruptError(f"{path}: {flaw}")
     tensors = {
-        name: Tensor(
+        name: IndexedTensor(
             one.dtype,
             one.shape,
-            Runs.of_boxes([Owned(rank_of(p.file), p.box) for p in one.pieces], len(one.shape)),
+            BoxRuns.of_boxes(
+                [OwnedBox(rank_of(p.file), p.box) for p in one.pieces], len(one.shape)
+            ),
         )
         for name, one in plain.tensors.items()
     }
@@ -110,7 +112,7 @@ def opened(plain: LegacyIndex, folder: Folder, raw: bytes) -> Index:
     for file, pieces in held.items():
         header = _header(folder, file, plain.files[file])
         shards[file] = _shard(folder.where(file), plain, file, pieces, header)
-    return Index(
+    return CheckpointIndex(
         step=plain.step,
         world=plain.world,
         meta=plain.meta,
@@ -147,9 +149,9 @@ def _shard(
     file: str,
     pieces: list[tuple[str, StoredPiece]],
     header: dict[str, StoredTensor],
-) -> Shard:
+) -> FileIndex:
     """What an index and a header say of a file, in its order."""
-    numbers: dict[Declared, int] = {}
+    numbers: dict[DeclaredTensor, int] = {}
     found = []
     for name, piece in pieces:
         tensor, place = plain.tensors[name], header.get(piece.key or name)
@@ -157,7 +159,7 @@ def _shard(
             raise CorruptError(
                 f"{path}: tensor {piece.key or name!r} is not there as the index says"
             )
-        declared = Declared(name, tensor.dtype, tensor.shape)
+        declared = DeclaredTensor(name, tensor.dtype, tensor.shape)
         found.append((place.start, numbers.setdefault(declared, len(numbers)), piece))
     found.sort(key=lambda one: (one[0], one[0] + one[2].bytes))
     dims = max((len(piece.shape) for _, _, piece in found), default=0)
@@ -172,7 +174,7 @@ def _shard(
         ],
         dtype=np.int64,
     ).reshape(len(found), 2 + 2 * dims)
-    return Shard(
+    return FileIndex(
         RankIndex(rank=rank_of(file), file=plain.files[file], layout_sha256=""),
         tuple(numbers),
         rows,

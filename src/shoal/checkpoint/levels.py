@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.checkpoint.image import Chunk, Image, Slot, write_image
-from shoal.checkpoint.peers import told_by_first
-from shoal.checkpoint.reader import Range, bytes_in_turn
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.image import Chunk, Image, ImageSlot, write_image
+from shoal.checkpoint.peers import call_on_first
+from shoal.checkpoint.reader import ByteRange, bytes_in_turn
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.shards import file_name, shard_name
 from shoal.checkpoint.source import CHUNK_BYTES
 from shoal.core.errors import CheckpointError, ShoalError, require
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.storage import Draft
     from shoal.checkpoint.store import Store
 
-__all__ = ["Level", "LevelReport", "Levels", "nearest", "newest"]
+__all__ = ["CheckpointLevels", "LevelCopier", "LevelReport", "nearest", "newest"]
 
 # Files of one checkpoint that are on their way at once; each takes a few chunks of memory.
 _FILES = 4
@@ -65,7 +65,7 @@ class LevelReport(NamedTuple):
     message: str = ""
 
 
-class Level:
+class LevelCopier:
     """Sends checkpoints from one store to another.
 
     Args:
@@ -202,7 +202,7 @@ class Level:
 
     def _send(self, step: int, number: int) -> int:
         """Copy a step, every piece compared with its checksum on the way; returns its bytes."""
-        saved = Saved(self.near.storage.folder(step))
+        saved = SavedCheckpoint(self.near.storage.folder(step))
         size = sum(file.bytes for file in saved.index.files.values())
         self.far.require_room(step, size)
         # A save of its own: what a try has left must not be taken for a part of the next.
@@ -222,11 +222,11 @@ class Level:
         self.far.retain(step)
         return size
 
-    def _copy(self, saved: Saved, draft: Draft, rank: int) -> None:
+    def _copy(self, saved: SavedCheckpoint, draft: Draft, rank: int) -> None:
         name = file_name(rank)
         image = _image(saved, name)
         starts = range(0, image.size, CHUNK_BYTES)
-        ranges = [Range(name, at, min(at + CHUNK_BYTES, image.size)) for at in starts]
+        ranges = [ByteRange(name, at, min(at + CHUNK_BYTES, image.size)) for at in starts]
         with bytes_in_turn(saved.folder, ranges) as arriving:
 
             def chunks() -> Iterator[Chunk]:
@@ -261,7 +261,7 @@ class Level:
             )
 
 
-class Levels:
+class CheckpointLevels:
     """All levels of a run, on one rank; rank 0 sends.
 
     Args:
@@ -272,8 +272,8 @@ class Levels:
         ShoalError: on every rank, if another run saves at a level or nobody knows how to reach it.
     """
 
-    def __init__(self, peers: Peers, makers: Sequence[Callable[[], Level]]) -> None:
-        self._levels: list[Level] = []
+    def __init__(self, peers: Peers, makers: Sequence[Callable[[], LevelCopier]]) -> None:
+        self._levels: list[LevelCopier] = []
 
         def begin() -> None:
             try:
@@ -284,14 +284,14 @@ class Levels:
                 raise
 
         if makers:
-            told_by_first(peers, begin)
+            call_on_first(peers, begin)
 
     def reports(self) -> list[LevelReport]:
-        """See :meth:`Level.reports`; of all of them."""
+        """See :meth:`LevelCopier.reports`; of all of them."""
         return [report for level in self._levels for report in level.reports()]
 
     def close(self, *, abandon: bool = False, alive: Callable[[], None] = lambda: None) -> None:
-        """See :meth:`Level.close`."""
+        """See :meth:`LevelCopier.close`."""
         for level in self._levels:
             level.close(abandon=abandon, alive=alive)
 
@@ -338,7 +338,7 @@ def nearest(
     return wanted, found, silent
 
 
-def newest(stores: Sequence[Store]) -> Saved:
+def newest(stores: Sequence[Store]) -> SavedCheckpoint:
     """The newest checkpoint of all places, from the nearest that has it whole, every byte verified.
 
     Raises:
@@ -356,11 +356,11 @@ def newest(stores: Sequence[Store]) -> Saved:
     raise failures[0]
 
 
-def _image(saved: Saved, file: str) -> Image:
+def _image(saved: SavedCheckpoint, file: str) -> Image:
     """A file of a checkpoint as it lies."""
     shard, size = saved.index.shard(file), saved.index.files[file].bytes
     slots = tuple(
-        Slot(
+        ImageSlot(
             piece.key or name,
             name,
             saved.index.tensors[name].dtype,

@@ -16,11 +16,11 @@ from typing import Any
 
 from shoal.core.errors import CheckpointError, require
 
-__all__ = ["LoaderState", "ReaderState", "Span", "merge", "split"]
+__all__ = ["EpochSpan", "LoaderState", "ReaderState", "merge", "split"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class EpochSpan:
     """Places of an epoch that are left to a reader: ``start``, ``start + step``, and so on.
 
     Args:
@@ -41,7 +41,7 @@ class Span:
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.stop, self.step))
 
-    def cut(self, count: int) -> tuple[Span, Span]:
+    def cut(self, count: int) -> tuple[EpochSpan, EpochSpan]:
         """The first ``count`` places, and the others."""
         at = self.start + count * self.step
         return replace(self, stop=min(at, self.stop)), replace(self, start=at)
@@ -59,7 +59,7 @@ class ReaderState:
         ready: samples that were read and not handed out.
     """
 
-    spans: Mapping[str, tuple[Span, ...]]
+    spans: Mapping[str, tuple[EpochSpan, ...]]
     epochs: Mapping[str, int]
     drawn: int = 0
     packing: tuple[tuple[int, ...], ...] = ()
@@ -87,9 +87,9 @@ class LoaderState:
     generation: int = 0
     own: tuple[ReaderState, ...] = field(default=())
 
-    def share(self, source: str, epoch: int, reader: int) -> Span:
+    def share(self, source: str, epoch: int, reader: int) -> EpochSpan:
         """What a reader begins an epoch with."""
-        return Span(epoch, reader, self.lengths[source], self.readers)
+        return EpochSpan(epoch, reader, self.lengths[source], self.readers)
 
     def as_plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -125,7 +125,7 @@ class LoaderState:
             own = tuple(
                 ReaderState(
                     spans={
-                        source: tuple(Span(*span) for span in spans)
+                        source: tuple(EpochSpan(*span) for span in spans)
                         for source, spans in one["spans"].items()
                     },
                     epochs=dict(one["epochs"]),
@@ -204,7 +204,7 @@ def split(state: LoaderState, ranks: int, readers: int | None = None) -> list[Lo
     require(ranks >= 1, "ranks", ranks, expected="at least 1", error=CheckpointError)
     each = readers or max(1, round(len(state.own) / ranks))
     total = ranks * each
-    spans: list[dict[str, tuple[Span, ...]]] = [{} for _ in range(total)]
+    spans: list[dict[str, tuple[EpochSpan, ...]]] = [{} for _ in range(total)]
     begun: dict[str, int] = {}
     for source in state.lengths:
         foremost = begun[source] = max(reader.epochs[source] for reader in state.own)
@@ -218,7 +218,7 @@ def split(state: LoaderState, ranks: int, readers: int | None = None) -> list[Lo
             )
             if len(span)
         ]
-        for new, share in zip(spans, _dealt(left, total), strict=True):
+        for new, share in zip(spans, _assigned(left, total), strict=True):
             new[source] = share
     packing = [tokens for reader in state.own for tokens in reader.packing if tokens]
     ready = [tokens for reader in state.own for tokens in reader.ready]
@@ -243,9 +243,9 @@ def split(state: LoaderState, ranks: int, readers: int | None = None) -> list[Lo
     ]
 
 
-def _dealt(spans: Sequence[Span], parts: int) -> list[tuple[Span, ...]]:
+def _assigned(spans: Sequence[EpochSpan], parts: int) -> list[tuple[EpochSpan, ...]]:
     """The spans in equal parts, epoch by epoch; none is cut more often than it must be."""
-    found: list[list[Span]] = [[] for _ in range(parts)]
+    found: list[list[EpochSpan]] = [[] for _ in range(parts)]
     for epoch in sorted({span.epoch for span in spans}):
         waiting = [span for span in spans if span.epoch == epoch]
         total, done, part = sum(map(len, waiting)), 0, 0

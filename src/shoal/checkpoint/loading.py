@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.agreement import Plans, Turns, agreed
+from shoal.checkpoint.agreement import Plans, ReadTurns, agreed
 from shoal.checkpoint.checksum import combined, copy_crc32c, crc32c
-from shoal.checkpoint.peers import Alone, CommPeers
+from shoal.checkpoint.peers import CommPeers, SinglePeer
 from shoal.checkpoint.pieces import TORCH_NAMES, Piece
-from shoal.checkpoint.reader import Range, bytes_in_turn
-from shoal.checkpoint.reads import READ_BYTES, Cut, Read, Segment, Wish
+from shoal.checkpoint.reader import ByteRange, bytes_in_turn
+from shoal.checkpoint.reads import READ_BYTES, BoxRequest, FileRead, ReadSegment, ReadSlice
 from shoal.checkpoint.shards import rank_of
 from shoal.core.errors import CheckpointError, nearest
 from shoal.core.safetensors_header import ITEM_BYTES
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.checkpoint.peers import Peers
-    from shoal.checkpoint.saved import Saved
+    from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
     from shoal.ir.comm import Comm
 
 __all__ = ["LoadReport", "Wanted", "load_pieces"]
@@ -92,7 +92,7 @@ class _Seen:
 
 
 def load_pieces(
-    saved: Saved,
+    saved: SavedCheckpoint,
     wanted: Wanted,
     comm: Comm | None = None,
     *,
@@ -116,12 +116,12 @@ def load_pieces(
     """
     begin = time.perf_counter()
     report = LoadReport(saved.step)
-    peers = Alone() if comm is None else CommPeers(comm)
+    peers = SinglePeer() if comm is None else CommPeers(comm)
     targets = [(name, piece) for name, pieces in wanted.items() for piece in pieces]
     flaw = next((one for one in (_flaw(saved, *t, cast) for t in targets) if one), "")
     turns = agreed(
         saved,
-        [Wish(name, tuple(p.box.offset), tuple(p.box.shape)) for name, p in targets],
+        [BoxRequest(name, tuple(p.box.offset), tuple(p.box.shape)) for name, p in targets],
         peers,
         _PLANS,
         flaw=flaw,
@@ -140,7 +140,7 @@ def load_pieces(
     return report
 
 
-def _flaw(saved: Saved, name: str, piece: Piece, cast: bool) -> str:
+def _flaw(saved: SavedCheckpoint, name: str, piece: Piece, cast: bool) -> str:
     """Why a box cannot be loaded, or an empty text."""
     entry = saved.index.tensors.get(name)
     if entry is None:
@@ -172,8 +172,8 @@ class _Loading:
 
     def __init__(
         self,
-        saved: Saved,
-        turns: Turns,
+        saved: SavedCheckpoint,
+        turns: ReadTurns,
         targets: Sequence[torch.Tensor],
         comm: Comm | None,
         report: LoadReport,
@@ -192,7 +192,7 @@ class _Loading:
         import torch
 
         own = self.plan.reads
-        ranges = [Range(read.file, read.start, read.stop) for read in own]
+        ranges = [ByteRange(read.file, read.start, read.stop) for read in own]
         pinned = any(target.device.type == "cuda" for target in self.targets)
 
         def arrived(number: int, data: torch.Tensor) -> None:
@@ -220,7 +220,9 @@ class _Loading:
                     data = torch.zeros(read.stop - read.start, dtype=torch.uint8)
                 self._round(number, read, data)
 
-    def _arrived(self, segment: Segment, read: Read, data: torch.Tensor, *, verify: bool) -> None:
+    def _arrived(
+        self, segment: ReadSegment, read: FileRead, data: torch.Tensor, *, verify: bool
+    ) -> None:
         """Take what this rank wants, and compare with the checksum, in the thread that read it."""
         name, (_, piece, start) = (
             segment.name,
@@ -250,7 +252,7 @@ class _Loading:
             self.seen.damaged.append(self.saved.described(name, piece))
 
     def _copied(
-        self, segment: Segment, cuts: Sequence[Cut], read: Read, data: torch.Tensor
+        self, segment: ReadSegment, cuts: Sequence[ReadSlice], read: FileRead, data: torch.Tensor
     ) -> int | None:
         """Copy all of a segment to where it lies in one target, and return its checksum.
 
@@ -275,7 +277,7 @@ class _Loading:
             )
         return checksum
 
-    def _round(self, number: int, read: Read | None, data: torch.Tensor) -> None:
+    def _round(self, number: int, read: FileRead | None, data: torch.Tensor) -> None:
         """Pass on what this rank has read, and take what it wants of what others have."""
         import torch
 
@@ -308,12 +310,12 @@ class _Loading:
         device = self.comm.device
         return [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(self.comm.world)]
 
-    def _messages(self, read: Read | None, data: torch.Tensor) -> list[torch.Tensor]:
+    def _messages(self, read: FileRead | None, data: torch.Tensor) -> list[torch.Tensor]:
         """For every rank what it gets of this one's read; those that want the same share it."""
         import torch
 
         assert self.comm is not None
-        known: dict[tuple[Cut, ...], torch.Tensor] = {}
+        known: dict[tuple[ReadSlice, ...], torch.Tensor] = {}
         found = self._empty()
         if read is None:
             return found
@@ -325,32 +327,32 @@ class _Loading:
             found[peer] = known[key]
         return found
 
-    def _part(self, read: Read, data: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def _part(self, read: FileRead, data: torch.Tensor, cut: ReadSlice) -> torch.Tensor:
         """The elements of a cut, out of the bytes of its read."""
         dtype = self._dtype(cut.name)
         low = cut.at - read.start
         raw = data[low : low + cut.box.volume * dtype.itemsize]
         return _as(raw, dtype).view(cut.box.shape)[cut.common.slices(cut.box)]
 
-    def _put(self, cut: Cut, values: torch.Tensor) -> None:
+    def _put(self, cut: ReadSlice, values: torch.Tensor) -> None:
         import torch
 
         with torch.no_grad():  # a thread of its own has a mode of its own
             self._place(cut).copy_(values)
 
-    def _place(self, cut: Cut) -> torch.Tensor:
+    def _place(self, cut: ReadSlice) -> torch.Tensor:
         """Where a cut goes."""
         wish, target = self.plan.wishes[cut.wish], self.targets[cut.wish]
         return target.detach()[cut.common.slices(wish.box)]
 
-    def _bytes(self, cut: Cut) -> int:
+    def _bytes(self, cut: ReadSlice) -> int:
         return cut.common.volume * self._dtype(cut.name).itemsize
 
     def _dtype(self, name: str) -> torch.dtype:
         return _stored_dtype(self.saved, name)
 
 
-def _stored_dtype(saved: Saved, name: str) -> torch.dtype:
+def _stored_dtype(saved: SavedCheckpoint, name: str) -> torch.dtype:
     import torch
 
     found: torch.dtype = getattr(torch, TORCH_NAMES[saved.index.tensors[name].dtype])
@@ -383,7 +385,7 @@ def _timed(report: LoadReport, what: str) -> Iterator[None]:
         setattr(report, what, getattr(report, what) + time.perf_counter() - begin)
 
 
-def _judge(saved: Saved, peers: Peers, seen: _Seen) -> None:
+def _judge(saved: SavedCheckpoint, peers: Peers, seen: _Seen) -> None:
     """Say what any rank has seen, on every rank alike.
 
     Raises:
@@ -413,7 +415,9 @@ def _judge(saved: Saved, peers: Peers, seen: _Seen) -> None:
             raise saved.damaged(words[0])
 
 
-def _unlike(saved: Saved, file: str, number: int, parts: Sequence[tuple[int, int, int]]) -> str:
+def _unlike(
+    saved: SavedCheckpoint, file: str, number: int, parts: Sequence[tuple[int, int, int]]
+) -> str:
     """What is wrong with a piece that was read in parts, or an empty text."""
     try:
         name, piece, _ = saved.index.shard(file).piece(number)

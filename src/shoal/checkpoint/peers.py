@@ -11,7 +11,7 @@ from shoal.core.errors import CheckpointError, ShoalError
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
 
-__all__ = ["Alone", "CommPeers", "Peers", "told_by_first"]
+__all__ = ["CommPeers", "Peers", "SinglePeer", "call_on_first"]
 
 _TAG = "checkpoint"
 
@@ -44,7 +44,7 @@ class Peers(Protocol):
         ...
 
 
-class Alone:
+class SinglePeer:
     """One rank."""
 
     rank = 0
@@ -111,7 +111,7 @@ class CommPeers:
         return [out.cpu().numpy().tobytes() for out in outs]
 
 
-def told_by_first(peers: Peers, call: Callable[[], Any]) -> Any:
+def call_on_first(peers: Peers, call: Callable[[], Any]) -> Any:
     """Call something on rank 0; all ranks hear what it returned, which is plain data.
 
     Raises:

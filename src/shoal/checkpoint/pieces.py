@@ -14,7 +14,7 @@ from shoal.core.safetensors_header import ITEM_BYTES
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TORCH_NAMES", "Chosen", "Given", "Piece", "as_pieces", "payload_bytes"]
+__all__ = ["TORCH_NAMES", "Given", "Piece", "ReadyPiece", "as_pieces", "payload_bytes"]
 
 # safetensors' names of the dtypes -> torch's.
 TORCH_NAMES: dict[str, str] = {
@@ -92,7 +92,7 @@ Given = Mapping[str, "Piece | torch.Tensor | Sequence[Piece]"]
 """Name of a tensor -> what a rank writes of it: a piece, all of it, or several pieces."""
 
 
-class Chosen(NamedTuple):
+class ReadyPiece(NamedTuple):
     """A piece that is ready to be written.
 
     Args:
@@ -106,7 +106,7 @@ class Chosen(NamedTuple):
     dtype: str
 
 
-def as_pieces(given: Given) -> dict[str, Chosen]:
+def as_pieces(given: Given) -> dict[str, ReadyPiece]:
     """Name in the file -> piece, in the order in which they are written.
 
     The first piece of a tensor has the tensor's name there, others a number behind it.
@@ -117,8 +117,8 @@ def as_pieces(given: Given) -> dict[str, Chosen]:
     import torch
 
     names = {getattr(torch, theirs): ours for ours, theirs in TORCH_NAMES.items()}
-    found: dict[str, Chosen] = {}
-    others: list[Chosen] = []
+    found: dict[str, ReadyPiece] = {}
+    others: list[ReadyPiece] = []
     for name, value in given.items():
         require(
             name not in ("", "__metadata__"),
@@ -140,7 +140,7 @@ def as_pieces(given: Given) -> dict[str, Chosen]:
                 expected=f"{first.tensor.dtype} {list(first.global_shape)} as of its first piece",
                 error=CheckpointError,
             )
-            chosen = Chosen(name, piece, names[piece.tensor.dtype])
+            chosen = ReadyPiece(name, piece, names[piece.tensor.dtype])
             if piece is first:
                 found[name] = chosen
             else:
@@ -196,7 +196,7 @@ def _check(name: str, piece: Piece, names: Mapping[torch.dtype, str]) -> None:
     )
 
 
-def payload_bytes(pieces: Mapping[str, Chosen]) -> int:
+def payload_bytes(pieces: Mapping[str, ReadyPiece]) -> int:
     """Bytes that the files of a rank need, with a margin for headers and index."""
     return _FILES_BYTES + sum(
         math.prod(chosen.piece.tensor.shape) * ITEM_BYTES[chosen.dtype] + 1024 + 4 * len(key)

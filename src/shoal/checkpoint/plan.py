@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.checkpoint.image import Image, image_of
-from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces
+from shoal.checkpoint.pieces import Given, Piece, ReadyPiece, as_pieces
 from shoal.core.safetensors_header import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.peers import Peers
 
-__all__ = ["PROPOSAL", "Planned", "Planner", "assign", "proposal"]
+__all__ = ["PROPOSAL", "WritePlan", "WritePlanner", "assign", "proposal"]
 
 SMALL_BYTES = 256
 """Boxes up to this size are kept together: scalars of an optimizer's state, one a tensor."""
@@ -95,7 +95,7 @@ def assign(proposals: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class WritePlan:
     """What this rank writes.
 
     Args:
@@ -110,17 +110,17 @@ class Planned:
     bytes_of_ranks: tuple[int, ...]
     fresh: bool = False
 
-    def chosen(self, given: Given) -> dict[str, Chosen]:
+    def chosen(self, given: Given) -> dict[str, ReadyPiece]:
         """The pieces of a save by their key in the file, in its order."""
         slots = self.image.slots
         return {
-            slot.key: Chosen(slot.name, _several(given[name])[number], slot.dtype)
+            slot.key: ReadyPiece(slot.name, _several(given[name])[number], slot.dtype)
             for slot in slots
             for name, number in (self.picks[slot.key],)
         }
 
 
-class Planner:
+class WritePlanner:
     """Plans of one rank, by layout.
 
     Args:
@@ -129,9 +129,9 @@ class Planner:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._plans: dict[Hashable, Planned] = {}
+        self._plans: dict[Hashable, WritePlan] = {}
 
-    def plan(self, given: Given) -> Planned:
+    def plan(self, given: Given) -> WritePlan:
         """What this rank writes of what it holds.
 
         Raises:
@@ -172,8 +172,8 @@ class Planner:
             int(each["bytes"][mine].sum()) for each, mine in zip(proposals, taken, strict=True)
         )
         image = image_of(chosen)
-        self._plans = {layout: Planned(image, picks, loads)}
-        return Planned(image, picks, loads, fresh=True)
+        self._plans = {layout: WritePlan(image, picks, loads)}
+        return WritePlan(image, picks, loads, fresh=True)
 
 
 def _several(value: object) -> Sequence[Piece]:

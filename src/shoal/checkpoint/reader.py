@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.storage import Folder
 
-__all__ = ["Range", "bytes_in_turn"]
+__all__ = ["ByteRange", "bytes_in_turn"]
 
 # So many reads are under way at once: enough for a disk's full rate; of an object store each
 # takes its time, however many there are.
@@ -38,7 +38,7 @@ _THREADS_ELSEWHERE = 8
 _DIRECT_BYTES = 2**20
 
 
-class Range(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a file.
 
     Args:
@@ -55,7 +55,7 @@ class Range(NamedTuple):
 @contextlib.contextmanager
 def bytes_in_turn(
     folder: Folder,
-    ranges: Sequence[Range],
+    ranges: Sequence[ByteRange],
     look: Callable[[int, Tensor], None] | None = None,
     *,
     pinned: bool = False,
@@ -138,7 +138,7 @@ class _Local:
         self._fds: dict[str, tuple[int, bool]] = {}
         self._lock = threading.Lock()
 
-    def read(self, one: Range, buffer: Tensor) -> Tensor:
+    def read(self, one: ByteRange, buffer: Tensor) -> Tensor:
         """The bytes of a range, somewhere in ``buffer``."""
         fd, direct = self._open(one.file)
         low = one.start // SECTOR * SECTOR
@@ -153,7 +153,7 @@ class _Local:
             self._fill(self._open(one.file, direct=False)[0], view, low, one)
         return buffer[one.start - low : one.stop - low]
 
-    def _fill(self, fd: int, view: memoryview, at: int, one: Range) -> None:
+    def _fill(self, fd: int, view: memoryview, at: int, one: ByteRange) -> None:
         done = 0
         while at + done < one.stop:
             got = os.preadv(fd, [view[done:]], at + done)

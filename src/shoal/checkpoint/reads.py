@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.checkpoint.index import Index
-from shoal.checkpoint.runs import Owned, Runs
+from shoal.checkpoint.index import CheckpointIndex
+from shoal.checkpoint.runs import BoxRuns, OwnedBox
 from shoal.checkpoint.shards import file_name, rank_of
 from shoal.core.boxes import Box, flat_boxes
 from shoal.core.safetensors_header import ITEM_BYTES
@@ -38,12 +38,12 @@ from shoal.core.safetensors_header import ITEM_BYTES
 __all__ = [
     "GAP_BYTES",
     "READ_BYTES",
-    "Cut",
-    "Read",
+    "BoxRequest",
+    "FileRead",
     "ReadPlan",
-    "Segment",
+    "ReadSegment",
+    "ReadSlice",
     "Wants",
-    "Wish",
     "plan_reads",
 ]
 
@@ -55,11 +55,11 @@ GAP_BYTES = 2**18
 delivers in the time that one more read takes to begin."""
 
 
-Wants = Mapping[str, Runs]
+Wants = Mapping[str, BoxRuns]
 """Name of a tensor -> the boxes of it that ranks want, by rank."""
 
 
-class Wish(NamedTuple):
+class BoxRequest(NamedTuple):
     """A box of a tensor that a rank wants.
 
     Args:
@@ -78,7 +78,7 @@ class Wish(NamedTuple):
         return Box(self.offset, self.shape)
 
 
-class Segment(NamedTuple):
+class ReadSegment(NamedTuple):
     """Elements of a stored piece that lie one after the other in a read.
 
     Args:
@@ -122,7 +122,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class FileRead:
     """One read of a file.
 
     Args:
@@ -132,7 +132,7 @@ class Read:
     """
 
     file: str
-    segments: tuple[Segment, ...]
+    segments: tuple[ReadSegment, ...]
     ranks: tuple[int, ...]
 
     @property
@@ -146,7 +146,7 @@ class Read:
         return self.segments[-1].stop
 
 
-class Cut(NamedTuple):
+class ReadSlice(NamedTuple):
     """What a rank takes out of a read.
 
     Args:
@@ -180,9 +180,9 @@ class ReadPlan:
     def __init__(
         self,
         rank: int,
-        reads: Sequence[Read],
-        takes: Sequence[tuple[int, Read]],
-        wishes: Sequence[Wish],
+        reads: Sequence[FileRead],
+        takes: Sequence[tuple[int, FileRead]],
+        wishes: Sequence[BoxRequest],
         wants: Wants,
     ) -> None:
         self.rank = rank
@@ -206,39 +206,39 @@ class ReadPlan:
         """Bytes that this rank reads."""
         return sum(read.stop - read.start for read in self.reads)
 
-    def cuts(self, read: Read) -> list[Cut]:
+    def cuts(self, read: FileRead) -> list[ReadSlice]:
         """What this rank takes out of a read, in an order that the rank that reads knows too."""
         if self.rank not in read.ranks:
             return []
         return [cut for segment in read.segments for cut in self.cuts_of(segment)]
 
-    def cuts_of(self, segment: Segment) -> list[Cut]:
+    def cuts_of(self, segment: ReadSegment) -> list[ReadSlice]:
         """What this rank takes out of a segment, in the order of the file."""
         return [
-            Cut(number, segment.name, at, box, common)
+            ReadSlice(number, segment.name, at, box, common)
             for at, box in segment.boxes()
             for number, wish in self._own.get(segment.name, ())
             for common in (box.intersect(wish),)
             if common is not None
         ]
 
-    def cuts_of_others(self, read: Read) -> dict[int, list[Cut]]:
+    def cuts_of_others(self, read: FileRead) -> dict[int, list[ReadSlice]]:
         """Rank -> what it takes out of a read of this one, in the order in which it expects it."""
-        found: defaultdict[int, list[Cut]] = defaultdict(list)
+        found: defaultdict[int, list[ReadSlice]] = defaultdict(list)
         for segment in read.segments:
             for at, box in segment.boxes():
                 wishes = self._wants[segment.name].overlapping(box)
                 for rank, wish in sorted(wishes, key=lambda one: (one[1].offset, one[1].shape)):
                     common = box.intersect(wish)
                     if rank != self.rank and common is not None:
-                        found[rank].append(Cut(0, segment.name, at, box, common))
+                        found[rank].append(ReadSlice(0, segment.name, at, box, common))
         return found
 
 
 def plan_reads(
-    index: Index,
+    index: CheckpointIndex,
     wants: Wants,
-    wishes: Sequence[Wish],
+    wishes: Sequence[BoxRequest],
     rank: int,
     *,
     whole: bool = True,
@@ -280,22 +280,22 @@ class _Planning:
     """One plan being made."""
 
     def __init__(
-        self, index: Index, wants: Wants, whole: bool, read_bytes: int, gap_bytes: int
+        self, index: CheckpointIndex, wants: Wants, whole: bool, read_bytes: int, gap_bytes: int
     ) -> None:
         self.index, self.wants = index, wants
         self.whole, self.read_bytes, self.gap_bytes = whole, read_bytes, gap_bytes
         self._chosen: dict[str, dict[tuple[int, Box], list[Box]] | None] = {}
         self._ranks: dict[tuple[str, tuple[tuple[int, int, int], ...]], tuple[int, ...]] = {}
 
-    def plan(self, wishes: Sequence[Wish], rank: int) -> ReadPlan:
+    def plan(self, wishes: Sequence[BoxRequest], rank: int) -> ReadPlan:
         """See :func:`plan_reads`."""
-        groups: dict[tuple[int, ...], list[tuple[Read, tuple[int, ...]]]] = {}
+        groups: dict[tuple[int, ...], list[tuple[FileRead, tuple[int, ...]]]] = {}
         for file in self._files(wishes):
             planned = self._file(file)
             sharing = tuple(sorted({one for _, able in planned for one in able}))
             groups.setdefault(sharing, []).extend(planned)
-        reads: list[Read] = []
-        takes: list[tuple[int, Read]] = []
+        reads: list[FileRead] = []
+        takes: list[tuple[int, FileRead]] = []
         for ranks, planned in groups.items():
             for reader, read in _shared(planned, ranks):
                 if reader == rank:
@@ -305,7 +305,7 @@ class _Planning:
         reads.sort(key=lambda read: (rank_of(read.file), read.start))
         return ReadPlan(rank, reads, takes, wishes, self.wants)
 
-    def _files(self, wishes: Sequence[Wish]) -> list[str]:
+    def _files(self, wishes: Sequence[BoxRequest]) -> list[str]:
         """Files that hold some of what is wished."""
         owners: set[int] = set()
         for wish in wishes:
@@ -333,11 +333,11 @@ class _Planning:
                 self._chosen[name] = dict(_needed(pieces, ordered))
         return self._chosen[name]
 
-    def _file(self, file: str) -> list[tuple[Read, tuple[int, ...]]]:
+    def _file(self, file: str) -> list[tuple[FileRead, tuple[int, ...]]]:
         """Reads of a file, and of each the ranks that may do it."""
         shard, owner = self.index.check_file(file), rank_of(file)
         sizes = [ITEM_BYTES[one.dtype] for one in shard.tensors]
-        segments: list[Segment] = []
+        segments: list[ReadSegment] = []
         wanting: dict[int, tuple[int, ...]] = {}
         for number, tensor, box, start in shard.boxes():
             name, item = shard.tensors[tensor].name, sizes[tensor]
@@ -357,17 +357,17 @@ class _Planning:
                 continue
             ends = [(0, box.volume)] if self.whole else _runs(box, parts, self.gap_bytes // item)
             segments.extend(
-                Segment(name, number, box, item, first, last, start + first * item)
+                ReadSegment(name, number, box, item, first, last, start + first * item)
                 for first, last in ends
             )
         return [
-            (Read(file, group, takers), takers or self._readers(group))
+            (FileRead(file, group, takers), takers or self._readers(group))
             for group in _grouped(segments, self.read_bytes, self.gap_bytes)
             for takers in (self._takers(group, wanting),)
         ]
 
     def _takers(
-        self, segments: Sequence[Segment], wanting: Mapping[int, tuple[int, ...]]
+        self, segments: Sequence[ReadSegment], wanting: Mapping[int, tuple[int, ...]]
     ) -> tuple[int, ...]:
         """The ranks that take some of these segments; of some whole pieces they are known."""
         several: set[tuple[int, ...]] = set()
@@ -381,7 +381,7 @@ class _Planning:
                 )
         return _union(several)
 
-    def _readers(self, segments: Sequence[Segment]) -> tuple[int, ...]:
+    def _readers(self, segments: Sequence[ReadSegment]) -> tuple[int, ...]:
         """The ranks that want some of the pieces, of which nobody takes these segments."""
         return _union(
             {self._ranks_of(s.name, tuple(self.wants[s.name].spans(s.piece))) for s in segments}
@@ -401,7 +401,7 @@ def _union(several: set[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _needed(
-    pieces: Sequence[Owned], boxes: Sequence[Box]
+    pieces: Sequence[OwnedBox], boxes: Sequence[Box]
 ) -> Iterator[tuple[tuple[int, Box], list[Box]]]:
     """Pieces that are read, and what of each; of copies of the same elements the first."""
     ordered = sorted(pieces, key=lambda piece: piece.box.offset)
@@ -457,10 +457,10 @@ def _runs(piece: Box, parts: Iterable[Box], gap: int) -> list[tuple[int, int]]:
 
 
 def _grouped(
-    segments: Sequence[Segment], read_bytes: int, gap_bytes: int
-) -> Iterator[tuple[Segment, ...]]:
+    segments: Sequence[ReadSegment], read_bytes: int, gap_bytes: int
+) -> Iterator[tuple[ReadSegment, ...]]:
     """Segments of a file that are read together; long ones are cut."""
-    group: list[Segment] = []
+    group: list[ReadSegment] = []
     for segment in segments:
         first = segment.first
         while first < segment.last:
@@ -481,8 +481,8 @@ def _grouped(
 
 
 def _shared(
-    planned: Sequence[tuple[Read, tuple[int, ...]]], ranks: Sequence[int]
-) -> Iterator[tuple[int, Read]]:
+    planned: Sequence[tuple[FileRead, tuple[int, ...]]], ranks: Sequence[int]
+) -> Iterator[tuple[int, FileRead]]:
     """Who does each read.
 
     Args:

@@ -101,7 +101,7 @@ class RemoteFolder:
 
 
 class RemoteSink:
-    """See :class:`~shoal.checkpoint.storage.Sink`; parts go up as they are full.
+    """See :class:`~shoal.checkpoint.storage.FileSink`; parts go up as they are full.
 
     Args:
         fs: the fsspec file system.
@@ -115,12 +115,12 @@ class RemoteSink:
             self._file = fs.open(path, "wb", block_size=_PART_BYTES)
 
     def write(self, at: int, data: np.ndarray) -> None:
-        """See :class:`~shoal.checkpoint.storage.Sink`."""
+        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         with _asking(self._path):
             self._file.write(data.data)
 
     def finish(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.Sink`."""
+        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         with _asking(self._path):
             self._file.close()
             self._fs.invalidate_cache()
@@ -133,7 +133,7 @@ class RemoteSink:
             )
 
     def abandon(self) -> None:
-        """See :class:`~shoal.checkpoint.storage.Sink`."""
+        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         with contextlib.suppress(Exception):  # it failed already, and that is what is told
             self._file.discard()
         # Closing would finish the upload of what there is.

@@ -13,12 +13,12 @@ from shoal.core.safetensors_header import ITEM_BYTES, read_header
 
 if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import Contents
-    from shoal.checkpoint.saved import Saved
+    from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 
 __all__ = [
     "WEIGHTS",
     "WEIGHTS_INDEX",
-    "Row",
+    "TensorRow",
     "checkpoint_row",
     "contents_rows",
     "gguf_rows",
@@ -31,7 +31,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 2**28
 
 
-class Row(Value):
+class TensorRow(Value):
     """One tensor as stored.
 
     Args:
@@ -49,23 +49,23 @@ class Row(Value):
     file: str
 
 
-def contents_rows(contents: Contents) -> list[Row]:
+def contents_rows(contents: Contents) -> list[TensorRow]:
     """Of a checkpoint of whatever format."""
     found = []
     for name in contents.names():
         dtype, shape = contents.dtype(name), contents.shape(name)
         size = ITEM_BYTES[dtype] * math.prod(shape)
         row = {"name": name, "dtype": dtype, "shape": shape, "bytes": size}
-        found.append(Row.model_validate({**row, "file": contents.where(name)}))
+        found.append(TensorRow.model_validate({**row, "file": contents.where(name)}))
     return found
 
 
-def gguf_rows(path: Path) -> list[Row]:
+def gguf_rows(path: Path) -> list[TensorRow]:
     """Of a GGUF file."""
     from shoal.model.gguf_header import read_header as read_gguf
 
     return [
-        Row(
+        TensorRow(
             name=tensor.name,
             dtype=tensor.kind,
             shape=tensor.shape,
@@ -76,11 +76,11 @@ def gguf_rows(path: Path) -> list[Row]:
     ]
 
 
-def checkpoint_row(saved: Saved, name: str) -> Row:
+def checkpoint_row(saved: SavedCheckpoint, name: str) -> TensorRow:
     """Of one of our own checkpoints, one tensor."""
     tensor = saved.index.tensors[name]
     files = tensor.files
-    return Row(
+    return TensorRow(
         name=name,
         dtype=tensor.dtype,
         shape=tensor.shape,
@@ -89,7 +89,7 @@ def checkpoint_row(saved: Saved, name: str) -> Row:
     )
 
 
-def huggingface_rows(path: Path) -> list[Row]:
+def huggingface_rows(path: Path) -> list[TensorRow]:
     """Of a Hugging Face directory.
 
     Raises:
@@ -101,13 +101,13 @@ def huggingface_rows(path: Path) -> list[Row]:
     if index.exists():
         owners = _weight_map(index)
         files = sorted(set(owners.values()))
-    rows: list[Row] = []
+    rows: list[TensorRow] = []
     for file in files:
         if not (path / file).exists():
             raise ModelError(f"{path / file}: a missing shard, which {index.name} names; fetch it")
         header = read_header(path / file)
         rows += [
-            Row(name=t.name, dtype=t.dtype, shape=t.shape, bytes=t.num_bytes, file=file)
+            TensorRow(name=t.name, dtype=t.dtype, shape=t.shape, bytes=t.num_bytes, file=file)
             for t in header.tensors.values()
         ]
     if owners is not None:

@@ -16,13 +16,13 @@ import numpy as np
 
 from shoal.core.boxes import Box, uncovered
 
-__all__ = ["Owned", "Runs"]
+__all__ = ["BoxRuns", "OwnedBox"]
 
 # Up to so many runs plain integers are faster than arrays.
 _FEW = 12
 
 
-class Owned(NamedTuple):
+class OwnedBox(NamedTuple):
     """A box and who owns it.
 
     Args:
@@ -35,7 +35,7 @@ class Owned(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Runs:
+class BoxRuns:
     """Boxes of one tensor of D dimensions, as R runs.
 
     Box i of a run belongs to ``owner + i * step`` and begins at ``offset + i * delta``.
@@ -50,7 +50,7 @@ class Runs:
     _rows: list[list[int]] = field(default_factory=list, repr=False)
 
     @classmethod
-    def of(cls, owners: np.ndarray, offsets: np.ndarray, shapes: np.ndarray) -> Runs:
+    def of(cls, owners: np.ndarray, offsets: np.ndarray, shapes: np.ndarray) -> BoxRuns:
         """Compress boxes.
 
         Args:
@@ -69,7 +69,7 @@ class Runs:
         return cls(best, dims)
 
     @classmethod
-    def of_boxes(cls, owned: Sequence[Owned], dims: int) -> Runs:
+    def of_boxes(cls, owned: Sequence[OwnedBox], dims: int) -> BoxRuns:
         """The same of single boxes."""
         count = len(owned)
         return cls.of(
@@ -88,7 +88,7 @@ class Runs:
         return found
 
     @classmethod
-    def from_plain(cls, rows: Sequence[Sequence[int]], dims: int) -> Runs:
+    def from_plain(cls, rows: Sequence[Sequence[int]], dims: int) -> BoxRuns:
         """What :meth:`plain` gave.
 
         Raises:
@@ -134,11 +134,11 @@ class Runs:
         offsets = rows[:, 3 : 3 + dims] + number[:, None] * rows[:, 3 + dims : 3 + 2 * dims]
         return owners, offsets, rows[:, 3 + 2 * dims :]
 
-    def owned(self) -> Iterator[Owned]:
+    def owned(self) -> Iterator[OwnedBox]:
         """All boxes."""
         owners, offsets, shapes = (one.tolist() for one in self.expanded())
         for owner, offset, shape in zip(owners, offsets, shapes, strict=True):
-            yield Owned(owner, Box(tuple(offset), tuple(shape)))
+            yield OwnedBox(owner, Box(tuple(offset), tuple(shape)))
 
     def owners(self) -> list[int]:
         """Who owns any of them, in order."""
@@ -200,7 +200,7 @@ class Runs:
             zip(which.tolist(), low[which].tolist(), (high[which] + 1).tolist(), strict=True)
         )
 
-    def overlapping(self, box: Box) -> list[Owned]:
+    def overlapping(self, box: Box) -> list[OwnedBox]:
         """The boxes that have elements in common with ``box``."""
         return [one for span in self.spans(box) for one in self._boxes(span)]
 
@@ -212,14 +212,14 @@ class Runs:
             found.update(range(owner + first * step, owner + last * step, step))
         return tuple(sorted(found))
 
-    def _boxes(self, span: tuple[int, int, int]) -> Iterator[Owned]:
+    def _boxes(self, span: tuple[int, int, int]) -> Iterator[OwnedBox]:
         run, first, last = span
         dims = self.dims
         row = self._rows[run] if self._rows else self.table[run].tolist()
         shape = tuple(row[3 + 2 * dims :])
         for at in range(first, last):
             offset = tuple(row[3 + dim] + at * row[3 + dims + dim] for dim in range(dims))
-            yield Owned(row[0] + at * row[1], Box(offset, shape))
+            yield OwnedBox(row[0] + at * row[1], Box(offset, shape))
 
     def missing(self, shape: tuple[int, ...]) -> Box | None:
         """Some elements of a tensor that no box holds; None if the boxes cover it.

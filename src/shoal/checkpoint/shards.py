@@ -30,12 +30,12 @@ from shoal.core.config import Value
 from shoal.core.safetensors_header import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.image import Slot
+    from shoal.checkpoint.image import ImageSlot
 
 __all__ = [
-    "Declared",
+    "DeclaredTensor",
+    "FileIndex",
     "RankIndex",
-    "Shard",
     "StoredFile",
     "StoredPiece",
     "file_name",
@@ -116,7 +116,7 @@ class StoredPiece(Value):
         return Box(self.offset, self.shape)
 
 
-class Declared(NamedTuple):
+class DeclaredTensor(NamedTuple):
     """A tensor as a rank describes it.
 
     Args:
@@ -149,7 +149,7 @@ class RankIndex(Value):
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class FileIndex:
     """The index of one file.
 
     Args:
@@ -164,14 +164,16 @@ class Shard:
     """
 
     head: RankIndex
-    tensors: tuple[Declared, ...]
+    tensors: tuple[DeclaredTensor, ...]
     rows: np.ndarray
     crc32c: Sequence[int]
     keys: Mapping[int, str]
     sha256: Sequence[str] = ()
 
     @classmethod
-    def of(cls, rank: int, file: StoredFile, slots: Sequence[Slot], crc32c: Sequence[int]) -> Shard:
+    def of(
+        cls, rank: int, file: StoredFile, slots: Sequence[ImageSlot], crc32c: Sequence[int]
+    ) -> FileIndex:
         """The index of a file that was written.
 
         Args:
@@ -180,13 +182,13 @@ class Shard:
             slots: what lies in it.
             crc32c: of each slot.
         """
-        numbers: dict[Declared, int] = {}
+        numbers: dict[DeclaredTensor, int] = {}
         dims = max((len(slot.shape) for slot in slots), default=0)
         rows = np.ones((len(slots), 2 + 2 * dims), dtype=np.int64)
         rows[:, 2 : 2 + dims] = 0
         keys: dict[int, str] = {}
         for at, slot in enumerate(slots):
-            declared = Declared(slot.name, slot.dtype, slot.global_shape)
+            declared = DeclaredTensor(slot.name, slot.dtype, slot.global_shape)
             own = len(slot.shape)
             rows[at, 0] = numbers.setdefault(declared, len(numbers))
             rows[at, 1] = slot.start
@@ -215,7 +217,7 @@ class Shard:
         )
 
     @classmethod
-    def decode(cls, raw: bytes) -> Shard:
+    def decode(cls, raw: bytes) -> FileIndex:
         """What :meth:`encode` gave.
 
         Raises:
@@ -311,7 +313,7 @@ class Shard:
         }
 
 
-def _lines(tensors: Sequence[Declared], rows: np.ndarray) -> bytes:
+def _lines(tensors: Sequence[DeclaredTensor], rows: np.ndarray) -> bytes:
     """What is the same in every save of a layout."""
     table = json.dumps([[name, dtype, list(shape)] for name, dtype, shape in tensors])
     return b'"tensors": %s,\n"pieces": %s' % (
@@ -351,13 +353,15 @@ def layout_of(raw: bytes) -> tuple[RankIndex, str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _declared(raw: bytes) -> tuple[tuple[Declared, ...], np.ndarray]:
+def _declared(raw: bytes) -> tuple[tuple[DeclaredTensor, ...], np.ndarray]:
     """Tensors, and their shapes padded with ones: int64 [tensors, D].
 
     Ranks that share every tensor have the same table, which is parsed once.
     """
     table: Any = json.loads(raw)
-    found = tuple(Declared(str(name), str(dtype), tuple(shape)) for name, dtype, shape in table)
+    found = tuple(
+        DeclaredTensor(str(name), str(dtype), tuple(shape)) for name, dtype, shape in table
+    )
     dims = max((len(one.shape) for one in found), default=0)
     extents = np.ones((len(found), dims), dtype=np.int64)
     for at, one in enumerate(found):

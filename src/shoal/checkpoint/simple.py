@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.checkpoint.loading import LoadReport, load_pieces
-from shoal.checkpoint.peers import Alone, CommPeers
-from shoal.checkpoint.states import StateSource, Stored, source_of, unwrapped
+from shoal.checkpoint.peers import CommPeers, SinglePeer
+from shoal.checkpoint.states import PrefixedTensors, StateSource, source_of, unwrapped
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ShoalError, require
 from shoal.core.parts import Choice, table
@@ -78,7 +78,7 @@ class Checkpoints:
     ) -> None:
         require(keep is None or keep >= 1, "keep", keep, expected="a number of at least 1, or None")
         self.comm = comm if comm is not None else _ranks()
-        self.peers: Peers = Alone() if self.comm is None else CommPeers(self.comm)
+        self.peers: Peers = SinglePeer() if self.comm is None else CommPeers(self.comm)
         self.store = Store(path, keep=keep or sys.maxsize)
         self._mode = table("save_mode").build(mode)
         self._device = device or _device()
@@ -146,7 +146,7 @@ class Checkpoints:
             saved = self.store.open(chosen, verify=False)
             sources = _sources(state, self.peers)
             for prefix, source in sources.items():
-                under = Stored(saved, f"{prefix}." if prefix else "")
+                under = PrefixedTensors(saved, f"{prefix}." if prefix else "")
                 for name, pieces in source.wanted(under).items():
                     wanted.setdefault(_joined(prefix, name), []).extend(pieces)
         except ShoalError as cause:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shoal.checkpoint.checksum import copy_crc32c, crc32c
-from shoal.checkpoint.watched import Watch, Watched
+from shoal.checkpoint.tensor_snapshot import TensorSnapshot, Watch
 from shoal.core.errors import CheckpointError
 from shoal.memory.tiers.disk import SECTOR
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.checkpoint.image import Chunk, Image
-    from shoal.checkpoint.pieces import Chosen
+    from shoal.checkpoint.pieces import ReadyPiece
 
-__all__ = ["CHUNK_BYTES", "Source", "host_memory", "straight"]
+__all__ = ["CHUNK_BYTES", "ByteSource", "host_memory", "straight"]
 
 CHUNK_BYTES = 2**23
 """Long enough for a disk's full rate, short enough that nobody waits for the end of one."""
@@ -45,7 +45,7 @@ def host_memory(nbytes: int, *, pinned: bool = False) -> Tensor:
     return memory[:size]
 
 
-class Source:
+class ByteSource:
     """The bytes of a file that tensors hold.
 
     Args:
@@ -61,12 +61,12 @@ class Source:
     def __init__(
         self,
         image: Image,
-        chosen: Mapping[str, Chosen],
+        chosen: Mapping[str, ReadyPiece],
         watch: Watch = "version",
     ) -> None:
         self.image = image
         self._tensors = [chosen[slot.key].piece.tensor.detach() for slot in image.slots]
-        self._watched = Watched(self._tensors, watch)
+        self._watched = TensorSnapshot(self._tensors, watch)
         self._stops = [slot.stop for slot in image.slots]
         self._flat: dict[int, Tensor] = {}
         self.checksums = {slot.key: 0 for slot in image.slots}
@@ -140,7 +140,7 @@ class Source:
             )
 
 
-def straight(source: Source) -> Iterator[Chunk]:
+def straight(source: ByteSource) -> Iterator[Chunk]:
     """A file in chunks that a disk takes directly; each is used before the next is made."""
     import torch
 

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from shoal.checkpoint.loading import Wanted
     from shoal.checkpoint.peers import Peers
     from shoal.checkpoint.pieces import Given
-    from shoal.checkpoint.saved import Saved
+    from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 
 __all__ = [
     "FlatBuffer",
     "FlatPart",
     "ModuleState",
     "OptimizerState",
+    "PrefixedTensors",
     "StateSource",
-    "Stored",
     "pieces_of",
     "source_of",
 ]
@@ -42,7 +42,7 @@ __all__ = [
 _PADDING = 4096
 
 
-class Stored:
+class PrefixedTensors:
     """The tensors of a checkpoint whose names begin with a prefix, named without it.
 
     Args:
@@ -50,7 +50,7 @@ class Stored:
         prefix: what the names begin with.
     """
 
-    def __init__(self, saved: Saved, prefix: str) -> None:
+    def __init__(self, saved: SavedCheckpoint, prefix: str) -> None:
         self._saved = saved
         self._prefix = prefix
 
@@ -84,7 +84,7 @@ class StateSource(Protocol):
         """Plain data to keep beside the tensors; that of rank 0 is kept."""
         ...
 
-    def wanted(self, stored: Stored) -> Wanted:
+    def wanted(self, stored: PrefixedTensors) -> Wanted:
         """Name -> the boxes that this rank wants, and the tensors to fill.
 
         Args:
@@ -201,7 +201,7 @@ class ModuleState:
     def plain(self) -> None:
         """See :class:`StateSource`."""
 
-    def wanted(self, stored: Stored) -> Wanted:
+    def wanted(self, stored: PrefixedTensors) -> Wanted:
         """See :class:`StateSource`; all that the module has."""
         return {name: pieces_of(tensor) for name, tensor in self._tensors().items()}
 
@@ -254,7 +254,7 @@ class OptimizerState:
         }
         return {"groups": groups, "state": state}
 
-    def wanted(self, stored: Stored) -> Wanted:
+    def wanted(self, stored: PrefixedTensors) -> Wanted:
         """See :class:`StateSource`; what a step would have made is made where it is missing."""
         import torch
 
@@ -349,7 +349,7 @@ class FlatBuffer:
     def plain(self) -> None:
         """See :class:`StateSource`."""
 
-    def wanted(self, stored: Stored) -> Wanted:
+    def wanted(self, stored: PrefixedTensors) -> Wanted:
         """See :class:`StateSource`."""
         return self.shards()  # type: ignore[return-value]
 
@@ -382,7 +382,7 @@ class LoaderSource:
     def plain(self) -> None:
         """See :class:`StateSource`."""
 
-    def wanted(self, stored: Stored) -> Wanted:
+    def wanted(self, stored: PrefixedTensors) -> Wanted:
         """See :class:`StateSource`; all ranks' states, of which each then takes its share."""
         found = {name: stored.blank(name) for name in sorted(stored.names())}
         self._blanks = list(found.values())

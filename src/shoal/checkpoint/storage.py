@@ -26,7 +26,7 @@ from shoal.core.files import fsync_dir, write_atomic
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Draft", "Folder", "LocalFolder", "LocalStorage", "Sink", "Storage"]
+__all__ = ["Draft", "FileSink", "Folder", "LocalFolder", "LocalStorage", "Storage"]
 
 _STEP = re.compile(r"^step-(\d{8,})$")
 # .tmp: being written or deleted. .old: replaced by a newer save of the same step.
@@ -62,7 +62,7 @@ class Folder(Protocol):
         ...
 
 
-class Sink(Protocol):
+class FileSink(Protocol):
     """A file being written, from its first byte to its last."""
 
     def write(self, at: int, data: np.ndarray) -> None:
@@ -103,7 +103,7 @@ class Draft(Protocol):
         """Whether it was made and not thrown away."""
         ...
 
-    def create(self, name: str, size: int) -> Sink:
+    def create(self, name: str, size: int) -> FileSink:
         """Start a large file of known size."""
         ...
 
@@ -259,7 +259,7 @@ class LocalDraft:
         """See :class:`Draft`."""
         return self.path.is_dir()
 
-    def create(self, name: str, size: int) -> Sink:
+    def create(self, name: str, size: int) -> FileSink:
         """See :class:`Draft`."""
         return DiskSink(self.path / name, size)
 

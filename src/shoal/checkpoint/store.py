@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.image import image_of, write_image
 from shoal.checkpoint.index import Merger
-from shoal.checkpoint.pieces import Chosen, Given, Piece, as_pieces, payload_bytes
+from shoal.checkpoint.pieces import Given, Piece, ReadyPiece, as_pieces, payload_bytes
 from shoal.checkpoint.protocols import RankShare, SaveTicket
 from shoal.checkpoint.remote import RemoteStorage, is_address
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.shards import shard_name
-from shoal.checkpoint.source import Source, straight
+from shoal.checkpoint.source import ByteSource, straight
 from shoal.checkpoint.storage import LocalFolder, LocalStorage
 from shoal.core.errors import CheckpointError, CorruptError, ShoalError, require
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.shards import Shard
+    from shoal.checkpoint.shards import FileIndex
     from shoal.checkpoint.storage import Draft, Folder, Storage
 
-__all__ = ["MODEL", "OPTIMIZER", "Piece", "Saved", "Store"]
+__all__ = ["MODEL", "OPTIMIZER", "Piece", "SavedCheckpoint", "Store"]
 
 # Names of tensors begin with what they belong to: weights, state of the optimizer.
 MODEL = "model."
@@ -136,7 +136,7 @@ class Store:
     def save_chosen(
         self,
         step: int,
-        pieces: Mapping[str, Chosen] | Callable[[], Mapping[str, Chosen]],
+        pieces: Mapping[str, ReadyPiece] | Callable[[], Mapping[str, ReadyPiece]],
         meta: Mapping[str, Any],
         *,
         rank: int = 0,
@@ -229,7 +229,7 @@ class Store:
 
     def open(
         self, step: int, *, expect_model: Mapping[str, Any] | None = None, verify: bool = True
-    ) -> Saved:
+    ) -> SavedCheckpoint:
         """Open one step.
 
         Args:
@@ -244,7 +244,7 @@ class Store:
         """
         folder = self._folder(step)
         place = Path(folder.where()) if isinstance(folder, LocalFolder) else folder
-        saved = Saved(place, advise=lambda: self._advice(step))
+        saved = SavedCheckpoint(place, advise=lambda: self._advice(step))
         if expect_model is not None:
             saved.require_model(expect_model)
         if verify:
@@ -257,7 +257,7 @@ class Store:
         on_corrupt: Callable[[CorruptError], None] | None = None,
         expect_model: Mapping[str, Any] | None = None,
         verify: bool = True,
-    ) -> Saved | None:
+    ) -> SavedCheckpoint | None:
         """The newest checkpoint, every byte verified; None if nothing was saved yet.
 
         Args:
@@ -284,7 +284,7 @@ class Store:
     def _advice(self, step: int) -> str:
         for older in reversed([one for one in self.steps() if one < step]):
             try:
-                Saved(self.storage.folder(older)).verify()
+                SavedCheckpoint(self.storage.folder(older)).verify()
             except CheckpointError:
                 continue  # damaged as well: it is not offered
             return f"step {older} in {self.where} is intact; resume from it"
@@ -294,7 +294,7 @@ class Store:
         self,
         draft: Draft,
         rank: int,
-        pieces: Mapping[str, Chosen],
+        pieces: Mapping[str, ReadyPiece],
         needed: int,
         ticket: SaveTicket,
     ) -> str:
@@ -305,7 +305,7 @@ class Store:
             )
         self.require_room(draft.step, needed)
         image = image_of(pieces)
-        source = Source(image, pieces)
+        source = ByteSource(image, pieces)
         written = ticket.timed(
             lambda: write_image(draft, rank, image, straight(source), source.checksums),
             phase="write",
@@ -313,7 +313,7 @@ class Store:
         self.vote(draft, rank, written, ticket)
         return draft.token()
 
-    def vote(self, draft: Draft, rank: int, written: Shard, ticket: SaveTicket) -> None:
+    def vote(self, draft: Draft, rank: int, written: FileIndex, ticket: SaveTicket) -> None:
         """Report what a rank has written, and how long that took.
 
         Raises:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.loading import Wanted
     from shoal.checkpoint.pieces import Given
-    from shoal.checkpoint.states import Stored
+    from shoal.checkpoint.states import PrefixedTensors
 
 __all__ = ["ObjectState", "TreeState"]
 
@@ -68,7 +68,7 @@ class TreeState:
         paths = {n: list(p) for n, (p, _) in leaves.items() if any("." in key for key in p)}
         return {"values": values, "paths": paths}
 
-    def wanted(self, stored: Stored) -> Wanted:
+    def wanted(self, stored: PrefixedTensors) -> Wanted:
         """See :class:`~shoal.checkpoint.states.StateSource`."""
         found: dict[str, Sequence[Piece]] = {**self.shards()}  # type: ignore[dict-item]
         for name in stored.names():
@@ -108,7 +108,7 @@ class ObjectState:
         """See :class:`~shoal.checkpoint.states.StateSource`."""
         return TreeState(_copied(self._value.state_dict())).plain()
 
-    def wanted(self, stored: Stored) -> Wanted:
+    def wanted(self, stored: PrefixedTensors) -> Wanted:
         """See :class:`~shoal.checkpoint.states.StateSource`."""
         self._found = _copied(self._value.state_dict())
         self._tree = TreeState(self._found)

@@ -54,7 +54,7 @@ CLAIMS = PartTable(
     "claim",
     {
         "deep_optimizer_states": (
-            "shoal.claims.experiments.deep_optimizer_states:DeepOptimizerStates"
+            "shoal.claims.experiments.deep_optimizer_states:DeepOptimizerStatesClaim"
         ),
         "dinfer": "shoal.claims.experiments.dinfer:DInfer",
         "dovetail": "shoal.claims.experiments.dovetail:DovetailClaim",
@@ -81,15 +81,15 @@ CLAIMS = PartTable(
         "medusa": "shoal.claims.experiments.medusa:MedusaClaim",
         "hecate": "shoal.claims.experiments.hecate:HecateClaim",
         "moe_folding": "shoal.claims.experiments.moe_folding:MoeFoldingClaim",
-        "megatron": "shoal.claims.experiments.megatron:Megatron",
+        "megatron": "shoal.claims.experiments.megatron:MegatronClaim",
         "gpipe": "shoal.claims.experiments.gpipe:GPipeClaim",
         "sequence_parallel": "shoal.claims.experiments.sequence_parallel:SequenceParallel",
         "t3": "shoal.claims.experiments.t3:T3",
         "universal_checkpoint": (
-            "shoal.claims.experiments.universal_checkpoint:UniversalCheckpoint"
+            "shoal.claims.experiments.universal_checkpoint:UniversalCheckpointClaim"
         ),
         "vocab_parallel": "shoal.claims.experiments.vocab_parallel:VocabParallel",
-        "tokenring": "shoal.claims.experiments.tokenring:TokenRing",
+        "tokenring": "shoal.claims.experiments.tokenring:TokenRingClaim",
         "single_path": "shoal.claims.experiments.single_path:SinglePath",
         "bytecheckpoint": "shoal.claims.experiments.bytecheckpoint:ByteCheckpointClaim",
         "c4": "shoal.claims.experiments.c4:C4",
@@ -105,7 +105,7 @@ CLAIMS = PartTable(
         "tilus": "shoal.claims.experiments.tilus:Tilus",
         "tempi": "shoal.claims.experiments.tempi:Tempi",
         "bipolar_int": "shoal.claims.experiments.bipolar_int:BipolarIntClaim",
-        "zero_infinity": "shoal.claims.experiments.zero_infinity:ZeroInfinity",
+        "zero_infinity": "shoal.claims.experiments.zero_infinity:ZeroInfinityClaim",
         "falcon": "shoal.claims.experiments.falcon:FalconClaim",
         "ppd": "shoal.claims.experiments.ppd:PpdClaim",
         "smash": "shoal.claims.experiments.smash:Smash",

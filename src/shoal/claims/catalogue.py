@@ -14,18 +14,27 @@ from pydantic import PositiveInt, StringConstraints
 
 from shoal.claims import CLAIMS
 from shoal.claims.protocols import Evidence, Experiment, Status
-from shoal.claims.record import Fault, Record, inspect, recheck
+from shoal.claims.record import ClaimRecord, RecordFault, inspect, recheck
 from shoal.core.config import Value, parse
 from shoal.core.files import read_yaml
 
-__all__ = ["Listed", "Row", "Standing", "catalogue", "counts", "listing", "standing", "standings"]
+__all__ = [
+    "CatalogueEntry",
+    "CatalogueRow",
+    "CatalogueStatus",
+    "catalogue",
+    "counts",
+    "listing",
+    "standing",
+    "standings",
+]
 
 FILE = Path(__file__).with_name("catalogue.yaml")
 
 Sentence = Annotated[str, StringConstraints(min_length=20, max_length=240, strip_whitespace=True)]
 
 
-class Row(Value):
+class CatalogueRow(Value):
     """One system of the catalogue.
 
     Args:
@@ -56,10 +65,10 @@ class Row(Value):
 
 
 class _Catalogue(Value):
-    systems: tuple[Row, ...]
+    systems: tuple[CatalogueRow, ...]
 
 
-class Listed(Value):
+class CatalogueEntry(Value):
     """A row as ``shoal claims list`` shows it.
 
     Args:
@@ -91,12 +100,12 @@ class Listed(Value):
 
 @functools.cache
 @functools.cache
-def catalogue() -> tuple[Row, ...]:
+def catalogue() -> tuple[CatalogueRow, ...]:
     """All rows, in order of their ids."""
     return parse(_Catalogue, read_yaml(FILE), where=FILE.name).systems
 
 
-def listing(results: Path = Path("results")) -> list[Listed]:
+def listing(results: Path = Path("results")) -> list[CatalogueEntry]:
     """Every row with the status its results file gives it.
 
     Args:
@@ -108,7 +117,7 @@ def listing(results: Path = Path("results")) -> list[Listed]:
     return [_listed(row, results) for row in catalogue()]
 
 
-class Standing(Value):
+class CatalogueStatus(Value):
     """A row with its results file, whatever state that is in.
 
     Args:
@@ -118,12 +127,12 @@ class Standing(Value):
         fault: why its results file cannot be believed; None otherwise.
     """
 
-    row: Row
-    record: Record | None = None
-    fault: Fault | None = None
+    row: CatalogueRow
+    record: ClaimRecord | None = None
+    fault: RecordFault | None = None
 
 
-def standings(results: Path = Path("results")) -> list[Standing]:
+def standings(results: Path = Path("results")) -> list[CatalogueStatus]:
     """Every row with its results file; one that was edited is told, not believed.
 
     Unlike :func:`listing` this goes on past a bad file, for pages that show what is
@@ -135,7 +144,7 @@ def standings(results: Path = Path("results")) -> list[Standing]:
     return [standing(row, results) for row in catalogue()]
 
 
-def counts(rows: list[Listed]) -> dict[tuple[Status, Evidence | None], int]:
+def counts(rows: list[CatalogueEntry]) -> dict[tuple[Status, Evidence | None], int]:
     """Number of rows by status and grade of evidence."""
     found: dict[tuple[Status, Evidence | None], int] = {}
     for row in rows:
@@ -144,21 +153,21 @@ def counts(rows: list[Listed]) -> dict[tuple[Status, Evidence | None], int]:
     return found
 
 
-def standing(row: Row, results: Path = Path("results")) -> Standing:
+def standing(row: CatalogueRow, results: Path = Path("results")) -> CatalogueStatus:
     """One row with its results file."""
     if row.claim is None:
-        return Standing(row=row)
+        return CatalogueStatus(row=row)
     path = results / f"{row.claim}.json"
     if not path.exists():
-        return Standing(row=row)
+        return CatalogueStatus(row=row)
     found = inspect(path, CLAIMS.load(row.claim))
-    if isinstance(found, Fault):
-        return Standing(row=row, fault=found)
-    return Standing(row=row, record=found)
+    if isinstance(found, RecordFault):
+        return CatalogueStatus(row=row, fault=found)
+    return CatalogueStatus(row=row, record=found)
 
 
-def _listed(row: Row, results: Path) -> Listed:
-    common = Listed(
+def _listed(row: CatalogueRow, results: Path) -> CatalogueEntry:
+    common = CatalogueEntry(
         id=row.id,
         name=row.name,
         room=row.room,
@@ -171,7 +180,7 @@ def _listed(row: Row, results: Path) -> Listed:
         return common
     experiment: type[Experiment] = CLAIMS.load(row.claim)
     path = results / f"{row.claim}.json"
-    record: Record | None = recheck(path, experiment) if path.exists() else None
+    record: ClaimRecord | None = recheck(path, experiment) if path.exists() else None
     update: dict[str, object] = {
         "threshold": {metric.name: metric.condition for metric in experiment.metrics}
     }

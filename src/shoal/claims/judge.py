@@ -14,11 +14,11 @@ import numpy as np
 from shoal.claims.protocols import (
     PAIRED_STATISTICS,
     Attempt,
+    ClaimSamples,
     Evidence,
     Metric,
     MetricVerdict,
-    Paired,
-    Samples,
+    PairedSamples,
     Verdict,
 )
 from shoal.core.errors import ConfigError, nearest, require
@@ -34,9 +34,9 @@ REAL: tuple[Evidence, ...] = ("same_regime", "mechanism")
 
 def judge(
     metrics: Sequence[Metric],
-    samples: Samples,
+    samples: ClaimSamples,
     *,
-    aa: Samples | None,
+    aa: ClaimSamples | None,
     quick: bool = False,
     seed: int = 0,
     attempts: Sequence[Attempt] = (),
@@ -105,7 +105,7 @@ def wanted(metrics: Iterable[Metric], quick: bool) -> list[Metric]:
 
 
 @functools.lru_cache(maxsize=4096)
-def measure(metric: Metric, paired: Paired, seed: int = 0) -> Spread:
+def measure(metric: Metric, paired: PairedSamples, seed: int = 0) -> Spread:
     """The number of one metric with its 90 % bootstrap interval.
 
     It follows from the arguments alone, and pages ask for the same ones again and again.
@@ -143,7 +143,7 @@ def measure(metric: Metric, paired: Paired, seed: int = 0) -> Spread:
     return bootstrap(method_N, seed=seed)
 
 
-def _judge_metric(metric: Metric, samples: Samples, seed: int) -> MetricVerdict:
+def _judge_metric(metric: Metric, samples: ClaimSamples, seed: int) -> MetricVerdict:
     spread = measure(metric, samples.metrics[metric.name], seed)
     bound = samples.bounds.get(metric.name)
     return MetricVerdict(
@@ -171,7 +171,7 @@ def _evidence(judged: Sequence[Metric]) -> Evidence:
 
 
 def _void(
-    judged: Sequence[Metric], samples: Samples, aa: Samples | None, quick: bool, seed: int
+    judged: Sequence[Metric], samples: ClaimSamples, aa: ClaimSamples | None, quick: bool, seed: int
 ) -> str:
     """Why the claim shows nothing, or the empty text."""
     for metric in judged:
@@ -202,7 +202,7 @@ def _void(
     return ""
 
 
-def _owed(short: Sequence[Metric], samples: Samples, attempts: Sequence[Attempt]) -> list[str]:
+def _owed(short: Sequence[Metric], samples: ClaimSamples, attempts: Sequence[Attempt]) -> list[str]:
     owed = []
     for metric in short:
         tried = sum(attempt.metric == metric.name for attempt in attempts)
@@ -215,7 +215,9 @@ def _owed(short: Sequence[Metric], samples: Samples, attempts: Sequence[Attempt]
     return owed
 
 
-def _check_names(chosen: Sequence[Metric], metrics: Sequence[Metric], samples: Samples) -> None:
+def _check_names(
+    chosen: Sequence[Metric], metrics: Sequence[Metric], samples: ClaimSamples
+) -> None:
     known = [metric.name for metric in metrics]
     for name in (*samples.metrics, *samples.skipped, *samples.bounds, *samples.peers):
         require(

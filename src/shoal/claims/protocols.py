@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, runtime_chec
 
 from pydantic import JsonValue, model_validator
 
-from shoal.claims.kept import Kept, kept
+from shoal.claims.cached import CachedResult, cached
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError
 from shoal.ir import Machine
@@ -24,14 +24,14 @@ from shoal.ir import Machine
 __all__ = [
     "Attempt",
     "BaseClaim",
+    "ClaimSamples",
     "Comparison",
-    "Context",
     "Evidence",
     "Experiment",
+    "ExperimentContext",
     "Metric",
     "MetricVerdict",
-    "Paired",
-    "Samples",
+    "PairedSamples",
     "Statistic",
     "Status",
     "Verdict",
@@ -70,7 +70,7 @@ class Metric(Value):
     """One number a claim is about, and when it is good enough.
 
     Args:
-        name: short name, a key of :attr:`Samples.metrics`.
+        name: short name, a key of :attr:`ClaimSamples.metrics`.
         unit: unit of the number after the statistic; ``x`` for a ratio, ``1`` for a
             plain number or share.
         statistic: how the number follows from the raw samples.
@@ -175,7 +175,7 @@ class Metric(Value):
         return f"{self.comparison} {self.threshold:g}{unit}"
 
 
-class Paired(Value):
+class PairedSamples(Value):
     """Raw samples of one metric, in the order they were taken.
 
     Args:
@@ -199,7 +199,7 @@ class Paired(Value):
         return self
 
 
-class Samples(Value):
+class ClaimSamples(Value):
     """Everything one run of an experiment saw. Never a verdict.
 
     Args:
@@ -212,10 +212,10 @@ class Samples(Value):
         details: anything else worth keeping: curves, fits, tables.
     """
 
-    metrics: dict[str, Paired] = {}
+    metrics: dict[str, PairedSamples] = {}
     skipped: dict[str, str] = {}
     bounds: dict[str, float] = {}
-    peers: dict[str, Paired] = {}
+    peers: dict[str, PairedSamples] = {}
     profile: str = ""
     details: dict[str, JsonValue] = {}
 
@@ -282,7 +282,7 @@ def _silent(message: str, done: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class ExperimentContext:
     """What an experiment gets from the frame.
 
     Args:
@@ -317,7 +317,7 @@ class Context:
 
     def keep(
         self, key: str, make: Callable[[], JsonValue], *, given: JsonValue, code: Sequence[str]
-    ) -> Kept:
+    ) -> CachedResult:
         """``make()``, once for what it is given and the same code, whatever run asks.
 
         For long learning whose outcome is the same each time: a claim that was interrupted, or
@@ -332,7 +332,7 @@ class Context:
         Raises:
             StoreError: the file with it is damaged.
         """
-        return self.remember(f"kept {key}", lambda: kept(self.kept, key, make, given, code))
+        return self.remember(f"kept {key}", lambda: cached(self.kept, key, make, given, code))
 
 
 @runtime_checkable
@@ -353,11 +353,13 @@ class Experiment(Protocol):
     attempts: ClassVar[tuple[Attempt, ...]]
     """What was tried where a threshold is not reached; at least two per such metric."""
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Why this claim cannot run here (it becomes ``skipped``), or None."""
         ...
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Collect raw samples.
 
         Args:
@@ -384,7 +386,7 @@ class BaseClaim:
     attempts: ClassVar[tuple[Attempt, ...]] = ()
     needs: ClassVar[tuple[str, ...]] = ()
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Why this claim cannot run here, or None."""
         for module in self.needs:
             if importlib.util.find_spec(module) is None:

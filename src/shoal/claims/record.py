@@ -11,14 +11,14 @@ from pydantic import JsonValue
 
 from shoal.claims import CLAIMS
 from shoal.claims.judge import judge
-from shoal.claims.protocols import Attempt, Experiment, Metric, Samples, Verdict
+from shoal.claims.protocols import Attempt, ClaimSamples, Experiment, Metric, Verdict
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError, StoreError, UnknownPartError
 from shoal.core.files import write_json
 
 __all__ = [
-    "Fault",
-    "Record",
+    "ClaimRecord",
+    "RecordFault",
     "digest_of",
     "inspect",
     "read",
@@ -31,7 +31,7 @@ __all__ = [
 MAX_BYTES = 256 * 2**20
 
 
-class Record(Value):
+class ClaimRecord(Value):
     """One run of a claim.
 
     Args:
@@ -73,15 +73,15 @@ class Record(Value):
     model: str | None = None
     metrics: tuple[Metric, ...]
     attempts: tuple[Attempt, ...] = ()
-    samples: Samples
-    aa: Samples | None = None
+    samples: ClaimSamples
+    aa: ClaimSamples | None = None
     fingerprint: dict[str, str] = {}
     versions: dict[str, str] = {}
     verdict: Verdict
     digest: str = ""
 
 
-class Fault(Value):
+class RecordFault(Value):
     """Why a results file cannot be believed.
 
     Args:
@@ -95,19 +95,19 @@ class Fault(Value):
     text: str
 
 
-def digest_of(record: Record) -> str:
+def digest_of(record: ClaimRecord) -> str:
     """sha256 of the record without its digest."""
     raw = record.model_dump(mode="json", exclude={"digest"})
     text = json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sealed(record: Record) -> Record:
+def sealed(record: ClaimRecord) -> ClaimRecord:
     """The record with its digest."""
     return record.model_copy(update={"digest": digest_of(record)})
 
 
-def verdict_of(record: Record) -> Verdict:
+def verdict_of(record: ClaimRecord) -> Verdict:
     """The verdict, computed again from the record's samples and thresholds."""
     if record.verdict.status == "skipped" and not record.samples.metrics:
         return record.verdict  # nothing was measured: there is only the reason
@@ -121,7 +121,7 @@ def verdict_of(record: Record) -> Verdict:
     )
 
 
-def write(record: Record, path: Path) -> None:
+def write(record: ClaimRecord, path: Path) -> None:
     """Write a sealed record.
 
     Raises:
@@ -130,7 +130,7 @@ def write(record: Record, path: Path) -> None:
     write_json(path, record.model_dump(mode="json"), error=StoreError)
 
 
-def read(path: Path) -> Record:
+def read(path: Path) -> ClaimRecord:
     """Read a record without judging it.
 
     Raises:
@@ -140,7 +140,7 @@ def read(path: Path) -> Record:
         if path.stat().st_size > MAX_BYTES:
             raise StoreError(f"{path}: larger than {MAX_BYTES} bytes; that is no results file")
         raw = json.loads(path.read_text(encoding="utf-8"))
-        return parse(Record, raw, where=str(path))
+        return parse(ClaimRecord, raw, where=str(path))
     except OSError as cause:
         raise StoreError(f"{path}: cannot be read ({cause.strerror})") from cause
     except ValueError as cause:
@@ -149,7 +149,7 @@ def read(path: Path) -> Record:
         raise StoreError(f"{cause}; run the claim again") from cause
 
 
-def recheck(path: Path, experiment: type[Experiment] | None = None) -> Record:
+def recheck(path: Path, experiment: type[Experiment] | None = None) -> ClaimRecord:
     """Read a record and compute its verdict again.
 
     Args:
@@ -166,12 +166,12 @@ def recheck(path: Path, experiment: type[Experiment] | None = None) -> Record:
         UnknownPartError: there is no such experiment.
     """
     found = _inspected(path, read(path), experiment)
-    if isinstance(found, Fault):
+    if isinstance(found, RecordFault):
         raise StoreError(f"{path}: {found.text}")
     return found
 
 
-def inspect(path: Path, experiment: type[Experiment] | None = None) -> Record | Fault:
+def inspect(path: Path, experiment: type[Experiment] | None = None) -> ClaimRecord | RecordFault:
     """Read a record and compute its verdict again, or say why it cannot be believed.
 
     The same judgement as :func:`recheck`, for pages that go on past a bad file.
@@ -183,28 +183,32 @@ def inspect(path: Path, experiment: type[Experiment] | None = None) -> Record | 
     try:
         return _inspected(path, read(path), experiment)
     except StoreError as cause:
-        return Fault(kind="unreadable", text=str(cause).removeprefix(f"{path}: "))
+        return RecordFault(kind="unreadable", text=str(cause).removeprefix(f"{path}: "))
     except UnknownPartError as cause:
-        return Fault(kind="outdated", text=str(cause))
+        return RecordFault(kind="outdated", text=str(cause))
 
 
-def _inspected(path: Path, record: Record, experiment: type[Experiment] | None) -> Record | Fault:
+def _inspected(
+    path: Path, record: ClaimRecord, experiment: type[Experiment] | None
+) -> ClaimRecord | RecordFault:
     try:
         verdict = verdict_of(record)
     except ConfigError as cause:
-        return Fault(kind="edited", text=f"{cause}; run the claim again")
+        return RecordFault(kind="edited", text=f"{cause}; run the claim again")
     if not _same(verdict.model_dump(), record.verdict.model_dump()):
-        return Fault(
+        return RecordFault(
             kind="edited",
             text=f"its verdict {record.verdict.status!r} does not follow from its samples, "
             f"which give {verdict.status!r}; run the claim again",
         )
     if record.digest != digest_of(record):
-        return Fault(kind="edited", text="was edited after it was written; run the claim again")
+        return RecordFault(
+            kind="edited", text="was edited after it was written; run the claim again"
+        )
     if experiment is None:
         experiment = CLAIMS.load(record.claim, where=f"{path}: claim")
     if record.metrics != tuple(experiment.metrics):
-        return Fault(
+        return RecordFault(
             kind="outdated",
             text=f"its thresholds are not those of the claim {record.claim!r} any more; "
             "run the claim again",

@@ -14,8 +14,8 @@ from typing import Any
 import shoal
 from shoal.claims import CLAIMS
 from shoal.claims.judge import judge, wanted
-from shoal.claims.protocols import Context, Experiment, Samples, Verdict
-from shoal.claims.record import Record, recheck, sealed, write
+from shoal.claims.protocols import ClaimSamples, Experiment, ExperimentContext, Verdict
+from shoal.claims.record import ClaimRecord, recheck, sealed, write
 from shoal.core.files import shoal_home
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice
@@ -43,7 +43,7 @@ class Result:
         disagrees: quick metrics whose verdict differs from the full run's on file.
     """
 
-    record: Record
+    record: ClaimRecord
     path: Path | None = None
     disagrees: tuple[str, ...] = ()
 
@@ -92,7 +92,7 @@ def run(
     begin = time.monotonic()
     samples, aa, verdict = _collect(
         experiment,
-        Context(
+        ExperimentContext(
             work_dir=Path(),
             machine=_machine(),
             data=data,
@@ -108,7 +108,7 @@ def run(
 
     commit, dirty = commit_of_code()
     record = sealed(
-        Record(
+        ClaimRecord(
             claim=name,
             rows=tuple(experiment.rows),
             options=dict(choice.options),
@@ -138,12 +138,12 @@ def run(
 
 
 def _collect(
-    experiment: Experiment, context: Context, *, quick: bool, wait_quiet_s: float
-) -> tuple[Samples, Samples | None, Verdict]:
+    experiment: Experiment, context: ExperimentContext, *, quick: bool, wait_quiet_s: float
+) -> tuple[ClaimSamples, ClaimSamples | None, Verdict]:
     """Samples of the claim and of its A/A run, and the verdict."""
     reason = experiment.refuses(context)
     if reason:
-        return Samples(), None, Verdict(status="skipped", reason=reason)
+        return ClaimSamples(), None, Verdict(status="skipped", reason=reason)
     if any(metric.timing for metric in wanted(experiment.metrics, quick)):
         context.progress("waiting for a quiet machine", 0.0)
         check_quiet(wait_s=wait_quiet_s)
@@ -184,7 +184,7 @@ def _machine() -> Machine | None:
     return Machine.load(path) if path.exists() else None
 
 
-def _disagreements(quick: Record, path: Path, experiment: type[Experiment]) -> tuple[str, ...]:
+def _disagreements(quick: ClaimRecord, path: Path, experiment: type[Experiment]) -> tuple[str, ...]:
     if not path.exists():
         return ()
     full = {metric.name: metric for metric in recheck(path, experiment).verdict.metrics}

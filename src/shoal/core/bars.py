@@ -14,7 +14,7 @@ from html import escape
 from shoal.core.errors import require
 from shoal.core.svg import COLOURS
 
-__all__ = ["Bars"]
+__all__ = ["StackedBars"]
 
 _LEFT, _RIGHT, _BAR, _GAP, _LETTER = 290, 90, 20, 10, 7.2
 # More than a chart's lines need; the last two are told apart by their lightness.
@@ -22,7 +22,7 @@ _COLOURS = (*COLOURS, "#6B6B6B", "#F0E442")
 
 
 @dataclass(frozen=True)
-class Bars:
+class StackedBars:
     """Horizontal bars, one a row, each a stack of named parts.
 
     Args:

@@ -27,7 +27,7 @@ from shoal.core.errors import ConfigError, MachineError, ShoalError
 from shoal.core.files import parse_yaml, read_yaml, to_yaml, write_atomic
 from shoal.core.parts import Choice, explain, keys_at, options_of, table
 
-__all__ = ["Kind", "Resolved", "Value", "parse", "resolve"]
+__all__ = ["Kind", "ResolvedValue", "Value", "parse", "resolve"]
 
 # Environment variables of the product that are not keys of a configuration.
 RESERVED = frozenset(
@@ -119,7 +119,7 @@ def parse(cls: type[_V], raw: Any, *, where: str) -> _V:
 
 
 @dataclass
-class Resolved(Generic[_V]):
+class ResolvedValue(Generic[_V]):
     """A value and, for each of its leaves, the reason why it is what it is."""
 
     value: _V
@@ -133,13 +133,13 @@ class Resolved(Generic[_V]):
             )
             yield path, "none" if leaf is None else str(leaf), reason
 
-    def replace(self, changes: Mapping[str, Any], reason: str) -> Resolved[_V]:
+    def replace(self, changes: Mapping[str, Any], reason: str) -> ResolvedValue[_V]:
         """A copy in which some leaves, by dotted path, were set for ``reason``."""
         raw = self.value.model_dump(mode="json")
         for path, leaf in changes.items():
             _put(type(self.value), raw, path, leaf, reason)
         value = parse(type(self.value), raw, where=reason)
-        return Resolved(value, {**self.origins, **dict.fromkeys(changes, reason)})
+        return ResolvedValue(value, {**self.origins, **dict.fromkeys(changes, reason)})
 
 
 def resolve(
@@ -150,7 +150,7 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
-) -> Resolved[_V]:
+) -> ResolvedValue[_V]:
     """Fill a configuration from all layers.
 
     Args:
@@ -194,7 +194,7 @@ def resolve(
         if not separator or not path:
             raise ConfigError(f"--set {word}: expected path=value, such as --set parallel.dp=2")
         put(path.strip(), parse_yaml(text, f"--set {path}"), f"--set {path}")
-    return Resolved(parse(cls, raw, where=str(file or "")), origins)
+    return ResolvedValue(parse(cls, raw, where=str(file or "")), origins)
 
 
 def _put(cls: type[BaseModel], raw: dict[str, Any], path: str, value: Any, reason: str) -> None:

@@ -22,8 +22,8 @@ from shoal.core.errors import NoisyMachineError, require
 from shoal.core.random import generator
 
 __all__ = [
-    "Elsewhere",
-    "Paired",
+    "BackgroundLoad",
+    "PairedTimes",
     "Spread",
     "bootstrap",
     "check_quiet",
@@ -98,7 +98,7 @@ def _median(values_RN: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedTimes:
     """Raw seconds of interleaved methods.
 
     Args:
@@ -136,7 +136,7 @@ def interleave(
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[str, float], None] | None = None,
-) -> Paired:
+) -> PairedTimes:
     """Time the methods in turn, ``pairs`` rounds, each round in a new random order.
 
     Args:
@@ -167,7 +167,7 @@ def interleave(
             seconds[name].append(clock() - start)
         if progress is not None:
             progress(f"round {turn + 1} of {pairs}", (turn + 1) / pairs)
-    return Paired({name: tuple(taken) for name, taken in seconds.items()}, seed, tuple(order))
+    return PairedTimes({name: tuple(taken) for name, taken in seconds.items()}, seed, tuple(order))
 
 
 def num_cores() -> int:
@@ -234,7 +234,7 @@ def noise_reasons(*, spin: Callable[[], float] | None = None, window_s: float = 
     return reasons
 
 
-class Elsewhere:
+class BackgroundLoad:
     """What others, and the hypervisor, take of the processors from now on.
 
     Args:

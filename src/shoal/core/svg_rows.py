@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.core.errors import require
 from shoal.core.svg import COLOURS
 
-__all__ = ["Bar", "Bars", "HeatMap"]
+__all__ = ["Bar", "BarChart", "HeatMap"]
 
 _TOP, _LEFT, _ROW, _GAP = 34, 96, 24, 3
 # Rows beyond these are not drawn, and that is told.
@@ -108,7 +108,7 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class BarChart:
     """Rows of bars on one axis from 0 on, such as what ranks did when.
 
     Args:

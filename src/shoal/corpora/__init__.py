@@ -17,11 +17,11 @@ CORPORA = PartTable(
     "corpus",
     {
         "stdlib": "shoal.corpora.stdlib:Stdlib",
-        "text": "shoal.corpora.text:Text",
-        "jsonl": "shoal.corpora.jsonl:Jsonl",
+        "text": "shoal.corpora.text:TextCorpus",
+        "jsonl": "shoal.corpora.jsonl:JsonlCorpus",
         "parquet": "shoal.corpora.parquet:Parquet",
         "synthetic": "shoal.corpora.synthetic:Synthetic",
-        "mixed": "shoal.corpora.mixed:Mixed",
+        "mixed": "shoal.corpora.mixed:MixedCorpus",
         "tasks": "shoal.corpora.tasks:Tasks",
     },
     about="Where the text comes from. Chosen by the key `data` of a job.",
@@ -31,9 +31,9 @@ CORPORA = PartTable(
 PACKINGS = PartTable(
     "packing",
     {
-        "stream": "shoal.corpora.packing.stream:Stream",
+        "stream": "shoal.corpora.packing.stream:StreamPacking",
         "document": "shoal.corpora.packing.document:DocumentMask",
-        "padded": "shoal.corpora.packing.padded:Padded",
+        "padded": "shoal.corpora.packing.padded:PaddedPacking",
     },
     about="How documents fill sequences. Chosen by the key `packing` of a job.",
     protocol="shoal.corpora.protocols:Packing",

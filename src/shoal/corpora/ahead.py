@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.loader import LoaderState
 
-__all__ = ["ReadAhead", "Source"]
+__all__ = ["BatchLoader", "ReadAhead"]
 
 
-class Source(Protocol):
+class BatchLoader(Protocol):
     """A loader of one rank, such as :class:`~shoal.corpora.mixture.MixtureLoader`.
 
     Row r of a batch is from the reader r modulo their number.
@@ -61,7 +61,7 @@ class ReadAhead:
         waited_s: seconds for which :meth:`state` has waited for the reader, in all.
     """
 
-    def __init__(self, loader: Source, *, depth: int = 2) -> None:
+    def __init__(self, loader: BatchLoader, *, depth: int = 2) -> None:
         require(depth >= 1, "depth", depth, expected="at least 1")
         self.waited_s = 0.0
         self._loader = loader

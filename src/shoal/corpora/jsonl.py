@@ -12,13 +12,13 @@ from shoal.corpora.files import FileCorpus
 from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, split_of
 from shoal.corpora.text import check_options
 
-__all__ = ["Jsonl"]
+__all__ = ["JsonlCorpus"]
 
 MAX_LINE = 64 * 2**20
 
 
 @part
-class Jsonl(FileCorpus):
+class JsonlCorpus(FileCorpus):
     """A document a line; blank lines are passed over.
 
     Held out: ``sha256(name) % heldout_every == 0``, where the name is the value of

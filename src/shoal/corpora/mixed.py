@@ -14,11 +14,11 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 
-__all__ = ["Mixed"]
+__all__ = ["MixedCorpus"]
 
 
 @part
-class Mixed:
+class MixedCorpus:
     """The documents of several sources, one source after the other; training shuffles windows.
 
     A document is called ``source/name`` and keeps the split that its source gave it, so what is

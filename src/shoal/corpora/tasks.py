@@ -21,7 +21,7 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 
-__all__ = ["NAMES", "Problem", "Tasks", "is_right", "problem"]
+__all__ = ["NAMES", "QuestionAnswer", "Tasks", "is_right", "problem"]
 
 # Bumped when a generator changes, so that nobody trains on tokens of the old one.
 _VERSION = 3
@@ -33,7 +33,7 @@ _GROUPS, _LONG = 5, 4
 _SUMS, _DIGITS = 3, 3
 
 
-class Problem(NamedTuple):
+class QuestionAnswer(NamedTuple):
     """A question with its answer.
 
     Args:
@@ -93,7 +93,7 @@ _TASKS: dict[str, Callable[[np.random.Generator], tuple[str, str]]] = {
 NAMES = tuple(_TASKS)
 
 
-def problem(split: Split, number: int, seed: int = 0) -> Problem:
+def problem(split: Split, number: int, seed: int = 0) -> QuestionAnswer:
     """One problem of a split; the tasks take turns.
 
     Args:
@@ -103,7 +103,7 @@ def problem(split: Split, number: int, seed: int = 0) -> Problem:
     """
     task = NAMES[number % len(NAMES)]
     question, answer = _TASKS[task](generator(seed, purpose=f"tasks {split}", index=number))
-    return Problem(task, f"{question}=", answer)
+    return QuestionAnswer(task, f"{question}=", answer)
 
 
 def is_right(prompt: str, answer: str) -> bool:

@@ -13,7 +13,7 @@ from shoal.core.parts import part
 from shoal.corpora.files import BLOCK, FileCorpus
 from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, split_of
 
-__all__ = ["Text", "pieces"]
+__all__ = ["TextCorpus", "pieces"]
 
 # No document is longer, so that none needs more memory than a batch of others.
 MAX_CHARACTERS = 32 * 2**20
@@ -21,7 +21,7 @@ _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*")
 
 
 @part
-class Text(FileCorpus):
+class TextCorpus(FileCorpus):
     r"""Text files; every file of a directory is a document.
 
     A path that names one file is cut into documents: at the first blank line after

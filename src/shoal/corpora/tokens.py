@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Progress",
-    "StoredFile",
+    "TokenFile",
     "TokenSet",
     "TokenSplit",
     "files_of",
@@ -66,7 +66,7 @@ _FINGERPRINT = re.compile(r"^[0-9a-f]{32}$")
 _FileName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9.-]{0,63}$")]
 
 
-class StoredFile(Value):
+class TokenFile(Value):
     """One file of a token set."""
 
     file: _FileName
@@ -80,12 +80,12 @@ class SplitIndex(Value):
     tokens: NonNegativeInt
     documents: NonNegativeInt
     text_bytes: NonNegativeInt
-    shards: tuple[StoredFile, ...]
-    offsets: StoredFile
-    sizes: StoredFile
+    shards: tuple[TokenFile, ...]
+    offsets: TokenFile
+    sizes: TokenFile
 
 
-class Index(Value):
+class TokenIndex(Value):
     """What ``index.json`` holds."""
 
     format: Literal[1]
@@ -94,12 +94,12 @@ class Index(Value):
     vocab_size: PositiveInt
     end_of_text: NonNegativeInt
     shard_tokens: PositiveInt
-    tokenizer: StoredFile
+    tokenizer: TokenFile
     train: SplitIndex
     heldout: SplitIndex
-    heldout_text: StoredFile
+    heldout_text: TokenFile
 
-    def files(self) -> Iterator[StoredFile]:
+    def files(self) -> Iterator[TokenFile]:
         """Every file but the index."""
         yield self.tokenizer
         yield self.heldout_text
@@ -116,7 +116,9 @@ class TokenSplit:
         index: of the token set.
     """
 
-    def __init__(self, name: Literal["train", "heldout"], directory: Path, index: Index) -> None:
+    def __init__(
+        self, name: Literal["train", "heldout"], directory: Path, index: TokenIndex
+    ) -> None:
         entry: SplitIndex = getattr(index, name)
         dtype = np.dtype(index.dtype).newbyteorder("<")
         self.name = name
@@ -162,7 +164,7 @@ class TokenSet:
         index: its index, already checked.
     """
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Path, index: TokenIndex) -> None:
         self.path = path
         self.fingerprint = path.name
         self.corpus = index.corpus
@@ -229,7 +231,7 @@ def prepare(
     )
 
 
-def files_of(path: Path) -> list[StoredFile]:
+def files_of(path: Path) -> list[TokenFile]:
     """The files of a token set and their digests, its index included, for :func:`receive`.
 
     Raises:
@@ -237,7 +239,7 @@ def files_of(path: Path) -> list[StoredFile]:
     """
     try:
         source = path / INDEX
-        index = parse(Index, json.loads(source.read_bytes()), where=str(source))
+        index = parse(TokenIndex, json.loads(source.read_bytes()), where=str(source))
         return [_stored(source), *index.files()]
     except (OSError, ValueError, ConfigError) as cause:
         raise DataError(f"{path}: cannot be used ({cause}); delete it and run again") from cause
@@ -245,7 +247,7 @@ def files_of(path: Path) -> list[StoredFile]:
 
 def receive(
     name: str,
-    files: Sequence[StoredFile],
+    files: Sequence[TokenFile],
     fetch: Callable[[str], Iterable[bytes]],
     cache: Path | None = None,
 ) -> TokenSet:
@@ -348,7 +350,7 @@ def _checked(path: Path) -> TokenSet:
         source = path / INDEX
         if source.stat().st_size > MAX_INDEX_BYTES:
             raise _DamagedError(f"{source}: too large for an index")
-        index = parse(Index, json.loads(source.read_bytes()), where=str(source))
+        index = parse(TokenIndex, json.loads(source.read_bytes()), where=str(source))
         files = list(index.files())
         verify = sum(file.num_bytes for file in files) <= VERIFIED_BYTES
         for file in files:
@@ -364,7 +366,7 @@ def _checked(path: Path) -> TokenSet:
         raise _DamagedError(f"{path}: cannot be used ({cause})") from cause
 
 
-def _check_sizes(path: Path, index: Index) -> None:
+def _check_sizes(path: Path, index: TokenIndex) -> None:
     item = np.dtype(index.dtype).itemsize
     full = index.shard_tokens * item
     for split in (index.train, index.heldout):
@@ -441,7 +443,7 @@ def _build(
                 f"data = {corpus}: no text to train on in {train.documents + heldout.documents} "
                 "documents; give more text"
             )
-        index = Index(
+        index = TokenIndex(
             format=FORMAT,
             corpus=repr(corpus),
             dtype="uint16" if dtype.itemsize == 2 else "uint32",
@@ -469,8 +471,8 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield held
 
 
-def _stored(path: Path) -> StoredFile:
-    return StoredFile(file=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
+def _stored(path: Path) -> TokenFile:
+    return TokenFile(file=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
 
 
 class _HashedFile:
@@ -493,9 +495,9 @@ class _HashedFile:
         self._digest.update(data)
         self._size += len(data)
 
-    def close(self) -> StoredFile:
+    def close(self) -> TokenFile:
         self._file.close()
-        return StoredFile(
+        return TokenFile(
             file=self._path.name, num_bytes=self._size, sha256=self._digest.hexdigest()
         )
 
@@ -515,7 +517,7 @@ class _SplitWriter:
         self._name = name
         self._shard_tokens = shard_tokens
         self._stack = stack
-        self._shards: list[StoredFile] = []
+        self._shards: list[TokenFile] = []
         self._shard: _HashedFile | None = None
         self._room = 0
         self._tokens = 0

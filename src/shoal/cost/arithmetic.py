@@ -18,7 +18,7 @@ from shoal.core.parts import table
 from shoal.ir import ModelShape
 
 __all__ = [
-    "Linear",
+    "LinearProducts",
     "activation_bytes",
     "active_parameters",
     "block_parameters",
@@ -34,7 +34,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearProducts:
     """The matrix products of one kind: a weight [N, K] and the tokens that pass it.
 
     Args:
@@ -74,39 +74,39 @@ def mixture_layers(shape: ModelShape) -> int:
 
 
 @functools.cache
-def linears(shape: ModelShape) -> tuple[Linear, ...]:
+def linears(shape: ModelShape) -> tuple[LinearProducts, ...]:
     """Every linear layer of the model; projections that share an input are one product."""
     D, L = shape.hidden, shape.num_layers
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     wide = 2 if shape.gated else 1
     found = [
-        Linear("qkv", heads, D, L, bias=shape.attention_bias),
-        Linear("attention_out", D, shape.num_heads * shape.head_dim, L),
+        LinearProducts("qkv", heads, D, L, bias=shape.attention_bias),
+        LinearProducts("attention_out", D, shape.num_heads * shape.head_dim, L),
     ]
     sparse = mixture_layers(shape)
     if L - sparse:
-        found.append(Linear("ffn_in", wide * shape.ffn_hidden, D, L - sparse))
-        found.append(Linear("ffn_out", D, shape.ffn_hidden, L - sparse))
+        found.append(LinearProducts("ffn_in", wide * shape.ffn_hidden, D, L - sparse))
+        found.append(LinearProducts("ffn_out", D, shape.ffn_hidden, L - sparse))
     if sparse:
         X, E, S = shape.expert_hidden, shape.num_experts, shape.num_shared_experts
-        found.append(Linear("router", _router(shape)["router.weight"][0], D, sparse))
+        found.append(LinearProducts("router", _router(shape)["router.weight"][0], D, sparse))
         share = shape.top_k / E
         for name, N, K in (("expert_in", wide * X, D), ("expert_out", D, X)):
-            found.append(Linear(name, N, K, sparse, copies=E, share=share, role="expert"))
+            found.append(LinearProducts(name, N, K, sparse, copies=E, share=share, role="expert"))
         if S:
-            found.append(Linear("shared_in", wide * X, D, sparse, copies=S))
-            found.append(Linear("shared_out", D, X, sparse, copies=S))
+            found.append(LinearProducts("shared_in", wide * X, D, sparse, copies=S))
+            found.append(LinearProducts("shared_out", D, X, sparse, copies=S))
     if shape.architecture.ffn.duo:  # counted as if every token took the big layer
         small = shape.architecture.ffn.small_width(shape.ffn_hidden)
-        found.append(Linear("small_in", wide * small, D, L, share=0.0))
-        found.append(Linear("small_out", D, small, L, share=0.0))
-        found.append(Linear("route", 3, D, L, bias=True))
+        found.append(LinearProducts("small_in", wide * small, D, L, share=0.0))
+        found.append(LinearProducts("small_out", D, small, L, share=0.0))
+        found.append(LinearProducts("route", 3, D, L, bias=True))
     P = shape.architecture.streams.num
     if P > 1:  # every stream passes all blocks
         found = [replace(one, share=one.share * P) for one in found]
-        found.append(Linear("aggregate_in", D, P * D, bias=True))
-        found.append(Linear("aggregate_out", P, D, bias=True))
-    found.append(Linear("logits", shape.vocab_size, D, role="output"))
+        found.append(LinearProducts("aggregate_in", D, P * D, bias=True))
+        found.append(LinearProducts("aggregate_out", P, D, bias=True))
+    found.append(LinearProducts("logits", shape.vocab_size, D, role="output"))
     return tuple(found)
 
 

@@ -23,15 +23,15 @@ from pydantic import ValidationError
 
 from shoal.core.errors import ShoalError, StoreError
 from shoal.core.files import shoal_home
-from shoal.cost.score_rows import ErrorSummary, Row, calibrate, machine_key, summarise
+from shoal.cost.score_rows import ErrorSummary, ScoreRow, calibrate, machine_key, summarise
 from shoal.ir import Interval, Job, Machine, Report, kind_named, predictions
 
 __all__ = [
-    "Entry",
     "ErrorSummary",
-    "Row",
+    "RunEntry",
     "Score",
-    "Scored",
+    "ScoreRow",
+    "ScoredQuantity",
     "calibrate",
     "machine_key",
     "run_id",
@@ -83,7 +83,7 @@ _ELSEWHERE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RunEntry:
     """One run, live or past, as a list shows it.
 
     Args:
@@ -114,7 +114,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredQuantity:
     """A measured number beside its prediction.
 
     Args:
@@ -236,7 +236,7 @@ class Score:
             )
         return identity
 
-    def run_dirs(self) -> list[Entry]:
+    def run_dirs(self) -> list[RunEntry]:
         """Every run that is known, newest first; reports of unknown directories among them.
 
         Raises:
@@ -251,11 +251,11 @@ class Score:
                 "recorded_s FROM reports WHERE directory IS NULL ORDER BY 6 DESC"
             ).fetchall()
         return [
-            Entry(identity, kind, name, model, None if path is None else Path(path), *rest)
+            RunEntry(identity, kind, name, model, None if path is None else Path(path), *rest)
             for identity, kind, name, model, path, *rest in found
         ]
 
-    def quantities(self, reports: Sequence[int]) -> dict[int, dict[str, Scored]]:
+    def quantities(self, reports: Sequence[int]) -> dict[int, dict[str, ScoredQuantity]]:
         """Report -> quantity -> what was measured and predicted.
 
         Args:
@@ -273,9 +273,9 @@ class Score:
                 f"WHERE run IN ({places}) AND {_ELSEWHERE}",
                 (*reports, *reports),
             ).fetchall()
-        found: dict[int, dict[str, Scored]] = {number: {} for number in reports}
+        found: dict[int, dict[str, ScoredQuantity]] = {number: {} for number in reports}
         for number, name, *values in rows:
-            found[number][name] = Scored(*values)
+            found[number][name] = ScoredQuantity(*values)
         return found
 
     def report(self, number: int) -> Report[Any] | None:
@@ -344,13 +344,13 @@ class Score:
         machine: Machine | None = None,
         jobs: bool = True,
         scored: bool = False,
-    ) -> list[Row]:
+    ) -> list[ScoreRow]:
         """Past predictions, oldest first.
 
         Args:
             quantity: only this one.
             machine: only those of this machine.
-            jobs: read the jobs too, which takes time; without, :attr:`Row.job` is None.
+            jobs: read the jobs too, which takes time; without, :attr:`ScoreRow.job` is None.
             scored: only those with a prediction for the kind of device that measured.
 
         Raises:
@@ -377,7 +377,7 @@ class Score:
             )
         job_of = {number: _job(kind, text) for number, kind, text in texts}
         return [
-            Row(**dict(zip(_COLUMNS, row[:-1], strict=True)), job=job_of.get(row[-1]))
+            ScoreRow(**dict(zip(_COLUMNS, row[:-1], strict=True)), job=job_of.get(row[-1]))
             for row in found
         ]
 

@@ -10,13 +10,13 @@ from pydantic import SerializeAsAny
 from shoal.core.config import Value
 from shoal.ir import Estimate, Job, Machine, TrainJob
 
-__all__ = ["MIN_ROWS", "ErrorSummary", "Row", "calibrate", "machine_key", "summarise"]
+__all__ = ["MIN_ROWS", "ErrorSummary", "ScoreRow", "calibrate", "machine_key", "summarise"]
 
 # Past runs of a similar job from which a correction is made.
 MIN_ROWS = 3
 
 
-class Row(Value):
+class ScoreRow(Value):
     """One quantity of one run.
 
     Args:
@@ -100,7 +100,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def summarise(rows: Sequence[Row]) -> list[ErrorSummary]:
+def summarise(rows: Sequence[ScoreRow]) -> list[ErrorSummary]:
     """Median, 90th percentile and coverage of the errors of each quantity."""
     found = []
     for quantity in dict.fromkeys(row.quantity for row in rows):
@@ -123,7 +123,7 @@ def summarise(rows: Sequence[Row]) -> list[ErrorSummary]:
     return found
 
 
-def _similar(row: Row, job: TrainJob, model: str) -> bool:
+def _similar(row: ScoreRow, job: TrainJob, model: str) -> bool:
     """The past job ran the same model the same way; batch and length may differ."""
     past = row.job
     return (
@@ -138,7 +138,7 @@ def _similar(row: Row, job: TrainJob, model: str) -> bool:
 
 
 def calibrate(
-    estimate: Estimate, rows: Sequence[Row], *, job: TrainJob, machine: Machine
+    estimate: Estimate, rows: Sequence[ScoreRow], *, job: TrainJob, machine: Machine
 ) -> tuple[Estimate, str]:
     """An estimate corrected by the past errors of similar jobs on the same machine.
 

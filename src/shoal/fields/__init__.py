@@ -7,10 +7,10 @@ __all__ = ["JOBS"]
 JOBS = PartTable(
     "job",
     {
-        "train": "shoal.train.kind:Train",
-        "serve": "shoal.serve.kind:Serve",
-        "drafter": "shoal.train.drafters.kind:Drafter",
-        "cluster": "shoal.fields.data.cluster.kind:Cluster",
+        "train": "shoal.train.kind:TrainKind",
+        "serve": "shoal.serve.kind:ServeKind",
+        "drafter": "shoal.train.drafters.kind:DrafterKind",
+        "cluster": "shoal.fields.data.cluster.kind:ClusterKind",
     },
     about=(
         "A kind of job: what is planned, run and scored. Chosen by the first word after "

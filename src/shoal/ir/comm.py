@@ -1,8 +1,8 @@
 """What ranks exchange, and what a model that ranks share promises to the loop.
 
 Communicators (:class:`Comm`) name some ranks and count every byte between them. A
-:class:`Sharded` is a model in training: the loop calls, each step and on every rank in the same
-order, ``accumulate`` around each micro-batch's backward pass, ``finish`` once,
+:class:`ShardedModel` is a model in training: the loop calls, each step and on every rank in the
+same order, ``accumulate`` around each micro-batch's backward pass, ``finish`` once,
 ``squared_norm``, the optimizer on ``owned``, ``publish``.
 
 Gradients are sums, never means: the loop divides the loss by the global token count
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shoal.core.meter import Meter
 
-__all__ = ["Comm", "Held", "Pending", "Sharded", "Updater"]
+__all__ = ["Comm", "LocalParameter", "Pending", "ShardedModel", "Updater"]
 
 
 class Pending(Protocol):
@@ -105,7 +105,7 @@ class Comm(Protocol):
         ...
 
 
-class Held(NamedTuple):
+class LocalParameter(NamedTuple):
     """A parameter's local part and where it lies."""
 
     tensor: Tensor
@@ -113,7 +113,7 @@ class Held(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Sharded(Protocol):
+class ShardedModel(Protocol):
     """A model in training whose gradients are summed over the ranks.
 
     Attributes:
@@ -138,7 +138,7 @@ class Sharded(Protocol):
         """Parameter name -> the tensor that this rank's optimizer updates, local part."""
         ...
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalParameter]:
         """Parameter name -> the part of it that this rank holds, owned or not."""
         ...
 

@@ -18,13 +18,13 @@ from shoal.core.errors import ConfigError, require
 
 __all__ = [
     "MAX_NODES",
-    "Calibration",
+    "DrafterCalibration",
     "Drafting",
     "Expectation",
-    "Foretold",
+    "SpeculationEstimator",
     "TreePart",
     "TreeSpec",
-    "Verifying",
+    "VerificationCost",
 ]
 
 # Nodes of a tree beside its root: a row of the attention kernel marks what it sees in 64 bits.
@@ -32,7 +32,7 @@ MAX_NODES = 63
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class DrafterCalibration:
     """How often the guesses of a drafter are right, measured on text that it was not trained on.
 
     Args:
@@ -158,7 +158,7 @@ class Expectation:
         )
 
 
-class Foretold(Protocol):
+class SpeculationEstimator(Protocol):
     """What plans ask of a part of kind ``speculative``; needs no torch."""
 
     def expects(self) -> Expectation:
@@ -173,7 +173,7 @@ class Foretold(Protocol):
 class TreePart(Protocol):
     """A part of kind ``tree``: which guesses are verified together."""
 
-    def build(self, calibration: Calibration, most: int = MAX_NODES) -> TreeSpec:
+    def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """The tree, best nodes first.
 
         Args:
@@ -187,7 +187,7 @@ class TreePart(Protocol):
 
 
 @runtime_checkable
-class Verifying(Protocol):
+class VerificationCost(Protocol):
     """Seconds of a step that verifies guesses, and of making them."""
 
     def seconds(self, rows: int) -> float:

@@ -17,17 +17,17 @@ from shoal.ir.serving import (
     Fetched,
     HostLink,
     InFlight,
-    Limits,
     Output,
     Request,
+    SchedulerLimits,
     Step,
     StepResult,
     Transfer,
 )
 
 __all__ = [
-    "Compacting",
-    "Forking",
+    "CompactingKVManager",
+    "ForkingKVManager",
     "KVManager",
     "KVPart",
     "PreemptPart",
@@ -87,7 +87,7 @@ class KVManager(Protocol):
 
 
 @runtime_checkable
-class Forking(Protocol):
+class ForkingKVManager(Protocol):
     """A :class:`KVManager` whose requests can share blocks that some of them will write to.
 
     Whoever is about to write to a block that others hold too is given a copy of it, by
@@ -108,7 +108,7 @@ class Forking(Protocol):
 
 
 @runtime_checkable
-class Purging(Protocol):
+class PurgingKVManager(Protocol):
     """Books that share blocks, and can forget what a block holds."""
 
     def purge(self, blocks: Sequence[int]) -> list[int]:
@@ -124,7 +124,7 @@ class Purging(Protocol):
 
 
 @runtime_checkable
-class Compacting(Protocol):
+class CompactingKVManager(Protocol):
     """A :class:`KVManager` that keeps the requests it holds dense, in slots ``0 .. n - 1``."""
 
     max_len: int
@@ -226,7 +226,7 @@ class PreemptPart(Protocol):
     def build(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         host_tokens: int = 0,
         link: HostLink | None = None,
@@ -256,7 +256,7 @@ class SchedulerPart(Protocol):
     """A part of kind ``scheduler``."""
 
     def build(
-        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+        self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> Scheduler:
         """A scheduler without requests; ``preemption`` is by recomputing if not given."""
         ...

@@ -31,7 +31,7 @@ from shoal.core.hooks import Hook
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ORDER", "StepHook", "Stored", "TrainStep"]
+__all__ = ["ORDER", "StepHook", "TensorSource", "TrainStep"]
 
 ORDER = (
     # What follows is recorded as of this step; a device that computes wrongly is refused first.
@@ -61,7 +61,7 @@ ORDER = (
 """Kinds of hooks, in the order in which they run at every moment; they close in reverse."""
 
 
-class Stored(Protocol):
+class TensorSource(Protocol):
     """Where tensors are read from, box by box: a checkpoint, or other ranks."""
 
     def names(self) -> Collection[str]:
@@ -169,7 +169,7 @@ class StepHook(Hook):
         """What this rank saves beside parameters and optimizer, by name; nothing is copied."""
         return {}
 
-    def load(self, saved: Stored) -> None:
+    def load(self, saved: TensorSource) -> None:
         """Take over the state; the parameters are loaded already.
 
         Raises:

@@ -29,7 +29,7 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.random import generator
 
-__all__ = ["BlockMap", "Mask", "Range", "Seen"]
+__all__ = ["BlockMap", "Mask", "MaskRange", "Seen"]
 
 RangeKind = Literal["full", "causal", "inv_causal", "bicausal"]
 Seen = Literal["nothing", "everything", "mixed"]
@@ -37,7 +37,7 @@ Seen = Literal["nothing", "everything", "mixed"]
 _KINDS = ("full", "causal", "inv_causal", "bicausal")
 
 
-class Range(NamedTuple):
+class MaskRange(NamedTuple):
     """Queries q0 to q1 and keys k0 to k1, ends not included."""
 
     q0: int
@@ -86,14 +86,14 @@ class Mask:
 
     num_queries: int
     num_keys: int
-    ranges: tuple[Range, ...] = ()
+    ranges: tuple[MaskRange, ...] = ()
     blocks: tuple[BlockMap, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_queries", "num_keys"):
             size = getattr(self, name)
             require(size >= 1, f"mask.{name}", size, expected="at least 1")
-        pieces: list[Range | BlockMap] = [*self.ranges, *self.blocks]
+        pieces: list[MaskRange | BlockMap] = [*self.ranges, *self.blocks]
         for piece in pieces:
             require(
                 0 <= piece.q0 < piece.q1 <= self.num_queries
@@ -131,12 +131,12 @@ class Mask:
     @classmethod
     def full(cls, length: int, keys: int | None = None) -> Self:
         """Every query sees every key."""
-        return cls(length, keys or length, (Range(0, length, 0, keys or length),))
+        return cls(length, keys or length, (MaskRange(0, length, 0, keys or length),))
 
     @classmethod
     def causal(cls, length: int) -> Self:
         """A query sees its own position and those before."""
-        return cls(length, length, (Range(0, length, 0, length, "causal"),))
+        return cls(length, length, (MaskRange(0, length, 0, length, "causal"),))
 
     @classmethod
     def document(cls, ids: np.ndarray, *, causal: bool = True) -> Self:
@@ -165,10 +165,10 @@ class Mask:
             if name < 0:
                 continue
             for first, last in earlier.setdefault(name, []):
-                ranges.append(Range(start, stop, first, last))
+                ranges.append(MaskRange(start, stop, first, last))
                 if not causal:
-                    ranges.append(Range(first, last, start, stop))
-            ranges.append(Range(start, stop, start, stop, kind))
+                    ranges.append(MaskRange(first, last, start, stop))
+            ranges.append(MaskRange(start, stop, start, stop, kind))
             earlier[name].append((start, stop))
         return cls(len(ids), len(ids), tuple(ranges))
 
@@ -177,7 +177,7 @@ class Mask:
         """``valid`` tokens, then padding that sees and is seen by nothing."""
         require(0 <= valid <= length, "mask.padded valid", valid, expected=f"0 to {length}")
         kind: RangeKind = "causal" if causal else "full"
-        return cls(length, length, (Range(0, valid, 0, valid, kind),) if valid else ())
+        return cls(length, length, (MaskRange(0, valid, 0, valid, kind),) if valid else ())
 
     @classmethod
     def sliding(cls, length: int, window: int, *, causal: bool = True) -> Self:
@@ -189,9 +189,9 @@ class Mask:
     def prefix(cls, length: int, prefix: int) -> Self:
         """The first ``prefix`` tokens are seen by all; the rest is causal."""
         require(0 <= prefix <= length, "mask.prefix", prefix, expected=f"0 to {length}")
-        ranges = [Range(0, prefix, 0, prefix)] if prefix else []
+        ranges = [MaskRange(0, prefix, 0, prefix)] if prefix else []
         if prefix < length:
-            ranges.append(Range(prefix, length, 0, length, "causal"))
+            ranges.append(MaskRange(prefix, length, 0, length, "causal"))
         return cls(length, length, tuple(ranges))
 
     @classmethod
@@ -212,9 +212,9 @@ class Mask:
             question, stop = (start, start + document[0]), start
             for piece in document:
                 start, stop = stop, stop + piece
-                ranges.append(Range(start, stop, start, stop, "causal"))
+                ranges.append(MaskRange(start, stop, start, stop, "causal"))
                 if start >= question[1]:
-                    ranges.append(Range(start, stop, *question))
+                    ranges.append(MaskRange(start, stop, *question))
             start = stop
         require(start > 0, "mask.shared_question", list(documents), expected="a document or more")
         return cls(start, start, tuple(ranges))
@@ -234,11 +234,11 @@ class Mask:
         ranges = []
         if num_global:
             if causal:
-                ranges.append(Range(0, num_global, 0, num_global, "causal"))
+                ranges.append(MaskRange(0, num_global, 0, num_global, "causal"))
             else:
-                ranges.append(Range(0, num_global, 0, length))
+                ranges.append(MaskRange(0, num_global, 0, length))
         if 0 < num_global < length:
-            ranges.append(Range(num_global, length, 0, num_global))
+            ranges.append(MaskRange(num_global, length, 0, num_global))
         ranges += _band(num_global, length, length, window, causal, num_global)
         return cls(length, length, tuple(ranges))
 
@@ -253,7 +253,7 @@ class Mask:
         return cls(
             length,
             length,
-            tuple(Range(q, q + block, 0, q + block) for q in range(0, length, block)),
+            tuple(MaskRange(q, q + block, 0, q + block) for q in range(0, length, block)),
         )
 
     @classmethod
@@ -271,9 +271,9 @@ class Mask:
         )
         length, start, ranges = sum(lengths), 0, []
         for piece in lengths[:-1]:
-            ranges.append(Range(start, start + piece, start, start + piece, "causal"))
+            ranges.append(MaskRange(start, start + piece, start, start + piece, "causal"))
             start += piece
-        ranges.append(Range(start, length, 0, length, "causal"))
+        ranges.append(MaskRange(start, length, 0, length, "causal"))
         return cls(length, length, tuple(ranges))
 
     @classmethod
@@ -312,7 +312,7 @@ class Mask:
     def is_causal(self) -> bool:
         """Exactly the causal mask of a square."""
         length = self.num_queries
-        return self.ranges == (Range(0, length, 0, length, "causal"),) and not self.blocks
+        return self.ranges == (MaskRange(0, length, 0, length, "causal"),) and not self.blocks
 
     def dense(
         self, q_positions: np.ndarray | None = None, k_positions: np.ndarray | None = None
@@ -413,7 +413,7 @@ class Mask:
         return positions, order
 
     def _check_disjoint(self) -> None:
-        pieces: list[Range | BlockMap] = [*self.ranges, *self.blocks]
+        pieces: list[MaskRange | BlockMap] = [*self.ranges, *self.blocks]
         pieces.sort(key=lambda piece: piece.q0)
         if all(a.q1 <= b.q0 for a, b in itertools.pairwise(pieces)):
             return
@@ -444,7 +444,7 @@ def _check_multiple(where: str, length: int, block: int) -> None:
     )
 
 
-def _share(a: Range | BlockMap, b: Range | BlockMap) -> bool:
+def _share(a: MaskRange | BlockMap, b: MaskRange | BlockMap) -> bool:
     """Whether two rectangles that meet have a cell that both see; a map counts as its whole."""
     if isinstance(a, BlockMap) or isinstance(b, BlockMap):
         return True
@@ -453,7 +453,7 @@ def _share(a: Range | BlockMap, b: Range | BlockMap) -> bool:
     return bool(np.any(np.maximum(low_a, low_b) < np.minimum(high_a, high_b)))
 
 
-def _ends(found: Range, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ends(found: MaskRange, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First key and end of the keys that each row of a range sees."""
     low, high = np.full_like(rows, found.k0), np.full_like(rows, found.k1)
     if found.kind in ("inv_causal", "bicausal"):
@@ -465,7 +465,7 @@ def _ends(found: Range, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _band(
     first: int, stop: int, length: int, window: int, causal: bool, low: int
-) -> Iterable[Range]:
+) -> Iterable[MaskRange]:
     """Queries ``first`` to ``stop`` that see the keys from ``low`` less than ``window`` away."""
     reach = 1 if causal else window
     # Beyond the first cut the window leaves the first key; beyond the second it meets the last.
@@ -483,7 +483,7 @@ def _band(
             (True, False): "bicausal",
             (True, True): "inv_causal",
         }
-        yield Range(q0, q1, k0, k1, kinds[leaves, meets])
+        yield MaskRange(q0, q1, k0, k1, kinds[leaves, meets])
 
 
 def _blocks_of(

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from shoal.ir.engine import KVManager, Scheduler
-from shoal.ir.serving import Limits, Request
+from shoal.ir.serving import Request, SchedulerLimits
 
-__all__ = ["Dispatcher", "Fetching", "Handing", "PhasePart"]
+__all__ = ["DecodePhaseScheduler", "Dispatcher", "PhasePart", "PrefillPhaseScheduler"]
 
 
 @runtime_checkable
-class Handing(Scheduler, Protocol):
+class PrefillPhaseScheduler(Scheduler, Protocol):
     """A scheduler of the prefill phase: it holds what others go on with."""
 
     held: Mapping[str, Request]
@@ -29,7 +29,7 @@ class Handing(Scheduler, Protocol):
 
 
 @runtime_checkable
-class Fetching(Scheduler, Protocol):
+class DecodePhaseScheduler(Scheduler, Protocol):
     """A scheduler of the decode phase: it takes requests over when it has room."""
 
     def accept(self) -> list[Request]:
@@ -47,8 +47,8 @@ class Fetching(Scheduler, Protocol):
 class PhasePart(Protocol):
     """A part of kind ``phase``."""
 
-    def build(self, kv: KVManager, limits: Limits) -> Scheduler:
-        """A scheduler without requests: :class:`Handing` or :class:`Fetching`."""
+    def build(self, kv: KVManager, limits: SchedulerLimits) -> Scheduler:
+        """An empty :class:`PrefillPhaseScheduler` or :class:`DecodePhaseScheduler`."""
         ...
 
 

@@ -19,11 +19,11 @@ __all__ = [
     "FinishReason",
     "HostLink",
     "InFlight",
-    "Limits",
     "Output",
     "Request",
     "RequestState",
     "SamplingParams",
+    "SchedulerLimits",
     "Step",
     "StepResult",
     "TokenInfo",
@@ -363,7 +363,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     """What a scheduler keeps to.
 
     Args:

@@ -28,7 +28,7 @@ __all__ = [
     "MONOTONE",
     "NONLINEAR",
     "OPERATIONS",
-    "Legal",
+    "MeshSignature",
     "Operation",
     "Signature",
     "legal",
@@ -70,7 +70,7 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Legal:
+class MeshSignature:
     """Inputs and output on all axes of a mesh."""
 
     inputs: tuple[Placement, ...]
@@ -515,7 +515,7 @@ def result_shape(kind: str, shapes: Sequence[Shape], attributes: Attributes) -> 
 
 def legal(
     kind: str, shapes: Sequence[Shape], attributes: Attributes, mesh: Mesh
-) -> tuple[Legal, ...]:
+) -> tuple[MeshSignature, ...]:
     """All signatures of an operation on a mesh.
 
     Args:
@@ -530,12 +530,12 @@ def legal(
     out = result_shape(kind, shapes, attributes)
     single = tuple(dict.fromkeys(operation(kind).signatures(shapes, attributes)))
     everything = [*shapes, out]
-    found: dict[Legal, None] = {}
+    found: dict[MeshSignature, None] = {}
     for combined in itertools.product(single, repeat=len(mesh)):
         inputs = tuple(
             tuple(signature.inputs[i] for signature in combined) for i in range(len(shapes))
         )
-        made = Legal(inputs, tuple(signature.output for signature in combined))
+        made = MeshSignature(inputs, tuple(signature.output for signature in combined))
         if _one_reduction((*inputs, made.output)) and _even(combined, made, everything, mesh):
             found[made] = None
     return tuple(found)
@@ -546,7 +546,9 @@ def _one_reduction(placements: Sequence[Placement]) -> bool:
     return all(not (SUM in placement and MAX in placement) for placement in placements)
 
 
-def _even(combined: Sequence[Signature], made: Legal, shapes: Sequence[Shape], mesh: Mesh) -> bool:
+def _even(
+    combined: Sequence[Signature], made: MeshSignature, shapes: Sequence[Shape], mesh: Mesh
+) -> bool:
     """Whether what must divide evenly does, over all axes that split it."""
     for operand, dim in {pair for signature in combined for pair in signature.even}:
         placement = made.output if operand == -1 else made.inputs[operand]

@@ -13,11 +13,11 @@ __all__ = [
     "BYTES",
     "Device",
     "Dtype",
-    "Linear",
-    "LinearLowbit",
-    "MatmulPlanes",
-    "PagedAttention",
-    "Pointwise",
+    "LinearCall",
+    "LowbitLinearCall",
+    "MatmulPlanesCall",
+    "PagedAttentionCall",
+    "PointwiseCall",
 ]
 
 Device = Literal["cpu", "cuda"]
@@ -27,7 +27,7 @@ BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearCall:
     """``y[M, N] = x[M, K] @ weight[N, K].T (+ bias[N])``.
 
     Constants: weight, and bias or None. M may differ between calls.
@@ -63,10 +63,10 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearLowbit:
+class LowbitLinearCall:
     """The same with weights of few bits.
 
-    Constants: a :class:`~shoal.kernel.protocols.Packed`, and bias or None. M may differ.
+    Constants: a :class:`~shoal.kernel.protocols.PackedMatrix`, and bias or None. M may differ.
 
     Args:
         m: rows.
@@ -104,7 +104,7 @@ class LinearLowbit:
 
 
 @dataclass(frozen=True, slots=True)
-class MatmulPlanes:
+class MatmulPlanesCall:
     """``y[M, N] = sum_k x[M, k] w[N, k]`` of bipolar integers, exact.
 
     Constants: the packed planes of w. M may differ between calls.
@@ -138,7 +138,7 @@ class MatmulPlanes:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedAttention:
+class PagedAttentionCall:
     """Query tokens of B requests, over the blocks that each request holds.
 
     ``ready(q[B, H, d], keys, values, blocks[B, W], lengths[B]) -> [B, H, d]``: one token of each
@@ -200,7 +200,7 @@ class PagedAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Pointwise:
+class PointwiseCall:
     """Row by row, limited by memory: ``rms_norm``, ``rope``, ``swiglu`` and ``sample``.
 
     Args:
@@ -211,7 +211,7 @@ class Pointwise:
         dtype: of both.
         device: where.
         gradient: the pass back too, weights given with each call: ``ready`` is then a
-            :class:`~shoal.kernel.fused.protocols.Passes`.
+            :class:`~shoal.kernel.fused.protocols.OperatorPasses`.
     """
 
     op: Literal["rms_norm", "rope", "swiglu", "sample"]

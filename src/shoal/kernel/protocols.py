@@ -17,7 +17,7 @@ from shoal.ir import Estimate, Machine
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Call", "KVFormat", "Kernel", "Packed", "Ready", "WeightFormat"]
+__all__ = ["Call", "KVFormat", "Kernel", "PackedMatrix", "Ready", "WeightFormat"]
 
 Ready = Callable[..., Any]
 """A kernel with what is constant between its calls: tensors in, tensors out."""
@@ -92,7 +92,7 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedMatrix:
     """A matrix [N, K] in a weight format, as it is stored.
 
     Args:
@@ -137,7 +137,7 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def quantize(self, weight_NK: Tensor) -> Packed:
+    def quantize(self, weight_NK: Tensor) -> PackedMatrix:
         """Round to nearest.
 
         Raises:
@@ -145,7 +145,7 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def dequantize(self, packed: Packed) -> Tensor:
+    def dequantize(self, packed: PackedMatrix) -> Tensor:
         """[N, K] in fp32, exactly what the codes mean."""
         ...
 

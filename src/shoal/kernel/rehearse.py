@@ -11,9 +11,9 @@ from typing import Any
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
-__all__ = ["ROWS", "Kernels", "rehearse"]
+__all__ = ["ROWS", "KernelsProbe", "rehearse"]
 
 ROWS = (1, 4, 16, 64, 512)
 """Rows at which kernels of products are timed; between them their rates are interpolated."""
@@ -27,7 +27,7 @@ _N = _K = 4096
 
 
 @part
-class Kernels:
+class KernelsProbe:
     """Bytes a second of each kernel at several numbers of rows, weights in main memory.
 
     Args:
@@ -39,7 +39,7 @@ class Kernels:
     def __post_init__(self) -> None:
         require(self.repeats >= 0, "probe.kernels.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantity ``OP.BACKEND`` (B/s) at a number of rows; the note is the type."""
         repeats = self.repeats or (2 if context.fast else 6)
         try:
@@ -70,7 +70,7 @@ def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str
     """
     import torch
 
-    from shoal.kernel.calls import Dtype, Linear
+    from shoal.kernel.calls import Dtype, LinearCall
     from shoal.kernel.dispatch import kernels_of
     from shoal.kernel.tensors import dtype_of
 
@@ -82,14 +82,14 @@ def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str
             copies = max(2, rotated_bytes // (weight.numel() * weight.element_size()))
             weights = [weight, *(weight.clone() for _ in range(copies - 1))]
             for backend, kernel in kernels_of("linear").items():
-                call = Linear(1, _N, _K, dtype)
+                call = LinearCall(1, _N, _K, dtype)
                 if backend == "reference" or kernel.interpreted(call) or kernel.refuses(call):
                     continue
                 ready = [kernel.prepare(call, one) for one in weights]
                 for rows in ROWS:
                     x = torch.randn(rows, _K).to(dtype_of(dtype))
                     taken = ready[:1] if rows >= _MANY else ready
-                    moved = Linear(rows, _N, _K, dtype).moved_bytes * len(taken)
+                    moved = LinearCall(rows, _N, _K, dtype).moved_bytes * len(taken)
                     ready[0](x)
                     rates = []
                     for _ in range(repeats):

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from shoal.core.config import Value
 from shoal.ir.machine import Machine
 
-__all__ = ["Difference", "Row", "compare", "differences"]
+__all__ = ["DifferenceRow", "MachineDifference", "compare", "differences"]
 
 
-class Difference(Value):
+class MachineDifference(Value):
     """One number of two machines.
 
     Args:
@@ -26,7 +26,7 @@ class Difference(Value):
     ratio: float | None
 
 
-class Row(NamedTuple):
+class DifferenceRow(NamedTuple):
     """One difference as people read it; absent numbers are empty."""
 
     quantity: str
@@ -35,10 +35,10 @@ class Row(NamedTuple):
     ratio: str
 
 
-def compare(a: Machine, b: Machine) -> list[Row]:
+def compare(a: Machine, b: Machine) -> list[DifferenceRow]:
     """The table of :func:`differences`, every number with its unit."""
     return [
-        Row(
+        DifferenceRow(
             found.quantity,
             _text(found.quantity, found.a),
             _text(found.quantity, found.b),
@@ -72,14 +72,14 @@ def _text(quantity: str, number: float | None) -> str:
     return f"{number:.3g} {unit}"
 
 
-def differences(a: Machine, b: Machine) -> list[Difference]:
+def differences(a: Machine, b: Machine) -> list[MachineDifference]:
     """All numbers of two machines, in the order of the description."""
     left, right = _numbers(a), _numbers(b)
     found = []
     for quantity in dict.fromkeys([*left, *right]):
         x, y = left.get(quantity), right.get(quantity)
         ratio = y / x if x and y is not None else None
-        found.append(Difference(quantity=quantity, a=x, b=y, ratio=ratio))
+        found.append(MachineDifference(quantity=quantity, a=x, b=y, ratio=ratio))
     return found
 
 

@@ -33,7 +33,7 @@ from shoal.core import children
 from shoal.core.errors import MachineError, require
 from shoal.core.janitor import clean_up_with, wait_for_end
 
-__all__ = ["Network", "burst_bytes", "emulate", "sweep", "unavailable"]
+__all__ = ["EmulatedNetwork", "burst_bytes", "emulate", "sweep", "unavailable"]
 
 INTERFACE = "eth0"
 # Addresses of the hosts; nobody outside the namespaces sees them.
@@ -85,7 +85,7 @@ def sweep() -> list[str]:
     return found
 
 
-class Network:
+class EmulatedNetwork:
     """Hosts that are up. Made by :func:`emulate`.
 
     Args:
@@ -240,7 +240,7 @@ class Network:
 
 
 @contextlib.contextmanager
-def emulate(hosts: int, *, bandwidth: float, packet: int = 1500) -> Iterator[Network]:
+def emulate(hosts: int, *, bandwidth: float, packet: int = 1500) -> Iterator[EmulatedNetwork]:
     """Hosts joined by a switch, each with ``bandwidth`` in each direction, while the block lasts.
 
     Args:
@@ -280,7 +280,7 @@ def emulate(hosts: int, *, bandwidth: float, packet: int = 1500) -> Iterator[Net
     base = f"shoal-{os.getpid()}-{next(_NUMBERS)}"
     switch = f"{base}-switch"
     names = [f"{base}-{host}" for host in range(hosts)]
-    network = Network(names, bandwidth)
+    network = EmulatedNetwork(names, bandwidth)
     with contextlib.ExitStack() as undo:
         for name in (switch, *names):
             _ip("netns", "add", name)

@@ -9,7 +9,7 @@ import numpy as np
 from shoal.core.errors import BuildError
 from shoal.machine import host
 
-__all__ = ["Quiet", "Watch"]
+__all__ = ["NoiseReport", "NoiseWatch"]
 
 # Above these the numbers describe the neighbours more than the machine.
 MAX_LOAD_PER_CORE = 0.5
@@ -18,7 +18,7 @@ MAX_SPIN_SPREAD = 0.15
 
 
 @dataclass(frozen=True)
-class Quiet:
+class NoiseReport:
     """What was seen, and why it is doubtful.
 
     Args:
@@ -34,7 +34,7 @@ class Quiet:
     reasons: tuple[str, ...]
 
 
-class Watch:
+class NoiseWatch:
     """Looks at the host when made and again at :meth:`seen`."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Watch:
         self._all, self._stolen = host.ticks()
         self._spins = _spins()
 
-    def seen(self) -> Quiet:
+    def seen(self) -> NoiseReport:
         """What happened since this watch was made."""
         everything, stolen = host.ticks()
         steal = (stolen - self._stolen) / max(everything - self._all, 1.0)
@@ -59,7 +59,7 @@ class Watch:
             reasons.append(f"other guests of this host took {steal:.0%} of the processor time")
         if spread > MAX_SPIN_SPREAD:
             reasons.append(f"an idle loop varies by {spread:.0%}: the clock is unsteady or shared")
-        return Quiet(self._load, steal, spread, tuple(reasons))
+        return NoiseReport(self._load, steal, spread, tuple(reasons))
 
 
 def _spins() -> list[float]:

@@ -18,8 +18,8 @@ from shoal.core.parts import Choice, table
 from shoal.ir.machine import Device, Link, Machine, Measurement, MemoryTier
 from shoal.machine import host
 from shoal.machine.fingerprint import fingerprint, versions
-from shoal.machine.noise import Quiet, Watch
-from shoal.machine.protocols import Context
+from shoal.machine.noise import NoiseReport, NoiseWatch
+from shoal.machine.protocols import ProbeContext
 
 __all__ = ["assemble", "probe", "saved_path"]
 
@@ -61,11 +61,11 @@ def probe(
         if progress is not None:
             progress(float(done), float(len(built)), text)
 
-    watch = Watch()
+    watch = NoiseWatch()
     if strict:
         _refuse(watch.seen())
     found: list[Measurement] = []
-    with Context(fast=fast) as context:
+    with ProbeContext(fast=fast) as context:
         for done, (name, part) in enumerate(built):
             say(done, name)
             try:
@@ -89,7 +89,7 @@ def probe(
     return machine
 
 
-def _refuse(quiet: Quiet) -> None:
+def _refuse(quiet: NoiseReport) -> None:
     if quiet.reasons:
         raise NoisyMachineError(
             f"this machine is too busy to measure: {'; '.join(quiet.reasons)}; "
@@ -101,7 +101,7 @@ def assemble(
     found: Sequence[Measurement],
     skipped: dict[str, str],
     facts: dict[str, Any],
-    quiet: Quiet | None = None,
+    quiet: NoiseReport | None = None,
 ) -> Machine:
     """One machine from measurements; what was not measured is absent or the OS's number.
 

@@ -19,13 +19,13 @@ from shoal.core.errors import require
 from shoal.core.files import shoal_home
 from shoal.ir.machine import Measurement
 from shoal.machine import host
-from shoal.machine.worker import Worker
+from shoal.machine.worker import TorchWorker
 
-__all__ = ["Context", "Probe", "Samples"]
+__all__ = ["Probe", "ProbeContext", "ProbeSamples"]
 
 
 @dataclass(frozen=True)
-class Samples:
+class ProbeSamples:
     """The raw repeats behind one measurement."""
 
     probe: str
@@ -36,7 +36,7 @@ class Samples:
 
 
 @dataclass
-class Context:
+class ProbeContext:
     """What a run of probes shares. Use it in a ``with`` block: it may own a child process.
 
     Args:
@@ -48,10 +48,10 @@ class Context:
     fast: bool = True
     home: Path = field(default_factory=shoal_home)
     cpus: tuple[int, ...] = field(default_factory=host.cpus)
-    samples: list[Samples] = field(default_factory=list)
+    samples: list[ProbeSamples] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    _worker: Worker | None = None
+    _worker: TorchWorker | None = None
 
     def measured(
         self,
@@ -66,7 +66,7 @@ class Context:
     ) -> Measurement:
         """Keep the raw repeats and sum them up: median, 5th and 95th percentile."""
         require(len(values) > 0, f"probe {probe}.{quantity}", values, expected="some samples")
-        self.samples.append(Samples(probe, quantity, unit, at, tuple(map(float, values))))
+        self.samples.append(ProbeSamples(probe, quantity, unit, at, tuple(map(float, values))))
         low, median, high = (float(x) for x in np.percentile(values, (5, 50, 95)))
         return Measurement(
             probe=probe,
@@ -85,13 +85,13 @@ class Context:
         """Note why ``probe`` or ``probe.quantity`` was not measured."""
         self.skipped[place] = reason
 
-    def worker(self) -> Worker:
+    def worker(self) -> TorchWorker:
         """The child process with torch, started when a probe first needs it."""
         if self._worker is None:
-            self._worker = Worker()
+            self._worker = TorchWorker()
         return self._worker
 
-    def __enter__(self) -> Context:
+    def __enter__(self) -> ProbeContext:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,7 +108,7 @@ class Context:
 class Probe(Protocol):
     """One microbenchmark."""
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Measure; skip with a reason what this machine does not have.
 
         Every measurement is marked ``plausible`` or not by the probe's own check: a

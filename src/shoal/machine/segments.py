@@ -14,11 +14,11 @@ import numpy as np
 
 from shoal.core.errors import MachineError, require
 
-__all__ = ["Level", "levels", "segment"]
+__all__ = ["Plateau", "levels", "segment"]
 
 
 @dataclass(frozen=True)
-class Level:
+class Plateau:
     """One plateau of the curve.
 
     Args:
@@ -76,7 +76,7 @@ def levels(
     step: float = 1.5,
     shortest: int = 3,
     most: int | None = None,
-) -> list[Level]:
+) -> list[Plateau]:
     """The levels of memory behind a latency curve.
 
     Pieces that differ by less than a factor of ``step`` are one level. A piece of fewer
@@ -123,7 +123,7 @@ def levels(
     for i, (start, end) in enumerate(kept):
         following = kept[i + 1][0] if i + 1 < len(kept) else None
         found.append(
-            Level(
+            Plateau(
                 latency_s=float(np.exp(np.median(logs[start:end]))),
                 first_bytes=int(footprints[start]),
                 last_bytes=int(footprints[end - 1]),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import MachineError, nearest, require
 
-__all__ = ["ALIASES", "Cluster", "Spelled", "canonical", "parse"]
+__all__ = ["ALIASES", "NodeGroup", "ParsedShorthand", "canonical", "parse"]
 
 _GBIT = r"\d{1,5}(?:\.\d{1,3})?"
 _CLUSTER = re.compile(
@@ -55,7 +55,7 @@ ALIASES = {
 
 
 @dataclass(frozen=True)
-class Cluster:
+class NodeGroup:
     """Equal nodes of one description.
 
     Args:
@@ -74,7 +74,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Spelled:
+class ParsedShorthand:
     """What a shorthand says.
 
     Args:
@@ -83,12 +83,12 @@ class Spelled:
         wan_gbit: Gbit/s of each site's way to the others.
     """
 
-    cluster: Cluster
+    cluster: NodeGroup
     sites: int = 1
     wan_gbit: float | None = None
 
 
-def parse(text: str) -> Spelled:
+def parse(text: str) -> ParsedShorthand:
     """Read a shorthand.
 
     Raises:
@@ -107,7 +107,7 @@ def parse(text: str) -> Spelled:
             expected="several clusters before @WAN, such as 8xA100+8xA100@WAN1",
             error=MachineError,
         )
-        return Spelled(terms[0])
+        return ParsedShorthand(terms[0])
     require(
         wan is not None,
         "machine",
@@ -125,10 +125,10 @@ def parse(text: str) -> Spelled:
         "both",
         error=MachineError,
     )
-    return Spelled(terms[0], sites=len(terms), wan_gbit=wan)
+    return ParsedShorthand(terms[0], sites=len(terms), wan_gbit=wan)
 
 
-def _cluster(term: str, text: str) -> Cluster:
+def _cluster(term: str, text: str) -> NodeGroup:
     match = _CLUSTER.fullmatch(term)
     require(match is not None, "machine", text, expected=FORMS, error=MachineError)
     assert match is not None
@@ -136,7 +136,7 @@ def _cluster(term: str, text: str) -> Cluster:
     gbit = None if match["gbit"] is None else float(match["gbit"])
     require(gbit != 0, "machine", text, expected="a network above 0 Gbit/s", error=MachineError)
     nodes = counts[0] if len(counts) == 2 else None
-    return Cluster(match["name"], nodes, counts[-1] if counts else None, match["kind"], gbit)
+    return NodeGroup(match["name"], nodes, counts[-1] if counts else None, match["kind"], gbit)
 
 
 def canonical(name: str, known: Iterable[str], text: str) -> str:

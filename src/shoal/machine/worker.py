@@ -20,10 +20,10 @@ from shoal.core import children
 from shoal.core.errors import MachineError, MissingExtraError
 from shoal.core.parts import load_object
 
-__all__ = ["Worker"]
+__all__ = ["TorchWorker"]
 
 
-class Worker:
+class TorchWorker:
     """One child process; torch is imported at its first call.
 
     Raises:

@@ -35,7 +35,7 @@ OFFLOADS = PartTable(
     "offload",
     {
         "zero_infinity": "shoal.memory.offload.zero_infinity:ZeroInfinity",
-        "superpipeline": "shoal.memory.offload.windowed:Superpipeline",
+        "superpipeline": "shoal.memory.offload.windowed:SuperpipelineOffload",
         "fuyou": "shoal.memory.fuyou.part:Fuyou",
         "deep_optimizer_states": "shoal.memory.offload.deep_optimizer_states:DeepOptimizerStates",
     },

@@ -14,7 +14,7 @@ from shoal.cost.shapes import shape_of
 from shoal.ir import Explanation, Machine, Progress, TrainJob, Work
 from shoal.memory.fuyou.needs import predicted
 from shoal.memory.fuyou.part import Fuyou
-from shoal.plan.memory.offload import TIERS, Way, budgets_of, ways
+from shoal.plan.memory.offload import TIERS, OffloadOption, budgets_of, ways
 from shoal.plan.memory.swap_study import curve_explained
 
 __all__ = ["MemoryStudy"]
@@ -114,7 +114,7 @@ class MemoryStudy:
         return curve_explained(found.iteration, found.ordered)
 
 
-def _row(way: Way) -> tuple[str, ...]:
+def _row(way: OffloadOption) -> tuple[str, ...]:
     if way.refused:
         return (way.choice, way.recompute, *("" for _ in TIERS), "", "refused")
     sizes = (way.tier_bytes.get(tier) for tier in TIERS)
@@ -127,7 +127,7 @@ def _row(way: Way) -> tuple[str, ...]:
     )
 
 
-def _answer(found: Sequence[Way]) -> str:
+def _answer(found: Sequence[OffloadOption]) -> str:
     """Which way is the fastest, or what the least one needs."""
     best = found[0]
     if best.fits:

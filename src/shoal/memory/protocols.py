@@ -2,7 +2,7 @@
 
 A job with ``offload`` keeps the state of its model in tiers. The engine asks the part to ``apply``
 itself in the place of the part of kind ``shard``; what it gets back is the engine's
-:class:`~shoal.ir.comm.Sharded` and the loop's updater at once.
+:class:`~shoal.ir.comm.ShardedModel` and the loop's updater at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from shoal.ir import Estimate, Machine, TrainJob, Work
-from shoal.ir.comm import Comm, Sharded, Updater
+from shoal.ir.comm import Comm, ShardedModel, Updater
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from shoal.memory.streaming.tiling import Tile
     from shoal.memory.tiers.places import Tiers
 
-__all__ = ["Offload", "Offloaded", "UpdatesEarly"]
+__all__ = ["EarlyUpdater", "Offload", "TieredModel"]
 
 
-class Offloaded(Sharded, Updater, Protocol):
+class TieredModel(ShardedModel, Updater, Protocol):
     """A model in training whose state lies in tiers.
 
     Attributes:
@@ -67,7 +67,7 @@ class Offloaded(Sharded, Updater, Protocol):
 
 
 @runtime_checkable
-class UpdatesEarly(Protocol):
+class EarlyUpdater(Protocol):
     """An offloaded model that has used a gradient before the backward pass is over."""
 
     def begin(self, factor: float, ready: Callable[[], None] | None = None) -> None:
@@ -113,7 +113,7 @@ class Offload(Protocol):
         place: Path,
         device: torch.device | str = "cpu",
         values: Callable[[str], Tensor] | None = None,
-    ) -> Offloaded:
+    ) -> TieredModel:
         """Move a model's state into tiers.
 
         Args:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import Pointwise
+from shoal.kernel.calls import PointwiseCall
 from shoal.kernel.dispatch import dispatch, operators
 from shoal.kernel.grouped.call import GroupedLinear
 from shoal.kernel.protocols import Ready
@@ -174,6 +174,6 @@ class _Pieces:
         )  # fmt: skip
 
     def _ready(self, op: str, n: int, out: int, *constants: object) -> Ready:
-        call = Pointwise(op, 1, n, out, self._dtype, self._device)  # type: ignore[arg-type]
+        call = PointwiseCall(op, 1, n, out, self._dtype, self._device)  # type: ignore[arg-type]
         kernel = dispatch(call, wanted=self.wanted.get(op), exact=self.exact)
         return kernel.prepare(call, *constants)

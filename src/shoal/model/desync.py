@@ -26,7 +26,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from shoal.model.attention import Mixer
-    from shoal.model.transformer import Block, Transformer
+    from shoal.model.transformer import Transformer, TransformerBlock
 
 __all__ = ["Join", "apart", "averaged", "own", "shared", "through", "together", "wired"]
 
@@ -79,7 +79,7 @@ def averaged(ranks: int) -> Join:
 
 
 def wired(
-    block: Block,
+    block: TransformerBlock,
     x: Tensor,
     attend: Callable[[Tensor], Tensor],
     feed: Callable[[Tensor], Tensor],
@@ -96,7 +96,7 @@ def wired(
     return _added(block, 1, x, feed(block.mlp_norm(x)), block.join)
 
 
-def _added(block: Block, place: int, x: Tensor, output: Tensor, join: Join) -> Tensor:
+def _added(block: TransformerBlock, place: int, x: Tensor, output: Tensor, join: Join) -> Tensor:
     if not block.sums[place]:
         return x + output
     return join(x, output, block.last and place == 1)
@@ -123,7 +123,7 @@ def through(
     turn = model.turn(position_N, x_ND.dtype)
     ranks = model.config.architecture.residual.apart
     x = apart(x_ND, ranks)
-    blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
+    blocks: list[TransformerBlock] = list(model.blocks)  # type: ignore[arg-type]
     for block in blocks:
         add = join or block.join
         seen = block.attention.flat(block.attention_norm(x), turn, mixer)

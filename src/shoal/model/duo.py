@@ -29,7 +29,7 @@ from shoal.model.rope import tables
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
-    from shoal.model.transformer import Block, Transformer
+    from shoal.model.transformer import Transformer, TransformerBlock
 
 __all__ = [
     "BIG",
@@ -393,7 +393,7 @@ def _on_patterns(
     cos, sin = tables(config, start, length, x.device, x.dtype)
     group = config.num_heads // config.num_kv_heads
     found: Past = []
-    blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
+    blocks: list[TransformerBlock] = list(model.blocks)  # type: ignore[arg-type]
     for number, (block, (keys, values)) in enumerate(zip(blocks, past, strict=True)):
         attention = block.attention
         q, k, v = attention.rotated(attention.qkv_proj(block.attention_norm(x)), cos, sin)

@@ -23,10 +23,10 @@ from shoal.kernel.grouped.product import multiply
 from shoal.kernel.protocols import Ready
 from shoal.model.config import ModelConfig
 from shoal.model.desync import own, shared
-from shoal.model.permutation import Permutation
+from shoal.model.permutation import RoutingPermutation
 from shoal.model.routing import (
-    Asked,
-    Routed,
+    RoutingRequest,
+    RoutingResult,
     Tokens,
     add_loss,
     balance_sums,
@@ -141,13 +141,13 @@ class Experts(nn.Module):
             out_ND = add_loss(out_ND, loss)
         return out_ND.view_as(x_BTD)
 
-    def routed(self, x_ND: Tensor, tokens: Tokens | None) -> tuple[Routed, Tensor | None]:
+    def routed(self, x_ND: Tensor, tokens: Tokens | None) -> tuple[RoutingResult, Tensor | None]:
         """Who goes where, and what is to be added to the loss for it."""
         logits_NR = self.router(x_ND)
         exact = torch.promote_types(logits_NR.dtype, torch.float32)
         logits_NE = self.gate.scores(logits_NR.to(exact), self.own)
         keep = partial(self._room, tokens=tokens)
-        asked = Asked(self.top_k, self.normalise, self.layer, self.own, tokens, keep)
+        asked = RoutingRequest(self.top_k, self.normalise, self.layer, self.own, tokens, keep)
         if self.checked and not bool(torch.isfinite(logits_NE).all()):
             raise ModelError(
                 f"blocks.{self.layer}.mlp.router: scores that are not numbers; lower the learning "
@@ -203,7 +203,7 @@ class Experts(nn.Module):
 
     def _balance(
         self,
-        routed: Routed,
+        routed: RoutingResult,
         logits_NE: Tensor,
         chosen: tuple[Tensor, Tensor | None],
         tokens: Tokens,
@@ -219,9 +219,9 @@ class Experts(nn.Module):
             return None
         return (moe.aux_loss * unequal + moe.z_loss * large) / (self.copies * tokens.of.sequences)
 
-    def mixed(self, x_ND: Tensor, routed: Routed) -> Tensor:
+    def mixed(self, x_ND: Tensor, routed: RoutingResult) -> Tensor:
         """The weighted sum [N, D] of what the experts make of their tokens."""
-        at = Permutation(routed.experts, self.num_experts, routed.keep)
+        at = RoutingPermutation(routed.experts, self.num_experts, routed.keep)
         counts = at.counts_E.tolist()
         if not any(counts):
             return torch.zeros_like(x_ND)

@@ -21,7 +21,7 @@ from shoal.core.errors import ModelError
 from shoal.core.parts import explain
 from shoal.model import FAMILIES
 from shoal.model.config import ModelConfig, RopeScaling
-from shoal.model.families.common import Piece
+from shoal.model.families.common import ParameterPiece
 from shoal.model.finite import check_finite
 from shoal.model.gguf_blocks import decode
 from shoal.model.gguf_header import GgufHeader, GgufTensor, read_header
@@ -236,7 +236,7 @@ def read(path: Path, dtype: torch.dtype | None = None) -> Transformer:
 def _check(
     path: Path,
     config: ModelConfig,
-    names: Mapping[str, tuple[Piece, ...]],
+    names: Mapping[str, tuple[ParameterPiece, ...]],
     tensors: Mapping[str, GgufTensor],
 ) -> None:
     """Every tensor that the configuration needs is there and has its shape; none is left over."""

@@ -22,10 +22,10 @@ from shoal.core.files import write_dir_atomic
 from shoal.core.safetensors_header import StoredTensor, read_header
 from shoal.ir.architecture import Architecture
 from shoal.kernel.formats import weight_format
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 from shoal.model import FAMILIES
 from shoal.model.config import ModelConfig
-from shoal.model.families.common import Names, Piece
+from shoal.model.families.common import Names, ParameterPiece
 from shoal.model.finite import check_finite
 from shoal.model.initialise import empty
 from shoal.model.quantize.stored import Scheme, rows_of, scheme_of, stack, tensors_of
@@ -299,7 +299,7 @@ def read(
         tensor: Tensor = handles[file].get_tensor(name)
         return tensor
 
-    kept: dict[str, Packed] = {}
+    kept: dict[str, PackedMatrix] = {}
     plain = {piece.name for pieces in names.values() for piece in pieces}
     try:
         for base in (name.removesuffix(".weight") for name in few):
@@ -315,7 +315,7 @@ def read(
                 for piece in pieces
                 if scheme is not None and piece.name in few
             }
-            whole = [matrix for matrix in matrices.values() if isinstance(matrix, Packed)]
+            whole = [matrix for matrix in matrices.values() if isinstance(matrix, PackedMatrix)]
             formats = {matrix.format for matrix in whole}
             stays = packed and name.startswith("blocks.") and len(whole) == len(pieces)
             if stays and len(formats) == 1:
@@ -330,7 +330,7 @@ def read(
             parts = torch.split(value.view(-1), [piece.numel for piece in pieces])
             for part, piece in zip(parts, pieces, strict=True):
                 matrix = matrices.get(piece.name)
-                if isinstance(matrix, Packed):
+                if isinstance(matrix, PackedMatrix):
                     matrix = weight_format(matrix.format).dequantize(matrix)
                 part.view(piece.shape).copy_(get(piece.name) if matrix is None else matrix)
             check_finite(value, f"{directory}: {name}")
@@ -347,8 +347,8 @@ def read(
 
 
 def _matrix(
-    scheme: Scheme, piece: Piece, stored: tuple[str, ...], get: Callable[[str], Tensor]
-) -> Packed | Tensor:
+    scheme: Scheme, piece: ParameterPiece, stored: tuple[str, ...], get: Callable[[str], Tensor]
+) -> PackedMatrix | Tensor:
     """One packed matrix, or its weights where no format here is the same.
 
     Raises:
@@ -404,7 +404,7 @@ def write_state(
     tokenizer: Path | None = None,
     *,
     shard_bytes: int = 5 * 10**9,
-    packed: Mapping[str, Packed] | None = None,
+    packed: Mapping[str, PackedMatrix] | None = None,
     method: str = "",
 ) -> None:
     """Write a model directory from plain tensors.
@@ -459,7 +459,7 @@ def _dump(path: Path, value: Any) -> None:
 
 
 def _items(
-    names: Names, state: Mapping[str, Tensor], packed: Mapping[str, Packed]
+    names: Names, state: Mapping[str, Tensor], packed: Mapping[str, PackedMatrix]
 ) -> Iterator[tuple[str, Tensor]]:
     """What is stored, by its names, in order."""
     for name, pieces in names.items():

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.core.random import generator
 from shoal.model import FAMILIES
 from shoal.model.config import ModelConfig
-from shoal.model.families.common import Piece
+from shoal.model.families.common import ParameterPiece
 from shoal.model.transformer import Transformer
 
 __all__ = ["empty", "init_weights", "initial"]
@@ -29,7 +29,7 @@ _RESIDUAL = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
 _TEMPERATURE = 0.3
 
 
-def _piece(config: ModelConfig, piece: Piece, seed: int) -> np.ndarray:
+def _piece(config: ModelConfig, piece: ParameterPiece, seed: int) -> np.ndarray:
     if piece.name.endswith("norm.weight"):
         return np.ones(piece.shape, dtype=np.float32)
     if piece.name.endswith((".bias", ".gate_bias")):

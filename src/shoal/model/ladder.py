@@ -25,7 +25,7 @@ from shoal.model.dropout import ATTENTION, FEED_FORWARD, Drop
 if TYPE_CHECKING:
     from shoal.model.attention import Mixer
     from shoal.model.norm import RMSNorm
-    from shoal.model.transformer import Block, Transformer
+    from shoal.model.transformer import Transformer, TransformerBlock
 
 __all__ = ["Join", "Late", "State", "settled", "through", "wired"]
 
@@ -46,7 +46,7 @@ def _there(late: Late) -> Tensor:
 
 
 def wired(
-    block: Block,
+    block: TransformerBlock,
     state: State,
     attend: Callable[[Tensor], Late],
     feed: Callable[[Tensor], Late],
@@ -117,7 +117,7 @@ def through(
     def give(out: Tensor) -> None:
         waiting.append(out if join is None else join(out))
 
-    blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
+    blocks: list[TransformerBlock] = list(model.blocks)  # type: ignore[arg-type]
     for block in blocks:
         seen = block.attention.flat(normed(block.attention_norm, block.late), turn, mixer)
         if block is blocks[-1] and rows_R is not None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.core.errors import ModelError
-from shoal.kernel.calls import Device, Linear
+from shoal.kernel.calls import Device, LinearCall
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.protocols import Kernel, Ready
 from shoal.kernel.tensors import name_of
@@ -111,9 +111,9 @@ class DispatchedLinear(nn.Module):
         chosen = {self._kernel(rows) for rows in _ANY}
         return next(iter(chosen)) if len(chosen) == 1 and all(k.packs for k in chosen) else None
 
-    def call(self, rows: int) -> Linear:
+    def call(self, rows: int) -> LinearCall:
         """What is asked for so many rows."""
-        return Linear(
+        return LinearCall(
             rows_like(rows),
             self.out_features,
             self.in_features,

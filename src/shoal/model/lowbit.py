@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.dispatch import candidates, dispatch
 from shoal.kernel.formats import weight_format
-from shoal.kernel.protocols import Packed, Ready
+from shoal.kernel.protocols import PackedMatrix, Ready
 from shoal.kernel.tensors import name_of
 from shoal.model.linear import rows_like
 
@@ -41,7 +41,7 @@ class LowBitLinear(nn.Module):
 
     def __init__(
         self,
-        packed: Packed,
+        packed: PackedMatrix,
         bias_N: Tensor | None = None,
         *,
         wanted: str | None = None,
@@ -80,7 +80,9 @@ class LowBitLinear(nn.Module):
         return cls.from_packed(packed, linear.bias, **options)
 
     @classmethod
-    def from_packed(cls, packed: Packed, bias_N: Tensor | None = None, **options: Any) -> Self:
+    def from_packed(
+        cls, packed: PackedMatrix, bias_N: Tensor | None = None, **options: Any
+    ) -> Self:
         """The same for weights that were quantized before, by whatever method."""
         return cls(packed, bias_N, **options)
 
@@ -90,10 +92,10 @@ class LowBitLinear(nn.Module):
         self._forget()
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> PackedMatrix:
         """The weights as they are stored."""
         tensors = {name: getattr(self, name) for name in self._stored}
-        return Packed(self.format, (self.out_features, self.in_features), tensors)
+        return PackedMatrix(self.format, (self.out_features, self.in_features), tensors)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
@@ -109,9 +111,9 @@ class LowBitLinear(nn.Module):
         out: Tensor = run(x)
         return out
 
-    def call(self, rows: int, dtype: torch.dtype = torch.bfloat16) -> LinearLowbit:
+    def call(self, rows: int, dtype: torch.dtype = torch.bfloat16) -> LowbitLinearCall:
         """What is asked for so many rows."""
-        return LinearLowbit(
+        return LowbitLinearCall(
             rows_like(max(1, rows)),
             self.out_features,
             self.in_features,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.ir.architecture import Streams
     from shoal.model.attention import Mixer
     from shoal.model.config import ModelConfig
-    from shoal.model.transformer import Block, Transformer
+    from shoal.model.transformer import Transformer, TransformerBlock
 
 __all__ = [
     "Aggregate",
@@ -112,7 +112,7 @@ def use(model: Transformer, num: int) -> None:
         error=ModelError,
     )
     model.streams = num
-    blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
+    blocks: list[TransformerBlock] = list(model.blocks)  # type: ignore[arg-type]
     for block in blocks:
         block.attention.streams = num
 

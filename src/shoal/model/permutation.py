@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Permutation"]
+__all__ = ["RoutingPermutation"]
 
 
-class Permutation:
+class RoutingPermutation:
     """Which row is which choice.
 
     Args:
@@ -94,7 +94,7 @@ class Permutation:
 
 class _There(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, at: Permutation) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, at: RoutingPermutation) -> Tensor:
         ctx.at = at
         return at._rows(x_ND)
 
@@ -106,7 +106,7 @@ class _There(torch.autograd.Function):
 
 class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, weight_NK: Tensor, at: Permutation) -> Tensor:
+    def forward(ctx: Any, rows_MD: Tensor, weight_NK: Tensor, at: RoutingPermutation) -> Tensor:
         ctx.save_for_backward(rows_MD, weight_NK)
         ctx.at = at
         return at._sums(rows_MD, weight_NK)

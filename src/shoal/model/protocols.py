@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.kernel.formats.base import BaseFormat
-    from shoal.kernel.protocols import Packed
+    from shoal.kernel.protocols import PackedMatrix
     from shoal.model.quantize.inputs import Inputs
-    from shoal.model.routing import Asked, Routed
+    from shoal.model.routing import RoutingRequest, RoutingResult
 
 __all__ = ["Family", "Gate", "Quantizer"]
 
@@ -82,7 +82,7 @@ class Gate(Protocol):
         """
         ...
 
-    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+    def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
         """Experts and weights of each token, by its scores."""
         ...
 
@@ -110,7 +110,9 @@ class Quantizer(Protocol):
         """
         ...
 
-    def quantize(self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None) -> Packed:
+    def quantize(
+        self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None
+    ) -> PackedMatrix:
         """The matrix in a format.
 
         Args:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from shoal.ir.routing import Routing
 
 __all__ = [
-    "Asked",
-    "Routed",
+    "RoutingRequest",
+    "RoutingResult",
     "StepRouting",
     "Tokens",
     "add_loss",
@@ -98,7 +98,7 @@ class Tokens:
         return uniform(self.numbers, key)
 
 
-class Asked(NamedTuple):
+class RoutingRequest(NamedTuple):
     """What a gate is asked.
 
     Args:
@@ -119,7 +119,7 @@ class Asked(NamedTuple):
     keep: Callable[[Tensor, Tensor], Tensor]
 
 
-class Routed(NamedTuple):
+class RoutingResult(NamedTuple):
     """What a gate answers.
 
     Args:
@@ -200,7 +200,7 @@ def _gathered(x_NK: Tensor, comm: Comm) -> Tensor:
     return out
 
 
-def balance_sums(routed: Routed, tokens: Tokens, peers: Sequence[Comm]) -> Tensor:
+def balance_sums(routed: RoutingResult, tokens: Tokens, peers: Sequence[Comm]) -> Tensor:
     """The loss of unequal loads, summed over this rank's tokens; 1 for a sequence of equal ones.
 
     The shares of choices are of whole sequences, and only the mean score has a gradient: so the

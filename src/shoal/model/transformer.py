@@ -34,10 +34,10 @@ from shoal.model.routing import StepRouting, Tokens
 if TYPE_CHECKING:
     from shoal.model.protocols import Gate
 
-__all__ = ["Block", "Transformer"]
+__all__ = ["Transformer", "TransformerBlock"]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each on the normalised stream and added to it.
 
     In the family parallel both read the same: y = x + attention(norm(x)) + mlp(norm(x)).
@@ -147,7 +147,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(config, layer) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden, config.rms_norm_eps)
         self.output: nn.Module | None = (
             None if config.tied else nn.Linear(config.hidden, config.vocab_size, bias=False)

@@ -1,6 +1,6 @@
 """parallel: executing layouts over ranks, with every byte counted.
 
-The door: the tables of the sharding and of the context-parallel parts, and of those that say how
+The tables of the sharding and of the context-parallel parts, and of those that say how
 often data-parallel workers agree. ``comm`` has the
 collectives, ``engine`` a training step on one rank, ``check`` the proof that it equals one
 process.
@@ -13,11 +13,11 @@ __all__ = ["CONTEXTS", "SHARDS", "SYNCS"]
 SHARDS = PartTable(
     "shard",
     {
-        "replicated": "shoal.parallel.shard.replicated:Replicated",
+        "replicated": "shoal.parallel.shard.replicated:ReplicatedShard",
         "zero1": "shoal.parallel.shard.zero1:Zero1",
         "zero2": "shoal.parallel.shard.fsdp:Zero2",
         "zero3": "shoal.parallel.shard.fsdp:Zero3",
-        "hybrid": "shoal.parallel.shard.hybrid:Hybrid",
+        "hybrid": "shoal.parallel.shard.hybrid:HybridShard",
         "topo3": "shoal.parallel.shard.topo3:Topo3",
     },
     about=(
@@ -30,7 +30,7 @@ CONTEXTS = PartTable(
     "context",
     {
         "zigzag": "shoal.parallel.context.zigzag:Zigzag",
-        "ring": "shoal.parallel.context.ring:Ring",
+        "ring": "shoal.parallel.context.ring:RingAttention",
         "rsa": "shoal.parallel.context.rsa:RSA",
         "tokenring": "shoal.parallel.context.tokenring:TokenRing",
         "ulysses": "shoal.parallel.context.ulysses:Ulysses",
@@ -57,5 +57,5 @@ SYNCS = PartTable(
         "How often data-parallel workers agree: in every step, or once a round of steps. "
         "Chosen by the key `sync` of a job."
     ),
-    protocol="shoal.parallel.protocols:Sync",
+    protocol="shoal.parallel.protocols:SyncPart",
 )

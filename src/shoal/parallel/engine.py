@@ -42,22 +42,22 @@ from shoal.parallel.expert.resharding import Resharding
 from shoal.parallel.hdp.offload import host_share
 from shoal.parallel.hdp.runtime import HybridRuntime
 from shoal.parallel.pipeline.part import SplitPart, WholePart
-from shoal.parallel.pipeline.runtime import Boundary, Runtime, span_of
+from shoal.parallel.pipeline.runtime import Runtime, StageBoundary, span_of
 from shoal.parallel.pipeline.stages import HintedStage, WholeStage
-from shoal.parallel.protocols import Held, MicroBatch, Updater
+from shoal.parallel.protocols import LocalParameter, MicroBatch, Updater
 from shoal.parallel.shard.folded import folded
-from shoal.parallel.tensor.rows import Rows, Weights
+from shoal.parallel.tensor.rows import ReplicaSequences, WeightSource
 from shoal.parallel.tensor.slices import is_expert
 
 if TYPE_CHECKING:
     from shoal.core.parts import Choice
     from shoal.ir import Machine, TrainJob
-    from shoal.memory.protocols import Offloaded
+    from shoal.memory.protocols import TieredModel
     from shoal.memory.streaming.tiling import Tile
     from shoal.model.transformer import Transformer
-    from shoal.parallel.protocols import Comm, Ranks, Sharded
+    from shoal.parallel.protocols import Comm, Ranks, ShardedModel
 
-__all__ = ["Engine"]
+__all__ = ["ParallelEngine"]
 
 
 class NoUpdate:
@@ -74,7 +74,7 @@ class NoUpdate:
         """Nothing."""
 
 
-class Engine:
+class ParallelEngine:
     """A model in training on one rank.
 
     Args:
@@ -106,7 +106,7 @@ class Engine:
         self,
         job: TrainJob,
         schedule: Schedule,
-        weights: Weights,
+        weights: WeightSource,
         world: Comm,
         *,
         device: torch.device | str = "cpu",
@@ -128,7 +128,7 @@ class Engine:
         self.split = parallel.tp * parallel.cp * parallel.pp > 1 or parallel.folded
         self.split = self.split or job.batching is not None
         self.reads: tuple[int, int] | None = (self.replica, self.replicas)
-        self.prepare: Callable[[Rows], Rows] = lambda rows: rows
+        self.prepare: Callable[[ReplicaSequences], ReplicaSequences] = lambda rows: rows
         self.context = table("context").build(parallel.context) if parallel.cp > 1 else None
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
         sequences = job.global_batch // self.workers
@@ -199,7 +199,7 @@ class Engine:
             schedule,
             stages,
             self.ranks.pp,
-            Boundary(
+            StageBoundary(
                 self.config.hidden,
                 compute,
                 self.device,
@@ -217,7 +217,9 @@ class Engine:
         if job.batching is not None:
             self._assign_sequences(job.batching, stages[0], cost)
 
-    def _sharded(self, weights: Weights, place: Path | None, machine: Machine | None) -> Sharded:
+    def _sharded(
+        self, weights: WeightSource, place: Path | None, machine: Machine | None
+    ) -> ShardedModel:
         """The part that sums gradients over replicas, around the local model."""
         job, ranks = self.job, self.ranks
         shard = table("shard").build(job.shard)
@@ -227,9 +229,9 @@ class Engine:
         self.gathers = job.offload is not None or bool(shard.divides & {"gradients", "weights"})
         self.together = self.gathers or job.parallel.folded
         self._lent = self._parameters
-        found: Sharded
+        found: ShardedModel
         if job.offload is not None:
-            offloaded: Offloaded = (
+            offloaded: TieredModel = (
                 table("offload")
                 .build(job.offload)
                 .apply(
@@ -328,7 +330,7 @@ class Engine:
         found: np.ndarray = shares[self.ranks.cp.rank]
         return torch.from_numpy(found).to(self.device)
 
-    def microbatches(self, rows: Rows, size: int) -> list[MicroBatch]:
+    def microbatches(self, rows: ReplicaSequences, size: int) -> list[MicroBatch]:
         """Micro-batches of ``size`` sequences, the last one smaller if they do not fill it."""
         positions = self.positions(rows.inputs.shape[1])
         whole = self.context is None
@@ -351,7 +353,9 @@ class Engine:
             )
         return found
 
-    def backward(self, rows: Rows, size: int, count: float, *, record: bool = False) -> Tensor:
+    def backward(
+        self, rows: ReplicaSequences, size: int, count: float, *, record: bool = False
+    ) -> Tensor:
         """Forward and backward passes of one step.
 
         Args:
@@ -365,7 +369,7 @@ class Engine:
         """
         return self._compute(rows, size, count, record)
 
-    def _by_schedule(self, rows: Rows, size: int, count: float, record: bool) -> Tensor:
+    def _by_schedule(self, rows: ReplicaSequences, size: int, count: float, record: bool) -> Tensor:
         batches = self.microbatches(rows, size)
         self.part.begin(batches, count)
         if self.schedule.cells:
@@ -423,12 +427,12 @@ class Engine:
         """Parameters that no gradient reaches: a hook changes them."""
         return {name: kept for hook in self.hooks for name, kept in hook.kept.items()}
 
-    def held(self) -> dict[str, list[Held]]:
+    def held(self) -> dict[str, list[LocalParameter]]:
         """Parameter name -> boxes of the whole parameter that this rank holds."""
-        found: dict[str, list[Held]] = {}
+        found: dict[str, list[LocalParameter]] = {}
         parts = self.sharded.held()
         for name, kept in self._kept().items():
-            parts[name] = Held(kept.detach(), (0,) * kept.dim(), tuple(kept.shape))
+            parts[name] = LocalParameter(kept.detach(), (0,) * kept.dim(), tuple(kept.shape))
         for name, part in parts.items():
             found.setdefault(self.saved_as(name), []).extend(self.part.boxes(name, part))
         return found
@@ -437,7 +441,7 @@ class Engine:
         """The parameter as a part of which this one is saved: itself, if it is no tile."""
         return self._tiles[name].whole if name in self._tiles else name
 
-    def boxes(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Held]]:
+    def boxes(self, tensors: Mapping[str, Tensor]) -> dict[str, list[LocalParameter]]:
         """The same of tensors that are split as the parameters: gradients, optimizer state."""
         held = self.sharded.held()
         return {n: self.part.boxes(n, held[n]._replace(tensor=t)) for n, t in tensors.items()}
@@ -459,7 +463,7 @@ class Engine:
         if missing:  # what follows a token never changes it
             inputs = torch.nn.functional.pad(inputs, (0, missing))
             targets = torch.nn.functional.pad(targets, (0, missing), value=-100)
-        rows = Rows(inputs, targets, None, 0, 0)
+        rows = ReplicaSequences(inputs, targets, None, 0, 0)
         batches = self.microbatches(rows, len(inputs))
         with self.around("score", inputs, targets, *_copied(batches)):
             loss = self.runtime.forward(batches)

@@ -2,7 +2,7 @@
 
 A rank's communicators by axis are its :class:`Ranks`. All of them are made at start by all ranks
 in the same order. A sharding part's ``apply`` wraps a model and returns a
-:class:`~shoal.ir.comm.Sharded`, which the loop drives.
+:class:`~shoal.ir.comm.ShardedModel`, which the loop drives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 
 from shoal.ir import Estimate, Machine, Work
-from shoal.ir.comm import Comm, Held, Pending, Sharded, Updater
+from shoal.ir.comm import Comm, LocalParameter, Pending, ShardedModel, Updater
 from shoal.ir.hooks import StepHook
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ __all__ = [
     "Comm",
     "ContextPart",
     "ExpertRanks",
-    "Held",
+    "LocalParameter",
     "MicroBatch",
     "Nodes",
     "Pending",
     "Ranks",
     "Shard",
-    "Sharded",
-    "Sync",
+    "ShardedModel",
+    "SyncPart",
     "Updater",
 ]
 
@@ -192,7 +192,7 @@ class Shard(Protocol):
         """Bytes a rank sends in one step, and the seconds they take."""
         ...
 
-    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> ShardedModel:
         """Wrap ``model``; ``whole_matrices`` says that the optimizer needs them unsplit.
 
         Raises:
@@ -201,7 +201,7 @@ class Shard(Protocol):
         ...
 
 
-class Sync(Protocol):
+class SyncPart(Protocol):
     """A part of kind ``sync``."""
 
     def workers(self, dp: int) -> int | None:

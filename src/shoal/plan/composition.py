@@ -16,10 +16,17 @@ from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
 from shoal.ir import Parallel, TrainJob
 
-__all__ = ["Rule", "check_composition", "clash", "part_traits", "split_traits", "work_traits"]
+__all__ = [
+    "CompositionRule",
+    "check_composition",
+    "clash",
+    "part_traits",
+    "split_traits",
+    "work_traits",
+]
 
 
-class Rule(NamedTuple):
+class CompositionRule(NamedTuple):
     """Two traits that exclude each other.
 
     Args:
@@ -33,11 +40,11 @@ class Rule(NamedTuple):
     why: str
 
 
-def _rules(one: str, why: str, *others: str) -> tuple[Rule, ...]:
-    return tuple(Rule(one, other, why) for other in others)
+def _rules(one: str, why: str, *others: str) -> tuple[CompositionRule, ...]:
+    return tuple(CompositionRule(one, other, why) for other in others)
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[CompositionRule, ...] = (
     *_rules(
         "splits_backward",
         "which writes the gradients of weights in passes of their own",
@@ -174,7 +181,7 @@ def work_traits(job: TrainJob) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def clash(some: frozenset[str], others: frozenset[str]) -> Rule | None:
+def clash(some: frozenset[str], others: frozenset[str]) -> CompositionRule | None:
     """The first rule by which something of ``some`` and something of ``others`` exclude each other.
 
     What one of them excludes of itself is not asked for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.parts import table
 from shoal.cost.arithmetic import flops_per_token, parameters
-from shoal.cost.price.rates import Rates
+from shoal.cost.price.rates import RankRates
 from shoal.cost.shapes import resolve
 from shoal.ir import Interval, Machine, ModelShape, Parallel
 from shoal.ir.drafting import DrafterJob, DrafterPlan, DrafterWork
@@ -65,7 +65,7 @@ def plan_drafter(job: DrafterJob, machine: Machine) -> DrafterPlan:
 
 def features_s(job: DrafterJob, shape: ModelShape, machine: Machine) -> float:
     """Seconds until the target has read the text, or has written it, token by token."""
-    rates = Rates(machine, Parallel(), job.threads).matmul_curve(job.precision)
+    rates = RankRates(machine, Parallel(), job.threads).matmul_curve(job.precision)
     forward = flops_per_token(shape, job.seq_len, training=False)
     width = 2.0 if job.precision == "bf16" else 4.0
     stream = width * parameters(shape) / (machine.device.main_memory.read_bandwidth or 1e10)

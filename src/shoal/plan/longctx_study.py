@@ -16,14 +16,14 @@ from shoal.core.tables import Table
 from shoal.cost import shapes
 from shoal.cost.longctx.peak import Convention, LongContext, LongModel, Peaks, lengths
 from shoal.cost.longctx.picture import picture
-from shoal.cost.longctx.reductions import Chosen, choose, reaching, reduced
+from shoal.cost.longctx.reductions import ReductionChoice, choose, reaching, reduced
 from shoal.cost.longctx.sessions import (
     Sessions,
     host_link_of,
     session_throughput,
     simulate_sessions,
 )
-from shoal.ir import Explanation, Limits, Machine, ModelShape, Progress
+from shoal.ir import Explanation, Machine, ModelShape, Progress, SchedulerLimits
 from shoal.machine.described import load
 
 __all__ = ["LongctxStudy"]
@@ -141,7 +141,7 @@ class LongctxStudy:
         self,
         setting: LongContext,
         shape: ModelShape,
-        chosen: Sequence[Chosen],
+        chosen: Sequence[ReductionChoice],
         lengths: Sequence[int],
     ) -> dict[str, Any]:
         """What it costs on one device, as JSON has it."""
@@ -187,7 +187,7 @@ class LongctxStudy:
         if sessions.users * sessions.longest > _MOST_SIMULATED or held < sessions.longest:
             return {"closed_form": closed, "simulated": None}
         kv = table("kv").build({"name": "paged", "block_size": _BLOCK}).build(held)
-        limits = Limits(
+        limits = SchedulerLimits(
             max_running=sessions.users, max_step_tokens=8192, max_position=sessions.longest + 1
         )
         room = sessions.users * (sessions.longest // _BLOCK + 1) * _BLOCK

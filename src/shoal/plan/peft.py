@@ -22,7 +22,7 @@ from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, TrainJob, Work
 
-__all__ = ["Advice", "advise"]
+__all__ = ["PeftOption", "advise"]
 
 # Methods whose adapters are served beside others in one batch.
 _TOGETHER = ("lora", "rslora", "lora_fa", "dylora", "adalora", "vera")
@@ -39,7 +39,7 @@ _PER_PARAMETER = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
+class PeftOption:
     """A method and what it would take.
 
     Args:
@@ -75,7 +75,7 @@ def advise(
     tenants: int = 1,
     share: float | None = None,
     methods: Sequence[Choice] | None = None,
-) -> list[Advice]:
+) -> list[PeftOption]:
     """All methods for a job, best first.
 
     Args:
@@ -96,7 +96,7 @@ def advise(
     budget = budget_bytes or machine.device.main_memory.capacity_bytes
     every = float(parameters(shape))
     pricer = Pricer(machine)
-    found: list[Advice] = []
+    found: list[PeftOption] = []
     for method in methods or [Choice(name=name) for name in table("peft")]:
         name = method.name
         part: Any = table("peft").build(method)
@@ -115,7 +115,7 @@ def advise(
         if tenants > 1 and name not in _TOGETHER:
             reasons.append(f"{tenants} of them are not served on one base")
         found.append(
-            Advice(
+            PeftOption(
                 method=method,
                 trained=trained,
                 share=trained / every,

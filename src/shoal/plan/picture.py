@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal.core.bars import Bars
+from shoal.core.bars import StackedBars
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.pipeline.picture import MOST_BOXES, Picture
@@ -18,7 +18,7 @@ from shoal.plan.table import COLUMNS, explain, spell
 
 if TYPE_CHECKING:
     from shoal.core.web.site import Drawing
-    from shoal.plan.whatif import Answer
+    from shoal.plan.what_if import WhatIfResult
 
 __all__ = ["content", "page", "pictures", "timeline"]
 
@@ -67,8 +67,8 @@ def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
         memory[name] = {k: float(b) for k, b in plan.estimate.memory_bytes.items() if b > 0}
     best = plans[0]
     found: list[Drawing] = [
-        Bars("where a step's time goes", _short(times), _seconds),
-        Bars(
+        StackedBars("where a step's time goes", _short(times), _seconds),
+        StackedBars(
             "memory of a rank",
             _short(memory),
             lambda size: f"{size / 1e9:.1f} GB",
@@ -85,7 +85,7 @@ def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
     return found
 
 
-def content(plans: Sequence[TrainPlan], answers: Sequence[Answer] = ()) -> dict[str, object]:
+def content(plans: Sequence[TrainPlan], answers: Sequence[WhatIfResult] = ()) -> dict[str, object]:
     """What ``plans_body.html`` shows."""
     columns = [column for column in COLUMNS if column != "why"]
     return {
@@ -98,13 +98,13 @@ def content(plans: Sequence[TrainPlan], answers: Sequence[Answer] = ()) -> dict[
     }
 
 
-def page(plans: Sequence[TrainPlan], answers: Sequence[Answer] = (), *, title: str) -> str:
+def page(plans: Sequence[TrainPlan], answers: Sequence[WhatIfResult] = (), *, title: str) -> str:
     """Plans as one HTML page without links to other files."""
     from markupsafe import Markup
 
-    from shoal.core.web import Site
+    from shoal.core.web import WebSite
 
-    site = Site("shoal.plan")
+    site = WebSite("shoal.plan")
 
     def asset(name: str) -> Markup:
         # Files of this package, which stand in the page as they are.

@@ -19,10 +19,10 @@ from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, TrainJob, Work
 
-__all__ = ["Way", "Ways", "rounds_picture", "ways"]
+__all__ = ["SyncOption", "SyncOptions", "rounds_picture", "ways"]
 
 
-class Way(NamedTuple):
+class SyncOption(NamedTuple):
     """One way to agree, and what it takes.
 
     Args:
@@ -42,21 +42,21 @@ class Way(NamedTuple):
     sent_bytes: float
 
 
-class Ways(NamedTuple):
+class SyncOptions(NamedTuple):
     """All ways, and what they share.
 
     Args:
         alone_s: s that a worker computes in a step.
         average_s: s that an average of all parameters travels.
-        found: the ways, fewest waits first.
+        options: the ways, fewest waits first.
     """
 
     alone_s: float
     average_s: float
-    found: tuple[Way, ...]
+    options: tuple[SyncOption, ...]
 
 
-def ways(job: TrainJob, machine: Machine, *, tau: int | None = None) -> Ways:
+def ways(job: TrainJob, machine: Machine, *, tau: int | None = None) -> SyncOptions:
     """Price a job with every part of kind ``sync``.
 
     Args:
@@ -92,7 +92,7 @@ def ways(job: TrainJob, machine: Machine, *, tau: int | None = None) -> Ways:
         part = parts.build(choice)
         estimate = pricer.estimate(work(choice))
         found.append(
-            Way(
+            SyncOption(
                 name,
                 1 if plain else steps,
                 bool(getattr(part, "delayed", False)),
@@ -101,7 +101,7 @@ def ways(job: TrainJob, machine: Machine, *, tau: int | None = None) -> Ways:
                 sum(estimate.wire_bytes.values()),
             )
         )
-    return Ways(alone_s, average_s, tuple(sorted(found, key=lambda way: way.waits_s)))
+    return SyncOptions(alone_s, average_s, tuple(sorted(found, key=lambda way: way.waits_s)))
 
 
 class _Box(NamedTuple):
@@ -114,7 +114,7 @@ class _Box(NamedTuple):
 _WIDE, _TALL, _GAP, _LEFT, _TOP = 720, 16, 26, 96, 40
 
 
-def rounds_picture(priced: Ways) -> str:
+def rounds_picture(priced: SyncOptions) -> str:
     """An SVG: for each way two lanes with one time axis, what is computed and what travels.
 
     It is as long as a round of the way that takes longest, and a step of rounds has their colour,
@@ -123,10 +123,10 @@ def rounds_picture(priced: Ways) -> str:
     Args:
         priced: all ways.
     """
-    tau = max(way.tau for way in priced.found)
-    until = max(way.step_s for way in priced.found) * tau
+    tau = max(way.tau for way in priced.options)
+    until = max(way.step_s for way in priced.options) * tau
     each = 2 * _TALL + _GAP
-    height = _TOP + each * len(priced.found) + 16
+    height = _TOP + each * len(priced.options) + 16
     scale = _WIDE / until
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDE + 110} {height}" '
@@ -137,7 +137,7 @@ def rounds_picture(priced: Ways) -> str:
         f'<text x="{_LEFT}" y="16">{until:.3g} s: a worker computes (above), '
         "averages travel (below); dashes: it waits</text>",
     ]
-    for place, way in enumerate(priced.found):
+    for place, way in enumerate(priced.options):
         top = _TOP + place * each
         out.append(f'<text x="4" y="{top + _TALL}">{escape(way.name)}</text>')
         done = 0
@@ -156,7 +156,7 @@ def rounds_picture(priced: Ways) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
-def _timeline(way: Way, priced: Ways, until: float) -> Iterator[_Box]:
+def _timeline(way: SyncOption, priced: SyncOptions, until: float) -> Iterator[_Box]:
     """What happens when, in order; a box with a number below 0 is waiting."""
     now = free = 0.0
     came = [0.0]
@@ -183,6 +183,6 @@ def _timeline(way: Way, priced: Ways, until: float) -> Iterator[_Box]:
         number += 1
 
 
-def _words(priced: Ways, until: float) -> str:
-    told: Sequence[str] = [f"{way.name} {until / way.step_s:.0f} steps" for way in priced.found]
+def _words(priced: SyncOptions, until: float) -> str:
+    told: Sequence[str] = [f"{way.name} {until / way.step_s:.0f} steps" for way in priced.options]
     return f"{until:.3g} s of training: {', '.join(told)}"

@@ -72,7 +72,7 @@ class SyncStudy:
                     f"{100 * way.waits_s / way.step_s:.0f} %",
                     human_bytes(int(way.sent_bytes)),
                 )
-                for way in found.found
+                for way in found.options
             ),
             right=" rrrr",
         )
@@ -81,7 +81,7 @@ class SyncStudy:
             data={
                 "alone_s": found.alone_s,
                 "average_s": found.average_s,
-                "ways": [way._asdict() for way in found.found],
+                "ways": [way._asdict() for way in found.options],
             },
             picture=rounds_picture(found),
         )

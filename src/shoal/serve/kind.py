@@ -10,7 +10,7 @@ from shoal.core.errors import StoreError
 from shoal.core.parts import part
 from shoal.ir import Flag, Interval, Machine, Quantity, ServeJob, ServePlan, ServeReport, Watch
 
-__all__ = ["Serve"]
+__all__ = ["ServeKind"]
 
 _LATENCIES = (
     ("ttft", "time to first token"),
@@ -22,7 +22,7 @@ _AMONG = (("mean", ""), ("p50", "median"), ("p95", "95 % within"), ("p99", "99 %
 
 
 @part
-class Serve:
+class ServeKind:
     """Answer the requests of a workload with a decoder-only language model."""
 
     summary: ClassVar = "answer a workload of requests"

@@ -1,6 +1,6 @@
 """train: the training job.
 
-The door: the tables of its parts, and that of the probes, of which one trains. ``run.train``
+The tables of its parts, and that of the probes, of which one trains. ``run.train``
 starts a run, ``worker`` is one rank, ``loop`` is the step.
 """
 
@@ -52,12 +52,12 @@ PROBES = PartTable(
         "memory_bandwidth": "shoal.machine.probes.memory_bandwidth:MemoryBandwidth",
         "matmul": "shoal.machine.probes.matmul:Matmul",
         "framework": "shoal.machine.probes.framework:Framework",
-        "collective": "shoal.parallel.comm.measure:Collective",
-        "steps": "shoal.train.rehearse:Steps",
-        "kernels": "shoal.kernel.rehearse:Kernels",
-        "gpu": "shoal.machine.probes.gpu:Gpu",
+        "collective": "shoal.parallel.comm.measure:CollectiveProbe",
+        "steps": "shoal.train.rehearse:StepsProbe",
+        "kernels": "shoal.kernel.rehearse:KernelsProbe",
+        "gpu": "shoal.machine.probes.gpu:GpuProbe",
         "loopback": "shoal.machine.probes.loopback:Loopback",
-        "system": "shoal.machine.probes.system:System",
+        "system": "shoal.machine.probes.system:SystemProbe",
         "gemm": "shoal.machine.probes.gemm:Gemm",
     },
     about="One microbenchmark of this machine. `shoal probe` runs all of them.",

@@ -14,13 +14,13 @@ from shoal.core.parts import table
 from shoal.corpora.order import batch
 from shoal.model.loss import IGNORE
 from shoal.parallel.pipeline.actor import prefetch
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.train import masking
 
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import TrainJob
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
 
 __all__ = ["BatchSource"]
 
@@ -37,7 +37,7 @@ class BatchSource:
         ConfigError: the job's ``learn_after`` is no single token.
     """
 
-    def __init__(self, job: TrainJob, tokens: TokenSet, engine: Engine) -> None:
+    def __init__(self, job: TrainJob, tokens: TokenSet, engine: ParallelEngine) -> None:
         self._job, self._tokens, self._engine = job, tokens, engine
         self._packing = table("packing").build(job.packing)
         self._mark = None if job.learn_after is None else masking.mark_of(job.learn_after, tokens)
@@ -45,7 +45,7 @@ class BatchSource:
         self.get = self._ahead.get
         self.close = self._ahead.close
 
-    def read(self, step: int) -> Rows:
+    def read(self, step: int) -> ReplicaSequences:
         """The rows that this rank is given: of its replica, or all."""
         job, engine = self._job, self._engine
         replica, replicas = engine.reads or (0, 1)
@@ -79,18 +79,22 @@ class BatchSource:
             )
             count = inputs.numel() if given is None else int((~given[:, :-1]).sum())
             documents = None if documents is None else documents[:, :-1]
-            return Rows(
+            return ReplicaSequences(
                 hidden.inputs, hidden.targets, documents, first, step, hidden.weights, count
             )
         if given is not None:
             targets = targets.masked_fill(given[:, 1:], IGNORE)
-            return Rows(inputs, targets, None, first, step, counted=int((targets != IGNORE).sum()))
+            return ReplicaSequences(
+                inputs, targets, None, first, step, counted=int((targets != IGNORE).sum())
+            )
         if documents is None:
-            return Rows(inputs, targets, None, first, step)
+            return ReplicaSequences(inputs, targets, None, first, step)
         crossing = documents[:, 1:] != documents[:, :-1]
-        return Rows(inputs, targets.masked_fill(crossing, IGNORE), documents[:, :-1], first, step)
+        return ReplicaSequences(
+            inputs, targets.masked_fill(crossing, IGNORE), documents[:, :-1], first, step
+        )
 
-    def count(self, rows: Rows) -> float:
+    def count(self, rows: ReplicaSequences) -> float:
         """Counted tokens of all ranks that update together; they all call it."""
         job, engine = self._job, self._engine
         if rows.documents is None and rows.counted is None:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.corpora import heldout
-from shoal.train.hooks import Run, RunHook
+from shoal.train.hooks import RankRun, RunHook
 from shoal.train.masking import masked
-from shoal.train.watch.watched import phase
+from shoal.train.watch.watched_comm import phase
 
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSet
-    from shoal.train.loop import StepResult, Trainer
+    from shoal.train.loop import RankTrainer, TrainStepResult
 
-__all__ = ["Evaluating", "bits_per_byte", "sample"]
+__all__ = ["EvaluationHook", "bits_per_byte", "sample"]
 
 # Enough rows a pass that per-operator overhead is small, few enough that logits fit.
 _BATCH_TOKENS = 8192
 
 
-class Evaluating(RunHook):
+class EvaluationHook(RunHook):
     """Scores held-out text every so many steps, where ranks agree, and at the end."""
 
     kind = "evaluate"
@@ -30,7 +30,7 @@ class Evaluating(RunHook):
     def __init__(self) -> None:
         self._late = False
 
-    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+    def step_done(self, run: RankRun, number: int, result: TrainStepResult) -> None:
         """Score some of it, where that is due."""
         done, every = number + 1, run.plan.job.evaluation.every
         self._late = self._late or (every > 0 and done % every == 0)
@@ -38,12 +38,12 @@ class Evaluating(RunHook):
             self._late = False
             self._evaluate(run, done, run.plan.job.evaluation.tokens)
 
-    def completed(self, run: Run) -> None:
+    def completed(self, run: RankRun) -> None:
         """Score all of it."""
         if run.plan.job.evaluation.final:
             self._evaluate(run, run.total, None)
 
-    def _evaluate(self, run: Run, step: int, max_tokens: int | None) -> None:
+    def _evaluate(self, run: RankRun, step: int, max_tokens: int | None) -> None:
         length, begin, text = run.plan.job.evaluation.sample_tokens, time.perf_counter(), ""
         with phase(run.comm, "evaluate"):
             found = bits_per_byte(run.trainer, run.tokens, max_tokens=max_tokens)
@@ -58,7 +58,7 @@ class Evaluating(RunHook):
 
 @torch.no_grad()
 def bits_per_byte(
-    trainer: Trainer, tokens: TokenSet, *, max_tokens: int | None
+    trainer: RankTrainer, tokens: TokenSet, *, max_tokens: int | None
 ) -> dict[str, float]:
     """Score held-out documents, each with a context of its own; ranks share the batches.
 
@@ -128,7 +128,7 @@ def bits_per_byte(
     }
 
 
-def sample(trainer: Trainer, tokens: TokenSet, length: int) -> str:
+def sample(trainer: RankTrainer, tokens: TokenSet, length: int) -> str:
     """A continuation of the first held-out document's opening, the same in every run.
 
     Empty where no rank has the whole model, or where the model does not continue texts.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.train.hooks import Run, RunHook
+from shoal.train.hooks import RankRun, RunHook
 from shoal.train.mfu import step_flops
 
 if TYPE_CHECKING:
-    from shoal.train.loop import StepResult
+    from shoal.train.loop import TrainStepResult
 
-__all__ = ["StepEvents"]
+__all__ = ["EventsHook"]
 
 
-class StepEvents(RunHook):
+class EventsHook(RunHook):
     """Writes what a step was and what hooks report of it, on the first rank."""
 
     kind = "events"
@@ -21,16 +21,16 @@ class StepEvents(RunHook):
     def __init__(self) -> None:
         self._sent = 0.0
 
-    def begin(self, run: Run, first: int) -> None:
+    def begin(self, run: RankRun, first: int) -> None:
         """Operations of a step are those of the plan."""
         self._flops = step_flops(run.plan)
 
-    def step_begins(self, run: Run, number: int) -> bool:
+    def step_begins(self, run: RankRun, number: int) -> bool:
         """Bytes are counted from here."""
         self._sent = _sent(run)
         return False
 
-    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+    def step_done(self, run: RankRun, number: int, result: TrainStepResult) -> None:
         """An event of the step, every so many steps, and those of hooks, at once."""
         if not run.chief:
             return
@@ -54,7 +54,7 @@ class StepEvents(RunHook):
             run.event(kind, step=number, **fields)
 
 
-def _sent(run: Run) -> float:
+def _sent(run: RankRun) -> float:
     """Bytes that this rank has sent so far."""
     totals = run.meter.totals()
     return sum(value for key, value in totals.items() if key.startswith("wire_bytes"))

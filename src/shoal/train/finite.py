@@ -6,28 +6,28 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.finite import Finite, of_tensors
+from shoal.checkpoint.finite import FiniteCheck, of_tensors
 from shoal.checkpoint.peers import CommPeers
 from shoal.core.errors import NonFiniteError
 from shoal.ir.hooks import StepHook, TrainStep
 from shoal.kernel.tensors import local
-from shoal.memory.protocols import UpdatesEarly
+from shoal.memory.protocols import EarlyUpdater
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.checkpoint.pieces import Piece
     from shoal.ir.comm import Comm
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
     from shoal.train.protocols import Updater
 
-__all__ = ["FiniteStep", "bad_gradients", "bad_loss", "non_finite"]
+__all__ = ["FiniteHook", "bad_gradients", "bad_loss", "non_finite"]
 
 # Tensors, and groups of ranks, named in a message.
 _NAMED = 3
 
 
-class FiniteStep(StepHook):
+class FiniteHook(StepHook):
     """Ends a run before an update by a loss or a gradient that is not finite.
 
     Args:
@@ -38,7 +38,7 @@ class FiniteStep(StepHook):
 
     kind = "finite"
 
-    def __init__(self, engine: Engine, updater: Updater, lr: float) -> None:
+    def __init__(self, engine: ParallelEngine, updater: Updater, lr: float) -> None:
         self._engine, self._updater, self._lr = engine, updater, lr
 
     def before_update(self, step: TrainStep) -> None:
@@ -82,7 +82,7 @@ def non_finite(pieces: Mapping[str, Sequence[Piece]]) -> str:
     )
 
 
-def bad_gradients(engine: Engine, comm: Comm) -> str:
+def bad_gradients(engine: ParallelEngine, comm: Comm) -> str:
     """Which ranks hold gradients that are not finite, and of which parameters; all ranks call it.
 
     A gradient that ranks have summed is not finite on every rank that holds the sum.
@@ -98,7 +98,9 @@ def bad_gradients(engine: Engine, comm: Comm) -> str:
     return _of_ranks(comm, _described(found, "gradients"))
 
 
-def bad_loss(engine: Engine, updater: Updater, comm: Comm, own: Tensor | None = None) -> str:
+def bad_loss(
+    engine: ParallelEngine, updater: Updater, comm: Comm, own: Tensor | None = None
+) -> str:
     """Why a loss is not finite: weights that are not, or else whose rows; all ranks call it.
 
     Args:
@@ -112,7 +114,7 @@ def bad_loss(engine: Engine, updater: Updater, comm: Comm, own: Tensor | None = 
             where nothing is known.
     """
     told = ""
-    if not isinstance(updater, UpdatesEarly):  # what this loss has made of weights is no reason
+    if not isinstance(updater, EarlyUpdater):  # what this loss has made of weights is no reason
         held = [(name, box.tensor) for name, boxes in engine.held().items() for box in boxes]
         told = _described(of_tensors(held), "weights")
     if found := _of_ranks(comm, told):
@@ -121,7 +123,7 @@ def bad_loss(engine: Engine, updater: Updater, comm: Comm, own: Tensor | None = 
     return _of_ranks(comm, rows)
 
 
-def _gradients(engine: Engine) -> list[tuple[str, Tensor]]:
+def _gradients(engine: ParallelEngine) -> list[tuple[str, Tensor]]:
     """By the names of whole parameters; where they are gone already, sums of their squares."""
     squares = getattr(engine.sharded, "squares", None)
     if squares is not None:
@@ -130,16 +132,16 @@ def _gradients(engine: Engine) -> list[tuple[str, Tensor]]:
     return [(name, local(p.grad)) for name, p in own.items() if p.grad is not None]
 
 
-def _described(found: Finite, what: str) -> str:
+def _described(found: FiniteCheck, what: str) -> str:
     if not found.bad:
         return ""
     return f"{len(found.bad)} of {found.total} {what} ({_first(found.bad)})"
 
 
-def _of_ranks(comm: Comm, told: str) -> str:
+def _of_ranks(comm: Comm, reports: str) -> str:
     """What each rank has told, ranks that told the same together; empty if none told anything."""
     groups: dict[str, list[int]] = {}
-    for rank, one in zip(comm.ranks, CommPeers(comm).gather(told.encode()), strict=True):
+    for rank, one in zip(comm.ranks, CommPeers(comm).gather(reports.encode()), strict=True):
         if one:
             groups.setdefault(one.decode(), []).append(rank)
     lines = [

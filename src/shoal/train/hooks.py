@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from shoal.ir import TrainPlan
     from shoal.parallel.comm.collectives import TorchComm
     from shoal.train.layout import RunDir
-    from shoal.train.loop import StepResult, Trainer
-    from shoal.train.saving import Saves
+    from shoal.train.loop import RankTrainer, TrainStepResult
+    from shoal.train.saving import RunSaver
 
-__all__ = ["RUN_ORDER", "Run", "RunHook"]
+__all__ = ["RUN_ORDER", "RankRun", "RunHook"]
 
 RUN_ORDER = (
     # Reads what the runtime kept of the step, which evaluation and another plan overwrite.
@@ -44,22 +44,22 @@ RUN_ORDER = (
 class RunHook(Hook):
     """Does something at moments of a run; all ranks have the same hooks."""
 
-    def begin(self, run: Run, first: int) -> None:
+    def begin(self, run: RankRun, first: int) -> None:
         """The state is loaded, and ``first`` is the first step."""
 
-    def step_begins(self, run: Run, number: int) -> bool:
+    def step_begins(self, run: RankRun, number: int) -> bool:
         """A step is about to begin; true asks for the times of its passes."""
         return False
 
-    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+    def step_done(self, run: RankRun, number: int, result: TrainStepResult) -> None:
         """A step is over, on all ranks."""
 
-    def completed(self, run: Run) -> None:
+    def completed(self, run: RankRun) -> None:
         """The last step of the plan is done and saved."""
 
 
 @dataclass
-class Run:
+class RankRun:
     """Everything one rank holds while it trains."""
 
     directory: RunDir
@@ -67,8 +67,8 @@ class Run:
     meter: Meter
     comm: TorchComm
     tokens: TokenSet
-    trainer: Trainer
-    saves: Saves
+    trainer: RankTrainer
+    saves: RunSaver
     total: int
     peak_flops: float
     undo: contextlib.ExitStack
@@ -84,7 +84,7 @@ class Run:
         if self.chief:
             self.meter.event(kind, **fields)
 
-    def ends(self, number: int, result: StepResult) -> bool:
+    def ends(self, number: int, result: TrainStepResult) -> bool:
         """No step follows this one."""
         return result.stop or number + 1 == self.total
 
@@ -94,7 +94,7 @@ class Run:
         if isinstance(hook, StepHook):
             self.trainer.hooks.add(hook)
 
-    def go_on(self, trainer: Trainer) -> None:
+    def go_on(self, trainer: RankTrainer) -> None:
         """Make the following steps with another trainer."""
         self.trainer = trainer
         self.undo.enter_context(contextlib.closing(trainer))

@@ -13,11 +13,11 @@ from shoal.cost.training.memory import ARENAS, TIERS, tier_bytes
 from shoal.ir import Flag, Interval, Machine, Quantity, TrainJob, TrainPlan, TrainReport, Watch
 from shoal.plan.table import spell
 
-__all__ = ["Train"]
+__all__ = ["TrainKind"]
 
 
 @part
-class Train:
+class TrainKind:
     """Train a decoder-only language model from text, or fine-tune one."""
 
     summary: ClassVar = "train a language model, or fine-tune one"

@@ -22,37 +22,37 @@ from shoal.checkpoint.loading import LoadReport
 from shoal.checkpoint.pieces import Piece
 from shoal.core.parts import table
 from shoal.cost.training.sequences import SequenceCost
-from shoal.ir.hooks import StepHook, Stored, TrainStep
+from shoal.ir.hooks import StepHook, TensorSource, TrainStep
 from shoal.machine import host
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.train.batches import BatchSource
-from shoal.train.finite import FiniteStep
+from shoal.train.finite import FiniteHook
 from shoal.train.optimizers.torch_state import TorchUpdater
 from shoal.train.peft.hook import FineTuneHook
 from shoal.train.peft.job import FineTuned
 from shoal.train.state import fill, held_by, saved_names
 from shoal.train.watch.selfcheck import WatchHook
-from shoal.train.watch.watched import phase
+from shoal.train.watch.watched_comm import phase
 
 if TYPE_CHECKING:
     from shoal.core.hooks import Hooks
     from shoal.corpora.tokens import TokenSet
     from shoal.ir import Machine, TrainJob
     from shoal.parallel.comm.collectives import TorchComm
-    from shoal.parallel.tensor.rows import Weights
+    from shoal.parallel.tensor.rows import WeightSource
     from shoal.train.protocols import LrSchedule, Updater
 
-__all__ = ["StepMethod", "StepResult", "Trainer"]
+__all__ = ["RankTrainer", "StepMethod", "TrainStepResult"]
 
-StepMethod = Callable[[TrainStep, Rows], None]
+StepMethod = Callable[[TrainStep, ReplicaSequences], None]
 """Goes from a step's rows to its gradients; sets its ``loss``, ``norm`` and ``stop``."""
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one step did; :meth:`Trainer.events` has what hooks add.
+class TrainStepResult:
+    """What one step did; :meth:`RankTrainer.events` has what hooks add.
 
     Args:
         loss: mean loss over the counted tokens of the global batch, nats; of this rank's worker's
@@ -72,7 +72,7 @@ class StepResult:
     stop: bool
 
 
-class Trainer:
+class RankTrainer:
     """A model, its data and its optimizer, on one rank.
 
     Args:
@@ -97,7 +97,7 @@ class Trainer:
         self,
         job: TrainJob,
         total_steps: int,
-        weights: Weights,
+        weights: WeightSource,
         tokens: TokenSet,
         comm: TorchComm,
         *,
@@ -117,7 +117,7 @@ class Trainer:
         cost = None
         if machine is not None and job.batching is not None:
             cost = SequenceCost.on(shape, machine, job.parallel, precision=job.precision)
-        self.engine = Engine(
+        self.engine = ParallelEngine(
             job,
             schedule,
             tuned or weights,
@@ -133,11 +133,11 @@ class Trainer:
         self.method: StepMethod = self._gradients
         self.hooks: Hooks[StepHook] = self.engine.hooks
         self.hooks.add(WatchHook(comm, job.watch.check_every, str(self.device)))
-        self.hooks.add(FiniteStep(self.engine, self.updater, self.peak_lr))
+        self.hooks.add(FiniteHook(self.engine, self.updater, self.peak_lr))
         if tuned is not None:
             self.hooks.add(FineTuneHook(tuned, self))
 
-    def step(self, number: int, *, stop: bool = False, record: bool = False) -> StepResult:
+    def step(self, number: int, *, stop: bool = False, record: bool = False) -> TrainStepResult:
         """Do global step ``number``; ``stop`` asks all ranks to stop after it.
 
         With ``record`` the engine's runtime keeps the times of its passes.
@@ -167,9 +167,9 @@ class Trainer:
         tokens = self.job.global_batch * self.job.seq_len
         seconds = time.perf_counter() - begin
         lr = self.peak_lr * factor
-        return StepResult(step.loss, float(step.norm), lr, tokens, seconds, step.stop)
+        return TrainStepResult(step.loss, float(step.norm), lr, tokens, seconds, step.stop)
 
-    def _gradients(self, step: TrainStep, rows: Rows) -> None:
+    def _gradients(self, step: TrainStep, rows: ReplicaSequences) -> None:
         """From rows to whole gradients, with loss and norm."""
         with self.engine.around("step"):
             step.own = self.engine.backward(rows, self.microbatch, step.count, record=step.record)
@@ -227,7 +227,7 @@ class Trainer:
         return found
 
     @torch.no_grad()
-    def load(self, saved: Stored) -> LoadReport | None:
+    def load(self, saved: TensorSource) -> LoadReport | None:
         """Take over weights, optimizer state and hooks' state; all ranks call it.
 
         Returns:

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from shoal.corpora.tokens import TokenSet
 
-__all__ = ["Masked", "given", "mark_of", "masked"]
+__all__ = ["MaskedBatch", "given", "mark_of", "masked"]
 
 # A share of 0 would divide by 0; below this hardly any sequence has a hidden token.
 _LEAST = 1e-3
 
 
-class Masked(NamedTuple):
+class MaskedBatch(NamedTuple):
     """Sequences with hidden tokens.
 
     Args:
@@ -55,7 +55,7 @@ def masked(
     first: int,
     total: int,
     kept_bT: Tensor | None = None,
-) -> Masked:
+) -> MaskedBatch:
     """Hide tokens; which ones depends on the seed, the step and the place in the global batch.
 
     Args:
@@ -75,7 +75,7 @@ def masked(
     hidden_bT = torch.from_numpy(draws < share_b[:, None]).to(tokens_bT.device)
     if kept_bT is not None:
         hidden_bT &= ~kept_bT
-    return Masked(
+    return MaskedBatch(
         tokens_bT.masked_fill(hidden_bT, mask_id),
         tokens_bT.masked_fill(~hidden_bT, IGNORE),
         torch.from_numpy((1 / share_b).astype(np.float32)).to(tokens_bT.device),

@@ -11,19 +11,19 @@ from shoal.checkpoint.store import Store
 from shoal.core.errors import ConfigError, require
 from shoal.core.meter import SINKS, Meter
 from shoal.ir.hooks import StepHook, TrainStep
-from shoal.train.hooks import Run, RunHook
+from shoal.train.hooks import RankRun, RunHook
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.fleet import Fleet
     from shoal.checkpoint.inmemory.recovery import InMemory
     from shoal.checkpoint.inmemory.snapshot import Snapshots
     from shoal.ir import TrainJob
-    from shoal.machine.emulate import Network
+    from shoal.machine.emulate import EmulatedNetwork
     from shoal.train.layout import RunDir
-    from shoal.train.loop import StepResult, Trainer
+    from shoal.train.loop import RankTrainer, TrainStepResult
 
 __all__ = [
-    "Hosts",
+    "EmulatedHosts",
     "MemoryHook",
     "MemoryLevel",
     "check_memory",
@@ -56,7 +56,7 @@ def check_memory(job: TrainJob) -> None:
     )
 
 
-class Hosts:
+class EmulatedHosts:
     """Emulated hosts with the same number of ranks each.
 
     Args:
@@ -64,7 +64,7 @@ class Hosts:
         ranks_per_node: ranks of a host.
     """
 
-    def __init__(self, network: Network, ranks_per_node: int) -> None:
+    def __init__(self, network: EmulatedNetwork, ranks_per_node: int) -> None:
         self._network = network
         self._size = ranks_per_node
 
@@ -100,7 +100,7 @@ class MemoryLevel:
         job: TrainJob,
         directory: RunDir,
         watch: Callable[[dict[str, Any]], None] | None,
-        hosts: Hosts | None = None,
+        hosts: EmulatedHosts | None = None,
     ) -> None:
         self.directory = directory
         self.watch = watch
@@ -187,10 +187,10 @@ class MemoryHook(StepHook, RunHook):
 
     kind = "memory"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         self._run, self._snapshots = run, snapshots_of(run.trainer)
 
-    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+    def step_done(self, run: RankRun, number: int, result: TrainStepResult) -> None:
         """Begin to copy; it is settled before the next update."""
         from shoal.train.resuming import meta_of
         from shoal.train.state import held_by
@@ -214,7 +214,7 @@ class MemoryHook(StepHook, RunHook):
         self._snapshots.close()
 
 
-def snapshots_of(trainer: Trainer) -> Snapshots:
+def snapshots_of(trainer: RankTrainer) -> Snapshots:
     """What takes the snapshots of this rank.
 
     Raises:
@@ -239,7 +239,7 @@ def snapshots_of(trainer: Trainer) -> Snapshots:
     )
 
 
-def _exchanged(trainer: Trainer, data: bytes) -> list[bytes]:
+def _exchanged(trainer: RankTrainer, data: bytes) -> list[bytes]:
     """What every replica gave, of whatever length."""
     import torch
 

@@ -34,14 +34,23 @@ from typing import Any, Protocol
 from shoal.checkpoint.remote import is_address
 from shoal.core.errors import CheckpointError, ConfigError, DataError, RankError, ShoalError
 from shoal.core.files import shoal_home, write_atomic, write_json
-from shoal.corpora.tokens import StoredFile, files_of, receive
+from shoal.corpora.tokens import TokenFile, files_of, receive
 from shoal.ir import TrainPlan
 from shoal.train.build import is_directory
 from shoal.train.layout import RunDir
 from shoal.train.start import FILE as START
 from shoal.train.start import open_start
 
-__all__ = ["PREPARE_LIMIT", "Gate", "Node", "digest_of", "give", "refuse", "take", "tokens_of"]
+__all__ = [
+    "PREPARE_LIMIT",
+    "RendezvousStore",
+    "RunNode",
+    "digest_of",
+    "give",
+    "refuse",
+    "take",
+    "tokens_of",
+]
 
 PREPARE_LIMIT = timedelta(minutes=30)
 """How long nodes wait for each other: the corpus may be large."""
@@ -53,7 +62,7 @@ _MAX_REQUEST_BYTES = 512
 _VISIBLE_S = 10.0
 
 
-class Gate(Protocol):
+class RendezvousStore(Protocol):
     """The store in which the ranks meet, as of :class:`torch.distributed.Store`."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -70,7 +79,7 @@ class Gate(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class RunNode:
     """A node of a run, as a rank on it sees it.
 
     Args:
@@ -86,7 +95,7 @@ class Node:
     address: str
 
 
-def give(plan: TrainPlan, directory: RunDir, gate: Gate, node: Node) -> None:
+def give(plan: TrainPlan, directory: RunDir, gate: RendezvousStore, node: RunNode) -> None:
     """Give a prepared run to the other nodes, on rank 0; returns when all are ready.
 
     Args:
@@ -144,12 +153,12 @@ def give(plan: TrainPlan, directory: RunDir, gate: Gate, node: Node) -> None:
         raise RankError(error)
 
 
-def refuse(gate: Gate, error: ShoalError) -> None:
+def refuse(gate: RendezvousStore, error: ShoalError) -> None:
     """Say to all ranks that rank 0 could not prepare the run."""
     gate.set("prepared", json.dumps({"error": str(error)}))
 
 
-def take(directory: RunDir, gate: Gate, node: Node, *, resume: bool) -> None:
+def take(directory: RunDir, gate: RendezvousStore, node: RunNode, *, resume: bool) -> None:
     """Wait for what rank 0 has prepared, on every other rank; the first of a node takes it.
 
     Args:
@@ -202,7 +211,7 @@ def digest_of(directory: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _take(told: dict[str, Any], directory: RunDir, node: Node, *, resume: bool) -> None:
+def _take(message: dict[str, Any], directory: RunDir, node: RunNode, *, resume: bool) -> None:
     """Bring this node to where rank 0's is.
 
     Raises:
@@ -210,7 +219,7 @@ def _take(told: dict[str, Any], directory: RunDir, node: Node, *, resume: bool) 
     """
     from shoal.train.run import with_kernels
 
-    for name, text in told["run"].items():
+    for name, text in message["run"].items():
         path = directory.root / name
         if path.exists() and path.read_text() == text:
             continue
@@ -221,21 +230,21 @@ def _take(told: dict[str, Any], directory: RunDir, node: Node, *, resume: bool) 
             )
         write_atomic(path, text)
     plan = TrainPlan.load(directory.plan)
-    _check_places(plan, directory, told["nonce"])
-    _check_model(plan, told["model"])
+    _check_places(plan, directory, message["nonce"])
+    _check_model(plan, message["model"])
     start = open_start(directory.root)
-    if (None if start is None else _digest_of_meta(start.meta)) != told["start"]:
+    if (None if start is None else _digest_of_meta(start.meta)) != message["start"]:
         raise CheckpointError(
             f"{directory.root / START}: the checkpoint to begin from is another one here than on "
             "rank 0; put it where all nodes see it, or give an address such as s3://bucket/run"
         )
 
     def fetch(name: str) -> Iterator[bytes]:
-        return _fetched(node.address, told["port"], told["secret"], name)
+        return _fetched(node.address, message["port"], message["secret"], name)
 
-    files = [StoredFile.model_validate(raw) for raw in told["files"]]
-    tokens = receive(told["tokens"], files, fetch)
-    if not directory.tokens.exists() or tokens_of(directory).name != told["tokens"]:
+    files = [TokenFile.model_validate(raw) for raw in message["files"]]
+    tokens = receive(message["tokens"], files, fetch)
+    if not directory.tokens.exists() or tokens_of(directory).name != message["tokens"]:
         write_json(directory.tokens, {"path": str(tokens.path.absolute())})
     if with_kernels(plan).job.kernel != plan.job.kernel:
         raise ConfigError(
@@ -283,7 +292,7 @@ def _digest_of_meta(meta: object) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _wait(gate: Gate, keys: list[str], what: str) -> None:
+def _wait(gate: RendezvousStore, keys: list[str], what: str) -> None:
     """Wait for keys of the store.
 
     Raises:

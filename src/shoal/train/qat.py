@@ -28,7 +28,7 @@ from shoal.corpora.tokens import TokenSplit
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.base import BaseFormat
 from shoal.kernel.planes.activations import bits_of
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 from shoal.model.transformer import Transformer
 
 __all__ = ["finetune", "matrices", "rounding"]
@@ -75,7 +75,7 @@ class _Rounded:
             x = x + x_off
         return F.linear(x, weight + off, self.linear.bias)
 
-    def packed(self) -> Packed:
+    def packed(self) -> PackedMatrix:
         return self.fmt.pack(self.codes().flatten(1), self.grid)
 
 
@@ -133,7 +133,7 @@ def finetune(
     lr: float = 1e-3,
     seed: int = 0,
     progress: Callable[[str, float], None] = lambda text, done: None,
-) -> dict[str, Packed]:
+) -> dict[str, PackedMatrix]:
     """Train all weights, those of the blocks as if rounded; the model is changed.
 
     The learning rate rises for a twentieth of the time and falls to 0 as a cosine.

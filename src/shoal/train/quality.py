@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from shoal.core.config import Value
 from shoal.core.errors import DataError
-from shoal.core.measure import Paired, interleave
+from shoal.core.measure import PairedTimes, interleave
 from shoal.corpora import heldout
 from shoal.corpora.tokens import TokenSplit
 from shoal.model.attention import KVCache
@@ -90,7 +90,7 @@ def compare(
 
 def decode_times(
     models: dict[str, Transformer], *, context: int = 32, steps: int = 8, pairs: int = 15
-) -> Paired:
+) -> PairedTimes:
     """Seconds of ``steps`` tokens of one sequence, the models in turn.
 
     Args:

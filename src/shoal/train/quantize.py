@@ -21,14 +21,14 @@ from shoal.model.transformer import Transformer
 from shoal.train.qat import finetune
 from shoal.train.quality import Quality, compare, decode_times
 
-__all__ = ["Outcome", "calibration", "quantize_directory"]
+__all__ = ["QuantizationResult", "calibration", "quantize_directory"]
 
 _MAX_LENGTH = 512
 # Tokens decoded in one round of timing.
 _STEPS = 8
 
 
-class Outcome(Value):
+class QuantizationResult(Value):
     """What quantizing a directory gave.
 
     Args:
@@ -93,7 +93,7 @@ def quantize_directory(
     time_it: bool = True,
     finetune_s: float = 0.0,
     progress: Callable[[float, float, str], None] | None = None,
-) -> Outcome:
+) -> QuantizationResult:
     """Quantize the matrices of a model's blocks, write the model, read it back and compare.
 
     Args:
@@ -186,7 +186,7 @@ def quantize_directory(
         packed=made.packed,
         method=spelled,
     )
-    outcome = Outcome(
+    outcome = QuantizationResult(
         format=str(fmt),
         method=spelled,
         matrix_bits=8 * stored / weights,

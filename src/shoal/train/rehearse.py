@@ -17,11 +17,11 @@ from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.ir.machine import Measurement
 from shoal.machine import host
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 from shoal.machine.rehearsals import REHEARSALS, REHEARSED
-from shoal.machine.worker import Worker
+from shoal.machine.worker import TorchWorker
 
-__all__ = ["Steps", "rehearse"]
+__all__ = ["StepsProbe", "rehearse"]
 
 # Steps that warm up: memory is fetched, pages are touched.
 _WARM = 2
@@ -33,7 +33,7 @@ _SEED = 0
 
 
 @part
-class Steps:
+class StepsProbe:
     """Steps of the rehearsals of :mod:`shoal.machine.rehearsals`.
 
     Args:
@@ -54,7 +54,7 @@ class Steps:
         )
         require(self.repeats >= 0, "probe.steps.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantity ``step`` (s); the note names the rehearsal."""
         repeats = self.repeats or (2 if context.fast else 8)
         cores = len(host.cpus())
@@ -63,7 +63,7 @@ class Steps:
             for name, job in REHEARSALS.items()
             if job.parallel.world <= cores * (1 if context.fast else _CROWDED)
         ]
-        workers: list[Worker] = []
+        workers: list[TorchWorker] = []
         took: dict[str, list[float]] = {name: [] for name in names}
         try:
             first = context.worker()
@@ -71,7 +71,7 @@ class Steps:
                 context.skip("steps", "ranks train on the GPU of this host")
                 return []
             most = max(REHEARSALS[name].parallel.world for name in names)
-            workers = [Worker() for _ in range(most - 1)]
+            workers = [TorchWorker() for _ in range(most - 1)]
             with scratch_directory("probe") as place:
                 for turn, name in itertools.product(range(1 if context.fast else _ROUNDS), names):
                     job = REHEARSALS[name]
@@ -122,9 +122,9 @@ def rehearse(
     from shoal.kernel.fused.choice import choose
     from shoal.model.config import ModelConfig
     from shoal.parallel.comm.collectives import TorchComm
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
     from shoal.parallel.legal import check_split
-    from shoal.parallel.tensor.rows import Rows
+    from shoal.parallel.tensor.rows import ReplicaSequences
     from shoal.train.allocator import keep_freed_memory
     from shoal.train.build import FreshWeights
 
@@ -140,7 +140,7 @@ def rehearse(
             meter, rank=rank, world=world, rendezvous=f"file://{store}", timeout_s=30.0
         )
         try:
-            engine = Engine(asked, check_split(asked, known), weights, comm)
+            engine = ParallelEngine(asked, check_split(asked, known), weights, comm)
             updater = table("optimizer").build(asked.optimizer).build(engine.sharded.owned())
             rows = asked.global_batch // engine.replicas
             generator = torch.Generator().manual_seed(_SEED + engine.replica)
@@ -149,7 +149,7 @@ def rehearse(
             count = float(asked.global_batch * asked.seq_len)
             for step in range(steps):
                 begin = time.perf_counter()
-                mine = Rows(inputs, targets, None, engine.replica * rows, step)
+                mine = ReplicaSequences(inputs, targets, None, engine.replica * rows, step)
                 engine.backward(mine, asked.microbatch or rows, count)
                 engine.finish()
                 norm = engine.grad_norm()

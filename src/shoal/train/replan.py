@@ -26,13 +26,13 @@ from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import Machine, ModelShape, TrainJob
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy.galvatron import Galvatron, to_job
-from shoal.train.hooks import Run, RunHook
+from shoal.train.hooks import RankRun, RunHook
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
-    from shoal.train.loop import StepResult
+    from shoal.train.loop import TrainStepResult
 
-__all__ = ["Change", "Replanner", "Replanning", "measure_links"]
+__all__ = ["Change", "ReplanHook", "Replanner", "measure_links"]
 
 # Steps that are not measured: memory and threads are cold.
 _WARMUP = 2
@@ -179,9 +179,9 @@ class Replanner:
         )
         found = []
         for option in good:
-            assert option.found.plan is not None
-            concrete = to_job(open_job, option.found.plan, self.job.precision)
-            found.append(_Known(concrete, option.found.plan))
+            assert option.solution.plan is not None
+            concrete = to_job(open_job, option.solution.plan, self.job.precision)
+            found.append(_Known(concrete, option.solution.plan))
         return found
 
     def predicted_s(self, known: _Known | None = None) -> float:
@@ -288,7 +288,7 @@ class Replanner:
         self._seen = self.wins = self._since_probe = 0
 
 
-class Replanning(RunHook):
+class ReplanHook(RunHook):
     """Goes over to another plan after a step, where that pays.
 
     Args:
@@ -297,15 +297,15 @@ class Replanning(RunHook):
 
     kind = "replan"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         plan = run.plan
         self._replanner = Replanner(plan.job, plan.machine, plan.shape, run.comm)
 
-    def step_begins(self, run: Run, number: int) -> bool:
+    def step_begins(self, run: RankRun, number: int) -> bool:
         """Every step says how long ranks compute."""
         return True
 
-    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+    def step_done(self, run: RankRun, number: int, result: TrainStepResult) -> None:
         """Compare plans, and change over."""
         if run.ends(number, result):
             return

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
     from shoal.parallel.comm.collectives import TorchComm
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
     from shoal.parallel.protocols import Comm
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import RankTrainer
     from shoal.train.protocols import Updater
 
-__all__ = ["Blank", "Moved", "gather_json", "move", "switch", "switch_engine"]
+__all__ = ["EmptyWeights", "ReshardedState", "gather_json", "move", "switch", "switch_engine"]
 
 _TAG = "reshard"
 
 
-class Blank:
+class EmptyWeights:
     """Weights that hold nothing yet: what is moved in replaces all of it.
 
     Args:
@@ -70,8 +70,8 @@ class _Need(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Moved:
-    """What :meth:`~shoal.train.loop.Trainer.load` reads, as it does a checkpoint.
+class ReshardedState:
+    """What :meth:`~shoal.train.loop.RankTrainer.load` reads, as it does a checkpoint.
 
     The first time it is read it only writes down what is asked for; after :func:`move` has brought
     that, it hands it out.
@@ -94,7 +94,7 @@ class Moved:
         """The whole shape."""
         return self._shapes[name]
 
-    def told(self, dtypes: Mapping[str, str]) -> None:
+    def set_dtypes(self, dtypes: Mapping[str, str]) -> None:
         """What the elements are."""
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
 
@@ -127,7 +127,7 @@ def gather_json(comm: Comm, value: object) -> list[Any]:
     return [json.loads(whole[at * most : (at + 1) * most]) for at in range(comm.world)]
 
 
-def move(comm: Comm, have: Mapping[str, Sequence[Piece]], moved: Moved) -> int:
+def move(comm: Comm, have: Mapping[str, Sequence[Piece]], moved: ReshardedState) -> int:
     """Bring every rank what it needs from those that have it; all ranks call it.
 
     Args:
@@ -237,7 +237,7 @@ def _bytes(parts: Sequence[tuple[Box, Tensor]], box: Box) -> Tensor:
     raise RankError(f"resharding: {box} is in no part of this rank")
 
 
-def _put(moved: Moved, name: str, need: Box, box: Box, data: Tensor) -> None:
+def _put(moved: ReshardedState, name: str, need: Box, box: Box, data: Tensor) -> None:
     whole = moved.needs[_Need(name, need.offset, need.shape)]
     # A copy of its own, which begins where an element may begin.
     values = data.clone().view(whole.dtype).view(box.shape)
@@ -248,8 +248,8 @@ def _put(moved: Moved, name: str, need: Box, box: Box, data: Tensor) -> None:
 
 
 def switch(
-    trainer: Trainer, job: TrainJob, tokens: TokenSet, comm: TorchComm, *, close: bool = True
-) -> tuple[Trainer, int]:
+    trainer: RankTrainer, job: TrainJob, tokens: TokenSet, comm: TorchComm, *, close: bool = True
+) -> tuple[RankTrainer, int]:
     """Another trainer for ``job`` that goes on where this one is; all ranks call it.
 
     Args:
@@ -265,12 +265,12 @@ def switch(
     Raises:
         PlanError: the new split cannot run; the old trainer goes on.
     """
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import RankTrainer
 
-    new = Trainer(
+    new = RankTrainer(
         job,
         trainer.total_steps,
-        Blank(trainer.engine.config),
+        EmptyWeights(trainer.engine.config),
         tokens,
         comm,
         device=trainer.device,
@@ -282,8 +282,8 @@ def switch(
 
 
 def switch_engine(
-    engine: Engine, updater: Updater, job: TrainJob, comm: Comm
-) -> tuple[Engine, Updater, int]:
+    engine: ParallelEngine, updater: Updater, job: TrainJob, comm: Comm
+) -> tuple[ParallelEngine, Updater, int]:
     """The same of an engine and its optimizer, without data; all ranks call it.
 
     Args:
@@ -299,24 +299,26 @@ def switch_engine(
         PlanError: the new split cannot run.
     """
     from shoal.core.parts import table
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
     from shoal.parallel.legal import check_split
     from shoal.train.state import fill, pieces_of
 
     schedule = check_split(job, engine.config.shape())
-    new = Engine(
-        job, schedule, Blank(engine.config), comm, device=engine.device, dtype=engine.dtype
+    new = ParallelEngine(
+        job, schedule, EmptyWeights(engine.config), comm, device=engine.device, dtype=engine.dtype
     )
     fresh: Updater = table("optimizer").build(job.optimizer).build(new.sharded.owned())
 
-    def load(saved: Moved) -> None:
+    def load(saved: ReshardedState) -> None:
         fill(new, fresh, saved)
 
     sent = _carry(comm, pieces_of(engine, updater), load)
     return new, fresh, sent
 
 
-def _carry(comm: Comm, have: Mapping[str, Sequence[Piece]], load: Callable[[Moved], object]) -> int:
+def _carry(
+    comm: Comm, have: Mapping[str, Sequence[Piece]], load: Callable[[ReshardedState], object]
+) -> int:
     """Move what the ranks have to where ``load`` asks for it; bytes that this rank sent."""
     given = {name: pieces for name, pieces in have.items() if pieces}
     mine = {
@@ -326,8 +328,8 @@ def _carry(comm: Comm, have: Mapping[str, Sequence[Piece]], load: Callable[[Move
     known: dict[str, Any] = {}
     for rank in gather_json(comm, mine):
         known |= rank
-    moved = Moved({name: shape for name, (shape, _) in known.items()})
-    moved.told({name: dtype for name, (_, dtype) in known.items()})
+    moved = ReshardedState({name: shape for name, (shape, _) in known.items()})
+    moved.set_dtypes({name: dtype for name, (_, dtype) in known.items()})
     load(moved)  # the first time it only says what it needs
     sent = move(comm, given, moved)
     load(moved)

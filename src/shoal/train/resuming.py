@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.levels import LevelReport, nearest
-from shoal.checkpoint.peers import told_by_first
+from shoal.checkpoint.peers import call_on_first
 from shoal.core.errors import CheckpointError
 from shoal.train.finite import non_finite
 from shoal.train.memory import version_in_memory
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from shoal.checkpoint.store import Store
     from shoal.ir import TrainJob
     from shoal.train.layout import RunDir
-    from shoal.train.loop import Trainer
-    from shoal.train.saving import Saves
+    from shoal.train.loop import RankTrainer
+    from shoal.train.saving import RunSaver
 
-__all__ = ["Resumed", "identity", "meta_of", "resumed"]
+__all__ = ["ResumePoint", "identity", "meta_of", "resumed"]
 
 # How ranks agreed in runs that do not say it.
 _EVERY_STEP = "every_step"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed:
+class ResumePoint:
     """Where a run begins.
 
     Args:
@@ -54,12 +54,12 @@ class Resumed:
 
 
 def resumed(
-    trainer: Trainer,
-    saves: Saves,
+    trainer: RankTrainer,
+    saves: RunSaver,
     directory: RunDir,
     *,
     resume: bool,
-) -> Resumed:
+) -> ResumePoint:
     """Load the newest checkpoint of the run's newest branch if asked; called by all ranks.
 
     A run that has saved none begins where its ``start.json`` says.
@@ -74,16 +74,16 @@ def resumed(
             with contextlib.closing(version):
                 _expect_run(trainer, version.meta, saves.store.where)
                 trainer.load(version)
-            return Resumed(step=version.step, level="memory" if version.step else "disk")
+            return ResumePoint(step=version.step, level="memory" if version.step else "disk")
         if step is not None:
             return _loaded(trainer, saves, step, stores)
     other = open_start(directory.root)
     if other is not None:
-        return Resumed(step=take_over(trainer, other, identity(trainer), _run_of(trainer)))
-    return Resumed()
+        return ResumePoint(step=take_over(trainer, other, identity(trainer), _run_of(trainer)))
+    return ResumePoint()
 
 
-def _nearest(saves: Saves) -> tuple[int | None, list[Store]]:
+def _nearest(saves: RunSaver) -> tuple[int | None, list[Store]]:
     """The newest step of the branch, or its first, and the stores that have it, as rank 0 sees it.
 
     Raises:
@@ -99,14 +99,16 @@ def _nearest(saves: Saves) -> tuple[int | None, list[Store]]:
         saves.tell_levels(silent)
         return step, levels, begins
 
-    step, levels, begins = told_by_first(saves.peers, ask)
+    step, levels, begins = call_on_first(saves.peers, ask)
     stores: Sequence[Store] = origin[1] if begins and origin is not None else saves.stores
     if step is not None and not levels:
         stores[0].open(step)  # says which there are
     return step, [stores[number] for number in levels]
 
 
-def _loaded(trainer: Trainer, saves: Saves, step: int, stores: Sequence[Store]) -> Resumed:
+def _loaded(
+    trainer: RankTrainer, saves: RunSaver, step: int, stores: Sequence[Store]
+) -> ResumePoint:
     """Load a step from the nearest of some stores that has it whole.
 
     What is loaded is verified on the way, so a damaged one is known when some of it was loaded; the
@@ -136,7 +138,7 @@ def _loaded(trainer: Trainer, saves: Saves, step: int, stores: Sequence[Store]) 
         if failure is None:
             near = [saves.store, *([] if saves.origin is None else saves.origin[1][:1])]
             level = "disk" if store in near else store.where
-            return Resumed(step=step, level=level, report=report)
+            return ResumePoint(step=step, level=level, report=report)
         first = first or failure
         if len(stores) > 1:
             saves.tell_levels([LevelReport(step, store.where, "passed_over", message=str(failure))])
@@ -144,7 +146,9 @@ def _loaded(trainer: Trainer, saves: Saves, step: int, stores: Sequence[Store]) 
     raise first
 
 
-def _not_finite(trainer: Trainer, saves: Saves, step: int, store: Store) -> CheckpointError | None:
+def _not_finite(
+    trainer: RankTrainer, saves: RunSaver, step: int, store: Store
+) -> CheckpointError | None:
     """What is wrong with a state that was loaded, the same on all ranks; None if it is finite."""
     told = [said.decode() for said in saves.peers.gather(non_finite(trainer.pieces()).encode())]
     for rank, words in enumerate(told):
@@ -156,7 +160,7 @@ def _not_finite(trainer: Trainer, saves: Saves, step: int, store: Store) -> Chec
     return None
 
 
-def identity(trainer: Trainer) -> dict[str, Any]:
+def identity(trainer: RankTrainer) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued by this run."""
     found = dict(trainer.engine.config.model_dump(mode="json", exclude={"name"}))
     for hook in trainer.hooks:
@@ -164,7 +168,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def meta_of(trainer: Trainer, job: TrainJob, step: int) -> dict[str, Any]:
+def meta_of(trainer: RankTrainer, job: TrainJob, step: int) -> dict[str, Any]:
     """What is kept beside the tensors; order of the data and random numbers follow from it."""
     return {
         "step": step,
@@ -174,7 +178,7 @@ def meta_of(trainer: Trainer, job: TrainJob, step: int) -> dict[str, Any]:
     }
 
 
-def _run_of(trainer: Trainer) -> dict[str, Any]:
+def _run_of(trainer: RankTrainer) -> dict[str, Any]:
     """What must stay when a run goes on."""
     job = trainer.job
     return {
@@ -194,7 +198,7 @@ def _sync_of(job: TrainJob) -> str:
     return f"{job.sync} with parallel {degrees or 'dp=1'} and shard {job.shard}"
 
 
-def _expect_run(trainer: Trainer, meta: Mapping[str, Any], where: str) -> None:
+def _expect_run(trainer: RankTrainer, meta: Mapping[str, Any], where: str) -> None:
     """Refuse to continue on other data, with another seed or another batch."""
     then = {"sync": _EVERY_STEP, **meta["run"]}
     for key, value in {"sync": _EVERY_STEP, **_run_of(trainer)}.items():

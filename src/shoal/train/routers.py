@@ -39,7 +39,7 @@ _WARM = 0.05
 Progress = Callable[[str, float], None]
 
 
-class Readable(Protocol):
+class TokenSequence(Protocol):
     """A long row of tokens."""
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Readable(Protocol):
         ...
 
 
-def samples(tokens: Readable, count: int, length: int) -> tuple[Tensor, Tensor]:
+def samples(tokens: TokenSequence, count: int, length: int) -> tuple[Tensor, Tensor]:
     """Evenly spaced sequences int64 [B, T], and their next tokens.
 
     Args:
@@ -72,7 +72,7 @@ def samples(tokens: Readable, count: int, length: int) -> tuple[Tensor, Tensor]:
 
 def train_routers(
     model: Transformer,
-    tokens: Readable,
+    tokens: TokenSequence,
     *,
     budget: float,
     steps: int = 200,

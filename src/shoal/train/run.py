@@ -34,13 +34,13 @@ from shoal.ir import Machine, TrainJob, TrainPlan, TrainReport, Work
 from shoal.kernel.fused.choice import OPERATORS, choose
 from shoal.parallel.legal import check_split
 from shoal.plan.saved import check_device
-from shoal.train.alone import alone
 from shoal.train.device import computes_on
 from shoal.train.layout import RunDir
-from shoal.train.memory import Hosts, MemoryLevel, check_memory
+from shoal.train.memory import EmulatedHosts, MemoryLevel, check_memory
 from shoal.train.nodes import tokens_of
 from shoal.train.peft.job import check_finetune, export
 from shoal.train.report import make_report, write_page
+from shoal.train.run_lock import alone
 from shoal.train.start import begin_at
 from shoal.train.supervise import Supervisor
 
@@ -173,7 +173,7 @@ def execute(
     restarts: int = 0,
     watch: Watch | None = None,
     inject: Callable[[Supervisor, dict[str, Any]], None] | None = None,
-    hosts: Hosts | None = None,
+    hosts: EmulatedHosts | None = None,
     anyway: bool = False,
 ) -> TrainReport:
     """Run a plan on this host.

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal, TypeVar
 
 from shoal.core.errors import ShoalError, StoreError
-from shoal.cost.score import Entry, Score, Scored, run_id
+from shoal.cost.score import RunEntry, Score, ScoredQuantity, run_id
 from shoal.ir import Plan, Report, kind_named, kind_of
 from shoal.parallel.comm.heartbeat import Heartbeat
 from shoal.plan.saved import read_plan
 from shoal.train.layout import RunDir
 
-__all__ = ["FILES", "Events", "Found", "Runs", "State", "open_inside"]
+__all__ = ["FILES", "Events", "RunStatus", "Runs", "State", "open_inside"]
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunStatus:
     """A run and how it stands.
 
     Args:
@@ -64,9 +64,9 @@ class Found:
         numbers: quantity -> measured and predicted, of the report of its newest start.
     """
 
-    entry: Entry
+    entry: RunEntry
     state: State
-    numbers: dict[str, Scored] = field(default_factory=dict)
+    numbers: dict[str, ScoredQuantity] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
@@ -121,7 +121,7 @@ class Events:
         # What says how the run went; of steps in a row the first and the newest.
         self.story: deque[dict[str, Any]] = deque(maxlen=MAX_STORY)
         self.sample = ""
-        self.unread = 0
+        self.skipped_lines = 0
         self.shortened = False
 
     def refresh(self) -> None:
@@ -167,7 +167,7 @@ class Events:
             if kind in _STORY:
                 self._tell(event)
         except (ValueError, TypeError, KeyError, RecursionError):
-            self.unread += 1  # told on the page
+            self.skipped_lines += 1  # told on the page
 
     def _tell(self, event: dict[str, Any]) -> None:
         story = self.story
@@ -249,7 +249,7 @@ class Runs:
         """
         return Score(self._path)
 
-    def all(self) -> list[Found]:
+    def all(self) -> list[RunStatus]:
         """Every run, live ones first, then newest first; numbers are not read yet.
 
         Raises:
@@ -259,25 +259,25 @@ class Runs:
         known = {entry.id for entry in entries}
         entries += [entry for entry in self._scan() if entry.id not in known]
         found = [
-            Found(entry, "finished" if entry.ended or entry.path is None else _state(entry))
+            RunStatus(entry, "finished" if entry.ended or entry.path is None else _state(entry))
             for entry in entries
         ]
         return sorted(found, key=lambda run: (not run.live, -run.entry.started_s))
 
-    def detailed(self, runs: Sequence[Found]) -> list[Found]:
+    def detailed(self, runs: Sequence[RunStatus]) -> list[RunStatus]:
         """The same runs with their numbers and exact states; for the few of a page."""
         ended = [run.entry.report for run in runs if run.entry.ended and run.entry.report]
         numbers = self.score().quantities(ended)
         return [self._detailed(run, numbers) for run in runs]
 
-    def find(self, identity: str) -> Found | None:
+    def find(self, identity: str) -> RunStatus | None:
         """The run of this id; None if there is none."""
         for run in self.all():
             if run.entry.id == identity:
                 return self.detailed([run])[0]
         return None
 
-    def events(self, entry: Entry) -> Events:
+    def events(self, entry: RunEntry) -> Events:
         """What its event file says up to now."""
         if entry.path is None:
             return Events(Path(os.devnull))
@@ -286,7 +286,7 @@ class Runs:
         events.refresh()
         return events
 
-    def plan(self, entry: Entry) -> Plan[Any] | None:
+    def plan(self, entry: RunEntry) -> Plan[Any] | None:
         """Its plan; None if there is none.
 
         Raises:
@@ -297,7 +297,7 @@ class Runs:
             return None if report is None else report.plan
         return self._plan_file(entry)
 
-    def report(self, entry: Entry) -> Report[Any] | None:
+    def report(self, entry: RunEntry) -> Report[Any] | None:
         """Its report, or what it would say if the run ended now; None before the first step.
 
         Raises:
@@ -328,7 +328,7 @@ class Runs:
                 "did a loss become infinite?"
             ) from cause
 
-    def _plan_file(self, entry: Entry) -> Plan[Any] | None:
+    def _plan_file(self, entry: RunEntry) -> Plan[Any] | None:
         if entry.path is None:
             return None
         path = RunDir(entry.path).plan
@@ -339,7 +339,7 @@ class Runs:
             found = os.fstat(file.fileno())
         return self._plans.get((path, found.st_mtime_ns, found.st_size), lambda: read_plan(path))
 
-    def _detailed(self, run: Found, numbers: dict[int, dict[str, Scored]]) -> Found:
+    def _detailed(self, run: RunStatus, numbers: dict[int, dict[str, ScoredQuantity]]) -> RunStatus:
         entry = run.entry
         if entry.ended and entry.report is not None:
             own = numbers[entry.report]
@@ -351,11 +351,11 @@ class Runs:
             last = self.events(entry).last
             shown = {key: number(last.get(key)) for key in ("tokens_per_s", "loss", "mfu")}
             return replace(
-                run, numbers={k: Scored(v) for k, v in shown.items() if math.isfinite(v)}
+                run, numbers={k: ScoredQuantity(v) for k, v in shown.items() if math.isfinite(v)}
             )
         return replace(run, numbers=_reported(entry.path))
 
-    def _scan(self) -> Iterator[Entry]:
+    def _scan(self) -> Iterator[RunEntry]:
         """Runs in the given directories; a link to a directory is none."""
         for folder in self._folders:
             try:
@@ -372,7 +372,7 @@ def _is_run(child: os.DirEntry[str]) -> bool:
     return child.is_dir(follow_symlinks=False) and Path(child.path, "plan.yaml").is_file()
 
 
-def _entry(root: Path) -> Entry:
+def _entry(root: Path) -> RunEntry:
     file = open_inside(root, "plan.yaml")
     head, started = "", 0.0
     if file is not None:
@@ -385,7 +385,7 @@ def _entry(root: Path) -> Entry:
         key: value.strip("'\"")
         for key, value in re.findall(r"^  (job|name|model): (\S+)$", head, flags=re.MULTILINE)
     }
-    return Entry(
+    return RunEntry(
         id=run_id(root),
         kind=words.get("job", "train"),
         name=words.get("name", root.name),
@@ -395,7 +395,7 @@ def _entry(root: Path) -> Entry:
     )
 
 
-def _state(entry: Entry) -> State:
+def _state(entry: RunEntry) -> State:
     assert entry.path is not None
     last = _last_word(entry.path)
     if last == "end":
@@ -428,7 +428,7 @@ def _last_word(root: Path) -> str:
     return ""
 
 
-def _reported(root: Path) -> dict[str, Scored]:
+def _reported(root: Path) -> dict[str, ScoredQuantity]:
     """The numbers of ``report.json`` of a run that the score does not know."""
     file = open_inside(root, "report.json")
     if file is None:
@@ -444,5 +444,5 @@ def _reported(root: Path) -> dict[str, Scored]:
     numbers = {}
     for name, value in report.measured.items():
         error = report.errors.get(name)
-        numbers[name] = Scored(value, None if error is None else value / (1 + error))
+        numbers[name] = ScoredQuantity(value, None if error is None else value / (1 + error))
     return numbers

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.checkpoint.interval import FIRST_STEPS, choose, failures_seen
-from shoal.checkpoint.levels import Level, LevelReport, Levels
+from shoal.checkpoint.levels import CheckpointLevels, LevelCopier, LevelReport
 from shoal.checkpoint.peers import CommPeers
 from shoal.checkpoint.store import Store
 from shoal.core.errors import NonFiniteError
@@ -15,10 +15,10 @@ from shoal.core.meter import read_events
 from shoal.core.parts import table
 from shoal.ir.hooks import StepHook
 from shoal.train.finite import non_finite
-from shoal.train.hooks import Run, RunHook
+from shoal.train.hooks import RankRun, RunHook
 from shoal.train.resuming import meta_of
 from shoal.train.watch.selfcheck import check_arithmetic
-from shoal.train.watch.watched import phase
+from shoal.train.watch.watched_comm import phase
 
 if TYPE_CHECKING:
     from shoal.checkpoint.protocols import Saver
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.parallel.comm.collectives import TorchComm
     from shoal.train.layout import RunDir
-    from shoal.train.loop import StepResult, Trainer
+    from shoal.train.loop import RankTrainer, TrainStepResult
 
-__all__ = ["Saves"]
+__all__ = ["RunSaver"]
 
 
-class Saves(StepHook, RunHook):
+class RunSaver(StepHook, RunHook):
     """Saves a run; all ranks make the same calls.
 
     Args:
@@ -69,10 +69,12 @@ class Saves(StepHook, RunHook):
         origin = directory.origin_of(job)
         self.origin = None if origin is None else (origin[0], [Store(x) for x in origin[1]])
         self.stores = (self.store, *(store for _, store in farther))
-        self._levels = Levels(
+        self._levels = CheckpointLevels(
             self.peers,
             [
-                functools.partial(Level, self.store, store, every=level.every, tries=level.tries)
+                functools.partial(
+                    LevelCopier, self.store, store, every=level.every, tries=level.tries
+                )
                 for level, store in farther
             ],
         )
@@ -86,11 +88,11 @@ class Saves(StepHook, RunHook):
         self._late = False
         self._unsaved: ShoalError | None = None
 
-    def begin(self, run: Run, first: int) -> None:
+    def begin(self, run: RankRun, first: int) -> None:
         """The run begins with this step."""
         self._saved_at = self._first = first
 
-    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+    def step_done(self, run: RankRun, number: int, result: TrainStepResult) -> None:
         """Save where that is due, at the end of a round of workers, or where the run ends."""
         done = number + 1
         self._late = self._late or self._due(done)
@@ -116,7 +118,7 @@ class Saves(StepHook, RunHook):
         """Wait for what is still copied of these, or of all."""
         self._saver.before_update(names)
 
-    def save(self, trainer: Trainer, step: int) -> None:
+    def save(self, trainer: RankTrainer, step: int) -> None:
         """Begin to save; what training waits for is over when this returns.
 
         Raises:

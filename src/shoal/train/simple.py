@@ -182,7 +182,7 @@ class Trainer:
         rows = []
         with torch.no_grad(), self._drawing("predict", 0):
             for own, batch in self._batches(examples):
-                sizes = [len(part) for part in _dealt(batch, self.dp)]
+                sizes = [len(part) for part in _assigned(batch, self.dp)]
                 given = own or batch[:1]  # a rank without examples learns the shape
                 found = self._pred(self._module(batch).eval(), self._collate(given))
                 require(
@@ -237,7 +237,7 @@ class Trainer:
     def _train(self, batch: list[Any]) -> float:
         import torch
 
-        own = _dealt(batch, self.dp)[self._dp.rank]
+        own = _assigned(batch, self.dp)[self._dp.rank]
         module = self._module(batch).train()
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
@@ -291,7 +291,7 @@ class Trainer:
         for begin in range(0, len(examples), self.batch):
             end = min(begin + self.batch, len(examples))
             batch = [examples[i] for i in range(begin, end)]
-            yield _dealt(batch, self.dp)[self._dp.rank], batch
+            yield _assigned(batch, self.dp)[self._dp.rank], batch
 
     def _gathered(self, x: Tensor, sizes: list[int]) -> Tensor:
         import torch
@@ -330,7 +330,7 @@ class Trainer:
             raise _CalledError
 
         hook = self.model.register_forward_pre_hook(saw, with_kwargs=True)
-        own = _dealt(batch, self.dp)[self._dp.rank] or batch
+        own = _assigned(batch, self.dp)[self._dp.rank] or batch
         try:
             self._loss(self.model, self._collate(own), True)
         except _CalledError:
@@ -462,7 +462,7 @@ def _degrees(
     return dp, tp
 
 
-def _dealt(batch: Sequence[Any], ranks: int) -> list[list[Any]]:
+def _assigned(batch: Sequence[Any], ranks: int) -> list[list[Any]]:
     """Consecutive parts of a batch, as equal as they can be."""
     cuts = [len(batch) * r // ranks for r in range(ranks + 1)]
     return [list(batch[cuts[r] : cuts[r + 1]]) for r in range(ranks)]

@@ -19,7 +19,7 @@ from shoal.train.finite import non_finite
 if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import Contents
     from shoal.ir import TrainJob
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import RankTrainer
 
 __all__ = ["begin_at", "job_of", "open_start", "take_over"]
 
@@ -66,7 +66,7 @@ def open_start(root: Path) -> Contents | None:
 
 
 def take_over(
-    trainer: Trainer, contents: Contents, model: Mapping[str, Any], run: Mapping[str, Any]
+    trainer: RankTrainer, contents: Contents, model: Mapping[str, Any], run: Mapping[str, Any]
 ) -> int:
     """Load a checkpoint of another run into this one.
 
@@ -82,7 +82,7 @@ def take_over(
     Raises:
         CheckpointError: it is of another model or another run, is damaged or not finite.
     """
-    from shoal.checkpoint.saved import differences
+    from shoal.checkpoint.saved_checkpoint import differences
 
     for kind, now in (("model", model), ("run", run)):
         then = contents.meta.get(kind) or {}

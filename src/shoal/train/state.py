@@ -13,31 +13,31 @@ import torch
 
 from shoal.checkpoint.loading import LoadReport, load_pieces
 from shoal.checkpoint.pieces import Piece
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.kernel.tensors import local
-from shoal.parallel.protocols import Held
+from shoal.parallel.protocols import LocalParameter
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
-    from shoal.ir.hooks import Stored
-    from shoal.parallel.engine import Engine
+    from shoal.ir.hooks import TensorSource
+    from shoal.parallel.engine import ParallelEngine
     from shoal.train.protocols import Updater
 
 __all__ = ["fill", "held_by", "pieces_of", "saved_names"]
 
 
-def pieces_of(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
+def pieces_of(engine: ParallelEngine, updater: Updater) -> dict[str, list[Piece]]:
     """What a rank holds and writes of weights and optimizer state, by name."""
     return _held(engine, updater, engine.writes)
 
 
-def held_by(engine: Engine, updater: Updater) -> dict[str, list[Piece]]:
+def held_by(engine: ParallelEngine, updater: Updater) -> dict[str, list[Piece]]:
     """All that a rank holds of them, whoever else does: nothing is copied."""
     return _held(engine, updater, lambda name: True)
 
 
 def _held(
-    engine: Engine, updater: Updater, wanted: Callable[[str], bool]
+    engine: ParallelEngine, updater: Updater, wanted: Callable[[str], bool]
 ) -> dict[str, list[Piece]]:
     """By name; what an update changes together lies together, in the order of the weights."""
     found: dict[str, list[Piece]] = {}
@@ -53,7 +53,7 @@ def _held(
             if value.dim():
                 kinds.setdefault(key, {})[name] = value
             else:
-                found[_state_as(engine, name, key)] = _pieces([Held(value, (), ())])
+                found[_state_as(engine, name, key)] = _pieces([LocalParameter(value, (), ())])
     for key, tensors in kinds.items():
         for name, boxes in engine.boxes(tensors).items():
             found.setdefault(_state_as(engine, name, key), []).extend(_pieces(boxes))
@@ -68,13 +68,13 @@ def _weight_of(saved: str) -> str:
     return saved.partition("optimizer.")[2].rpartition(".")[0]
 
 
-def _state_as(engine: Engine, name: str, key: str) -> str:
+def _state_as(engine: ParallelEngine, name: str, key: str) -> str:
     """What the optimizer's state of a parameter is saved as; workers with rounds have their own."""
     return f"{engine.ranks.prefix}optimizer.{engine.saved_as(name)}.{key}"
 
 
 def saved_names(
-    engine: Engine, state: Mapping[str, Mapping[str, torch.Tensor]], names: Iterable[str]
+    engine: ParallelEngine, state: Mapping[str, Mapping[str, torch.Tensor]], names: Iterable[str]
 ) -> list[str]:
     """The names under which parameters, and what an optimizer keeps of them, are saved."""
     found = []
@@ -86,9 +86,9 @@ def saved_names(
 
 @torch.no_grad()
 def fill(
-    engine: Engine,
+    engine: ParallelEngine,
     updater: Updater,
-    saved: Stored,
+    saved: TensorSource,
     comm: Comm | None = None,
 ) -> LoadReport | None:
     """Fill weights and optimizer state of a rank with what is stored, whatever split stored it.
@@ -104,7 +104,7 @@ def fill(
     """
     # Our own checkpoints are read for all ranks at once; others box by box.
     own = getattr(saved, "saved", saved)
-    checkpoint = own if isinstance(own, Saved) else None
+    checkpoint = own if isinstance(own, SavedCheckpoint) else None
     wanted: dict[str, list[Piece]] = {}
     for name, boxes in engine.held().items():
         wanted.setdefault(f"model.{name}", []).extend(_pieces(boxes))
@@ -145,5 +145,5 @@ def fill(
     return report
 
 
-def _pieces(boxes: list[Held]) -> list[Piece]:
+def _pieces(boxes: list[LocalParameter]) -> list[Piece]:
     return [Piece(box.tensor, box.shape, box.offset) for box in boxes]

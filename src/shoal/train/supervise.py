@@ -25,7 +25,7 @@ from shoal.checkpoint.store import Store
 from shoal.core import children, errors
 from shoal.core.errors import CheckpointError, RankError, ShoalError
 from shoal.ir import TrainPlan
-from shoal.parallel.comm.heartbeat import Beat, BeatReader, Heartbeat, blame
+from shoal.parallel.comm.heartbeat import BeatReader, Heartbeat, HeartbeatReading, blame
 from shoal.parallel.comm.silent import said, silent_links
 from shoal.train.layout import RunDir
 from shoal.train.watch.phases import open_phases
@@ -236,7 +236,7 @@ class Supervisor:
             self._explain_hang(beats)
         return False
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[HeartbeatReading]:
         """The newest heartbeats of the ranks that run."""
         found = (
             self._reader.read(self.directory.beat(rank), rank)
@@ -290,7 +290,7 @@ class Supervisor:
             return (3 if code in _OF_A_PEER else 0, rank)
         return ({2: 1, 3: 4}.get(code, 2), rank)
 
-    def _hanging(self) -> list[Beat]:
+    def _hanging(self) -> list[HeartbeatReading]:
         """Ranks that make no progress, after another has died, and do not wait for that one.
 
         A rank that computes comes to its next collective, or ends, and is not one of them: this
@@ -302,7 +302,7 @@ class Supervisor:
                 return free
             time.sleep(_POLL_S)
 
-    def _free(self, beats: list[Beat]) -> list[Beat]:
+    def _free(self, beats: list[HeartbeatReading]) -> list[HeartbeatReading]:
         """Ranks in a step that wait for no other: stopped, or outside of every collective.
 
         What a GPU waits for does not show in its process; there a rank must be behind as well.
@@ -345,7 +345,7 @@ class Supervisor:
         )
         return f"{self._named(rank)} {how}{where}"
 
-    def _hang(self, beat: Beat) -> str:
+    def _hang(self, beat: HeartbeatReading) -> str:
         number = beat.collective + (0 if beat.inside else 1)
         return (
             f"{self._named(beat.rank)} hangs in step {beat.step}{self._phase(beat.rank)}, "
@@ -371,10 +371,10 @@ class Supervisor:
         state = _state(self.processes[rank].pid)
         return stack or f"  no stack: the process is {state} and does not answer"
 
-    def _worded(self, told: Sequence[str], stacks: Sequence[tuple[int, str]]) -> str:
+    def _worded(self, message: Sequence[str], stacks: Sequence[tuple[int, str]]) -> str:
         """One line for each failure, each with its stack."""
         lines = []
-        for text, (_, stack) in zip(told, stacks, strict=True):
+        for text, (_, stack) in zip(message, stacks, strict=True):
             lines.append(text + (f"; its stack:\n{stack}\n" if stack else "; "))
         return "".join(lines)
 
@@ -391,7 +391,7 @@ class Supervisor:
         last = f"last checkpoint: step {max(steps)}" if steps else "there is no checkpoint yet"
         return f"{last}; continue with --resume"
 
-    def _explain_hang(self, beats: list[Beat]) -> None:
+    def _explain_hang(self, beats: list[HeartbeatReading]) -> None:
         self._signal(signal.SIGUSR1)
         time.sleep(_GRACE_S / 3)
         if not beats:

@@ -13,40 +13,40 @@ from typing import TYPE_CHECKING
 
 from shoal.core.files import write_json
 from shoal.ir import Event, Op, TrainPlan, Work
-from shoal.train.hooks import Run, RunHook
+from shoal.train.hooks import RankRun, RunHook
 from shoal.train.layout import RunDir
 
 if TYPE_CHECKING:
     from shoal.cost.pipeline.simulator import Timeline
-    from shoal.parallel.engine import Engine
-    from shoal.train.loop import StepResult
+    from shoal.parallel.engine import ParallelEngine
+    from shoal.train.loop import TrainStepResult
 
-__all__ = ["Timelined", "gather", "read", "timelines"]
+__all__ = ["TimelineHook", "gather", "read", "timelines"]
 
 # The step of a run whose passes are recorded.
 _RECORDED = 4
 
 
-class Timelined(RunHook):
+class TimelineHook(RunHook):
     """Records the passes of one step, when memory and threads are warm."""
 
     kind = "timeline"
 
-    def begin(self, run: Run, first: int) -> None:
+    def begin(self, run: RankRun, first: int) -> None:
         """Choose the step."""
         self._step = min(first + _RECORDED, run.total - 1)
 
-    def step_begins(self, run: Run, number: int) -> bool:
+    def step_begins(self, run: RankRun, number: int) -> bool:
         """Have its passes timed."""
         return number == self._step
 
-    def step_done(self, run: Run, number: int, result: StepResult) -> None:
+    def step_done(self, run: RankRun, number: int, result: TrainStepResult) -> None:
         """Collect what the ranks recorded."""
         if number == self._step:
             gather(run.trainer.engine, run.directory, number)
 
 
-def gather(engine: Engine, directory: RunDir, step: int) -> None:
+def gather(engine: ParallelEngine, directory: RunDir, step: int) -> None:
     """Collect what the ranks of each pipeline recorded; the job's first pipeline writes it.
 
     Called by all ranks after a step with ``record``.

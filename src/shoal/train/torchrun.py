@@ -21,7 +21,7 @@ from shoal.core.janitor import leave
 from shoal.ir import TrainPlan, TrainReport
 from shoal.parallel.comm.collectives import agent_store
 from shoal.train.layout import RunDir
-from shoal.train.nodes import PREPARE_LIMIT, Node, give, refuse, take
+from shoal.train.nodes import PREPARE_LIMIT, RunNode, give, refuse, take
 from shoal.train.run import Watch, conclude, prepare_run
 from shoal.train.worker import run_rank
 
@@ -65,7 +65,7 @@ def execute_under_torchrun(
     directory = RunDir(run_dir)
     number = int(os.environ["RANK"])
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    node = Node(
+    node = RunNode(
         number=int(os.environ.get("GROUP_RANK", "0")),
         nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         first=int(os.environ.get("LOCAL_RANK", "0")) == 0,

@@ -22,9 +22,9 @@ from shoal.core.files import reserve, use_reserved, write_json
 from shoal.core.janitor import leave
 from shoal.cost.arithmetic import parameters
 from shoal.train.device import computes_on
-from shoal.train.hooks import Run, RunHook
+from shoal.train.hooks import RankRun, RunHook
 from shoal.train.layout import RunDir
-from shoal.train.watch.watched import phase
+from shoal.train.watch.watched_comm import phase
 
 if TYPE_CHECKING:
     from shoal.core.meter import Sink
@@ -63,27 +63,27 @@ def run_rank(directory: RunDir, *, resume: bool, sinks: Sequence[Sink] = ()) -> 
         run.event("stop" if stopped else "end", step=run.total)
 
 
-def _hooks(run: Run) -> Iterator[RunHook]:
+def _hooks(run: RankRun) -> Iterator[RunHook]:
     """What this run does between its steps; their order is that of their kinds."""
-    from shoal.train.evaluate import Evaluating
-    from shoal.train.events import StepEvents
+    from shoal.train.evaluate import EvaluationHook
+    from shoal.train.events import EventsHook
     from shoal.train.memory import MemoryHook
-    from shoal.train.replan import Replanning
-    from shoal.train.timeline import Timelined
+    from shoal.train.replan import ReplanHook
+    from shoal.train.timeline import TimelineHook
 
     job = run.plan.job
-    yield StepEvents()
+    yield EventsHook()
     yield run.saves
-    yield Evaluating()
+    yield EvaluationHook()
     if job.parallel.pp > 1:
-        yield Timelined()
+        yield TimelineHook()
     if job.checkpoint.memory is not None:
         yield MemoryHook(run)
     if job.replan.enabled and run.comm.world > 1:
-        yield Replanning(run)
+        yield ReplanHook(run)
 
 
-def _train(run: Run, first: int, asked: Callable[[], bool]) -> bool:
+def _train(run: RankRun, first: int, asked: Callable[[], bool]) -> bool:
     """Run the steps; returns whether the run was stopped before its end."""
     for hook in run.hooks:
         hook.begin(run, first)
@@ -109,7 +109,7 @@ def _catch_termination() -> Callable[[], bool]:
 
 
 @contextlib.contextmanager
-def joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[Run]:
+def joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[RankRun]:
     """This rank among all others, ready to train; without hooks of the run.
 
     Args:
@@ -126,10 +126,10 @@ def joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[Run]:
     from shoal.plan.length import num_steps
     from shoal.train.allocator import keep_freed_memory
     from shoal.train.build import weights_of
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import RankTrainer
     from shoal.train.mfu import peak_flops
     from shoal.train.nodes import tokens_of
-    from shoal.train.saving import Saves
+    from shoal.train.saving import RunSaver
 
     plan = TrainPlan.load(directory.plan)
     job = plan.job
@@ -180,7 +180,7 @@ def joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[Run]:
             total = num_steps(job, plan.estimate)
             trainer = undo.enter_context(
                 contextlib.closing(
-                    Trainer(
+                    RankTrainer(
                         job,
                         total,
                         weights,
@@ -192,10 +192,10 @@ def joined(directory: RunDir, watching: Sequence[Sink] = ()) -> Iterator[Run]:
                     )
                 )
             )
-            saves = Saves(directory, job, comm, meter, device=device)
+            saves = RunSaver(directory, job, comm, meter, device=device)
             # After an error nothing more is committed; after a good end nothing is under way.
             undo.callback(saves.abandon)
-            yield Run(
+            yield RankRun(
                 directory=directory,
                 plan=plan,
                 meter=meter,
@@ -216,7 +216,7 @@ def _watched(comm: TorchComm, directory: RunDir, job: TrainJob) -> TorchComm:
     import socket
 
     from shoal.train.watch.recorder import Recorder
-    from shoal.train.watch.watched import Watched
+    from shoal.train.watch.watched_comm import WatchedComm
 
     recorder = Recorder(
         directory.flight(comm.rank),
@@ -226,7 +226,7 @@ def _watched(comm: TorchComm, directory: RunDir, job: TrainJob) -> TorchComm:
         host=socket.gethostname(),
         beat_s=job.watch.beat_s,
     )
-    return cast("TorchComm", Watched(comm, recorder))
+    return cast("TorchComm", WatchedComm(comm, recorder))
 
 
 def _self_check(directory: RunDir, comm: TorchComm) -> None:
@@ -251,7 +251,7 @@ def local_world() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
-def _start(run: Run, *, resume: bool) -> int:
+def _start(run: RankRun, *, resume: bool) -> int:
     """Load a state if asked, tell where the run begins, and return the first step."""
     from shoal.train.resuming import resumed
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from shoal.claims.lab.bootstrap import Counted, Group, bootstrap, groups_of
+from shoal.claims.lab.bootstrap import BootstrapCost, Group, bootstrap, groups_of
 from shoal.core.errors import ConfigError, RankError
 from shoal.ir import Parallel
 
 
-def counted(world: int, *, everyone: bool) -> Counted:
+def counted(world: int, *, everyone: bool) -> BootstrapCost:
     groups = groups_of(Parallel(tp=4, pp=4, dp=world // 16))
     orders = [[g for g in groups if everyone or rank in g] for rank in range(world)]
     return bootstrap(world, orders, everyone=everyone)
@@ -27,7 +27,7 @@ def test_own_groups_cost_linearly_many_arrivals_and_all_groups_quadratically() -
 def test_each_group_is_made_by_its_members() -> None:
     groups: list[Group] = [(0, 1), (2, 3), (0, 2), (1, 3)]
     found = bootstrap(4, [[g for g in groups if rank in g] for rank in range(4)], everyone=False)
-    assert found == Counted(groups=4, arrivals=8 + 4, operations=2 * 12)
+    assert found == BootstrapCost(groups=4, arrivals=8 + 4, operations=2 * 12)
 
 
 def test_different_orders_are_a_deadlock_that_is_told() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.claims.lab.rnn.blocks import Block, RecurrentModel
+from shoal.claims.lab.rnn.blocks import RecurrentBlock, RecurrentModel
 from shoal.core.errors import KernelError, ModelError
 
 FUNCTIONS = ("lstm", "gru", "elman", "slstm")
@@ -33,7 +33,7 @@ def test_kernels_give_the_block_the_same_gradients(function: str) -> None:
     found = []
     for backend, recompute in (("reference", False), ("fused", False), ("alternating", True)):
         torch.manual_seed(1)
-        block = Block(20, 2, function, backend=backend, recompute=recompute, clip=0.5)
+        block = RecurrentBlock(20, 2, function, backend=backend, recompute=recompute, clip=0.5)
         out, _ = block(x)
         out.square().sum().backward()
         found.append([one.grad for one in block.parameters()])
@@ -45,7 +45,7 @@ def test_kernels_give_the_block_the_same_gradients(function: str) -> None:
 
 
 def test_state_has_one_size() -> None:
-    block = Block(24, 3, "slstm")
+    block = RecurrentBlock(24, 3, "slstm")
     assert block.state_bytes(1) == block.state_bytes(10**6) == 4 * 24 * 4
     _, state = block(torch.zeros(1, 5, 24))
     assert state.numel() * 4 == block.state_bytes()
@@ -53,9 +53,9 @@ def test_state_has_one_size() -> None:
 
 def test_wrong_heads_and_states_are_refused() -> None:
     with pytest.raises(ModelError, match=r"rnn.heads = 5: expected a divisor of hidden = 24"):
-        Block(24, 5)
+        RecurrentBlock(24, 5)
     with pytest.raises(KernelError, match=r"rnn.function = 'slst'.*did you mean 'slstm'"):
-        Block(24, 2, "slst")
+        RecurrentBlock(24, 2, "slst")
     model = RecurrentModel(5, 8)
     with pytest.raises(ModelError, match=r"rnn.states = 0: expected 1, one a block"):
         model(torch.zeros(1, 2, dtype=torch.int64), [])

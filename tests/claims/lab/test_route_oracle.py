@@ -51,7 +51,7 @@ def test_layers_that_are_apart_are_solved_by_descent_and_by_a_beam(seed) -> None
     for method in ("descent", "beam"):
         found = search(asker(losses, 4), 4, 6, method=method)
         assert np.allclose(found.losses, exact.losses)
-        assert found.asked < exact.asked
+        assert found.evaluations < exact.evaluations
 
 
 def test_the_approximate_ways_keep_the_budget() -> None:
@@ -75,6 +75,6 @@ def test_bad_input() -> None:
     with pytest.raises(PlanError, match="search: beam"):
         patterns(9)
     assert len(patterns(4, big=1)) == 16 + 4 * 8
-    assert best(table(2, 3, 0), patterns(2)).asked == 9
+    assert best(table(2, 3, 0), patterns(2)).evaluations == 9
     with pytest.raises(PlanError, match="width"):
         search(asker(table(2, 3, 0), 2), 2, 3, method="beam", width=0)

@@ -7,33 +7,33 @@ import itertools
 import pytest
 import torch
 
-from shoal.claims.lab.strided.method import Grid, MethodModel, Parts, measure_packing
+from shoal.claims.lab.strided.method import LocalityTimes, MethodModel, TimeGrid, measure_packing
 from shoal.core.errors import KernelError
 from shoal.kernel.strided.canonical import canonical
 from shoal.kernel.strided.datatype import hindexed, hvector, named
 
 
-def linear(rate: float, start: float = 0.0) -> Grid:
+def linear(rate: float, start: float = 0.0) -> TimeGrid:
     sizes = tuple(2.0**k for k in range(0, 31, 2))
-    return Grid(rows=sizes, seconds=tuple((start + size / rate,) for size in sizes))
+    return TimeGrid(rows=sizes, seconds=tuple((start + size / rate,) for size in sizes))
 
 
-def blocks(each: float, rate: float) -> Grid:
+def blocks(each: float, rate: float) -> TimeGrid:
     numbers, sizes = (1.0, 64.0, 4096.0), tuple(2.0**k for k in range(0, 25, 4))
-    return Grid(
+    return TimeGrid(
         rows=numbers,
         columns=sizes,
         seconds=tuple(tuple(n * (each + size / rate) for size in sizes) for n in numbers),
     )
 
 
-def parts(**changes: Grid | None) -> Parts:
-    pack = Grid(
+def parts(**changes: TimeGrid | None) -> LocalityTimes:
+    pack = TimeGrid(
         rows=(64.0, 2.0**24),
         columns=(1.0, 4096.0),
         seconds=((1e-6, 1e-6), (2.0**24 / 1e9, 2.0**24 / 1e10)),
     )
-    return Parts.model_validate(
+    return LocalityTimes.model_validate(
         {
             "pack": pack,
             "unpack": pack,
@@ -45,7 +45,7 @@ def parts(**changes: Grid | None) -> Parts:
 
 
 def test_between_points_the_logarithm_is_bilinear() -> None:
-    grid = Grid(rows=(1.0, 4.0), columns=(1.0, 16.0), seconds=((1e-6, 1e-4), (1e-5, 1e-3)))
+    grid = TimeGrid(rows=(1.0, 4.0), columns=(1.0, 16.0), seconds=((1e-6, 1e-4), (1e-5, 1e-3)))
     assert grid.at(1, 1) == pytest.approx(1e-6)
     assert grid.at(4, 16) == pytest.approx(1e-3)
     assert grid.at(2, 1) == pytest.approx((1e-6 * 1e-5) ** 0.5)
@@ -53,7 +53,7 @@ def test_between_points_the_logarithm_is_bilinear() -> None:
     # Beyond the last point it goes on as it ended.
     assert grid.at(16, 1) == pytest.approx(1e-4)
     assert grid.at(0.25, 1) == pytest.approx(1e-7)
-    assert Grid(rows=(8.0,), seconds=((2e-6,),)).at(100, 7) == pytest.approx(2e-6)
+    assert TimeGrid(rows=(8.0,), seconds=((2e-6,),)).at(100, 7) == pytest.approx(2e-6)
 
 
 def test_a_line_is_followed_exactly_where_time_is_proportional() -> None:
@@ -113,7 +113,7 @@ def test_bad_tables(
     rows: tuple[float, ...], seconds: tuple[tuple[float, ...], ...], message: str
 ) -> None:
     with pytest.raises(KernelError, match=message):
-        Grid(rows=rows, seconds=seconds)
+        TimeGrid(rows=rows, seconds=seconds)
     with pytest.raises(KernelError, match="at least one locality"):
         MethodModel({})
 

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.core.errors import DataError, UnknownPartError
 from shoal.cost.imports import LOGS
-from shoal.cost.imports.log import Entry, Log, steady
+from shoal.cost.imports.log import Log, LogEntry, steady
 from shoal.cost.imports.measure import measure, read, report
 from shoal.cost.imports.protocols import LogReader
 from shoal.cost.imports.tensorboard import _masked, scalars
@@ -288,7 +288,7 @@ def test_serving_stands_beside_its_plan(tmp_path: Path) -> None:
 
 def test_warm_up_is_what_is_slower_at_the_start() -> None:
     def log(*seconds: float) -> Log:
-        entries = tuple(Entry(i, i, {"step_s": s}) for i, s in enumerate(seconds))
+        entries = tuple(LogEntry(i, i, {"step_s": s}) for i, s in enumerate(seconds))
         return Log("x", Path("x"), "train", entries)
 
     assert steady(log(9.0, 2.0, 1.0, 1.1, 0.9, 1.0)) == ({"step_s": 1.0}, 4)

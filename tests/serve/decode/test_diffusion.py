@@ -322,7 +322,7 @@ def test_scores_that_are_not_finite_end_one_request(engine_by, decode, way):
     got = decode(engine, PROMPTS)
     assert got[1] == []
     assert [got[0], got[2]] == [want[0], want[2]]
-    (told,) = [one for one in engine.told() if one["kind"] == "error"]
+    (told,) = [one for one in engine.drain_events() if one["kind"] == "error"]
     assert told["id"] == "r1"
     assert engine.stats()["blocks_used"] == 0
 
@@ -339,5 +339,5 @@ def test_an_iteration_that_fails_ends_its_requests_and_not_the_engine(engine_by,
 
     engine.runner.unmask = Broken()
     assert decode(engine, PROMPTS) == [[], [], []]
-    assert sum(one["kind"] == "error" for one in engine.told()) == 3
+    assert sum(one["kind"] == "error" for one in engine.drain_events()) == 3
     assert decode(engine, PROMPTS) == want

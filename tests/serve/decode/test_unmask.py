@@ -13,7 +13,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from shoal.core.errors import ConfigError  # noqa: E402
 from shoal.core.parts import table  # noqa: E402
-from shoal.serve.decode.diffusion.protocols import State  # noqa: E402
+from shoal.serve.decode.diffusion.protocols import UnmaskState  # noqa: E402
 
 B, W, V = 3, 9, 5
 
@@ -27,7 +27,7 @@ def scene(seed, sharp=3.0):
 
 
 def state(step=0, size=W, bar=None):
-    return State(
+    return UnmaskState(
         step=torch.full((B,), step),
         size=torch.full((B,), size),
         bar=bar or (lambda tau: torch.full((B,), tau, dtype=torch.float64)),

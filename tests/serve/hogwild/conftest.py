@@ -22,16 +22,16 @@ def engine_of():
     """Model and options -> an engine whose words are token ids."""
     from shoal.serve.decode.hogwild.engine import HogwildEngine
     from shoal.serve.decode.hogwild.part import Hogwild
-    from shoal.serve.decode.hogwild.words import Words
+    from shoal.serve.decode.hogwild.words import WorkerWords
 
     def make(model, *, probe=(), early=(), headers=True, names=(), capacity=4000, **options):
         part = Hogwild(names=names, **options)
 
         def words(number):
             if number == 1:
-                return Words(piece=lambda token: PIECES.get(token, b"w"))
+                return WorkerWords(piece=lambda token: PIECES.get(token, b"w"))
             heads = {"history": [10, 11], "others": [12, 13, 14], "own": [15]}
-            return Words(
+            return WorkerWords(
                 rules=[20, 21],
                 headers=heads if headers else {},
                 prefixes=[[30 + ord(part.name_of(w)[-1]) % 20, 50] for w in range(number)],

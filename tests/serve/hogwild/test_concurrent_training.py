@@ -6,16 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shoal.claims.lab.concurrent import Text, batch_of, loss_of, scores_of  # noqa: E402
+from shoal.claims.lab.concurrent import ConcurrentText, batch_of, loss_of, scores_of  # noqa: E402
 from shoal.core.errors import DataError  # noqa: E402
 from shoal.serve.decode.hogwild.blocks import BlockStore  # noqa: E402
 from shoal.serve.decode.hogwild.forward import Forward  # noqa: E402
-from shoal.serve.decode.hogwild.views import Feed, View  # noqa: E402
+from shoal.serve.decode.hogwild.views import Feed, HogwildView  # noqa: E402
 
 TEXTS = (
-    Text([3, 60, 61, 62], ([10, 11, 12, 13], [20, 21, 22]), ([0, 1, 2, 5], [1, 3, 4])),
-    Text([3, 70], ([30, 31], [40, 41, 42, 43, 44]), ([2, 3], [0, 1, 2, 3, 9])),
-    Text([3, 80, 81], ([50], []), ([0], [])),
+    ConcurrentText([3, 60, 61, 62], ([10, 11, 12, 13], [20, 21, 22]), ([0, 1, 2, 5], [1, 3, 4])),
+    ConcurrentText([3, 70], ([30, 31], [40, 41, 42, 43, 44]), ([2, 3], [0, 1, 2, 3, 9])),
+    ConcurrentText([3, 80, 81], ([50], []), ([0], [])),
 )
 
 
@@ -25,14 +25,14 @@ def served(model, text):
     forward = Forward(model, store)
     prompt = store.open(None)
     own = {name: store.open(name) for name in "abc"[: len(text.tokens)]}
-    forward([Feed(View((prompt,), None), text.prompt)])
+    forward([Feed(HogwildView((prompt,), None), text.prompt)])
     scores = {name: [] for name in own}
     for step in range(max(max(when, default=0) for when in text.steps) + 1):
         feeds = []
         for name, tokens, when in zip(own, text.tokens, text.steps, strict=True):
             if step in when:
                 others = [block for other, block in own.items() if other != name]
-                view = View((prompt, *others, own[name]), name)
+                view = HogwildView((prompt, *others, own[name]), name)
                 feeds.append(Feed(view, [tokens[when.index(step)]]))
         if feeds:
             for feed, found in zip(feeds, forward(feeds), strict=True):
@@ -42,7 +42,7 @@ def served(model, text):
 
 def test_scores_are_those_of_the_server(random_model):
     model = random_model("qwen3", dtype=torch.float64)
-    three = Text([3, 4], ([5, 6], [7, 8], [9, 10, 11]), ([0, 3], [0, 1], [1, 2, 3]))
+    three = ConcurrentText([3, 4], ([5, 6], [7, 8], [9, 10, 11]), ([0, 3], [0, 1], [1, 2, 3]))
     for texts in (TEXTS, (three,)):
         batch = batch_of(texts)
         found = scores_of(model, batch)
@@ -66,6 +66,6 @@ def test_loss_is_of_what_workers_write_next(random_model):
 
 def test_bad_texts():
     with pytest.raises(DataError, match="a later step for each token"):
-        batch_of([Text([1], ([2, 3],), ([1, 1],))])
+        batch_of([ConcurrentText([1], ([2, 3],), ([1, 1],))])
     with pytest.raises(DataError, match="2 workers"):
-        batch_of([TEXTS[0], Text([1], ([2],), ([0],))])
+        batch_of([TEXTS[0], ConcurrentText([1], ([2],), ([0],))])

@@ -14,9 +14,9 @@ from shoal.model.generate import generate  # noqa: E402
 from shoal.serve.decode.hogwild.blocks import BlockStore  # noqa: E402
 from shoal.serve.decode.hogwild.forward import Forward  # noqa: E402
 from shoal.serve.decode.hogwild.part import Hogwild  # noqa: E402
-from shoal.serve.decode.hogwild.session import Session  # noqa: E402
-from shoal.serve.decode.hogwild.views import Feed, View  # noqa: E402
-from shoal.serve.decode.hogwild.words import Reader, Words  # noqa: E402
+from shoal.serve.decode.hogwild.session import HogwildSession  # noqa: E402
+from shoal.serve.decode.hogwild.views import Feed, HogwildView  # noqa: E402
+from shoal.serve.decode.hogwild.words import WorkerReader, WorkerWords  # noqa: E402
 
 PROMPT = [3, 60, 61, 62, 63, 64, 65]
 LAYOUTS = ("contiguous", "interleaved", "combined")
@@ -63,9 +63,9 @@ def test_one_layer_is_the_model_itself_over_the_flattened_text(random_model):
         store = BlockStore(model, 200, longest=100, num_blocks=4)
         forward = Forward(model, store, realise=realise)
         prompt, a, b = store.open(None), store.open("a"), store.open("b")
-        forward([Feed(View((prompt,), None), PROMPT)])
+        forward([Feed(HogwildView((prompt,), None), PROMPT)])
         for token in range(12):
-            views = View((prompt, b, a), "a"), View((prompt, a, b), "b")
+            views = HogwildView((prompt, b, a), "a"), HogwildView((prompt, a, b), "b")
             got = forward([Feed(views[0], [30 + token]), Feed(views[1], [90 - token, 5])])
             for view, scores in zip(views, got, strict=True):
                 expected = model(torch.tensor([view.text()]))[0, -1]
@@ -111,14 +111,14 @@ def test_workers_see_tokens_of_the_same_step(model):
     store = BlockStore(model, 100, longest=100, num_blocks=4)
     forward = Forward(model, store)
     prompt, a, b = store.open(None), store.open("a"), store.open("b")
-    forward([Feed(View((prompt,), None), PROMPT)])
-    views = View((prompt, b, a), "a"), View((prompt, a, b), "b")
+    forward([Feed(HogwildView((prompt,), None), PROMPT)])
+    views = HogwildView((prompt, b, a), "a"), HogwildView((prompt, a, b), "b")
     together = forward([Feed(views[0], [30]), Feed(views[1], [40])])[0]
     for block, token in ((a, 30), (b, 41)):
         store.close(block)
         del token
     a, b = store.open("a"), store.open("b")
-    views = View((prompt, b, a), "a"), View((prompt, a, b), "b")
+    views = HogwildView((prompt, b, a), "a"), HogwildView((prompt, a, b), "b")
     other = forward([Feed(views[0], [30]), Feed(views[1], [41])])[0]
     assert (together - other).abs().max() > 1e-3
 
@@ -130,9 +130,9 @@ def test_relinking_leaves_scores_as_they_are(model):
         store = BlockStore(model, 200, longest=150, num_blocks=8)
         forward = Forward(model, store)
         prompt, one, two, own = (store.open(w) for w in (None, "a", "a", "a"))
-        forward([Feed(View((prompt,), None), PROMPT)])
-        forward([Feed(View((prompt, one), "a"), [40, 41, 42])])
-        forward([Feed(View((prompt, one, two), "a"), [50, 51, 52, 53])])
+        forward([Feed(HogwildView((prompt,), None), PROMPT)])
+        forward([Feed(HogwildView((prompt, one), "a"), [40, 41, 42])])
+        forward([Feed(HogwildView((prompt, one, two), "a"), [50, 51, 52, 53])])
         if change == "join":
             store.join(one, two)
             history = (one,)
@@ -140,7 +140,7 @@ def test_relinking_leaves_scores_as_they_are(model):
             history = (two, one)
         else:
             history = (one, two)
-        return forward([Feed(View((prompt, *history, own), "a"), [7, 8])])
+        return forward([Feed(HogwildView((prompt, *history, own), "a"), [7, 8])])
 
     plain = scores("none")
     torch.testing.assert_close(scores("join"), plain, rtol=0, atol=1e-9)
@@ -234,7 +234,7 @@ def test_leaving_and_ending(model, engine_of, requests_of):
 
 def test_reader():
     pieces = {1: b"\n", 2: b"\n\n", 3: b"word", 4: b"Final answer: 4", 5: b" x\n\nword"}
-    reader = Reader(Words(piece=pieces.get, marker=r"Final answer:[^\n]*\S[^\n]*\n"))
+    reader = WorkerReader(WorkerWords(piece=pieces.get, marker=r"Final answer:[^\n]*\S[^\n]*\n"))
     fed = [(t, reader.feed(t)) for t in (2, 3, 1, 1, 3, 5, 4, 1)]
     assert [t for t, (ended, _) in fed if ended] == [1, 5]
     assert [found for _, (_, found) in fed] == [False] * 7 + [True]
@@ -248,9 +248,9 @@ def test_a_view_ends_in_the_own_block(model):
     prompt, own = store.open(None), store.open("a")
     for blocks in ((prompt,), (own, prompt), ()):
         with pytest.raises(ServeError, match="blocks that end in the one it writes to"):
-            View(blocks, "a")
+            HogwildView(blocks, "a")
     with pytest.raises(ServeError, match="positions would overlap"):
-        View((prompt, prompt, own), "a")
+        HogwildView((prompt, prompt, own), "a")
 
 
 def test_two_workers_cannot_write_one_block(model):
@@ -264,9 +264,9 @@ def test_a_view_beyond_the_positions(model, engine_of, requests_of, run):
     store = BlockStore(model, 30, longest=10, num_blocks=4)
     forward = Forward(model, store)
     prompt, own = store.open(None), store.open("a")
-    forward([Feed(View((prompt,), None), PROMPT)])
+    forward([Feed(HogwildView((prompt,), None), PROMPT)])
     with pytest.raises(ServeError, match="at most 10 tokens, the positions of the model"):
-        forward([Feed(View((prompt, own), "a"), [1, 2, 3, 4])])
+        forward([Feed(HogwildView((prompt, own), "a"), [1, 2, 3, 4])])
     with pytest.raises(ServeError, match="positions of the model"):
         BlockStore(model, 30, longest=model.config.max_position + 1)
     engine = engine_of(model)
@@ -298,7 +298,9 @@ def test_bad_requests(model, engine_of, requests_of):
     with pytest.raises(ServeError, match="vocab_size"):
         engine.add(wrong)
     with pytest.raises(ServeError, match="names that differ"):
-        Session(engine.store, engine._layout, Words(), requests_of(PROMPT, 2), ["a", "a"])
+        HogwildSession(
+            engine.store, engine._layout, WorkerWords(), requests_of(PROMPT, 2), ["a", "a"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -351,7 +353,7 @@ def test_what_fails_ends_workers_and_not_the_engine(model, engine_of, requests_o
 
     engine.forward = forward
     run(engine, requests_of([8, 9], 2, name="bad"))
-    told = [one for one in engine.told() if one["kind"] == "error"]
+    told = [one for one in engine.drain_events() if one["kind"] == "error"]
     assert {one["id"] for one in told} == {"bad0", "bad1"}
     engine.forward = inner
     assert run(engine, requests_of([5, 6, 7], 1, name="sound"))[0] == want

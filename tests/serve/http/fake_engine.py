@@ -73,7 +73,7 @@ class FakeEngine:
             outputs.append(Output(request.id, (token,), infos, finish))
         return outputs
 
-    def told(self):
+    def drain_events(self):
         told, self.vectors = self.vectors, []
         return told
 

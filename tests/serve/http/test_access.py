@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import ServeError
-from shoal.serve.http.guard import Access, is_loopback
+from shoal.serve.http.guard import AccessControl, is_loopback
 
 KEY = "correct-horse-7"
 BODY = {"model": "bytes", "prompt": "ab", "max_tokens": 2}
@@ -140,14 +140,14 @@ def test_with_a_key_every_address_is_fine(serve_fake, caller):
 @pytest.mark.parametrize("key", ["", "short", "with a space", "schlüssel-lang", "line\nbreak-long"])
 def test_bad_keys(key):
     with pytest.raises(ServeError, match="at least 8 printable") as caught:
-        Access(key=key)
+        AccessControl(key=key)
     assert not key or key not in str(caught.value)
 
 
 @pytest.mark.parametrize("origin", ["page.example", "ftp://x", "http://x/path", "*"])
 def test_bad_origins(origin):
     with pytest.raises(ServeError, match="scheme and host"):
-        Access(origins=(origin,))
+        AccessControl(origins=(origin,))
 
 
 def test_loopback():

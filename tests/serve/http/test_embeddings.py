@@ -69,7 +69,7 @@ def test_an_engine_gives_the_states_of_the_model(random_model, engine_for, pooli
     vectors = {}
     while engine.busy:
         engine.step()
-        for told in engine.told():
+        for told in engine.drain_events():
             if told["kind"] == "began":
                 continue
             assert told["kind"] == "vector"
@@ -88,7 +88,7 @@ def test_a_mean_over_cached_tokens_is_refused(random_model, engine_for):
         engine.add(Request(name, [1] * 40, 40, params))
         while engine.busy:
             engine.step()
-    first, second = (told for told in engine.told() if told["kind"] != "began")
+    first, second = (told for told in engine.drain_events() if told["kind"] != "began")
     assert first["kind"] == "vector"
     assert second["kind"] == "refused"
     assert "salt" in second["message"]

@@ -150,7 +150,7 @@ def test_a_client_that_stops_reading(serve_fake, caller):
 
     body = {"model": "bytes", "prompt": "abc", "max_tokens": 3900, "logprobs": 20, "n": 8}
     with serve_fake(
-        client={"max_unread": 64}, limits=HttpLimits(write_s=0.5, read_s=0.5)
+        client={"max_queued": 64}, limits=HttpLimits(write_s=0.5, read_s=0.5)
     ) as server:
         call = caller(server.url)
         host, port = server.url.removeprefix("http://").split(":")

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from shoal.ir import Request, ServeJob  # noqa: E402
 from shoal.ir.serving import MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams  # noqa: E402
 from shoal.serve.engine.client import ClientOptions, EngineClient, EngineDownError  # noqa: E402
-from shoal.serve.engine.deaths import Deaths, key_of  # noqa: E402
+from shoal.serve.engine.crashes import CrashHistory, key_of  # noqa: E402
 from shoal.serve.engine.failure import RequestFailedError  # noqa: E402
 from shoal.serve.http.server import ServerOptions, running  # noqa: E402
 
@@ -185,7 +185,7 @@ def test_a_template_without_end_is_a_bad_request(serve_fake, caller, byte_model)
 
 def test_what_met_two_deaths_is_not_tried_again():
     now = [0.0]
-    deaths = Deaths(lambda: now[0])
+    deaths = CrashHistory(lambda: now[0])
     first = key_of([1, 2], SamplingParams(max_tokens=3, seed=5), None)
     assert first == key_of((1, 2), SamplingParams(max_tokens=3, seed=6), None)
     assert first != key_of([1, 2], SamplingParams(max_tokens=4), None)

@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 from shoal.serve.http.errors import ApiError
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.text.grammar_check import GrammarCheck
-from shoal.serve.text.tools import CallReader
+from shoal.serve.text.tools import ToolCallReader
 
 pytestmark = pytest.mark.multi
 
@@ -172,7 +172,7 @@ def test_calls_that_a_model_chose_to_make(openai_client):
     ],
 )
 def test_reading_calls(size, text, words, names):
-    reader = CallReader()
+    reader = ToolCallReader()
     said, given = [], {}
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     for place, piece in enumerate([*pieces, ""]):
@@ -187,7 +187,7 @@ def test_reading_calls(size, text, words, names):
 
 
 def test_arguments_come_before_the_call_ends():
-    reader = CallReader()
+    reader = ToolCallReader()
     reader.feed('<tool_call>{"name": "f", "arguments": {"a": "lo', last=False)
     _, parts = reader.feed('ng", ', last=False)
     assert "".join(part.arguments for part in parts).startswith("ng")

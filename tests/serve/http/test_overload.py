@@ -9,25 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 import fake_engine
 import pytest
 
+from shoal.serve.http.concurrency import ConcurrencyLimit
 from shoal.serve.http.errors import ApiError
-from shoal.serve.http.seats import Seats
 
 pytestmark = pytest.mark.multi
 
 
 def test_seats_are_taken_together_or_not_at_all():
-    seats = Seats(4)
+    seats = ConcurrencyLimit(4)
     first = seats.take(3)
     with pytest.raises(ApiError) as caught:
         seats.take(2)
     assert caught.value.status == 429
     assert caught.value.headers["retry-after"] == "1"
-    assert seats.taken == 3
+    assert seats.used == 3
     with seats.take(1):
-        assert seats.taken == 4
+        assert seats.used == 4
     first.leave()
     first.leave()
-    assert seats.taken == 0
+    assert seats.used == 0
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -79,7 +79,7 @@ def test_a_seat_is_free_again_whoever_leaves():
     """Even a stream whose client had gone before its first event."""
     from shoal.serve.http.stream import EventStream
 
-    seats = Seats(1)
+    seats = ConcurrencyLimit(1)
 
     async def never():
         await asyncio.sleep(600)
@@ -96,7 +96,7 @@ def test_a_seat_is_free_again_whoever_leaves():
         await response({"type": "http"}, gone, send)
 
     asyncio.run(run())
-    assert seats.taken == 0
+    assert seats.used == 0
 
 
 @pytest.mark.slow

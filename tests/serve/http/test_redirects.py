@@ -10,7 +10,7 @@ import pytest
 
 from shoal.core.errors import ServeError
 from shoal.ir import Arrival
-from shoal.serve.bench.remote import Remote, replay_remote, served_model
+from shoal.serve.bench.remote import RemoteServer, replay_remote, served_model
 from shoal.serve.watch.upstream import Upstream
 
 KEY = "key-for-the-first-server-only"
@@ -68,7 +68,7 @@ def hosts(request):
 
 def test_bench_does_not_follow(hosts):
     here, first, second = hosts
-    remote = Remote(url=here, model="m", key=KEY, timeout_s=20)
+    remote = RemoteServer(url=here, model="m", key=KEY, timeout_s=20)
     with pytest.raises(ServeError, match="status 30"):
         served_model(remote)
     (replayed,) = replay_remote(remote, [Arrival(0.0, (1, 2), 2)])
@@ -100,5 +100,5 @@ def test_the_status_of_a_server_does_not_follow(hosts):
 def test_the_other_server_answers_who_asks_it():
     """So that silence above means that nobody asked."""
     with server(models) as (there, asked):
-        assert served_model(Remote(url=there)).name == "m"
+        assert served_model(RemoteServer(url=there)).name == "m"
     assert [path for _, path, _ in asked] == ["/v1/models"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from shoal.core.errors import ServeError
 from shoal.ir import Arrival
 from shoal.serve.bench.latencies import draw, measured_of, samples_of
-from shoal.serve.bench.remote import Remote, replay_remote, served_model
+from shoal.serve.bench.remote import RemoteServer, replay_remote, served_model
 
 pytestmark = pytest.mark.multi
 
@@ -105,10 +105,10 @@ def bad_server():
 def test_each_wrong_answer_ends_its_own_request():
     arrivals = [Arrival(0.0, (number, 1, 2), 5) for number in range(len(ANSWERS))]
     with bad_server() as url:
-        found = replay_remote(Remote(url=f"{url}/v1/", model="bad"), arrivals[:-1])
+        found = replay_remote(RemoteServer(url=f"{url}/v1/", model="bad"), arrivals[:-1])
         # The last never ends its answer.
-        found += replay_remote(Remote(url=url, model="bad", timeout_s=1.0), arrivals[-1:])
-        (chat,) = replay_remote(Remote(url=url, model="bad", chat=True), arrivals[:1])
+        found += replay_remote(RemoteServer(url=url, model="bad", timeout_s=1.0), arrivals[-1:])
+        (chat,) = replay_remote(RemoteServer(url=url, model="bad", chat=True), arrivals[:1])
     assert {n: one.failure for n, one in zip(ANSWERS, found, strict=True)} == {
         name: failure for name, (_, _, failure) in ANSWERS.items()
     }
@@ -134,12 +134,12 @@ def test_requests_are_sent_at_their_times_and_do_not_wait_for_each_other(serve_f
     prompt = (fake_engine.SLOW, 65, 66)
     arrivals = [Arrival(0.1 * number, prompt, 20) for number in range(4)]
     with serve_fake() as server:
-        remote = Remote(url=server.url)
+        remote = RemoteServer(url=server.url)
         known = served_model(remote)
         assert (known.name, known.max_position) == ("bytes", fake_engine.MAX_POSITION)
-        found = replay_remote(Remote(url=server.url, model="bytes"), arrivals)
+        found = replay_remote(RemoteServer(url=server.url, model="bytes"), arrivals)
         with pytest.raises(ServeError, match=r"model = 'gpt': expected one that .* serves: bytes"):
-            served_model(Remote(url=server.url, model="gpt"))
+            served_model(RemoteServer(url=server.url, model="gpt"))
     assert [one.failure for one in found] == [None] * 4
     assert [one.served.n_output for one in found] == [20] * 4
     assert all(one.sent >= one.served.arrival for one in found)
@@ -176,4 +176,4 @@ def test_the_command(serve_fake, tmp_path):
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:b"])
 def test_addresses(url):
     with pytest.raises(ServeError, match="expected an address such as"):
-        Remote(url=url)
+        RemoteServer(url=url)

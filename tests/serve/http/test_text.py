@@ -171,7 +171,7 @@ def first_stop(text, stops):
 def test_stop_strings_are_found_wherever_the_pieces_break(pieces, stops):
     watch = StopStrings(stops)
     out = "".join(watch.feed(piece) for piece in pieces)
-    found = watch.found
+    found = watch.matched
     out += watch.finish()
     assert (out, found) == first_stop("".join(pieces), stops)
 
@@ -183,7 +183,7 @@ def test_only_what_may_become_a_stop_is_held(text, stop):
     sent = 0
     for place, character in enumerate(text, 1):
         sent += len(watch.feed(character))
-        if watch.found:
+        if watch.matched:
             return
         held = text[sent:place]
         assert len(held) < len(stop)

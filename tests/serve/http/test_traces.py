@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
 from opentelemetry.trace import SpanKind, StatusCode
 
 from shoal.core.errors import ServeError
-from shoal.serve.http.traces import Traces, exporting
+from shoal.serve.http.traces import RequestTracer, exporting
 
 pytestmark = pytest.mark.multi
 
@@ -149,7 +149,7 @@ def exported(answer):
 
         collector = await asyncio.start_server(take, "127.0.0.1", 0)
         port = collector.sockets[0].getsockname()[1]
-        traces = Traces(exporting(f"http://127.0.0.1:{port}"), "tiny")
+        traces = RequestTracer(exporting(f"http://127.0.0.1:{port}"), "tiny")
         traces.begin("embeddings", "id-of-it", {}, num_prompt=1).end((), ())
         await asyncio.to_thread(traces.stop)
         collector.close()

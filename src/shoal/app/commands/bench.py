@@ -16,17 +16,17 @@ from shoal.app.commands.bench_shown import (
     write_served,
 )
 from shoal.app.commands.bench_tune import tune
-from shoal.app.commands.jobs import Studied
+from shoal.app.commands.jobs import StudyGroup
 from shoal.app.show import Anyway, Format, Output, Quiet, Sets
 
 if TYPE_CHECKING:
-    from shoal.claims.bench.attention.values import Report
+    from shoal.claims.bench.attention.values import AttentionReport
     from shoal.ir import ServeJob
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    cls=Studied,
+    cls=StudyGroup,
     help="Predict a workload and run it for real; compare kernels.",
     no_args_is_help=True,
 )
@@ -204,7 +204,7 @@ def serve(
             profile_s=profile,
             wait_s=None if anyway else 60.0,
             progress=lambda what, done, total: bar(done, total, what),
-            told=show_serve_plan if shown and not quiet else None,
+            on_plan=show_serve_plan if shown and not quiet else None,
             targets=targets,
             seen=samples.update,
             anyway=anyway,
@@ -277,7 +277,7 @@ def attention(
     from shoal.app.show import WorkBar
     from shoal.claims.bench.attention.harness import chosen, run
     from shoal.claims.bench.attention.report import to_html
-    from shoal.claims.bench.attention.values import Settings
+    from shoal.claims.bench.attention.values import AttentionSettings
     from shoal.core.config import parse
     from shoal.core.errors import require
     from shoal.core.files import write_atomic, write_json
@@ -324,7 +324,7 @@ def attention(
     }
     with WorkBar("bench attention", quiet=quiet) as bar:
         report = run(
-            parse(Settings, raw, where=""),
+            parse(AttentionSettings, raw, where=""),
             progress=lambda text, done, total: bar(done, total, text),
         )
     for file in files:
@@ -382,7 +382,7 @@ def kernels(
     import dataclasses
 
     from shoal.app.show import WorkBar
-    from shoal.claims.bench.kernels import Options, bench, draw, told
+    from shoal.claims.bench.kernels import KernelBenchOptions, bench, draw, format_rows
     from shoal.core.errors import ConfigError, require
     from shoal.core.files import write_atomic, write_json
     from shoal.core.measure import check_quiet
@@ -399,7 +399,7 @@ def kernels(
         if not (outputs.isdigit() and inputs.isdigit() and int(outputs) and int(inputs)):
             raise ConfigError(f"--shapes {shape}: expected outputs x inputs, such as 4096x11008")
         sizes.append((int(outputs), int(inputs)))
-    options = Options(
+    options = KernelBenchOptions(
         ops=tuple(op or ()),
         rows=tuple(_numbers(rows, "--rows")),
         shapes=tuple(sizes),
@@ -413,7 +413,7 @@ def kernels(
         check_quiet(wait_s=60.0)
     with WorkBar("bench kernels", quiet=quiet) as bar:
         found = bench(options, progress=lambda text, done, total: bar(done, total, text))
-    typer.echo(told(found))
+    typer.echo(format_rows(found))
     for file in files:
         if file.suffix == ".json":
             write_json(file, [dataclasses.asdict(row) for row in found])
@@ -436,7 +436,7 @@ def _numbers(text: str, where: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _show_attention(report: Report) -> None:
+def _show_attention(report: AttentionReport) -> None:
     from shoal.app.show import table
     from shoal.claims.bench.attention.report import best_kernels, best_methods
 

@@ -11,7 +11,7 @@ import typer
 from shoal.app.show import Anyway, Format, Output
 
 if TYPE_CHECKING:
-    from shoal.claims.bench.decode import Row
+    from shoal.claims.bench.decode import DecodeRow
 
 __all__ = ["decode"]
 
@@ -129,7 +129,7 @@ def decode(
     _show(rows, f"decode: {target.name}, answers of {new_tokens} tokens, {precision}", others)
 
 
-def _show(rows: Sequence[Row], title: str, others: dict[str, Path]) -> None:
+def _show(rows: Sequence[DecodeRow], title: str, others: dict[str, Path]) -> None:
     from shoal.app.show import table
     from shoal.claims.bench.decode import OWN, advice
     from shoal.core.sizes import human_bytes

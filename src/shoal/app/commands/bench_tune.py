@@ -11,7 +11,7 @@ from shoal.app.show import Anyway, Format, Output, Quiet, Sets
 from shoal.core.counts import duration
 
 if TYPE_CHECKING:
-    from shoal.plan.tune.protocols import Study
+    from shoal.plan.tune.protocols import TuningResult
 
 __all__ = ["tune"]
 
@@ -86,7 +86,7 @@ def tune(
     from shoal.plan.tune import TUNERS
     from shoal.plan.tune.landscape import summary
     from shoal.plan.tune.landscape_page import page
-    from shoal.plan.tune.protocols import Study
+    from shoal.plan.tune.protocols import TuningResult
     from shoal.plan.tune.repeats import Repeats
     from shoal.plan.tune.serving import (
         GOALS,
@@ -106,7 +106,7 @@ def tune(
         expected="the engine shoal, whose settings a job can say",
         hint="keep the trials with --study",
     )
-    elsewhere = Study.load(warm).trials if warm is not None else ()
+    elsewhere = TuningResult.load(warm).trials if warm is not None else ()
     chosen = choose(None, None if trace is None else str(trace))
     flags = {"model": model, "workload": chosen and chosen.model_dump(mode="json")}
     job = resolve(ServeJob, flags=flags, sets=set_ or []).value
@@ -153,7 +153,7 @@ def tune(
         _show(found, UNITS[goal])
 
 
-def _show(study: Study, unit: str) -> None:
+def _show(study: TuningResult, unit: str) -> None:
     """Print tables."""
     from shoal.app.show import console, table
     from shoal.plan.tune.landscape_page import tables

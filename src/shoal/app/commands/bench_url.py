@@ -63,10 +63,10 @@ def run(
     from shoal.core.parts import table as parts
     from shoal.cost.serving.simulator import summary
     from shoal.serve.bench.latencies import measured_of, samples_of
-    from shoal.serve.bench.remote import Remote, replay_remote, served_model
+    from shoal.serve.bench.remote import RemoteServer, replay_remote, served_model
     from shoal.serve.bench.replay import with_workload
 
-    remote = Remote(
+    remote = RemoteServer(
         url=url,
         model=model,
         key=os.environ.get("OPENAI_API_KEY") or None,

@@ -75,7 +75,7 @@ def check(
         shoal check examples/check/tensor_parallel.py --mesh dp=2,tp=2 --json
     """
     from shoal.app.show import WorkBar, as_json, table
-    from shoal.claims.check.protocols import Settings, parse_mesh
+    from shoal.claims.check.protocols import CheckSettings, parse_mesh
     from shoal.claims.check.report import headline, row_cells, summary
     from shoal.claims.check.run import check as run
     from shoal.core.config import parse
@@ -93,7 +93,7 @@ def check(
         "seed": seed,
         "timeout_s": timeout,
     }
-    settings = parse(Settings, raw, where="")
+    settings = parse(CheckSettings, raw, where="")
     with WorkBar("check", quiet=quiet or json_) as bar:
         verdict = run(settings, lambda text: bar(0, 0, text))
     if json_:

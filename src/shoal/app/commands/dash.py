@@ -52,8 +52,8 @@ def dash(
 
     uvicorn = import_extra("uvicorn", extra="run", purpose="the dashboard")
     import_extra("fastapi", extra="run", purpose="the dashboard")
-    from shoal.app.dash.app import Settings, create_app
-    from shoal.app.dash.guard import Access, host_names
+    from shoal.app.dash.app import DashboardSettings, create_app
+    from shoal.app.dash.guard import DashboardAccess, host_names
     from shoal.core.logs import log_to_stderr
     from shoal.serve.http.accept import BoundedServer
     from shoal.serve.http.limits import HttpLimits
@@ -68,9 +68,9 @@ def dash(
         upstream = Upstream(server.rstrip("/"), os.environ.get("SHOAL_API_KEY", ""))
     listening = _listen(host, port)
     port = int(listening.getsockname()[1])
-    access = Access(hosts=host_names(host), name=f"shoal-dash-{port}")
+    access = DashboardAccess(hosts=host_names(host), name=f"shoal-dash-{port}")
     app = create_app(
-        Settings(
+        DashboardSettings(
             runs=tuple(runs or ()),
             plans=tuple(plan or ()),
             results=results,

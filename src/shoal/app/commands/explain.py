@@ -15,13 +15,13 @@ from typer.core import TyperGroup
 from shoal.app.commands.jobs import option
 from shoal.app.show import Format, WorkBar, as_json, show, table
 
-__all__ = ["Parts", "app", "explained"]
+__all__ = ["PartCommands", "app", "explained"]
 
 # Kinds whose parts have a command of their own.
 _ELSEWHERE = ("job", "claim")
 
 
-class Parts(TyperGroup):
+class PartCommands(TyperGroup):
     """A command for each study and each part, made when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -50,7 +50,7 @@ class Parts(TyperGroup):
         return _study_command(name)
 
 
-app = typer.Typer(cls=Parts, invoke_without_command=True)
+app = typer.Typer(cls=PartCommands, invoke_without_command=True)
 
 
 @app.callback()
@@ -243,9 +243,9 @@ def _study_command(name: str) -> Callable[..., None]:
 
 
 def _parameter(
-    field: dataclasses.Field[Any], hint: Any, told: dict[str, str], subject: tuple[str, ...]
+    field: dataclasses.Field[Any], hint: Any, given: dict[str, str], subject: tuple[str, ...]
 ) -> inspect.Parameter:
-    text = told.get(field.name, "")
+    text = given.get(field.name, "")
     if field.name in subject:
         kind: Any = list[str] if hint == tuple[str, ...] else str
         return inspect.Parameter(

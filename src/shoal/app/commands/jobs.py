@@ -17,13 +17,13 @@ from typer.core import TyperGroup
 from shoal.app.show import Format, as_json, say_if_elsewhere, show, table
 
 if TYPE_CHECKING:
-    from shoal.core.config import Resolved
+    from shoal.core.config import ResolvedValue
     from shoal.ir import Job, JobKind, Plan, Report
 
 __all__ = [
     "Kinds",
     "PlanKinds",
-    "Studied",
+    "StudyGroup",
     "app",
     "continuable",
     "option",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-class Studied(TyperGroup):
+class StudyGroup(TyperGroup):
     """A group some of whose words are studies now."""
 
     def get_command(self, ctx: Any, name: str) -> Any:
@@ -53,7 +53,7 @@ class Studied(TyperGroup):
         return own
 
 
-class Kinds(Studied):
+class Kinds(StudyGroup):
     """A group with a command for each kind of job, made when it is asked for."""
 
     @staticmethod
@@ -215,7 +215,7 @@ def run_command(name: str, kind: JobKind) -> Callable[..., None]:
         from shoal.app.show import TrainingBar, say_if_slower
         from shoal.machine.described import load
 
-        resolved: Resolved[Job] | None = None
+        resolved: ResolvedValue[Job] | None = None
         given = subject is not None or bool(set_) or any(v is not None for v in flags.values())
         old = directory / "plan.yaml" if directory is not None and resume else None
         if plan is not None:
@@ -270,7 +270,7 @@ def _job(
     flags: Mapping[str, str | None],
     sets: list[str],
     verb: str,
-) -> Resolved[Job]:
+) -> ResolvedValue[Job]:
     """The job of the kind that a file, a subject and flags describe.
 
     Raises:

@@ -13,7 +13,7 @@ from shoal.app.show import Format, Output
 __all__ = ["kv"]
 
 
-class By(StrEnum):
+class ChannelMeasure(StrEnum):
     """What tells the size of a channel."""
 
     weight = "weight"
@@ -23,8 +23,9 @@ class By(StrEnum):
 def kv(
     directory: Annotated[Path, typer.Argument(help="A Hugging Face directory or a .gguf file.")],
     by: Annotated[
-        By, typer.Option(help="Size of a key channel: by its weights, or by its keys on text.")
-    ] = By.weight,
+        ChannelMeasure,
+        typer.Option(help="Size of a key channel: by its weights, or by its keys on text."),
+    ] = ChannelMeasure.weight,
     block: Annotated[
         list[int] | None,
         typer.Option(help="Numbers that share an exponent; may be given again.", min=2),

@@ -28,7 +28,7 @@ def mini(
     if not names:
         rows = []
         for name in zoo.names():
-            job, place = zoo.recipe(name), zoo.found(name)
+            job, place = zoo.recipe(name), zoo.trained_directory(name)
             rows.append(
                 (name, f"{job.tokens or 0:,}", job.data.name, str(place) if place else "not yet")
             )

@@ -10,7 +10,7 @@ import typer
 from shoal.app.show import Format, Output
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.history import Told
+    from shoal.checkpoint.history import SaveRecord
 
 __all__ = ["inspect", "stalls", "timeline"]
 
@@ -159,7 +159,7 @@ def timeline(
     )
 
 
-def _saves(run: Path) -> list[Told]:
+def _saves(run: Path) -> list[SaveRecord]:
     from shoal.checkpoint.history import history
     from shoal.core.errors import CheckpointError
     from shoal.core.meter import read_events
@@ -174,7 +174,7 @@ def _saves(run: Path) -> list[Told]:
     return saves
 
 
-def _plain(save: Told) -> dict[str, Any]:
+def _plain(save: SaveRecord) -> dict[str, Any]:
     """As JSON, in which what is not known is null."""
     from dataclasses import asdict
     from math import isfinite
@@ -194,7 +194,7 @@ def _draw(path: Path | None, render: Any, output: Format) -> None:
         typer.echo(f"wrote {path}", err=output is Format.json)
 
 
-def _ends(save: Told, rank: int) -> tuple[str, str]:
+def _ends(save: SaveRecord, rank: int) -> tuple[str, str]:
     """When a rank began and ended, after the save began."""
     spans = save.ranks[rank].spans_s.values()
     if not spans:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shoal.ir import ServePlan, TrainPlan
-    from shoal.plan.whatif import Answer
+    from shoal.plan.what_if import WhatIfResult
 
 __all__ = ["app", "show_plans", "show_serve_plan"]
 
@@ -156,9 +156,9 @@ def train(
         show_fit(plans[0])
         show_ways(job, target)
         raise typer.Exit(0 if plans[0].fits else 1)
-    answers: list[Answer] = []
+    answers: list[WhatIfResult] = []
     if what_if:
-        from shoal.plan.whatif import what_if as ask
+        from shoal.plan.what_if import what_if as ask
 
         answers = ask(job, plans[0], planner=planner)
     plans = plans[:top]
@@ -192,7 +192,7 @@ def _calibrated(plan: TrainPlan) -> TrainPlan:
     return plan.model_copy(update={"estimate": estimate, "notes": (*plan.notes, note)})
 
 
-class Written(StrEnum):
+class PlanFormat(StrEnum):
     """Formats of a plan that can be saved."""
 
     text = "text"
@@ -269,8 +269,8 @@ def serve(
         Path | None, typer.Option(help="Where to; launch-ENGINE if not given.")
     ] = None,
     output: Annotated[
-        Written, typer.Option("--output", "-o", help="text, json or yaml.")
-    ] = Written.text,
+        PlanFormat, typer.Option("--output", "-o", help="text, json or yaml.")
+    ] = PlanFormat.text,
 ) -> None:
     """Say how fast a model will answer on a machine; nothing runs and no torch is needed.
 
@@ -344,9 +344,9 @@ def serve(
         typer.echo(f"saved {out}", err=True)
     if emit is not None:
         write_emitted([asked], emit, emit_dir)
-    if output is Written.json:
+    if output is PlanFormat.json:
         as_json(asked.model_dump(mode="json", exclude_none=True))
-    elif output is Written.yaml:
+    elif output is PlanFormat.yaml:
         typer.echo(to_yaml(asked.model_dump(mode="json", exclude_none=True)), nl=False)
     else:
         show_serve_plan(asked, competing(job, asked, drafters=drafter or ()) if compare else ())
@@ -372,7 +372,7 @@ def show_serve_plan(plan: ServePlan, ranked: Sequence[ServePlan] = ()) -> None:
         typer.echo(f"note: {note}")
 
 
-def show_answers(answers: Sequence[Answer]) -> None:
+def show_answers(answers: Sequence[WhatIfResult]) -> None:
     """Print what other machines would do."""
     from shoal.app.show import table
 

@@ -24,7 +24,7 @@ def measure(job: Path | None, out: Path | None, *, json: bool) -> None:
     from shoal.core.config import resolve
     from shoal.core.errors import ConfigError
     from shoal.ir import ServeJob
-    from shoal.plan.trees.drafting import Paying, RowCosts
+    from shoal.plan.trees.drafting import ProfitableDrafting, RowCosts
 
     if job is None:
         raise ConfigError("probe decode: give --job, the YAML of a serving job with speculative")
@@ -35,7 +35,7 @@ def measure(job: Path | None, out: Path | None, *, json: bool) -> None:
 
     engine = engine_of(read, load_model(read))[0]
     paying = engine.scheduler.drafting  # type: ignore[attr-defined]
-    assert isinstance(paying, Paying)
+    assert isinstance(paying, ProfitableDrafting)
     costs = paying.cost
     assert isinstance(costs, RowCosts)
     place = out or Path("costs.json")

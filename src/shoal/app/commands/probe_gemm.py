@@ -31,11 +31,11 @@ def sweep(
     from shoal.cost.gemm.validate import importance as permuted
     from shoal.machine.probes.gemm import Gemm
     from shoal.machine.probes.gemm_table import table_path
-    from shoal.machine.protocols import Context
+    from shoal.machine.protocols import ProbeContext
 
     path = out or table_path()
     probe = Gemm(budget_s=budget, path=str(path), watts=watts)
-    with WorkBar("sweeping", quiet=quiet) as bar, Context() as context:
+    with WorkBar("sweeping", quiet=quiet) as bar, ProbeContext() as context:
         points = probe.sweep(context, progress=bar)
         skipped = dict(context.skipped)
     typer.echo(f"saved {path}", err=json)

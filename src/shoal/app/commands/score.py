@@ -11,7 +11,7 @@ import typer
 from shoal.app.show import Format, Output
 
 if TYPE_CHECKING:
-    from shoal.cost.imports.measure import Measured
+    from shoal.cost.imports.measure import SteadyState
     from shoal.ir import Report
 
 __all__ = ["score"]
@@ -93,7 +93,7 @@ def _import(path: Path, format_: str, plan: Path | None, output: Format) -> None
         _print(measured, scored)
 
 
-def _print(measured: Measured, scored: Report[Any] | None) -> None:
+def _print(measured: SteadyState, scored: Report[Any] | None) -> None:
     from shoal.app.show import table
     from shoal.ir import predictions
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shoal.serve.http.server import Running
+    from shoal.serve.http.server import RunningServer
 
 __all__ = ["serve"]
 
@@ -183,7 +183,7 @@ def serve(
         adapter_root=None if adapter_root is None else str(adapter_root),
     )
 
-    def ready(server: Running) -> None:
+    def ready(server: RunningServer) -> None:
         typer.echo(server.url if quiet else _welcome(server, with_key=options.key is not None))
 
     log_to_stderr()
@@ -267,7 +267,7 @@ def _key(file: Path | None) -> str | None:
     return os.environ.get("SHOAL_API_KEY") or None
 
 
-def _welcome(server: Running, *, with_key: bool) -> str:
+def _welcome(server: RunningServer, *, with_key: bool) -> str:
     header = ' -H "Authorization: Bearer $SHOAL_API_KEY"' if with_key else ""
     key = "os.environ['SHOAL_API_KEY']" if with_key else "'none'"
     return f"""\

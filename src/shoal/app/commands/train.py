@@ -12,7 +12,7 @@ from shoal.app.commands.jobs import continuable, same_kind, show_report
 from shoal.app.show import Format, Output, Quiet, say_if_slower
 
 if TYPE_CHECKING:
-    from shoal.core.config import Resolved
+    from shoal.core.config import ResolvedValue
     from shoal.ir import TrainJob, TrainPlan
     from shoal.train.chaos import Chaos
     from shoal.train.protocols import Starter
@@ -143,7 +143,7 @@ def train(
         return
     same_kind("train", config, "run")
     chosen: TrainPlan
-    resolved: Resolved[TrainJob] | None = None
+    resolved: ResolvedValue[TrainJob] | None = None
     if start is not None and (resume or from_step is not None or robust):
         raise ConfigError("--from begins a new run; leave out --resume, --from-step and --robust")
     going_on = resume or from_step is not None
@@ -314,7 +314,7 @@ def _resolve(
     flags: dict[str, object],
     sets: list[str],
     start: str | None = None,
-) -> Resolved[TrainJob]:
+) -> ResolvedValue[TrainJob]:
     from shoal.core.config import resolve
     from shoal.ir import TrainJob, TrainPlan
 
@@ -396,9 +396,9 @@ def _mesh(text: str | None) -> dict[str, object]:
     """The flags that ``--mesh`` stands for."""
     if text is None:
         return {}
-    from shoal.checkpoint.universal.protocols import Layout
+    from shoal.checkpoint.universal.protocols import RankLayout
 
-    mesh = Layout.parse(text)
+    mesh = RankLayout.parse(text)
     return {f"parallel.{axis}": getattr(mesh, axis) for axis in ("dp", "tp", "pp", "ep")}
 
 
@@ -409,7 +409,7 @@ def _plan(job: TrainJob, machine: str) -> TrainPlan:
     return plan_job(job, load(machine))
 
 
-def _show(resolved: Resolved[TrainJob] | None, plan: TrainPlan) -> None:
+def _show(resolved: ResolvedValue[TrainJob] | None, plan: TrainPlan) -> None:
     from shoal.app.commands.plan import show_plans
     from shoal.app.show import table
 

@@ -21,30 +21,30 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.app.dash import views
 from shoal.app.dash.explore import explore
-from shoal.app.dash.goodput import Searches, show
-from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, Access, Guard
+from shoal.app.dash.goodput import GoodputSearches, show
+from shoal.app.dash.guard import CHAT, HEALTH, MAX_BODY, DashboardAccess, DashboardGuard
 from shoal.app.dash.timeline import timeline
 from shoal.app.dash.workers import inspect
 from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery.pages import render_index, render_row
 from shoal.core.errors import ConfigError, ServeError, ShoalError, StoreError
-from shoal.core.web import Link, Site
+from shoal.core.web import NavigationLink, WebSite
 from shoal.serve.watch.moments import Watch
-from shoal.serve.watch.upstream import Piece, Upstream
-from shoal.train.runs import FILES, Found, Runs, open_inside
+from shoal.serve.watch.upstream import AnswerDelta, Upstream
+from shoal.train.runs import FILES, Runs, RunStatus, open_inside
 
-__all__ = ["Settings", "create_app"]
+__all__ = ["DashboardSettings", "create_app"]
 
 NAV = (
-    Link("Overview", "/"),
-    Link("Machine", "/machine"),
-    Link("Runs", "/runs"),
-    Link("Plans", "/plans"),
-    Link("Explore", "/explore"),
-    Link("Goodput", "/goodput"),
-    Link("Score", "/score"),
-    Link("Server", "/server"),
-    Link("Claims", "/claims"),
+    NavigationLink("Overview", "/"),
+    NavigationLink("Machine", "/machine"),
+    NavigationLink("Runs", "/runs"),
+    NavigationLink("Plans", "/plans"),
+    NavigationLink("Explore", "/explore"),
+    NavigationLink("Goodput", "/goodput"),
+    NavigationLink("Score", "/score"),
+    NavigationLink("Server", "/server"),
+    NavigationLink("Claims", "/claims"),
 )
 PAGE = 25
 MAX_FILE = 256 * 2**20
@@ -57,7 +57,7 @@ _REPORT_POLICY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DashboardSettings:
     """What a dashboard shows, and to whom.
 
     Args:
@@ -74,10 +74,10 @@ class Settings:
     results: Path = Path("results")
     score: Path | None = None
     server: Upstream | None = None
-    access: Access = field(default_factory=Access)
+    access: DashboardAccess = field(default_factory=DashboardAccess)
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: DashboardSettings) -> FastAPI:
     """The application, with its guard around it."""
 
     @contextlib.asynccontextmanager
@@ -89,7 +89,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(
         title="shoal dash", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
     )
-    site = Site(
+    site = WebSite(
         "shoal.app.dash",
         "shoal.claims.gallery",
         "shoal.plan",
@@ -100,13 +100,13 @@ def create_app(settings: Settings) -> FastAPI:
     )
     runs = Runs(settings.runs, settings.score)
     watch = None if settings.server is None else Watch(settings.server)
-    searches = Searches()
+    searches = GoodputSearches()
     get = functools.partial(app.api_route, methods=["GET", "HEAD"], include_in_schema=False)
 
     def page(template: str, here: str = "", code: int = 200, **values: Any) -> HTMLResponse:
         return HTMLResponse(site.render(template, here=here, **values), code)
 
-    def wanted(identity: str) -> Found:
+    def wanted(identity: str) -> RunStatus:
         found = runs.find(identity)
         if found is None:
             raise HTTPException(404, "there is no such run; it may have been forgotten")
@@ -312,7 +312,7 @@ def create_app(settings: Settings) -> FastAPI:
         )
 
         def answered() -> HTMLResponse:
-            pieces: list[Piece] = []
+            pieces: list[AnswerDelta] = []
             error = ""
             try:
                 for piece in upstream.stream(model, messages):
@@ -337,7 +337,7 @@ def create_app(settings: Settings) -> FastAPI:
         title = "The score cannot be used" if newer else "This cannot be shown"
         return page("error.html", code=503 if newer else 422, title=title, told=str(error))
 
-    app.add_middleware(Guard, access=settings.access)
+    app.add_middleware(DashboardGuard, access=settings.access)
     return app
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from shoal.core.errors import MachineError
 from shoal.core.svg import Band, Chart, Series
-from shoal.cost.score import Row
+from shoal.cost.score import ScoreRow
 from shoal.ir import Machine, Plan, predictions
 from shoal.machine.roofline import attainable, ridge
 from shoal.serve.watch.moments import WINDOW_S, Moment
-from shoal.train.kept import memory_by_tier
 from shoal.train.runs import Events, number
+from shoal.train.saves import memory_by_tier
 
 __all__ = ["of_machine", "of_run", "of_score", "of_server"]
 
@@ -81,7 +81,7 @@ def _chart(
     )
 
 
-def of_score(rows: Sequence[Row], quantity: str, label: str, factor: float) -> Chart | None:
+def of_score(rows: Sequence[ScoreRow], quantity: str, label: str, factor: float) -> Chart | None:
     """Measured against predicted, on the diagonal when they agree; None without predictions."""
     pairs = [
         (row.predicted * factor, row.measured * factor)

@@ -20,7 +20,7 @@ from shoal.machine import described
 from shoal.plan.picture import content
 from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.objective import UNITS
-from shoal.plan.whatif import Answer, what_if
+from shoal.plan.what_if import WhatIfResult, what_if
 
 __all__ = ["check_machine", "explore"]
 
@@ -136,7 +136,7 @@ def _checked(given: Mapping[str, str]) -> _Question:
 
 
 @functools.lru_cache(maxsize=32)
-def _answer(asked: _Question) -> tuple[tuple[TrainPlan, ...], tuple[Answer, ...]]:
+def _answer(asked: _Question) -> tuple[tuple[TrainPlan, ...], tuple[WhatIfResult, ...]]:
     machine = described.load(asked.machine)
     require(
         machine.num_devices <= _MOST_DEVICES,

@@ -29,7 +29,7 @@ from shoal.plan.serving.plans import sharded_costs
 from shoal.serve.watch.moments import Watch
 from shoal.serve.watch.scrape import share_below
 
-__all__ = ["FAMILIES", "Measured", "Searches", "measured", "show"]
+__all__ = ["FAMILIES", "GoodputSearches", "MeasuredGoodput", "measured", "show"]
 
 # Workloads that need no file.
 FAMILIES = ("chat", "code", "summary", "multiturn", "shared_prefix")
@@ -66,13 +66,13 @@ class _Question:
 
 
 @dataclass
-class Search:
+class GoodputSearch:
     """A search, as it goes on.
 
     Args:
-        asked: what is looked for.
+        question: what is looked for.
         stop: set to end it.
-        ends: when its time is over, s on the clock of :class:`Searches`.
+        ends: when its time is over, s on the clock of :class:`GoodputSearches`.
         done: settings that were tried, of ``total``.
         total: all of them; 0 before it is known.
         finished: set when it does not go on.
@@ -80,7 +80,7 @@ class Search:
         error: why nothing was found.
     """
 
-    asked: _Question
+    question: _Question
     ends: float
     stop: threading.Event = field(default_factory=threading.Event)
     done: float = 0
@@ -93,7 +93,7 @@ class Search:
 Plan = Callable[..., GoodputReport]
 
 
-class Searches:
+class GoodputSearches:
     """Searches for goodput, one at a time; a new question ends the one before.
 
     Args:
@@ -109,15 +109,15 @@ class Searches:
         plan: Plan = plan_goodput,
     ) -> None:
         self.limit_s, self._clock, self._plan = limit_s, clock, plan
-        self._known: OrderedDict[_Question, Search] = OrderedDict()
+        self._known: OrderedDict[_Question, GoodputSearch] = OrderedDict()
         self._lock, self._working = threading.Lock(), threading.Lock()
 
-    def find(self, asked: _Question) -> Search | None:
+    def find(self, asked: _Question) -> GoodputSearch | None:
         """The search of a question that was asked before and is not forgotten."""
         with self._lock:
             return self._known.get(asked)
 
-    def ask(self, asked: _Question) -> Search:
+    def ask(self, asked: _Question) -> GoodputSearch:
         """The search of a question, begun if there is none that goes on or found something."""
         with self._lock:
             found = self._known.get(asked)
@@ -125,7 +125,7 @@ class Searches:
                 for other in self._known.values():
                     if not other.finished.is_set():
                         other.stop.set()
-                found = Search(asked, self._clock() + self.limit_s)
+                found = GoodputSearch(asked, self._clock() + self.limit_s)
                 self._known[asked] = found
                 threading.Thread(target=self._run, args=(found,), daemon=True).start()
             self._known.move_to_end(asked)
@@ -133,8 +133,8 @@ class Searches:
                 self._known.popitem(last=False)[1].stop.set()
             return found
 
-    def _run(self, search: Search) -> None:
-        asked = search.asked
+    def _run(self, search: GoodputSearch) -> None:
+        asked = search.question
 
         def progress(done: float, total: float, _text: str) -> None:
             search.done, search.total = done, total
@@ -162,7 +162,7 @@ class Searches:
                 search.error = "the search failed; the terminal of the dashboard says why"
             search.finished.set()
 
-    def check(self, search: Search) -> None:
+    def check(self, search: GoodputSearch) -> None:
         """End a search that is not wanted any more, or takes too long.
 
         Raises:
@@ -183,8 +183,8 @@ class _Bounded:
     """A cost that ends the search that asks it, when its time is over."""
 
     cost: StepCost
-    search: Search
-    searches: Searches
+    search: GoodputSearch
+    searches: GoodputSearches
 
     def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
         """See :class:`~shoal.ir.engine.StepCost`."""
@@ -193,7 +193,7 @@ class _Bounded:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredGoodput:
     """What a server did in the last window.
 
     The histograms tell the shares of both targets, not how many requests met both: that lies
@@ -220,7 +220,7 @@ class Measured:
         return min(self.ttft, self.tpot)
 
 
-def measured(watch: Watch | None, slo: Slo) -> Measured | None:
+def measured(watch: Watch | None, slo: Slo) -> MeasuredGoodput | None:
     """What the server behind the dashboard does; None if there is none, or nothing is asked."""
     if watch is None:
         return None
@@ -236,11 +236,11 @@ def measured(watch: Watch | None, slo: Slo) -> Measured | None:
     if not rate > 0 or math.isnan(ttft):
         return None
     # Answers of one token have no time per token, and miss no target of it.
-    return Measured(rate, ttft, 1.0 if math.isnan(tpot) else tpot)
+    return MeasuredGoodput(rate, ttft, 1.0 if math.isnan(tpot) else tpot)
 
 
 def show(
-    query: Mapping[str, str], searches: Searches, watch: Watch | None, *, begin: bool
+    query: Mapping[str, str], searches: GoodputSearches, watch: Watch | None, *, begin: bool
 ) -> dict[str, Any]:
     """What the page shows for the fields of its form; without any, the form alone.
 

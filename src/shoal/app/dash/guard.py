@@ -22,7 +22,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["CHAT", "HEALTH", "Access", "Guard", "host_names"]
+__all__ = ["CHAT", "HEALTH", "DashboardAccess", "DashboardGuard", "host_names"]
 
 HEALTH = "/healthz"
 CHAT = "/server/chat"
@@ -70,7 +70,7 @@ def host_names(host: str) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class Access:
+class DashboardAccess:
     """Secrets and names of one dashboard.
 
     Args:
@@ -86,10 +86,10 @@ class Access:
     name: str = "shoal-dash"
 
 
-class Guard:
+class DashboardGuard:
     """Refuses what must not reach a route, and puts its headers on every answer."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: DashboardAccess) -> None:
         self._app = app
         self._access = access
 

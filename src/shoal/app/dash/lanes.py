@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shoal.core.web.site import seconds
 
-__all__ = ["Lanes", "Places", "Span", "Stay"]
+__all__ = ["LaneSpan", "LaneStay", "Lanes", "PlaceHistory"]
 
 _WIDTH, _LEFT, _RIGHT = 1120, 150, 14
 _SPACE = _WIDTH - _LEFT - _RIGHT
@@ -25,7 +25,7 @@ _NEAR = 0.8
 _MARKS = 12
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     """A stretch of time of a rank; kind is compute, phase, flight, wait or stuck. Times in ns."""
 
     kind: str
@@ -34,7 +34,7 @@ class Span(NamedTuple):
     text: str
 
 
-class Stay(NamedTuple):
+class LaneStay(NamedTuple):
     """A start on one place, in wall-clock seconds; bad where the fault was named there."""
 
     place: int
@@ -61,7 +61,7 @@ class Lanes:
     title: str
     begin: int
     end: int
-    lanes: Mapping[int, Sequence[Span]]
+    lanes: Mapping[int, Sequence[LaneSpan]]
     marks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     steps: Sequence[tuple[int, str]] = ()
     last: bool = False
@@ -94,7 +94,7 @@ class Lanes:
                 free = x + 7.5 * len(text) + 10
         return parts
 
-    def _lane(self, rank: int, spans: Sequence[Span], y: int) -> str:
+    def _lane(self, rank: int, spans: Sequence[LaneSpan], y: int) -> str:
         words = self.marks.get(rank, ())
         parts = [f'<path class="tl-line" d="M0 {y + 39.5}H{_WIDTH}"/>']
         if words:
@@ -125,7 +125,7 @@ class Lanes:
                     parts.append(f'<rect class="tl-over" fill="url(#timeline-ranks-hatch)" {box}/>')
         return "".join(parts)
 
-    def _merged(self, spans: Sequence[Span]) -> list[tuple[float, float, str]]:
+    def _merged(self, spans: Sequence[LaneSpan]) -> list[tuple[float, float, str]]:
         """Pieces of a lane in px, near ones joined; a piece tells its longest."""
         found: list[tuple[float, float, str]] = []
         longest, count = 0, 0
@@ -168,7 +168,7 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class Places:
+class PlaceHistory:
     """Which start ran on which place and when, in wall-clock seconds.
 
     Args:
@@ -178,7 +178,7 @@ class Places:
         live: the run goes on.
     """
 
-    stays: Sequence[Stay]
+    stays: Sequence[LaneStay]
     excluded: Mapping[int, tuple[float, str]] = field(default_factory=dict)
     marks: Sequence[tuple[float, str]] = ()
     live: bool = False
@@ -270,9 +270,9 @@ def _ticks(whole: float) -> list[float]:
     return [step * number for number in range(int(whole / step) + 1)]
 
 
-def _head(height: int, name: str, title: str, told: str) -> str:
+def _head(height: int, name: str, title: str, notes: str) -> str:
     return (
         f'<svg class="timeline" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-labelledby="{name}-t {name}-d" xmlns="http://www.w3.org/2000/svg">'
-        f'<title id="{name}-t">{escape(title)}</title><desc id="{name}-d">{escape(told)}</desc>'
+        f'<title id="{name}-t">{escape(title)}</title><desc id="{name}-d">{escape(notes)}</desc>'
     )

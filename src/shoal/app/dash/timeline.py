@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from shoal.app.dash.lanes import Lanes, Places, Span, Stay
+from shoal.app.dash.lanes import Lanes, LaneSpan, LaneStay, PlaceHistory
 from shoal.core.errors import ShoalError
 from shoal.core.parts import table
 from shoal.train.layout import RunDir
-from shoal.train.runs import Events, Found, number, open_inside
+from shoal.train.runs import Events, RunStatus, number, open_inside
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.protocols import Fault
 from shoal.train.watch.recorder import COMPUTE, Flight, read
@@ -81,7 +81,7 @@ class _Start:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """What one rank did in the steps that are shown.
 
     Args:
@@ -90,7 +90,7 @@ class Row:
         waits_s: seconds a step in which it waited for others.
         ratio: busy time over the median of the ranks.
         at: the operation in which it stands, if it does.
-        told: what was named about it.
+        messages: what was named about it.
     """
 
     rank: int
@@ -98,10 +98,10 @@ class Row:
     waits_s: float | None
     ratio: float | None
     at: str = ""
-    told: tuple[str, ...] = field(default=())
+    messages: tuple[str, ...] = field(default=())
 
 
-def timeline(run: Found, events: Events, query: Mapping[str, str]) -> dict[str, Any]:
+def timeline(run: RunStatus, events: Events, query: Mapping[str, str]) -> dict[str, Any]:
     """What the page shows.
 
     Args:
@@ -115,7 +115,7 @@ def timeline(run: Found, events: Events, query: Mapping[str, str]) -> dict[str, 
         "run": run,
         "starts": [_start_row(start, base) for start in starts],
         "places": _places(starts, run.live) if starts else None,
-        "unread": events.unread,
+        "unread": events.skipped_lines,
         "shortened": events.shortened,
         "records": None,
         "error": "",
@@ -240,17 +240,17 @@ def _finite(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _places(starts: Sequence[_Start], live: bool) -> Places:
+def _places(starts: Sequence[_Start], live: bool) -> PlaceHistory:
     """The starts on the places that their ranks ran on."""
     stays, gone = [], {}
     for start in starts:
         named = start.fault.get("place") if start.fault is not None else None
         for rank, place in enumerate(start.places):
             text = f"start {start.index}, place {place} as rank {rank}: {start.how}"
-            stays.append(Stay(place, start.begin, start.end, text, bad=place == named))
+            stays.append(LaneStay(place, start.begin, start.end, text, bad=place == named))
         if isinstance(named, int) and named in start.places and start.restart is not None:
             gone[named] = (start.end, start.how)
-    return Places(
+    return PlaceHistory(
         stays=stays,
         excluded={place: what for place, what in gone.items() if isinstance(place, int)},
         marks=[(start.end, f"{start.index}: {start.how}") for start in starts if start.fault],
@@ -445,34 +445,36 @@ def _fault_name(fault: Fault) -> str:
     return f"{name}, {fault.ratio:.1f}×" if fault.ratio > 1 else name
 
 
-def _spans(evidence: Evidence, rank: int, begin: int, end: int) -> list[Span]:
+def _spans(evidence: Evidence, rank: int, begin: int, end: int) -> list[LaneSpan]:
     """What a rank did between two times: computing, messages on their way, waiting."""
     flight, offset = evidence.flights[rank], evidence.offsets[rank]
     # Where nobody keeps a rank waiting, it computes: only some of that has a name.
     over = []
     if len(flight.rows):
         newest = max(int(flight.rows[key].max()) for key in ("enter", "issued", "waited", "left"))
-        over = [Span("compute", min(evidence.begins[rank].values()), newest - offset, "computes")]
+        over = [
+            LaneSpan("compute", min(evidence.begins[rank].values()), newest - offset, "computes")
+        ]
     found = []
     if COMPUTE in flight.names:
         code = flight.names.index(COMPUTE)
         for row in flight.rows[flight.rows["op"] == code].tolist():
             left = row[3] - offset if row[3] else evidence.now
             name = flight.names[row[9]] if row[9] < len(flight.names) else ""
-            found.append(Span("phase", row[0] - offset, left, name))
+            found.append(LaneSpan("phase", row[0] - offset, left, name))
     for entry in evidence.entries[rank]:
         name = f"{entry.op} {entry.tag}".strip()
         if entry.peer >= 0:
             name += f" {'to' if entry.op == 'send' else 'from'} rank {entry.peer}"
         if entry.blocked:
-            found.append(Span("stuck", entry.since, evidence.now, f"stands in {name}"))
+            found.append(LaneSpan("stuck", entry.since, evidence.now, f"stands in {name}"))
             continue
         if entry.issued:
-            found.append(Span("flight", entry.enter, entry.done or evidence.now, name))
+            found.append(LaneSpan("flight", entry.enter, entry.done or evidence.now, name))
         if entry.issued > entry.enter:
-            found.append(Span("wait", entry.enter, entry.issued, f"waits in {name}"))
+            found.append(LaneSpan("wait", entry.enter, entry.issued, f"waits in {name}"))
         if entry.waited and entry.left:
-            found.append(Span("wait", entry.waited, entry.left, f"waits for {name}"))
+            found.append(LaneSpan("wait", entry.waited, entry.left, f"waits for {name}"))
     return [span for span in [*over, *found] if span.end >= begin and span.begin <= end]
 
 
@@ -487,7 +489,7 @@ def _step_marks(evidence: Evidence, first: int, last: int) -> list[tuple[int, st
 
 
 def _row(
-    evidence: Evidence, rank: int, first: int, last: int, told: tuple[str, ...]
+    evidence: Evidence, rank: int, first: int, last: int, notes: tuple[str, ...]
 ) -> dict[str, Any]:
     """What one rank did in the steps that are shown, a step, by the median."""
     wanted = range(first, last + 1)
@@ -516,7 +518,7 @@ def _row(
         "share": mine / length if mine is not None and length else None,
         "ratio": mine / usual if mine is not None and usual else None,
         "at": where,
-        "told": told,
+        "told": notes,
     }
 
 

@@ -15,20 +15,20 @@ from urllib.parse import urlencode
 from shoal.app.dash import charts
 from shoal.checkpoint.history import slowest
 from shoal.claims.catalogue import catalogue
-from shoal.claims.gallery.pages import Places, facets
+from shoal.claims.gallery.pages import GalleryPaths, facets
 from shoal.claims.gallery.papers import Paper, counts, index_rows
-from shoal.core.config import Resolved
+from shoal.core.config import ResolvedValue
 from shoal.core.errors import ShoalError
 from shoal.cost.score import ErrorSummary, summarise
 from shoal.ir import Machine, Plan, Quantity, Report, compared, kind_of, quantities
 from shoal.machine.described import load, names
 from shoal.plan.saved import read_plan
 from shoal.serve.watch.moments import WINDOW_S, Watch
-from shoal.train.kept import checkpoints, heat_of, stalls_of
-from shoal.train.runs import FILES, Events, Found, Runs, number, open_inside
+from shoal.train.runs import FILES, Events, Runs, RunStatus, number, open_inside
+from shoal.train.saves import checkpoints, heat_of, stalls_of
 
 if TYPE_CHECKING:
-    from shoal.app.dash.app import Settings
+    from shoal.app.dash.app import DashboardSettings
 
 __all__ = [
     "PLACES",
@@ -90,7 +90,7 @@ class Pager:
 
 
 @dataclass(frozen=True)
-class Part:
+class PageSection:
     """A section of a page that may fail without the others.
 
     Args:
@@ -102,7 +102,7 @@ class Part:
     error: str = ""
 
     @classmethod
-    def of(cls, read: Callable[[], Any]) -> Part:
+    def of(cls, read: Callable[[], Any]) -> PageSection:
         """What ``read`` gives, or the error it raises."""
         try:
             return cls(read())
@@ -137,7 +137,7 @@ def tone(share: float) -> str:
 FILTERS: dict[str, Callable[..., object]] = {"date": date, "iso": iso, "tone": tone}
 
 
-def matches(found: Found, words: str) -> bool:
+def matches(found: RunStatus, words: str) -> bool:
     """Name or model contains every word, large or small."""
     return _contains(f"{found.entry.name} {found.entry.model}", words)
 
@@ -146,19 +146,19 @@ def _contains(text: str, words: str) -> bool:
     return all(word in text.lower() for word in words.lower().split())
 
 
-def overview(settings: Settings, runs: Runs) -> dict[str, Any]:
+def overview(settings: DashboardSettings, runs: Runs) -> dict[str, Any]:
     """The first page."""
-    everything = Part.of(runs.all)
-    newest = Part.of(lambda: runs.detailed((everything.value or [])[:6]))
+    everything = PageSection.of(runs.all)
+    newest = PageSection.of(lambda: runs.detailed((everything.value or [])[:6]))
     return {
-        "machine": Part.of(lambda: load("local")),
-        "runs": Part(newest.value, everything.error or newest.error),
+        "machine": PageSection.of(lambda: load("local")),
+        "runs": PageSection(newest.value, everything.error or newest.error),
         "num_runs": len(everything.value or []),
         "num_live": sum(found.live for found in everything.value or []),
-        "errors": Part.of(lambda: _errors(runs.score().errors())),
+        "errors": PageSection.of(lambda: _errors(runs.score().errors())),
         "server": settings.server,
         "health": None if settings.server is None else settings.server.health(),
-        "claims": Part.of(lambda: _counted(papers(settings.results))),
+        "claims": PageSection.of(lambda: _counted(papers(settings.results))),
     }
 
 
@@ -189,12 +189,12 @@ def machine() -> dict[str, Any]:
     return {"machine": found, "error": error, "chart": chart, "described": names()}
 
 
-def run(runs: Runs, found: Found) -> dict[str, Any]:
+def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
     """One run: how far it is, its curves, prediction beside measurement."""
     entry = found.entry
     events = runs.events(entry)
-    report = Part.of(lambda: runs.report(entry))
-    plan_ = Part.of(lambda: runs.plan(entry))
+    report = PageSection.of(lambda: runs.report(entry))
+    plan_ = PageSection.of(lambda: runs.plan(entry))
     last = events.last
     total = int(number(events.start.get("total"))) if events.start.get("total") else 0
     done = int(last["step"]) + 1 if last else 0
@@ -238,14 +238,14 @@ def _so_far(report: Report[Any], live: bool) -> Report[Any]:
     return report.model_copy(update={"errors": errors})
 
 
-def _troubles(found: Found, events: Events, error: str) -> list[str]:
+def _troubles(found: RunStatus, events: Events, error: str) -> list[str]:
     """What a reader should know before trusting the page."""
     told = [error] if error else []
     root = found.entry.path
     if root is not None and not root.is_dir():
         told.append(f"the directory {root} is gone; what the score has kept of it is shown")
-    if events.unread:
-        told.append(f"{events.unread} lines of its events are no events and were left out")
+    if events.skipped_lines:
+        told.append(f"{events.skipped_lines} lines of its events are no events and were left out")
     if events.shortened:
         told.append("its events are very many; only the newest are drawn")
     if found.state == "failed" and root is not None:
@@ -304,12 +304,12 @@ class PlanRow:
     how: str = ""
 
 
-def plans(runs: Runs, found: Sequence[Found]) -> list[PlanRow]:
+def plans(runs: Runs, found: Sequence[RunStatus]) -> list[PlanRow]:
     """The plans of some runs."""
     rows = []
     for one in runs.detailed(found):
         entry = one.entry
-        part = Part.of(functools.partial(runs.plan, entry))
+        part = PageSection.of(functools.partial(runs.plan, entry))
         rows.append(
             PlanRow(
                 f"/plans/{entry.id}",
@@ -353,7 +353,7 @@ def plan(found: Plan[Any]) -> dict[str, Any]:
     return {
         "plan": found,
         "how": _how(found),
-        "choices": [(path, value) for path, value, _ in Resolved(found.job).lines()],
+        "choices": [(path, value) for path, value, _ in ResolvedValue(found.job).lines()],
         "terms": _shares({} if cost is None else cost.terms_s),
         "memory": _shares({} if cost is None else cost.memory_bytes),
         "predicted": [
@@ -371,7 +371,7 @@ def _shares(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
 
 
 @dataclass(frozen=True)
-class ScoreRow:
+class PredictionRow:
     """One prediction in the units that are shown."""
 
     recorded_s: float
@@ -403,7 +403,7 @@ def score(runs: Runs, quantity: str, page: str, size: int) -> dict[str, Any]:
         assert row.predicted is not None
         assert row.error is not None
         shown.append(
-            ScoreRow(
+            PredictionRow(
                 row.recorded_s,
                 row.name,
                 row.model,
@@ -434,7 +434,7 @@ def server(watch: Watch) -> dict[str, Any]:
 
 
 # The gallery's pages, at the dashboard's addresses.
-PLACES = Places(
+PLACES = GalleryPaths(
     index="/claims",
     paper="/claims/{id}",
     group="/claims/{kind}/{value}",

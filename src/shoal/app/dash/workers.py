@@ -14,7 +14,7 @@ from typing import Any
 from shoal.core.errors import ServeError
 from shoal.serve.watch.upstream import Upstream
 
-__all__ = ["Block", "Row", "Session", "inspect", "read"]
+__all__ = ["ViewBlock", "WorkerRow", "WorkerSession", "inspect", "read"]
 
 # What a block is -> its words, and its class in the style sheet.
 KINDS = {
@@ -30,7 +30,7 @@ _WIDTH, _LEFT, _LANE = 1120, 150, 44
 
 
 @dataclass(frozen=True)
-class Block:
+class ViewBlock:
     """A block of a view.
 
     Args:
@@ -61,20 +61,20 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Row:
+class WorkerRow:
     """The view of one worker."""
 
     name: str
     length: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[ViewBlock, ...]
 
 
 @dataclass(frozen=True)
-class Session:
+class WorkerSession:
     """The workers of one request, drawn as rows over the places of their views."""
 
     id: str
-    rows: tuple[Row, ...]
+    rows: tuple[WorkerRow, ...]
 
     def render(self) -> str:
         """The SVG element as text."""
@@ -105,7 +105,7 @@ class Session:
         return "".join(parts) + "</svg>"
 
 
-def _box(block: Block, x: float, width: float, y: int) -> str:
+def _box(block: ViewBlock, x: float, width: float, y: int) -> str:
     owner = f" of {block.owner}" if block.owner and not block.own else ""
     seen = "shared" if block.shared else "seen by nobody else"
     text = f"{block.words}{owner}: from {block.offset}, {block.length} tokens, {seen}"
@@ -118,7 +118,7 @@ def _box(block: Block, x: float, width: float, y: int) -> str:
     )
 
 
-def read(text: str) -> tuple[Session, ...]:
+def read(text: str) -> tuple[WorkerSession, ...]:
     """The sessions of an answer of ``GET /v1/workers``.
 
     Raises:
@@ -130,22 +130,22 @@ def read(text: str) -> tuple[Session, ...]:
         raise ServeError("the server tells no views of workers; is it shoal serve?") from cause
 
 
-def _sessions(data: Sequence[Any]) -> Iterator[Session]:
+def _sessions(data: Sequence[Any]) -> Iterator[WorkerSession]:
     for session in data:
         rows = []
         for worker in session["workers"]:
             name = str(worker["name"])
             blocks = tuple(_block(raw, name) for raw in worker["blocks"])
-            rows.append(Row(name, sum(block.length for block in blocks), blocks))
-        yield Session(str(session["id"]), tuple(rows))
+            rows.append(WorkerRow(name, sum(block.length for block in blocks), blocks))
+        yield WorkerSession(str(session["id"]), tuple(rows))
 
 
-def _block(raw: Any, reader: str) -> Block:
+def _block(raw: Any, reader: str) -> ViewBlock:
     what, owner = str(raw["what"]), str(raw["owner"] or "")
     if what not in KINDS:
         raise ValueError(what)
     own = what == "work" and owner == reader
-    return Block(what, owner, int(raw["offset"]), int(raw["length"]), bool(raw["shared"]), own)
+    return ViewBlock(what, owner, int(raw["offset"]), int(raw["length"]), bool(raw["shared"]), own)
 
 
 def inspect(upstream: Upstream) -> dict[str, Any]:

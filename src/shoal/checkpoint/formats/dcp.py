@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.formats.dcp_metadata import (
     METADATA,
+    DcpLocation,
     DcpTensor,
-    Place,
     read_metadata,
 )
 from shoal.checkpoint.store import MODEL, OPTIMIZER
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, CorruptError, nearest, require
 from shoal.core.files import write_dir_atomic
@@ -61,7 +61,7 @@ class DcpContents:
             text = self._object(_META, index.others[_META])
             if isinstance(text, str):
                 self.meta = _json(text, path)
-        self._last: tuple[Place, Tensor] | None = None
+        self._last: tuple[DcpLocation, Tensor] | None = None
 
     @property
     def step(self) -> int:
@@ -139,7 +139,7 @@ class DcpContents:
             )
         return self._tensors[name]
 
-    def _bytes(self, name: str, place: Place) -> io.BytesIO:
+    def _bytes(self, name: str, place: DcpLocation) -> io.BytesIO:
         file = self.path / place.file
         try:
             with file.open("rb") as source:
@@ -153,10 +153,10 @@ class DcpContents:
             )
         return io.BytesIO(data)
 
-    def _object(self, name: str, place: Place) -> Any:
+    def _object(self, name: str, place: DcpLocation) -> Any:
         return pickles.read(self._bytes(name, place), f"{self.path / place.file}: {name}")
 
-    def _piece(self, name: str, box: Box, place: Place) -> Tensor:
+    def _piece(self, name: str, box: Box, place: DcpLocation) -> Tensor:
         import torch
 
         if self._last is None or self._last[0] != place:
@@ -186,7 +186,7 @@ class DcpFormat:
         """Every tensor's archive has a CRC-32."""
         yield from DcpContents(path).problems()
 
-    def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
+    def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """One file, written by torch; it loads into any mesh by itself."""
         from torch.distributed.checkpoint.state_dict_saver import save
 

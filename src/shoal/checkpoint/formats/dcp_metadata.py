@@ -18,7 +18,7 @@ from shoal.core.boxes import Box, uncovered
 from shoal.core.errors import CheckpointError, CorruptError
 from shoal.core.safetensors_header import ITEM_BYTES
 
-__all__ = ["METADATA", "DcpIndex", "DcpTensor", "Place", "read_metadata"]
+__all__ = ["METADATA", "DcpIndex", "DcpLocation", "DcpTensor", "read_metadata"]
 
 METADATA = ".metadata"
 _MAX_BYTES = 2**28
@@ -115,7 +115,7 @@ class _Restricted(pickle.Unpickler):
         raise CheckpointError(f"{self._path}: refers to an object outside of itself; refused")
 
 
-class Place(NamedTuple):
+class DcpLocation(NamedTuple):
     """Where a stored piece lies.
 
     Args:
@@ -140,7 +140,7 @@ class DcpTensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Box, Place], ...]
+    pieces: tuple[tuple[Box, DcpLocation], ...]
 
 
 class DcpIndex(NamedTuple):
@@ -152,7 +152,7 @@ class DcpIndex(NamedTuple):
     """
 
     tensors: dict[str, DcpTensor]
-    others: dict[str, Place]
+    others: dict[str, DcpLocation]
 
 
 def read_metadata(path: Path) -> DcpIndex:
@@ -184,7 +184,7 @@ def read_metadata(path: Path) -> DcpIndex:
 def _index(root: Any, path: Path) -> DcpIndex:
     if not isinstance(root, _Root):
         raise CorruptError(f"{path}: no metadata of a torch.distributed checkpoint")
-    places: dict[str, dict[tuple[int, ...] | None, Place]] = {}
+    places: dict[str, dict[tuple[int, ...] | None, DcpLocation]] = {}
     for index, info in root.get("storage_data").items():
         if info.get("transform_descriptors"):
             raise CheckpointError(
@@ -192,7 +192,7 @@ def _index(root: Any, path: Path) -> DcpIndex:
                 "which is not read here; save it without"
             )
         offset = index.get("offset")
-        place = Place(
+        place = DcpLocation(
             str(info.get("relative_path")), int(info.get("offset")), int(info.get("length"))
         )
         if Path(place.file).name != place.file or place.offset < 0 or place.length < 0:
@@ -201,7 +201,7 @@ def _index(root: Any, path: Path) -> DcpIndex:
             place
         )
     tensors: dict[str, DcpTensor] = {}
-    others: dict[str, Place] = {}
+    others: dict[str, DcpLocation] = {}
     for name, entry in root.get("state_dict_metadata").items():
         if isinstance(entry, _Tensor):
             tensors[name] = _tensor(name, entry, places.get(name, {}), path)
@@ -211,7 +211,7 @@ def _index(root: Any, path: Path) -> DcpIndex:
 
 
 def _tensor(
-    name: str, entry: _Tensor, places: dict[tuple[int, ...] | None, Place], path: Path
+    name: str, entry: _Tensor, places: dict[tuple[int, ...] | None, DcpLocation], path: Path
 ) -> DcpTensor:
     properties = entry.get("properties")
     # Its state is a tuple that begins with the dtype, or a mapping in other versions.

@@ -17,8 +17,8 @@ from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.formats.deepspeed_files import (
     OPTIM,
     STATES,
+    BufferSlice,
     Group,
-    Slice,
     flat_share,
     flat_slices,
     group_of,
@@ -34,7 +34,7 @@ from shoal.checkpoint.formats.huggingface import model_of
 from shoal.checkpoint.formats.ranks import FileOf, dump_problems, open_consolidated
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.generate import local_of, read_local, stage_names
-from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, Layout, RankFile, Scalar
+from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, RankFile, RankLayout, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec, default_spec
 from shoal.core.config import parse
 from shoal.core.errors import CheckpointError, CorruptError, require
@@ -187,7 +187,7 @@ class DeepSpeedFormat:
         dumps = DeepSpeedDumps(path)
         yield from dump_problems(dumps, dumps.paths())
 
-    def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
+    def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """Every rank's files for ``mesh``."""
         import torch
 
@@ -225,7 +225,7 @@ class _Rank:
         spec: UniversalSpec,
         names: Sequence[str],
         state: Mapping[str, Sequence[str]],
-        mesh: Layout,
+        mesh: RankLayout,
         at: Coord,
     ) -> None:
         self.contents = contents
@@ -264,7 +264,7 @@ class _Rank:
                 runs |= flat_slices(group, self.mesh, dp)
                 shares[key] = flat_share(group, self.mesh)
         slices = [
-            Slice(
+            BufferSlice(
                 name,
                 self.locals[name].shape,
                 start,
@@ -326,9 +326,9 @@ def _own(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _layout(first: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Layout:
+def _layout(first: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> RankLayout:
     if "layout" in own:
-        return parse(Layout, own["layout"], where=f"{path}: layout")
+        return parse(RankLayout, own["layout"], where=f"{path}: layout")
     dp, mp = first.get("dp_world_size") or 1, first.get("mp_world_size") or 1
     if not (isinstance(dp, int) and isinstance(mp, int) and dp > 0 and mp > 0):
         raise CorruptError(f"{path}: its model files name no numbers of ranks; they are damaged")
@@ -343,7 +343,7 @@ def _layout(first: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Lay
             f"{path}: {mp} model-parallel ranks and layer files of {tp} tensor-parallel ranks; a "
             "file is missing"
         )
-    return Layout(dp=dp, tp=tp, pp=mp // tp)
+    return RankLayout(dp=dp, tp=tp, pp=mp // tp)
 
 
 def _flats(state: Mapping[str, Any]) -> list[Tensor]:

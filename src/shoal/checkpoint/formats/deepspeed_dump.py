@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.formats.deepspeed_files import (
+    BufferSlice,
     Group,
-    Slice,
     flat_share,
     flat_slices,
     group_of,
@@ -27,7 +27,7 @@ from shoal.checkpoint.formats.deepspeed_files import (
     step_folder,
 )
 from shoal.checkpoint.universal.convert import beside
-from shoal.checkpoint.universal.protocols import FP32, Coord, Layout
+from shoal.checkpoint.universal.protocols import FP32, Coord, RankLayout
 from shoal.checkpoint.universal.spec import default_spec
 from shoal.core.errors import CheckpointError
 from shoal.core.files import fsync_dir, write_atomic
@@ -36,7 +36,7 @@ from shoal.core.parts import table
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
 
 __all__ = ["dump", "layout_of"]
 
@@ -45,16 +45,16 @@ _TAG = "global_step"
 State = Mapping[str, Mapping[str, "Tensor"]]
 
 
-def layout_of(engine: Engine) -> Layout:
+def layout_of(engine: ParallelEngine) -> RankLayout:
     """The mesh of a run: context-parallel ranks share buffers as the replicas do."""
     ranks = engine.ranks
-    return Layout(dp=ranks.data.world, tp=ranks.tp.world, pp=ranks.pp.world)
+    return RankLayout(dp=ranks.data.world, tp=ranks.tp.world, pp=ranks.pp.world)
 
 
 def dump(
     root: Path,
     step: int,
-    engine: Engine,
+    engine: ParallelEngine,
     state: State,
     meta: Mapping[str, Any],
     barrier: Callable[[], None],
@@ -146,7 +146,9 @@ def _save(value: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _slices(engine: Engine, state: State, *, cut: bool) -> tuple[list[Slice], dict[Group, int]]:
+def _slices(
+    engine: ParallelEngine, state: State, *, cut: bool
+) -> tuple[list[BufferSlice], dict[Group, int]]:
     """What this rank writes of every parameter that it updates.
 
     Args:
@@ -192,15 +194,15 @@ def _slices(engine: Engine, state: State, *, cut: bool) -> tuple[list[Slice], di
         # Rows of the local tensor: what is before them comes first in memory order, too.
         before = part.offset[0] * math.prod(part.shape[1:]) if part.offset else 0
         cuts = {key: value.reshape(-1)[start:stop] for key, value in tensors[name].items()}
-        found.append(Slice(name, tuple(part.shape), before + start, cuts, scalars[name]))
+        found.append(BufferSlice(name, tuple(part.shape), before + start, cuts, scalars[name]))
     return found, shares
 
 
 def _save_model(
     folder: Path,
-    engine: Engine,
+    engine: ParallelEngine,
     at: Coord,
-    layout: Layout,
+    layout: RankLayout,
     stage: int,
     meta: Mapping[str, Any],
     tables: bool,

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.universal.protocols import FP32, Coord, Layout, Shape
+from shoal.checkpoint.universal.protocols import FP32, Coord, RankLayout, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = [
     "OPTIM",
     "STATES",
+    "BufferSlice",
     "Group",
-    "Slice",
     "flat_share",
     "flat_slices",
     "group_of",
@@ -62,7 +62,7 @@ def group_of(tensors: Iterable[str], scalars: Mapping[str, float]) -> Group:
 
 
 @dataclass(frozen=True)
-class Slice:
+class BufferSlice:
     """What one rank's buffer holds of one parameter.
 
     Args:
@@ -95,29 +95,31 @@ def step_folder(step: int) -> str:
     return f"global_step{step}"
 
 
-def mp_rank(at: Coord, layout: Layout) -> int:
+def mp_rank(at: Coord, layout: RankLayout) -> int:
     """The model-parallel rank: pipeline stages first."""
     return at.pp * layout.tp + at.tp
 
 
-def optim_file(at: Coord, layout: Layout) -> str:
+def optim_file(at: Coord, layout: RankLayout) -> str:
     """Name of a rank's optimizer file."""
     return f"zero_pp_rank_{at.dp}_mp_rank_{mp_rank(at, layout):02d}_optim_states.pt"
 
 
-def model_file(at: Coord, layout: Layout, stage: int) -> str:
+def model_file(at: Coord, layout: RankLayout, stage: int) -> str:
     """Name of a rank's model file; with ZeRO 3 each dp rank has one."""
     name = f"mp_rank_{mp_rank(at, layout):02d}_model_states.pt"
     return f"zero_pp_rank_{at.dp}_{name}" if stage == 3 else name
 
 
-def flat_share(sizes: Mapping[str, int], layout: Layout) -> int:
+def flat_share(sizes: Mapping[str, int], layout: RankLayout) -> int:
     """Elements of one dp rank's slice of a group, padding included."""
     total = sum(sizes.values())
     return (total + -total % (_ALIGN * layout.dp)) // layout.dp
 
 
-def flat_slices(sizes: Mapping[str, int], layout: Layout, dp: int) -> dict[str, tuple[int, int]]:
+def flat_slices(
+    sizes: Mapping[str, int], layout: RankLayout, dp: int
+) -> dict[str, tuple[int, int]]:
     """Which run of every parameter of a group lies in the slice of one dp rank.
 
     Args:
@@ -140,8 +142,8 @@ def flat_slices(sizes: Mapping[str, int], layout: Layout, dp: int) -> dict[str, 
 
 
 def optim_states(
-    slices: Sequence[Slice],
-    layout: Layout,
+    slices: Sequence[BufferSlice],
+    layout: RankLayout,
     stage: int,
     *,
     shares: Mapping[Group, int] | None = None,
@@ -158,7 +160,7 @@ def optim_states(
     """
     import torch
 
-    groups: dict[Group, list[Slice]] = {}
+    groups: dict[Group, list[BufferSlice]] = {}
     for one in slices:
         groups.setdefault(one.group, []).append(one)
     flats: list[Tensor] = []
@@ -202,7 +204,7 @@ def optim_states(
 def model_states(
     shapes: Mapping[str, Shape],
     weights: Mapping[str, Tensor],
-    layout: Layout,
+    layout: RankLayout,
     meta: Mapping[str, Any],
     spec: Sequence[Any] | None,
 ) -> dict[str, Any]:

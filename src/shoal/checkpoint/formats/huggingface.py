@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.checkpoint.store import MODEL
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.core.boxes import Box
 from shoal.core.config import parse
 from shoal.core.errors import CheckpointError, ShoalError
@@ -168,7 +168,7 @@ class HuggingFaceFormat:
         except ShoalError as cause:
             yield str(cause)
 
-    def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
+    def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """The weights, one tensor after the other, under Hugging Face's names."""
         import torch
 

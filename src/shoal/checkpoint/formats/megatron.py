@@ -29,7 +29,7 @@ from shoal.checkpoint.formats.megatron_names import config_of, from_megatron, to
 from shoal.checkpoint.formats.ranks import FileOf, dump_problems, open_consolidated
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.generate import local_of, read_local, stage_names
-from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, Layout, RankFile, Scalar
+from shoal.checkpoint.universal.protocols import FP32, Coord, Fragment, RankFile, RankLayout, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec, default_spec
 from shoal.core.config import parse
 from shoal.core.errors import CheckpointError, CorruptError, require
@@ -79,7 +79,7 @@ class MegatronDumps:
             for axis, word in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"))
         }
         seen = {axis: 1 + max(getattr(at, axis) for at in self._files) for axis in sizes}
-        self.layout = Layout(**{axis: sizes[axis] or seen[axis] for axis in sizes})
+        self.layout = RankLayout(**{axis: sizes[axis] or seen[axis] for axis in sizes})
         own = _own(first, self.path)
         self.meta: dict[str, Any] = dict(own.get("meta", {}))
         self.meta.setdefault("step", int(first.get("iteration") or 0))
@@ -197,7 +197,7 @@ class MegatronFormat:
         dumps = MegatronDumps(path)
         yield from dump_problems(dumps, dumps.paths())
 
-    def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
+    def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """A file for every rank of ``mesh``; the dp ranks hold copies, of which none is written."""
         import torch
 
@@ -238,7 +238,7 @@ def _content(
     contents: Contents,
     spec: UniversalSpec,
     names: Sequence[str],
-    mesh: Layout,
+    mesh: RankLayout,
     at: Coord,
     first: int,
     config: ModelConfig,
@@ -294,7 +294,7 @@ def _padded(spec: UniversalSpec, multiple: int) -> UniversalSpec:
     return UniversalSpec.parse(plain)
 
 
-def _arguments(config: ModelConfig, mesh: Layout, multiple: int) -> argparse.Namespace:
+def _arguments(config: ModelConfig, mesh: RankLayout, multiple: int) -> argparse.Namespace:
     unit = multiple * mesh.tp
     return argparse.Namespace(
         tensor_model_parallel_size=mesh.tp,
@@ -336,7 +336,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _rank_name(at: Coord, layout: Layout) -> str:
+def _rank_name(at: Coord, layout: RankLayout) -> str:
     name = f"mp_rank_{at.tp:02d}"
     if layout.pp > 1 or layout.ep > 1:
         name += f"_{at.pp:03d}"

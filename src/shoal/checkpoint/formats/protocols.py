@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shoal.checkpoint.universal.convert import Readable
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.convert import ReadableCheckpoint
+from shoal.checkpoint.universal.protocols import RankLayout
 
 if TYPE_CHECKING:
     from shoal.checkpoint.universal.spec import UniversalSpec
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointFormat", "Contents"]
 
 
-class Contents(Readable, Protocol):
+class Contents(ReadableCheckpoint, Protocol):
     """A checkpoint of whole tensors: weights as ``model.NAME``, state as ``optimizer.NAME.KEY``.
 
     Training reads it as it does a checkpoint of its own.
@@ -59,7 +59,7 @@ class CheckpointFormat(Protocol):
         """Everything that is wrong with its bytes, by file."""
         ...
 
-    def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
+    def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """Write a checkpoint, whole or not at all.
 
         Args:

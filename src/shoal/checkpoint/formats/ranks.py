@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.checkpoint.formats import pickles
-from shoal.checkpoint.universal.atomic import Universal
+from shoal.checkpoint.universal.atomic import UniversalCheckpoint
 from shoal.checkpoint.universal.convert import consolidate
 from shoal.checkpoint.universal.protocols import Fragment, RankDumps, Scalar
 from shoal.checkpoint.universal.spec import UniversalSpec
@@ -45,9 +45,9 @@ class FileOf:
             ) from None
 
 
-def open_consolidated(dumps: RankDumps, spec: UniversalSpec | None) -> Universal:
+def open_consolidated(dumps: RankDumps, spec: UniversalSpec | None) -> UniversalCheckpoint:
     """Rank files as whole tensors: put together now, or found beside them."""
-    return Universal(consolidate(dumps, spec=spec))
+    return UniversalCheckpoint(consolidate(dumps, spec=spec))
 
 
 def dump_problems(dumps: RankDumps, paths: Sequence[Path]) -> Iterator[str]:

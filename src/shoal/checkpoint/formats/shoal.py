@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.branches import branches, place_of
 from shoal.checkpoint.index import INDEX_NAME
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.store import Store
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.core.errors import CheckpointError
 from shoal.core.parts import part
 
@@ -33,7 +33,7 @@ class ShoalContents:
         saved: the same, for who loads much at once.
     """
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: SavedCheckpoint) -> None:
         self.saved = saved
         self.path: Path | str = saved.path
         self.step = saved.step
@@ -77,13 +77,13 @@ class ShoalFormat:
 
     def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
         """Open a step; each piece is verified when it is read."""
-        return ShoalContents(Saved(_step(path)))
+        return ShoalContents(SavedCheckpoint(_step(path)))
 
     def problems(self, path: Path) -> Iterator[str]:
         """Every piece that is not what was written."""
-        yield from Saved(_step(path)).problems()
+        yield from SavedCheckpoint(_step(path)).problems()
 
-    def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
+    def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """A store with this one step, in one file."""
         tensors = {name: contents.tensor(name) for name in contents.names()}
         Store(out).save(contents.step, tensors, dict(contents.meta))

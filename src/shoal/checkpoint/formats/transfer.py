@@ -13,9 +13,9 @@ from shoal.checkpoint.formats.universal import UniversalFormat
 from shoal.checkpoint.inspect import find
 from shoal.checkpoint.remote import is_address
 from shoal.checkpoint.store import MODEL, Store
-from shoal.checkpoint.universal.atomic import Universal
+from shoal.checkpoint.universal.atomic import UniversalCheckpoint
 from shoal.checkpoint.universal.convert import consolidate
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.core.config import Value, resolve
 from shoal.core.errors import CheckpointError, ConfigError, ModelError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.formats.protocols import CheckpointFormat, Contents
 
 __all__ = [
-    "Difference",
+    "TensorDifference",
     "convert_any",
     "differences",
     "format_of",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-class Difference(Value):
+class TensorDifference(Value):
     """One tensor of two checkpoints.
 
     Args:
@@ -76,7 +76,7 @@ def format_of(path: Path) -> str:
 
 def name_of(contents: Contents) -> str:
     """Name of the format that opens what these contents are."""
-    if isinstance(contents, Universal):
+    if isinstance(contents, UniversalCheckpoint):
         return "universal"
     return "shoal" if isinstance(contents, ShoalContents) else format_of(Path(contents.path))
 
@@ -107,7 +107,7 @@ def transfer(
     out: Path | str,
     to: Choice | str | dict[str, Any],
     *,
-    mesh: Layout | None = None,
+    mesh: RankLayout | None = None,
     spec: UniversalSpec | None = None,
 ) -> Path | str:
     """Write a checkpoint of any format in another one.
@@ -130,14 +130,14 @@ def transfer(
     require_new(out, elsewhere=isinstance(writer, ShoalFormat), error=CheckpointError)
     if is_store(source):
         contents: Contents = open_any(source)
-        writer.write(_emptied(out), contents, mesh=mesh or Layout())
+        writer.write(_emptied(out), contents, mesh=mesh or RankLayout())
         return out
     named, path = _named(str(source))
     reader: Any = FORMATS.build(named or format_of(path))
     if isinstance(writer, UniversalFormat) and hasattr(reader, "dumps"):
         return consolidate(reader.dumps(path), _emptied(out), spec=spec)
     contents = reader.open(path, spec=spec)
-    writer.write(_emptied(out), contents, mesh=mesh or Layout())
+    writer.write(_emptied(out), contents, mesh=mesh or RankLayout())
     return out
 
 
@@ -210,7 +210,7 @@ def convert_any(
     if name == "huggingface" and tokenizer is not None:
         chosen.setdefault("tokenizer", str(tokenizer))
     patterns = UniversalSpec.load(spec) if spec is not None else None
-    grid = Layout.parse(mesh) if mesh is not None else Layout()
+    grid = RankLayout.parse(mesh) if mesh is not None else RankLayout()
     transfer(source, out, chosen, mesh=grid, spec=patterns)
     return _left_out(source, kind)
 
@@ -230,7 +230,7 @@ def _option(word: str) -> tuple[str, Any]:
 
 def differences(
     a: str | Path, b: str | Path, *, weights_only: bool | None = None
-) -> Iterator[Difference]:
+) -> Iterator[TensorDifference]:
     """What differs between two checkpoints, tensor by tensor, across formats.
 
     Args:
@@ -253,14 +253,14 @@ def differences(
         yield _compared(name, one if name in first else None, two if name in held else None)
 
 
-def _compared(name: str, one: Contents | None, two: Contents | None) -> Difference:
+def _compared(name: str, one: Contents | None, two: Contents | None) -> TensorDifference:
     if one is None or two is None:
-        told = _told(one, name) if one is not None else _told(two, name)
+        told = _report(one, name) if one is not None else _report(two, name)
         kind: Any = "only in A" if two is None else "only in B"
-        return Difference(name=name, kind=kind, **{"a" if two is None else "b": told})
-    described = {"a": _told(one, name), "b": _told(two, name)}
+        return TensorDifference(name=name, kind=kind, **{"a" if two is None else "b": told})
+    described = {"a": _report(one, name), "b": _report(two, name)}
     if one.shape(name) != two.shape(name):
-        return Difference(name=name, kind="shape", **described)
+        return TensorDifference(name=name, kind="shape", **described)
     x, y = one.tensor(name), two.tensor(name)
     apart = (x.double() - y.double()).abs()
     # Nothing differs where both are infinite or no number in the same way.
@@ -269,10 +269,10 @@ def _compared(name: str, one: Contents | None, two: Contents | None) -> Differen
     share = float(unequal.double().mean()) if unequal.numel() else 0.0
     kind = "values" if share else "dtype" if one.dtype(name) != two.dtype(name) else "equal"
     finite = largest if largest == largest and largest != float("inf") else None
-    return Difference(name=name, kind=kind, largest=finite, share=share, **described)
+    return TensorDifference(name=name, kind=kind, largest=finite, share=share, **described)
 
 
-def _told(contents: Contents | None, name: str) -> str:
+def _report(contents: Contents | None, name: str) -> str:
     assert contents is not None
     return f"{contents.dtype(name)} {'x'.join(map(str, contents.shape(name))) or 'scalar'}"
 

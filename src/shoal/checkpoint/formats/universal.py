@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.universal.atomic import MANIFEST, Universal
+from shoal.checkpoint.universal.atomic import MANIFEST, UniversalCheckpoint
 from shoal.checkpoint.universal.convert import rewrite
-from shoal.checkpoint.universal.protocols import Layout
+from shoal.checkpoint.universal.protocols import RankLayout
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ class UniversalFormat:
 
     def open(self, path: Path, *, spec: UniversalSpec | None = None) -> Contents:
         """Open it; blocks are verified when they are read."""
-        return Universal(path)
+        return UniversalCheckpoint(path)
 
     def problems(self, path: Path) -> Iterator[str]:
         """Every file that is not what was written."""
-        yield from Universal(path).problems()
+        yield from UniversalCheckpoint(path).problems()
 
-    def write(self, out: Path, contents: Contents, *, mesh: Layout) -> None:
+    def write(self, out: Path, contents: Contents, *, mesh: RankLayout) -> None:
         """Whole tensors need no mesh."""
         rewrite(contents, out)

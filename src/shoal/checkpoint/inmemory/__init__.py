@@ -17,7 +17,7 @@ MEMORY_CODES = PartTable(
     {
         "xor": "shoal.checkpoint.inmemory.xor:Xor",
         "rs": "shoal.checkpoint.inmemory.rs:ReedSolomon",
-        "copies": "shoal.checkpoint.inmemory.copies:Copies",
+        "copies": "shoal.checkpoint.inmemory.copies:ReplicaCode",
     },
     about=(
         "How the newest state of a run is spread over the memory of several nodes. Chosen by "

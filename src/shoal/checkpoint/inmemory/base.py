@@ -6,13 +6,13 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.sizes import Size
 
-__all__ = ["Coded"]
+__all__ = ["MemoryCodeBase"]
 
 _MEMBERS = 255
 
 
 @part
-class Coded:
+class MemoryCodeBase:
     """What the codes share.
 
     Args:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.inmemory.base import Coded
+from shoal.checkpoint.inmemory.base import MemoryCodeBase
 from shoal.core.errors import require
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.field import Bytes
 
-__all__ = ["Copies"]
+__all__ = ["ReplicaCode"]
 
 
 @part
-class Copies(Coded):
+class ReplicaCode(MemoryCodeBase):
     """Survives the loss of ``copies`` members of a group, for as many times the memory.
 
     Nothing is computed, neither to keep nor to rebuild.
@@ -31,7 +31,7 @@ class Copies(Coded):
     copies: int = 1
 
     def __post_init__(self) -> None:
-        Coded.__post_init__(self)
+        MemoryCodeBase.__post_init__(self)
         require(
             self.copies >= 1,
             "checkpoint.memory.copies.copies",
@@ -45,7 +45,7 @@ class Copies(Coded):
         Raises:
             ConfigError: two copies would lie on one node.
         """
-        Coded.check(self, members)
+        MemoryCodeBase.check(self, members)
         require(
             self.copies < members,
             "checkpoint.memory.copies.copies",

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from shoal.checkpoint.inmemory.recovery import Recovered, recover
-from shoal.checkpoint.inmemory.wire import ENVIRONMENT, SECRET, Members, Place
+from shoal.checkpoint.inmemory.recovery import RecoveryResult, recover
+from shoal.checkpoint.inmemory.wire import ENVIRONMENT, SECRET, Members, SnapshotAddress
 from shoal.core import children
 from shoal.core.errors import CheckpointError, MachineError, RankError
 from shoal.core.files import write_atomic
@@ -125,7 +125,7 @@ class Fleet:
                 f"with status {self.processes[rank].returncode}; see {self._log(rank)}"
             )
 
-    def recover(self) -> Recovered:
+    def recover(self) -> RecoveryResult:
         """Replace lost processes and bring all to the newest step that is left.
 
         The trainers must not run.
@@ -219,13 +219,13 @@ class Fleet:
             process.stdin.flush()
         return process
 
-    def _place(self, rank: int) -> Place:
+    def _place(self, rank: int) -> SnapshotAddress:
         line = _line(self.processes[rank])
         if not line:
             raise MachineError(
                 f"the snapshot process of rank {rank} did not start; see {self._log(rank)}"
             )
-        return Place.model_validate_json(line)
+        return SnapshotAddress.model_validate_json(line)
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"memory-{rank}.log"

@@ -16,12 +16,12 @@ from typing import NamedTuple
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError
 
-__all__ = ["Entry", "Segment", "coding_groups", "group_of", "piece_bytes", "shares"]
+__all__ = ["BoxEntry", "BoxSegment", "coding_groups", "group_of", "piece_bytes", "shares"]
 
 _ALIGN = 64
 
 
-class Entry(NamedTuple):
+class BoxEntry(NamedTuple):
     """A box of a tensor that a rank holds.
 
     Args:
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
     nbytes: int
 
 
-class Segment(Value):
+class BoxSegment(Value):
     """Bytes of a box that a rank keeps.
 
     Args:
@@ -65,20 +65,20 @@ class Segment(Value):
     at: int
 
 
-def shares(held: Mapping[int, Sequence[Entry]]) -> dict[int, list[Segment]]:
+def shares(held: Mapping[int, Sequence[BoxEntry]]) -> dict[int, list[BoxSegment]]:
     """What each rank keeps.
 
     Args:
         held: rank -> everything it holds; ranks between which nothing is split but the data.
     """
-    holders: dict[Entry, list[int]] = {}
+    holders: dict[BoxEntry, list[int]] = {}
     for rank in sorted(held):
         for entry in held[rank]:
             holders.setdefault(entry, []).append(rank)
-    classes: dict[tuple[int, ...], list[Entry]] = {}
+    classes: dict[tuple[int, ...], list[BoxEntry]] = {}
     for entry, ranks in holders.items():
         classes.setdefault(tuple(ranks), []).append(entry)
-    found: dict[int, list[Segment]] = {rank: [] for rank in held}
+    found: dict[int, list[BoxSegment]] = {rank: [] for rank in held}
     ends = dict.fromkeys(held, 0)
     for owners, entries in classes.items():
         total = sum(entry.nbytes for entry in entries)
@@ -91,7 +91,7 @@ def shares(held: Mapping[int, Sequence[Entry]]) -> dict[int, list[Segment]]:
                 last = min(entry.nbytes, (number + 1) * share - start)
                 rank = owners[number]
                 found[rank].append(
-                    Segment(
+                    BoxSegment(
                         name=entry.name,
                         dtype=entry.dtype,
                         whole=entry.whole,
@@ -108,7 +108,7 @@ def shares(held: Mapping[int, Sequence[Entry]]) -> dict[int, list[Segment]]:
     return found
 
 
-def piece_bytes(segments: Sequence[Segment]) -> int:
+def piece_bytes(segments: Sequence[BoxSegment]) -> int:
     """Bytes of a rank's piece."""
     return max((s.at + s.last - s.first for s in segments), default=0)
 

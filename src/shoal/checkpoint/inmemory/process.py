@@ -33,8 +33,8 @@ from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.field import Bytes, native
 from shoal.checkpoint.inmemory.stripes import Stripes, pass_on
 from shoal.checkpoint.inmemory.wire import (
-    Client,
-    Place,
+    SnapshotAddress,
+    SnapshotClient,
     exchange_bytes,
     receive,
     refuse,
@@ -45,14 +45,14 @@ from shoal.core.errors import CheckpointError, RankError, ShoalError, require
 from shoal.core.janitor import leave
 from shoal.machine.host import memory_available
 
-__all__ = ["Slot", "SnapshotProcess", "main"]
+__all__ = ["SnapshotProcess", "VersionSlot", "main"]
 
 # Steps down in the system's order of processes.
 _NICE = 10
 _SLOTS = 2
 
 
-class Slot:
+class VersionSlot:
     """One version.
 
     Args:
@@ -87,7 +87,7 @@ class SnapshotProcess:
         self.rank = rank
         self.spec: dict[str, Any] | None = None
         self.stripes: Stripes
-        self.slots: list[Slot] = []
+        self.slots: list[VersionSlot] = []
         self.generation = -1
         self._memory: tuple[int, mmap.mmap] | None = None
         # One change of slots at a time; reading goes on beside it.
@@ -165,7 +165,7 @@ class SnapshotProcess:
         """
         with self._lock:
             self.generation = generation
-            self.places = [Place.model_validate(place) for place in places]
+            self.places = [SnapshotAddress.model_validate(place) for place in places]
             if spec != self.spec:
                 self._allocate(spec)
             assert self._memory is not None
@@ -203,7 +203,9 @@ class SnapshotProcess:
             ) from cause
         mapped = mmap.mmap(file, need)
         view = np.frombuffer(mapped, np.uint8)
-        self.slots = [Slot(view[i * stride : i * stride + stripes.kept]) for i in range(_SLOTS)]
+        self.slots = [
+            VersionSlot(view[i * stride : i * stride + stripes.kept]) for i in range(_SLOTS)
+        ]
         self._memory, self._stride = (file, mapped), stride
         self.stripes, self.spec = stripes, spec
         self.bucket = min(code.bucket, stripes.block)
@@ -262,7 +264,7 @@ class SnapshotProcess:
         """Code a version whose parities were not finished, with all others of the group."""
         with self._lock:
             self.generation = generation
-            self.places = [Place.model_validate(place) for place in places]
+            self.places = [SnapshotAddress.model_validate(place) for place in places]
             found = self._slot(step)
         self._code(found, step)
         return {}
@@ -332,13 +334,13 @@ class SnapshotProcess:
         self.open(spec, generation, places)
         began = time.perf_counter()
         with self._lock, contextlib.ExitStack() as opened:
-            others: dict[int, Client] = {}
+            others: dict[int, SnapshotClient] = {}
             buffer = np.empty(self.bucket, np.uint8)
 
             def read(member: int, block: int, offset: int, length: int) -> Bytes:
                 if member not in others:
                     rank = spec["group"][member]
-                    client = Client(self.places[rank], self.run, self.secret, rank=rank)
+                    client = SnapshotClient(self.places[rank], self.run, self.secret, rank=rank)
                     others[member] = opened.enter_context(client)
                 into = buffer[:length]
                 others[member].call(
@@ -383,31 +385,31 @@ class SnapshotProcess:
         if self.spec is None:
             raise CheckpointError("nothing was opened here yet")
 
-    def _slot(self, step: int) -> Slot:
+    def _slot(self, step: int) -> VersionSlot:
         for slot in self.slots:
             if slot.step == step:
                 return slot
         held = ", ".join(str(s.step) for s in self.slots if s.step is not None) or "none"
         raise CheckpointError(f"step {step} is not here; there is: {held}")
 
-    def _block(self, slot: Slot, number: int) -> Bytes:
+    def _block(self, slot: VersionSlot, number: int) -> Bytes:
         return slot.data[number * self.stripes.block :][: self.stripes.block]
 
-    def _seal(self, slot: Slot, crcs: list[int], end: int) -> None:
+    def _seal(self, slot: VersionSlot, crcs: list[int], end: int) -> None:
         """The blocks of a piece with what the trainer has summed, and their padding."""
         for block in range(self.stripes.data):
             filled = min(max(0, end - block * self.stripes.block), self.stripes.block)
             padding = self._block(slot, block)[filled:]
             slot.crcs[block] = crc32c(padding, crcs[block] if filled else 0)
 
-    def _sum(self, slot: Slot, blocks: range) -> None:
+    def _sum(self, slot: VersionSlot, blocks: range) -> None:
         for block in blocks:
             slot.crcs[block] = crc32c(self._block(slot, block))
 
-    def _coded(self, slot: Slot) -> bool:
+    def _coded(self, slot: VersionSlot) -> bool:
         return len(slot.crcs) == self.stripes.blocks
 
-    def _code(self, slot: Slot, step: int) -> None:
+    def _code(self, slot: VersionSlot, step: int) -> None:
         """This member's part of the ring.
 
         Raises:
@@ -424,7 +426,7 @@ class SnapshotProcess:
             if slot.step == step:
                 self._sum(slot, range(self.stripes.data, self.stripes.blocks))
 
-    def _pass_on(self, slot: Slot, step: int) -> None:
+    def _pass_on(self, slot: VersionSlot, step: int) -> None:
         before, after = self._neighbours()
         first, *others = self._buffers
         # What came last goes out next, so two buffers take turns.
@@ -453,7 +455,7 @@ class SnapshotProcess:
             made = self._next
         if made is None or made[0] != generation:
             rank = group[(self.member + 1) % len(group)]
-            client = Client(self.places[rank], self.run, self.secret, rank=rank)
+            client = SnapshotClient(self.places[rank], self.run, self.secret, rank=rank)
             send(client.connection, {"op": "ring", "generation": generation})
             client.connection.setblocking(False)
             with self._ring:

@@ -15,19 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shoal.checkpoint.inmemory import MEMORY_CODES
-from shoal.checkpoint.inmemory.layout import Segment
+from shoal.checkpoint.inmemory.layout import BoxSegment
 from shoal.checkpoint.inmemory.stripes import Stripes
-from shoal.checkpoint.inmemory.wire import Client, Members
+from shoal.checkpoint.inmemory.wire import Members, SnapshotClient
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Asked", "InMemory", "Recovered", "recover"]
+__all__ = ["InMemory", "RecoveryResult", "SnapshotReader", "recover"]
 
 
-class Recovered(NamedTuple):
+class RecoveryResult(NamedTuple):
     """What a recovery has found.
 
     Args:
@@ -51,7 +51,7 @@ class _View(NamedTuple):
     meta: dict[int, dict[str, Any]]
 
 
-class Asked(Protocol):
+class SnapshotReader(Protocol):
     """A snapshot process that can be asked for things."""
 
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Asked(Protocol):
         ...
 
 
-def recover(found: Members, asked: Sequence[Asked]) -> Recovered:
+def recover(found: Members, asked: Sequence[SnapshotReader]) -> RecoveryResult:
     """Bring every snapshot process to the newest step that all can hold.
 
     Args:
@@ -78,15 +78,15 @@ def recover(found: Members, asked: Sequence[Asked]) -> Recovered:
         rebuilt = [] if step is None else _restore(found, asked, pool, views, step)
         list(pool.map(lambda one: one.call("keep", step=step), asked))
     if step is None:
-        return Recovered(None, "disk", (), reason)
-    return Recovered(step, "rebuilt" if rebuilt else "trainers", tuple(rebuilt), reason)
+        return RecoveryResult(None, "disk", (), reason)
+    return RecoveryResult(step, "rebuilt" if rebuilt else "trainers", tuple(rebuilt), reason)
 
 
-def _view(told: Mapping[str, Any]) -> _View:
+def _view(index: Mapping[str, Any]) -> _View:
     return _View(
-        told["spec"],
-        {slot["step"]: slot["blocks"] for slot in told["slots"]},
-        {slot["step"]: slot["meta"] for slot in told["slots"]},
+        index["spec"],
+        {slot["step"]: slot["blocks"] for slot in index["slots"]},
+        {slot["step"]: slot["meta"] for slot in index["slots"]},
     )
 
 
@@ -129,7 +129,7 @@ def _newest(views: Mapping[int, _View], world: int) -> tuple[int | None, str]:
 
 def _restore(
     found: Members,
-    asked: Sequence[Asked],
+    asked: Sequence[SnapshotReader],
     pool: ThreadPoolExecutor,
     views: Mapping[int, _View],
     step: int,
@@ -185,11 +185,11 @@ class InMemory:
     def __init__(self, found: Members, secret: bytes, step: int) -> None:
         self.step = step
         self.meta: dict[str, Any] = {}
-        self._clients: dict[int, Client] = {}
-        self._parts: dict[str, list[tuple[int, Segment]]] = {}
+        self._clients: dict[int, SnapshotClient] = {}
+        self._parts: dict[str, list[tuple[int, BoxSegment]]] = {}
         self._block: dict[int, int] = {}
         for rank, place in enumerate(found.places):
-            client = self._clients[rank] = Client(place, found.run, secret, rank=rank)
+            client = self._clients[rank] = SnapshotClient(place, found.run, secret, rank=rank)
             view = _view(client.call("status"))
             if step not in view.blocks:
                 raise CheckpointError(
@@ -199,7 +199,7 @@ class InMemory:
             self.meta = view.meta[step]
             self._block[rank] = _stripes(view).block
             for raw in view.spec["manifests"][str(rank)]:
-                segment = Segment.model_validate(raw)
+                segment = BoxSegment.model_validate(raw)
                 self._parts.setdefault(segment.name, []).append((rank, segment))
 
     def names(self) -> Collection[str]:
@@ -246,13 +246,13 @@ class InMemory:
         for client in self._clients.values():
             client.close()
 
-    def _of(self, name: str) -> list[tuple[int, Segment]]:
+    def _of(self, name: str) -> list[tuple[int, BoxSegment]]:
         if name not in self._parts:
             raise CheckpointError(f"no tensor {name!r} in memory; there are {len(self._parts)}")
         return self._parts[name]
 
     def _whole(
-        self, box: Box, parts: Sequence[tuple[int, Segment]], dtype: torch.dtype
+        self, box: Box, parts: Sequence[tuple[int, BoxSegment]], dtype: torch.dtype
     ) -> torch.Tensor:
         """A stored box, put together from those who keep bytes of it."""
         import torch
@@ -278,10 +278,10 @@ class InMemory:
 
 
 def _boxes(
-    parts: Sequence[tuple[int, Segment]],
-) -> Iterator[tuple[Box, list[tuple[int, Segment]]]]:
+    parts: Sequence[tuple[int, BoxSegment]],
+) -> Iterator[tuple[Box, list[tuple[int, BoxSegment]]]]:
     """Stored boxes with all who keep bytes of them."""
-    found: dict[Box, list[tuple[int, Segment]]] = {}
+    found: dict[Box, list[tuple[int, BoxSegment]]] = {}
     for rank, segment in parts:
         found.setdefault(Box(segment.offset, segment.shape), []).append((rank, segment))
     yield from found.items()

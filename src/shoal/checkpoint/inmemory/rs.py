@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.inmemory.base import Coded
+from shoal.checkpoint.inmemory.base import MemoryCodeBase
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -19,7 +19,7 @@ __all__ = ["ReedSolomon"]
 
 
 @part
-class ReedSolomon(Coded):
+class ReedSolomon(MemoryCodeBase):
     """Survives the loss of ``losses`` members of a group, for losses / (n - losses) more memory.
 
     Args:
@@ -29,7 +29,7 @@ class ReedSolomon(Coded):
     losses: int = 2
 
     def __post_init__(self) -> None:
-        Coded.__post_init__(self)
+        MemoryCodeBase.__post_init__(self)
         require(
             self.losses >= 1,
             "checkpoint.memory.rs.losses",
@@ -43,7 +43,7 @@ class ReedSolomon(Coded):
         Raises:
             ConfigError: no member would be left to rebuild from.
         """
-        Coded.check(self, members)
+        MemoryCodeBase.check(self, members)
         require(
             self.losses < members,
             "checkpoint.memory.rs.losses",

@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.checkpoint.checksum import copy_crc32c_at
-from shoal.checkpoint.finite import Finite, finite_part, refusal
+from shoal.checkpoint.finite import FiniteCheck, finite_part, refusal
 from shoal.checkpoint.inmemory import MEMORY_CODES
 from shoal.checkpoint.inmemory.layout import (
-    Entry,
-    Segment,
+    BoxEntry,
+    BoxSegment,
     coding_groups,
     group_of,
     piece_bytes,
     shares,
 )
-from shoal.checkpoint.inmemory.wire import ENVIRONMENT, SECRET, Client, Members
-from shoal.checkpoint.watched import Watched
+from shoal.checkpoint.inmemory.wire import ENVIRONMENT, SECRET, Members, SnapshotClient
+from shoal.checkpoint.tensor_snapshot import TensorSnapshot
 from shoal.core.errors import CheckpointError, MachineError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.pieces import Piece
     from shoal.core.parts import Choice
 
-__all__ = ["Settled", "Snapshots", "members"]
+__all__ = ["SnapshotCost", "Snapshots", "members"]
 
 # Share of the time until the next settling in which copying has to be through: coding follows.
 _SPREAD = 0.4
@@ -56,7 +56,7 @@ Exchange = Callable[[bytes], list[bytes]]
 """Gives bytes to all replicas of this rank's part of the model; returns those of all, in order."""
 
 
-class Settled(NamedTuple):
+class SnapshotCost(NamedTuple):
     """What one snapshot has cost.
 
     Args:
@@ -153,11 +153,11 @@ class Snapshots:
         self._rank = rank
         self._replicas = list(replicas)
         self._exchange = exchange
-        self._client = Client(found.places[rank], found.run, secret, rank=rank)
+        self._client = SnapshotClient(found.places[rank], found.run, secret, rank=rank)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._pending: Future[_Copied] | None = None
         self._hurry = threading.Event()
-        self._entries: list[Entry] | None = None
+        self._entries: list[BoxEntry] | None = None
         self._runs: list[_Run] = []
         self._block = 1
         self._slots: list[np.ndarray] = []
@@ -192,10 +192,12 @@ class Snapshots:
         self._began = time.perf_counter()
         kept = list(dict.fromkeys(run.key for run in self._runs))
         # A sample of what lies on a device would wait for the update that is still under way.
-        watched = Watched([boxes[key] for key in kept], "sample" if ready is None else "version")
+        watched = TensorSnapshot(
+            [boxes[key] for key in kept], "sample" if ready is None else "version"
+        )
         self._pending = self._worker.submit(self._copy, step, boxes, ready, meta, kept, watched)
 
-    def settle(self) -> Settled | None:
+    def settle(self) -> SnapshotCost | None:
         """Wait until the snapshot that was begun is coded; None if there is none.
 
         Raises:
@@ -209,7 +211,7 @@ class Snapshots:
         self._hurry.set()
         pending, self._pending = self._pending, None
         copied = pending.result()
-        return Settled(*copied, waited_s=time.perf_counter() - began)
+        return SnapshotCost(*copied, waited_s=time.perf_counter() - began)
 
     def close(self) -> None:
         """End the thread; what was committed stays where it is."""
@@ -217,14 +219,14 @@ class Snapshots:
         self._client.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    def _open(self, entries: list[Entry]) -> None:
+    def _open(self, entries: list[BoxEntry]) -> None:
         """Agree with the other replicas on who keeps what, and map the memory for it."""
         import numpy as np
 
         text = zlib.compress(json.dumps(entries).encode())
         lists = {
             rank: [
-                Entry(name, dtype, tuple(whole), tuple(offset), tuple(shape), nbytes)
+                BoxEntry(name, dtype, tuple(whole), tuple(offset), tuple(shape), nbytes)
                 for name, dtype, whole, offset, shape, nbytes in json.loads(zlib.decompress(raw))
             ]
             for rank, raw in zip(self._replicas, self._exchange(text), strict=True)
@@ -269,7 +271,7 @@ class Snapshots:
         ready: Any,
         meta: dict[str, Any],
         kept: Sequence[tuple[str, tuple[int, ...]]],
-        watched: Watched,
+        watched: TensorSnapshot,
     ) -> _Copied:
         """Fill the slot and commit it; on the thread of the snapshots."""
         began = time.perf_counter()
@@ -291,7 +293,7 @@ class Snapshots:
                 self._pause(busy, run.end, total, began)
         # What is not committed is never gone back to; the version before it stays.
         if bad:
-            found = Finite(tuple(bad), len({name for name, _ in kept}))
+            found = FiniteCheck(tuple(bad), len({name for name, _ in kept}))
             raise refusal(f"step {step}: weights or optimizer state are", found, self._rank)
         for number, (name, _) in enumerate(kept):
             if watched.changed(number, 0):
@@ -314,9 +316,9 @@ class Snapshots:
             self._hurry.wait(pause)
 
 
-def _entry(name: str, piece: Piece) -> Entry:
+def _entry(name: str, piece: Piece) -> BoxEntry:
     tensor = piece.tensor
-    return Entry(
+    return BoxEntry(
         name,
         str(tensor.dtype).removeprefix("torch."),
         tuple(piece.global_shape),
@@ -337,7 +339,7 @@ def _event(boxes: Mapping[Any, torch.Tensor]) -> Any:
     return None
 
 
-def _runs(segments: Sequence[Segment], block: int, bucket: int) -> Iterator[_Run]:
+def _runs(segments: Sequence[BoxSegment], block: int, bucket: int) -> Iterator[_Run]:
     """What is copied at once: no more than a bucket of one box, for one block of the piece."""
     for segment in segments:
         first, at = segment.first, segment.at

@@ -23,9 +23,9 @@ from shoal.core.errors import CheckpointError, RankError
 __all__ = [
     "ENVIRONMENT",
     "SECRET",
-    "Client",
     "Members",
-    "Place",
+    "SnapshotAddress",
+    "SnapshotClient",
     "exchange_bytes",
     "receive",
     "refuse",
@@ -49,7 +49,7 @@ _SILENT_S = 120.0
 _AT_ONCE = 2**20
 
 
-class Place(Value):
+class SnapshotAddress(Value):
     """Where the snapshot process of a rank listens.
 
     Args:
@@ -76,7 +76,7 @@ class Members(Value):
     run: str
     generation: int = 0
     restore: int | None = None
-    places: tuple[Place, ...] = ()
+    places: tuple[SnapshotAddress, ...] = ()
 
 
 def send(connection: socket.socket, header: Mapping[str, Any], payload: Any = b"") -> None:
@@ -189,7 +189,7 @@ def exchange_bytes(
                 before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(into))
 
 
-class Client:
+class SnapshotClient:
     """A connection to a snapshot process.
 
     Args:
@@ -203,7 +203,7 @@ class Client:
         CheckpointError: it belongs to another run.
     """
 
-    def __init__(self, place: Place, run: str, secret: bytes, *, rank: int) -> None:
+    def __init__(self, place: SnapshotAddress, run: str, secret: bytes, *, rank: int) -> None:
         self.place = place
         self.rank = rank
         self._name = f"snapshot process of rank {rank} ({place.host}:{place.port})"

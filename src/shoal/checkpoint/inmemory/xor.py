@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.inmemory.base import Coded
+from shoal.checkpoint.inmemory.base import MemoryCodeBase
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ["Xor"]
 
 
 @part
-class Xor(Coded):
+class Xor(MemoryCodeBase):
     """Survives the loss of one member of a group, for 1 / (n - 1) more memory.
 
     The usual choice: every member keeps, beside its piece, the XOR of one block of each other.

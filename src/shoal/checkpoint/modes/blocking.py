@@ -47,13 +47,13 @@ class BlockingSaver:
 
     def __init__(self, store: Store, peers: Peers) -> None:
         # Planning asks this module for a price alone, and need not read those.
-        from shoal.checkpoint.background import Session
-        from shoal.checkpoint.plan import Planner
+        from shoal.checkpoint.background import StoreSession
+        from shoal.checkpoint.plan import WritePlanner
 
         self._store = store
         self._peers = peers
-        self._session = Session(store, peers)
-        self._planner = Planner(peers)
+        self._session = StoreSession(store, peers)
+        self._planner = WritePlanner(peers)
         self._over: list[SaveTicket] = []
 
     def save(self, step: int, pieces: Given, meta: Mapping[str, Any]) -> SaveTicket:

@@ -5,7 +5,8 @@ is; a thread copies it chunk by chunk into a ring of host memory, and another wr
 the disk as soon as it is there and gives its place back. ``before_update`` waits for what has not
 been copied yet. Buffers that the forward pass changes are copied before ``save`` returns. A tensor
 that changed without either is noticed by its version or by a digest of its bytes before and after
-the copy, and the save dropped; see :mod:`shoal.checkpoint.watched` for what a sample cannot notice.
+the copy, and the save dropped; see :mod:`shoal.checkpoint.tensor_snapshot` for what a sample cannot
+notice.
 
 Source: Maurya et al., DataStates-LLM: Lazy Asynchronous Checkpointing, 2024, sections III and IV.
 """
@@ -21,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.modes.cost import estimate, saved_bytes, seconds_of
-from shoal.checkpoint.plan import Planner
+from shoal.checkpoint.plan import WritePlanner
 from shoal.checkpoint.protocols import SaveTicket
-from shoal.checkpoint.source import CHUNK_BYTES, Source, host_memory
+from shoal.checkpoint.source import CHUNK_BYTES, ByteSource, host_memory
 from shoal.checkpoint.store import plain_meta
 from shoal.core.errors import CheckpointError, ShoalError, require
 from shoal.core.parts import part
@@ -80,7 +81,7 @@ class Lazy:
         return LazySaver(store, peers, self, pinned=device.startswith("cuda"))
 
 
-class Ring:
+class RingBuffer:
     """Host memory that is filled at one end and given back at the other.
 
     Args:
@@ -120,7 +121,7 @@ class Capture:
     """
 
     def __init__(
-        self, source: Source, ring: Ring, ticket: SaveTicket, given: Collection[str] = ()
+        self, source: ByteSource, ring: RingBuffer, ticket: SaveTicket, given: Collection[str] = ()
     ) -> None:
         self.source = source
         self.ring = ring
@@ -230,10 +231,10 @@ class LazySaver:
 
     def __init__(self, store: Store, peers: Peers, options: Lazy, *, pinned: bool) -> None:
         self._background = Background(store, peers)
-        self._planner = Planner(peers)
+        self._planner = WritePlanner(peers)
         self._options = options
         self._pinned = pinned
-        self._ring: Ring | None = None
+        self._ring: RingBuffer | None = None
         self._captures: list[Capture] = []
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._copier = threading.Thread(target=self._run, name="checkpoint-copy", daemon=True)
@@ -255,7 +256,7 @@ class LazySaver:
             chosen |= {k: one._replace(piece=one.piece.copied()) for k, one in volatile.items()}
             ticket.blocked("copy", time.perf_counter() - begin)
         begin = time.perf_counter()
-        source = Source(planned.image, chosen, self._options.watch)
+        source = ByteSource(planned.image, chosen, self._options.watch)
         ticket.blocked("watch", time.perf_counter() - begin)
         capture = Capture(source, ring, ticket, pieces)
         self._captures = [c for c in self._captures if not c.ticket.done()]
@@ -284,7 +285,7 @@ class LazySaver:
         while (work := self._work.get()) is not None:
             work()
 
-    def _ring_for(self, image: Image) -> Ring:
+    def _ring_for(self, image: Image) -> RingBuffer:
         """The ring, made at the first save; another only where none was prescribed."""
         given = self._options.host_buffer
         wanted = int(_MARGIN * image.size) if given is None else int(given)
@@ -297,5 +298,5 @@ class LazySaver:
                         "chunked: true"
                     )
         if self._ring is None or (given is None and self._ring.chunks * CHUNK_BYTES < wanted):
-            self._ring = Ring(wanted, pinned=self._pinned)
+            self._ring = RingBuffer(wanted, pinned=self._pinned)
         return self._ring

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.modes.cost import estimate, saved_bytes, seconds_of
-from shoal.checkpoint.plan import Planner
+from shoal.checkpoint.plan import WritePlanner
 from shoal.checkpoint.protocols import SaveTicket
-from shoal.checkpoint.source import CHUNK_BYTES, Source, host_memory
+from shoal.checkpoint.source import CHUNK_BYTES, ByteSource, host_memory
 from shoal.checkpoint.store import plain_meta
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -84,20 +84,20 @@ class _Pool:
             self._memory = host_memory(nbytes, pinned=self._pinned)
         return self._memory
 
-    def fill(self, source: Source, threads: ThreadPoolExecutor) -> Pooled:
+    def fill(self, source: ByteSource, threads: ThreadPoolExecutor) -> PooledBytes:
         """Copy the pieces to where they lie in the file; runs of them in several threads."""
         memory = self.reserve(source.image.size)[: source.image.size]
         self.free.clear()
         if self._pinned:
             source.fetch(memory)
-            return Pooled(self, memory, None)
+            return PooledBytes(self, memory, None)
         runs = _runs(source.image, _THREADS)
         try:
             list(threads.map(lambda run: source.fill(run[0], memory[run[0] : run[1]]), runs))
         except BaseException:
             self.free.set()
             raise
-        return Pooled(self, memory, source.checksums)
+        return PooledBytes(self, memory, source.checksums)
 
 
 def _runs(image: Image, count: int) -> list[tuple[int, int]]:
@@ -111,7 +111,7 @@ def _runs(image: Image, count: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in itertools.pairwise([*cuts, image.size]) if b > a]
 
 
-class Pooled:
+class PooledBytes:
     """The bytes of a file in a pool, given back when they are written.
 
     Args:
@@ -147,7 +147,7 @@ class SnapshotSaver:
 
     def __init__(self, store: Store, peers: Peers, pools: int, *, pinned: bool) -> None:
         self._background = Background(store, peers)
-        self._planner = Planner(peers)
+        self._planner = WritePlanner(peers)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-copy")
         self._pools = [_Pool(pinned=pinned) for _ in range(pools)]
         self._turn = 0
@@ -171,7 +171,7 @@ class SnapshotSaver:
             for other in self._pools:  # made now, and not when training is under way
                 if other.free.is_set():
                     other.reserve(planned.image.size)
-        pooled = pool.fill(Source(planned.image, chosen), self._threads)
+        pooled = pool.fill(ByteSource(planned.image, chosen), self._threads)
         ticket.blocked("copy", time.perf_counter() - free_at)
         self._background.submit(ticket, planned.image, pooled, plain, pooled.checksums)
         return ticket

@@ -20,12 +20,12 @@ __all__ = ["PATTERNS"]
 PATTERNS = PartTable(
     "pattern",
     {
-        "unique": "shoal.checkpoint.universal.patterns.unique:Unique",
-        "replicated": "shoal.checkpoint.universal.patterns.replicated:Replicated",
-        "average": "shoal.checkpoint.universal.patterns.average:Average",
+        "unique": "shoal.checkpoint.universal.patterns.unique:UniquePattern",
+        "replicated": "shoal.checkpoint.universal.patterns.replicated:ReplicatedPattern",
+        "average": "shoal.checkpoint.universal.patterns.average:AveragePattern",
         "fragment": "shoal.checkpoint.universal.patterns.fragment:FragmentPattern",
-        "fused": "shoal.checkpoint.universal.patterns.fused:Fused",
-        "moe": "shoal.checkpoint.universal.patterns.moe:Moe",
+        "fused": "shoal.checkpoint.universal.patterns.fused:FusedPattern",
+        "moe": "shoal.checkpoint.universal.patterns.moe:MoePattern",
     },
     about=(
         "How the fragments that ranks hold of a parameter combine. Chosen by the rules of a "

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from shoal.checkpoint.saved import differences
+from shoal.checkpoint.saved_checkpoint import differences
 from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.protocols import FP32
 from shoal.core.boxes import Box
@@ -39,7 +39,14 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["MANIFEST", "Manifest", "Parameter", "StoredTensor", "Universal", "UniversalWriter"]
+__all__ = [
+    "MANIFEST",
+    "AtomicParameter",
+    "AtomicTensor",
+    "Manifest",
+    "UniversalCheckpoint",
+    "UniversalWriter",
+]
 
 MANIFEST = "universal.json"
 JOB = "job.json"
@@ -51,7 +58,7 @@ _MAX_BYTES = 2**28
 _NAME = re.compile(r"^(?!\.)[A-Za-z0-9_.\-]{1,200}$")
 
 
-class StoredTensor(Value):
+class AtomicTensor(Value):
     """One file.
 
     Args:
@@ -65,7 +72,7 @@ class StoredTensor(Value):
     blocks: tuple[str, ...]
 
 
-class Parameter(Value):
+class AtomicParameter(Value):
     """One parameter.
 
     Args:
@@ -75,7 +82,7 @@ class Parameter(Value):
     """
 
     shape: tuple[NonNegativeInt, ...]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, AtomicTensor]
     scalars: dict[str, float] = {}
 
 
@@ -97,7 +104,7 @@ class Manifest(Value):
     version: Literal[1] = 1
     step: NonNegativeInt
     block: PositiveInt = 2**22
-    parameters: dict[str, Parameter]
+    parameters: dict[str, AtomicParameter]
     tied: dict[str, str] = {}
     job: str
     source: dict[str, Any] = {}
@@ -187,7 +194,7 @@ class UniversalWriter:
         write_json(self.place / MANIFEST, {"sha256": _digest(table), **table})
 
 
-class Universal:
+class UniversalCheckpoint:
     """A universal checkpoint, opened: what training reads, box by box.
 
     Args:
@@ -330,7 +337,7 @@ class Universal:
     def _kept(self, name: str) -> str:
         return self.manifest.tied.get(name, name)
 
-    def _find(self, name: str) -> tuple[Parameter, str]:
+    def _find(self, name: str) -> tuple[AtomicParameter, str]:
         own, key = _split(name)
         parameter = self.manifest.parameters.get(self._kept(own))
         if parameter is None or not (key in parameter.tensors or key in parameter.scalars):
@@ -343,7 +350,9 @@ class Universal:
     def _file(self, name: str, key: str) -> Path:
         return self.path / FOLDER / name / f"{key}.safetensors"
 
-    def _check_size(self, name: str, key: str, parameter: Parameter, stored: StoredTensor) -> None:
+    def _check_size(
+        self, name: str, key: str, parameter: AtomicParameter, stored: AtomicTensor
+    ) -> None:
         file = self._file(name, key)
         try:
             size = file.stat().st_size
@@ -364,7 +373,7 @@ class Universal:
         return self._maps[name, key]
 
     def _verify_box(
-        self, name: str, key: str, stored: StoredTensor, whole: tuple[int, ...], box: Box
+        self, name: str, key: str, stored: AtomicTensor, whole: tuple[int, ...], box: Box
     ) -> None:
         """Hash the blocks between the first and the last element of a box."""
         first = last = 0
@@ -374,7 +383,7 @@ class Universal:
         begin = stored.header + 4 * first
         self._verify(name, key, stored, begin, stored.header + 4 * (last + 1))
 
-    def _verify(self, name: str, key: str, stored: StoredTensor, begin: int, end: int) -> None:
+    def _verify(self, name: str, key: str, stored: AtomicTensor, begin: int, end: int) -> None:
         block = self.manifest.block
         raw = self._map(name, key)
         for number in range(begin // block, -(-min(end, stored.bytes) // block)):

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.checkpoint.store import MODEL, OPTIMIZER
-from shoal.checkpoint.universal.atomic import MANIFEST, Universal, UniversalWriter
-from shoal.checkpoint.universal.extract import Extracted, extract
+from shoal.checkpoint.universal.atomic import MANIFEST, UniversalCheckpoint, UniversalWriter
+from shoal.checkpoint.universal.extract import ExtractedFragments, extract
 from shoal.checkpoint.universal.protocols import FP32, RankDumps
 from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.checkpoint.universal.union import union
@@ -27,10 +27,10 @@ from shoal.core.files import write_dir_atomic
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Readable", "beside", "consolidate", "rewrite"]
+__all__ = ["ReadableCheckpoint", "beside", "consolidate", "rewrite"]
 
 
-class Readable(Protocol):
+class ReadableCheckpoint(Protocol):
     """A checkpoint of whole tensors, of whatever format."""
 
     @property
@@ -143,7 +143,7 @@ def _make(
     return place
 
 
-def rewrite(source: Readable, out: Path) -> Path:
+def rewrite(source: ReadableCheckpoint, out: Path) -> Path:
     """The universal form of a checkpoint whose tensors can be read whole.
 
     Raises:
@@ -173,7 +173,7 @@ def rewrite(source: Readable, out: Path) -> Path:
     return out
 
 
-def _fp32(source: Readable, name: str) -> Tensor:
+def _fp32(source: ReadableCheckpoint, name: str) -> Tensor:
     import torch
 
     tensor = source.tensor(name)
@@ -186,7 +186,11 @@ def _fp32(source: Readable, name: str) -> Tensor:
 
 
 def _whole(
-    writer: UniversalWriter, source: RankDumps, spec: UniversalSpec, found: Extracted, name: str
+    writer: UniversalWriter,
+    source: RankDumps,
+    spec: UniversalSpec,
+    found: ExtractedFragments,
+    name: str,
 ) -> None:
     """Every tensor of one parameter."""
     pattern = spec.pattern(name)
@@ -202,7 +206,7 @@ def _whole(
         writer.scalar(name, key, value)
 
 
-def _same(source: RankDumps, spec: UniversalSpec, found: Extracted, second: str) -> None:
+def _same(source: RankDumps, spec: UniversalSpec, found: ExtractedFragments, second: str) -> None:
     """Compare what is tied, of which the first is kept.
 
     Raises:
@@ -239,6 +243,6 @@ def _made_of(place: Path) -> dict[str, Any] | None:
     if not (place / MANIFEST).is_file():
         return None
     try:
-        return Universal(place).manifest.source
+        return UniversalCheckpoint(place).manifest.source
     except ShoalError:
         return None

@@ -22,13 +22,13 @@ from shoal.core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Extracted", "Spilled", "extract"]
+__all__ = ["ExtractedFragments", "FragmentFile", "extract"]
 
 # Half the elements that are cast to fp32 at a time.
 _CHUNK = 2**20
 
 
-class Spilled(NamedTuple):
+class FragmentFile(NamedTuple):
     """A fragment in a file of fragments.
 
     Args:
@@ -57,7 +57,7 @@ class Spilled(NamedTuple):
 
 
 @dataclass
-class Extracted:
+class ExtractedFragments:
     """Every fragment of a step.
 
     Args:
@@ -65,11 +65,11 @@ class Extracted:
         scalars: parameter -> name -> number.
     """
 
-    fragments: dict[str, dict[str, list[Spilled]]] = field(default_factory=dict)
+    fragments: dict[str, dict[str, list[FragmentFile]]] = field(default_factory=dict)
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def extract(files: Sequence[RankFile], folder: Path, *, workers: int = 1) -> Extracted:
+def extract(files: Sequence[RankFile], folder: Path, *, workers: int = 1) -> ExtractedFragments:
     """Take the rank files apart.
 
     Args:
@@ -81,7 +81,7 @@ def extract(files: Sequence[RankFile], folder: Path, *, workers: int = 1) -> Ext
         CorruptError: a file is cut or damaged.
         CheckpointError: a file holds more than plain data, or two ranks state other numbers.
     """
-    found = Extracted()
+    found = ExtractedFragments()
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
         numbered = [(file, folder / f"{number:05d}.f32") for number, file in enumerate(files)]
         for fragments, scalars in pool.map(lambda one: _one(*one), numbered):
@@ -97,8 +97,8 @@ def extract(files: Sequence[RankFile], folder: Path, *, workers: int = 1) -> Ext
     return found
 
 
-def _one(file: RankFile, target: Path) -> tuple[list[tuple[str, str, Spilled]], list[Scalar]]:
-    fragments: list[tuple[str, str, Spilled]] = []
+def _one(file: RankFile, target: Path) -> tuple[list[tuple[str, str, FragmentFile]], list[Scalar]]:
+    fragments: list[tuple[str, str, FragmentFile]] = []
     scalars: list[Scalar] = []
     offset = 0
     with target.open("wb") as out:
@@ -110,7 +110,7 @@ def _one(file: RankFile, target: Path) -> tuple[list[tuple[str, str, Spilled]], 
             flat = entry.tensor.detach().reshape(-1)
             for start in range(0, flat.numel(), _CHUNK):
                 out.write(flat[start : start + _CHUNK].float().contiguous().numpy().data)
-            spilled = Spilled(entry.at, entry.shape, entry.start, flat.numel(), target, offset)
+            spilled = FragmentFile(entry.at, entry.shape, entry.start, flat.numel(), target, offset)
             fragments.append((entry.name, entry.key, spilled))
             offset += 4 * flat.numel()
     return fragments, scalars

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.checkpoint.universal.convert import Readable
-from shoal.checkpoint.universal.protocols import Coord, Layout, Shape
+from shoal.checkpoint.universal.convert import ReadableCheckpoint
+from shoal.checkpoint.universal.protocols import Coord, RankLayout, Shape
 from shoal.checkpoint.universal.spec import UniversalSpec
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Local", "Read", "boxes_of_run", "local_of", "read_local", "stage_names"]
+__all__ = ["FragmentRead", "Local", "boxes_of_run", "local_of", "read_local", "stage_names"]
 
 _BLOCK = re.compile(r"^blocks\.(\d+)\.")
 
 
-class Read(NamedTuple):
+class FragmentRead(NamedTuple):
     """One thing to read.
 
     Args:
@@ -54,7 +54,7 @@ class Local:
 
     name: str
     shape: Shape
-    reads: tuple[Read, ...]
+    reads: tuple[FragmentRead, ...]
 
     def run(self, start: int, stop: int) -> Local:
         """The same, of which only a run of the flat local tensor is wanted."""
@@ -66,11 +66,11 @@ class Local:
                 if common is not None:
                     moved = zip(read.source.offset, common.offset, read.target.offset, strict=True)
                     offset = tuple(s + c - t for s, c, t in moved)
-                    reads.append(Read(Box(offset, common.shape), common))
+                    reads.append(FragmentRead(Box(offset, common.shape), common))
         return Local(self.name, self.shape, tuple(reads))
 
 
-def local_of(spec: UniversalSpec, name: str, shape: Shape, layout: Layout, at: Coord) -> Local:
+def local_of(spec: UniversalSpec, name: str, shape: Shape, layout: RankLayout, at: Coord) -> Local:
     """What one rank holds of a whole tensor.
 
     Raises:
@@ -80,11 +80,11 @@ def local_of(spec: UniversalSpec, name: str, shape: Shape, layout: Layout, at: C
     counts = layout.sizes(pattern.axes)
     place = tuple(getattr(at, axis) for axis in pattern.axes)
     found = pattern.cut(name, shape, counts, place)
-    return Local(name, found.local_shape, tuple(Read(s, t) for t, s in found.placed()))
+    return Local(name, found.local_shape, tuple(FragmentRead(s, t) for t, s in found.placed()))
 
 
 def read_local(
-    source: Readable, stored: str, local: Local, dtype: torch.dtype | None = None
+    source: ReadableCheckpoint, stored: str, local: Local, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Read one rank's tensor: its ranges, with zeros where it is padded.
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AXES",
     "FP32",
-    "Arranged",
     "Coord",
     "Copies",
     "Fragment",
-    "Layout",
+    "FragmentArrangement",
     "Pattern",
     "RankDumps",
     "RankFile",
+    "RankLayout",
     "Scalar",
     "Shape",
 ]
@@ -61,7 +61,7 @@ class Coord(NamedTuple):
         return f"pp {self.pp}, tp {self.tp}, dp {self.dp}" + (f", ep {self.ep}" * bool(self.ep))
 
 
-class Layout(Value):
+class RankLayout(Value):
     """How many ranks there are along each axis.
 
     Args:
@@ -77,7 +77,7 @@ class Layout(Value):
     ep: PositiveInt = 1
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> RankLayout:
         """Read ``dp=1,tp=2``.
 
         Raises:
@@ -104,7 +104,7 @@ class Layout(Value):
         return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1 rank"
 
 
-class Arranged(NamedTuple):
+class FragmentArrangement(NamedTuple):
     """Where the local tensors of all ranks along a pattern's axes lie in the whole one.
 
     Args:
@@ -139,7 +139,7 @@ class Pattern(Protocol):
         """Sub-parts that lie behind each other in every rank's tensor."""
         ...
 
-    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> Arranged:
+    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
         """Where what the ranks hold lies in the whole tensor.
 
         Args:
@@ -218,7 +218,7 @@ class RankDumps(Protocol):
     """Everything that the ranks of one step wrote."""
 
     path: Path
-    layout: Layout
+    layout: RankLayout
     meta: dict[str, Any]
 
     def files(self) -> Sequence[RankFile]:

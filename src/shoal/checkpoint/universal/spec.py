@@ -33,11 +33,11 @@ from shoal.core.parts import Choice, table
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
 
-__all__ = ["Entry", "UniversalSpec", "default_spec"]
+__all__ = ["SpecEntry", "UniversalSpec", "default_spec"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class SpecEntry:
     """Names, and the pattern by which their fragments combine.
 
     Args:
@@ -59,7 +59,7 @@ class UniversalSpec:
         tied: second name -> first name of the same tensor.
     """
 
-    def __init__(self, entries: Sequence[Entry], tied: Mapping[str, str] | None = None) -> None:
+    def __init__(self, entries: Sequence[SpecEntry], tied: Mapping[str, str] | None = None) -> None:
         self.entries = tuple(entries)
         self.tied = dict(tied or {})
 
@@ -73,7 +73,7 @@ class UniversalSpec:
         raw = parse_yaml(given, where) if isinstance(given, str) else given
         if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
             raise ConfigError(f"{where}: expected a list of entries with match and rule")
-        entries: list[Entry] = []
+        entries: list[SpecEntry] = []
         tied: dict[str, str] = {}
         for number, item in enumerate(raw):
             place = f"{where}[{number}]"
@@ -194,13 +194,13 @@ def default_spec(config: ModelConfig, *, vocab_axis: str = "tp") -> UniversalSpe
     return UniversalSpec.parse([{"match": match, "rule": rule} for match, rule in rules])
 
 
-def _entry(match: str, choice: Choice, place: str) -> Entry:
+def _entry(match: str, choice: Choice, place: str) -> SpecEntry:
     try:
         expression = re.compile(match)
     except re.error as cause:
         raise ConfigError(f"{place}.match = {match!r}: no regular expression ({cause})") from None
     pattern: Pattern = table("pattern").build(choice, where=f"{place}.rule")
-    return Entry(expression, choice, pattern)
+    return SpecEntry(expression, choice, pattern)
 
 
 def _two_names(choice: Choice, item: Mapping[str, Any], place: str) -> tuple[str, str]:

@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.universal.extract import Spilled
-from shoal.checkpoint.universal.protocols import AXES, Coord, Layout, Pattern, Shape
+from shoal.checkpoint.universal.extract import FragmentFile
+from shoal.checkpoint.universal.protocols import AXES, Coord, Pattern, RankLayout, Shape
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError
 
@@ -25,7 +25,7 @@ __all__ = ["join", "union"]
 
 
 def union(
-    name: str, key: str, fragments: Sequence[Spilled], pattern: Pattern, layout: Layout
+    name: str, key: str, fragments: Sequence[FragmentFile], pattern: Pattern, layout: RankLayout
 ) -> Tensor:
     """One whole tensor of a parameter, without padding.
 
@@ -45,7 +45,7 @@ def union(
     """
     import torch
 
-    holders: dict[Coord, list[Spilled]] = {}
+    holders: dict[Coord, list[FragmentFile]] = {}
     for fragment in fragments:
         holders.setdefault(fragment.at._replace(dp=0), []).append(fragment)
     shapes = {at: _shape(name, key, at, parts) for at, parts in holders.items()}
@@ -79,7 +79,7 @@ def union(
     return whole
 
 
-def join(name: str, key: str, at: Coord, parts: Sequence[Spilled]) -> Tensor:
+def join(name: str, key: str, at: Coord, parts: Sequence[FragmentFile]) -> Tensor:
     """One rank's local tensor, from the runs that its dp ranks hold.
 
     Raises:
@@ -117,7 +117,7 @@ def _place(at: Coord) -> str:
     return ", ".join(f"{axis} {getattr(at, axis)}" for axis in AXES if axis != "ep" or at.ep)
 
 
-def _shape(name: str, key: str, at: Coord, parts: Sequence[Spilled]) -> Shape:
+def _shape(name: str, key: str, at: Coord, parts: Sequence[FragmentFile]) -> Shape:
     shapes = {part.shape for part in parts}
     if len(shapes) > 1:
         told = " and ".join(str(list(shape)) for shape in sorted(shapes))
@@ -133,7 +133,7 @@ def _agree(
     key: str,
     first: Tensor,
     same: Sequence[Coord],
-    holders: dict[Coord, list[Spilled]],
+    holders: dict[Coord, list[FragmentFile]],
     pattern: Pattern,
 ) -> Tensor:
     """One tensor out of those of ranks that hold the same.

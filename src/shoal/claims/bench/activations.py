@@ -14,7 +14,7 @@ from shoal.core.measure import interleave
 from shoal.kernel.threads import torch_threads
 from shoal.memory.activations.ssdtrain import SSDTrain, lifetime_years
 from shoal.memory.tiers.device import DeviceScope
-from shoal.memory.tiers.tier import MemoryTier
+from shoal.memory.tiers.tier import BudgetedTier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["Row", "Way", "compare", "way"]
+__all__ = ["ActivationRow", "ActivationSetup", "compare", "way"]
 
 WAYS = ("keep", "recompute", "ssdtrain")
 _WARM = 3
@@ -31,7 +31,7 @@ _ARENA = 2**33
 
 
 @dataclass(frozen=True)
-class Row:
+class ActivationRow:
     """One way and what it cost.
 
     Args:
@@ -51,7 +51,7 @@ class Row:
     years: float = float("inf")
 
 
-class Way:
+class ActivationSetup:
     """A model in training, and who keeps what it saves."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Way:
 
     def peak(self) -> int:
         """Most bytes that a step makes at one time."""
-        tier = MemoryTier("device", _ARENA)
+        tier = BudgetedTier("device", _ARENA)
         with DeviceScope(tier, strict=False):
             self.step()
         return tier.stats.peak
@@ -85,7 +85,7 @@ class Way:
 
 def way(
     name: str, config: ModelConfig, sequences: int, length: int, disk: SSDTrain, seed: int
-) -> Way:
+) -> ActivationSetup:
     """One way, with random weights and a batch of random tokens."""
     from shoal.model.transformer import Transformer
 
@@ -94,7 +94,7 @@ def way(
     source = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, config.vocab_size, (sequences, length + 1), generator=source)
     cache = disk.apply(model) if name == "ssdtrain" else None
-    return Way(model, tokens, cache, recompute=name == "recompute")
+    return ActivationSetup(model, tokens, cache, recompute=name == "recompute")
 
 
 def compare(
@@ -105,7 +105,7 @@ def compare(
     disk: SSDTrain,
     rounds: int = 9,
     seed: int = 0,
-) -> list[Row]:
+) -> list[ActivationRow]:
     """Measure all ways in turns; one thread computes, the other cores move.
 
     Raises:
@@ -128,8 +128,8 @@ def compare(
     for name in WAYS:
         seconds = times.median(name).value
         if name != "ssdtrain":
-            rows.append(Row(name, peaks[name], seconds))
+            rows.append(ActivationRow(name, peaks[name], seconds))
             continue
         years = lifetime_years(disk.endurance, written, seconds)
-        rows.append(Row(name, peaks[name], seconds, written, stall, years))
+        rows.append(ActivationRow(name, peaks[name], seconds, written, stall, years))
     return rows

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 __all__ = [
     "OWN",
     "PLAIN",
-    "Answer",
     "Bench",
-    "Row",
+    "DecodeBatchResult",
+    "DecodeRow",
     "advice",
     "batches",
     "compared",
     "distinct_runs",
     "held_out_prompts",
-    "kept",
     "lively",
+    "regular",
 ]
 
 PLAIN = "plain"
@@ -98,7 +98,7 @@ def held_out_prompts(
 
 
 @dataclass(frozen=True)
-class Answer:
+class DecodeBatchResult:
     """One batch of answers.
 
     Args:
@@ -188,7 +188,7 @@ class Bench:
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
         **sampling: Any,
-    ) -> Answer:
+    ) -> DecodeBatchResult:
         """Let one method answer prompts, all together.
 
         Args:
@@ -220,7 +220,7 @@ class Bench:
             for key in ("draft_trees_total", "draft_tokens_total", "draft_tokens_accepted_total")
         )
         answers = [request.tokens[request.n_prompt :] for request in requests]
-        return Answer(seconds, steps, answers, trees, nodes, accepted)
+        return DecodeBatchResult(seconds, steps, answers, trees, nodes, accepted)
 
     def interleaved(
         self,
@@ -231,7 +231,7 @@ class Bench:
         names: Sequence[str] = (),
         seed: int = 0,
         batch: int = 1,
-    ) -> dict[str, list[list[Answer]]]:
+    ) -> dict[str, list[list[DecodeBatchResult]]]:
         """Answers of all methods, batch by batch in changing order.
 
         Args:
@@ -255,7 +255,7 @@ class Bench:
         for name in names:  # kernels are prepared and steps recorded before anything is timed
             for some in together[name][: max(1, 3 // batch)]:
                 self.answer(name, some, new_tokens)
-        found: dict[str, list[list[Answer]]] = {name: [] for name in names}
+        found: dict[str, list[list[DecodeBatchResult]]] = {name: [] for name in names}
         for turn in range(rounds):
             for answers in found.values():
                 answers.append([])
@@ -301,7 +301,7 @@ def lively(bench: Bench, prompts: Sequence[Sequence[int]], new_tokens: int) -> l
     return found
 
 
-def kept(answers: Sequence[Answer]) -> list[int]:
+def regular(answers: Sequence[DecodeBatchResult]) -> list[int]:
     """Places of the answers that are no loops."""
     return [
         place
@@ -311,7 +311,7 @@ def kept(answers: Sequence[Answer]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Row:
+class DecodeRow:
     """One method on the target, at one size of batch.
 
     Args:
@@ -356,7 +356,7 @@ def compared(
     seed: int = 0,
     batch: int = 1,
     loops: int = 0,
-) -> list[Row]:
+) -> list[DecodeRow]:
     """All methods of a bench on the same prompts, so many together, plain decoding first.
 
     Args:
@@ -376,7 +376,7 @@ def compared(
     require(PLAIN in bench.methods, "methods", list(bench.methods), expected=f"{PLAIN} among them")
     found = bench.interleaved(prompts, new_tokens, rounds=rounds, seed=seed, batch=batch)
     # Rounded otherwise in a batch, an answer can still end in a loop.
-    places = kept(found[PLAIN][0])
+    places = regular(found[PLAIN][0])
     if not places:
         raise ConfigError(
             f"batch = {batch}: the answers of every batch repeat themselves; give more --prompts"
@@ -402,7 +402,7 @@ def compared(
         # What a request gets of the steps in which it decodes, as if all decoded until the end.
         shares = sum(one.steps * len(one.tokens) for one in own)
         rows.append(
-            Row(
+            DecodeRow(
                 method=name,
                 batch=batch,
                 tokens_per_s=rounds * count / sum(seconds(name, turn) for turn in range(rounds)),
@@ -430,7 +430,7 @@ def _drafter_bytes(engine: Engine) -> int:
     return runner.drafter.memory_bytes() if isinstance(runner, SpeculativeRunner) else 0
 
 
-def _same(found: Answer, wanted: Answer) -> int:
+def _same(found: DecodeBatchResult, wanted: DecodeBatchResult) -> int:
     """Tokens before the first that differs."""
     same = 0
     for mine, theirs in zip(found.tokens, wanted.tokens, strict=True):
@@ -441,7 +441,7 @@ def _same(found: Answer, wanted: Answer) -> int:
     return same
 
 
-def advice(rows: Sequence[Row]) -> str:
+def advice(rows: Sequence[DecodeRow]) -> str:
     """Which of the methods to use on this machine, in a sentence for each size of batch."""
     told = []
     several = len({row.batch for row in rows}) > 1

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.claims.bench.decode import OWN, PLAIN, Row
+from shoal.claims.bench.decode import OWN, PLAIN, DecodeRow
 from shoal.core.errors import require
 from shoal.core.svg import Chart, Series
 from shoal.machine.fingerprint import fingerprint as machine
@@ -35,7 +35,7 @@ def check_own(name: str, directory: Path) -> None:
     )
 
 
-def keep_rows(rows: Sequence[Row], target: Path, called: str, precision: str) -> Path:
+def keep_rows(rows: Sequence[DecodeRow], target: Path, called: str, precision: str) -> Path:
     """Keep what was measured for plans to cite, and say where."""
     from shoal.model.drafters.files import fingerprint
 
@@ -56,7 +56,7 @@ def keep_rows(rows: Sequence[Row], target: Path, called: str, precision: str) ->
     )
 
 
-def drawn(rows: Sequence[Row]) -> Chart:
+def drawn(rows: Sequence[DecodeRow]) -> Chart:
     """Speed over plain decoding: by requests where there are several sizes, else by tokens a step.
 
     On the line of free guesses no step costs more than plain decoding's.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from shoal.model.transformer import Transformer
 
-__all__ = ["Arm", "Study", "each_loss", "random_routes", "study"]
+__all__ = ["Arm", "DuoResult", "each_loss", "random_routes", "study"]
 
 Search = Literal["exhaustive", "beam", "descent"]
 Progress = Callable[[str, float], None]
@@ -68,7 +68,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Study:
+class DuoResult:
     """What was found.
 
     Args:
@@ -140,7 +140,7 @@ def study(
     width: int = 4,
     seed: int = 0,
     progress: Progress = lambda text, done: None,
-) -> Study:
+) -> DuoResult:
     """Compare all ways on the same text.
 
     Args:
@@ -220,7 +220,7 @@ def study(
     if chosen is not None:
         by["router"] = chosen.reshape(layers, -1)
     names = {"big": BIG, "small": SMALL, "skip": SKIP}
-    return Study(
+    return DuoResult(
         arms=tuple(sorted(arms, key=lambda arm: (arm.name, arm.share))),
         layers={
             route: {
@@ -293,7 +293,7 @@ class _Oracle:
             method=self._by,
             width=self._width,
         )
-        self.asked = max(self.asked, found.asked)
+        self.asked = max(self.asked, found.evaluations)
         return found.routes, found.losses
 
     def _losses(self, asked: Tensor) -> np.ndarray:

@@ -15,7 +15,7 @@ from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress
 
 if TYPE_CHECKING:
-    from shoal.claims.bench.duo import Study
+    from shoal.claims.bench.duo import DuoResult
 
 __all__ = ["DuoStudy"]
 
@@ -104,7 +104,7 @@ class DuoStudy:
         )
 
 
-def _losses(found: Study, name: str) -> Table:
+def _losses(found: DuoResult, name: str) -> Table:
     return Table(
         title=f"{name}: loss by computation, {found.tokens} held-out tokens",
         columns=("routes by", "chosen", "of all big's computation", "loss"),
@@ -115,7 +115,7 @@ def _losses(found: Study, name: str) -> Table:
     )
 
 
-def _routes(found: Study) -> Table:
+def _routes(found: DuoResult) -> Table:
     who = list(next(iter(found.layers.values())))
     pairs = [(name, route) for name in who for route in found.layers]
     return Table(
@@ -132,7 +132,7 @@ def _routes(found: Study) -> Table:
     )
 
 
-def _drawn(found: Study) -> str:
+def _drawn(found: DuoResult) -> str:
     """Curves, routes by layer, and difficulty by loss, below each other."""
     names = list(dict.fromkeys(arm.name for arm in found.arms))
     layers = found.layers["big"]

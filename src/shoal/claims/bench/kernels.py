@@ -18,20 +18,28 @@ from shoal.core.measure import Spread, interleave
 from shoal.core.svg import Chart, Series
 from shoal.ir import Machine
 from shoal.kernel.base import roof_s
-from shoal.kernel.calls import Linear, LinearLowbit, PagedAttention, Pointwise
+from shoal.kernel.calls import LinearCall, LowbitLinearCall, PagedAttentionCall, PointwiseCall
 from shoal.kernel.dispatch import here, kernels_of
 from shoal.kernel.formats import weight_format
 from shoal.kernel.protocols import Call, Kernel, Ready
 from shoal.kernel.tensors import dtype_of
 
-__all__ = ["OPERATORS", "Case", "Options", "Row", "bench", "draw", "told"]
+__all__ = [
+    "OPERATORS",
+    "KernelBenchOptions",
+    "KernelBenchRow",
+    "KernelCase",
+    "bench",
+    "draw",
+    "format_rows",
+]
 
 # Half of what nothing should be faster than: a bandwidth is probed with some spread, too.
 _WRONG = 1.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class KernelBenchOptions:
     """What is measured.
 
     Args:
@@ -56,7 +64,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One call, and how its kernels are run.
 
     Args:
@@ -73,7 +81,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelBenchRow:
     """What a kernel reached.
 
     Args:
@@ -99,14 +107,14 @@ class Row:
     wrong: bool
 
 
-def _turns(options: Options, size: float) -> int:
+def _turns(options: KernelBenchOptions, size: float) -> int:
     return max(2, int(options.rotated_bytes // max(1.0, size)))
 
 
-def _products(options: Options) -> Iterator[Case]:
+def _products(options: KernelBenchOptions) -> Iterator[KernelCase]:
     dtype = dtype_of(options.dtype)  # type: ignore[arg-type]
     for (n, k), rows in itertools.product(options.shapes, options.rows):
-        call = Linear(rows, n, k, options.dtype)  # type: ignore[arg-type]
+        call = LinearCall(rows, n, k, options.dtype)  # type: ignore[arg-type]
         weights = _copies(torch.randn(n, k).to(dtype), options)
         x = torch.randn(rows, k).to(dtype)
 
@@ -114,19 +122,19 @@ def _products(options: Options) -> Iterator[Case]:
             ready = [kernel.prepare(call, weight) for weight in weights]
             return lambda turn: ready[turn % len(ready)](x)
 
-        yield Case(f"{n}x{k} {options.dtype}", rows, call, made)
+        yield KernelCase(f"{n}x{k} {options.dtype}", rows, call, made)
 
 
-def _copies(tensor: torch.Tensor, options: Options) -> list[torch.Tensor]:
+def _copies(tensor: torch.Tensor, options: KernelBenchOptions) -> list[torch.Tensor]:
     number = _turns(options, tensor.numel() * tensor.element_size())
     return [tensor, *(tensor.clone() for _ in range(number - 1))]
 
 
-def _lowbit(options: Options) -> Iterator[Case]:
+def _lowbit(options: KernelBenchOptions) -> Iterator[KernelCase]:
     dtype = dtype_of(options.dtype)  # type: ignore[arg-type]
     for text, (n, k), rows in itertools.product(options.formats, options.shapes, options.rows):
         form = weight_format(text)
-        call = LinearLowbit(rows, n, k, text, form.bits, options.dtype)  # type: ignore[arg-type]
+        call = LowbitLinearCall(rows, n, k, text, form.bits, options.dtype)  # type: ignore[arg-type]
         packed = form.quantize(torch.randn(n, k))
         x = torch.randn(rows, k).to(dtype)
         number = _turns(options, packed.nbytes)
@@ -136,14 +144,14 @@ def _lowbit(options: Options) -> Iterator[Case]:
             ready = [kernel.prepare(call, packed) for _ in range(number)]
             return lambda turn: ready[turn % len(ready)](x)
 
-        yield Case(f"{n}x{k} {text} {options.dtype}", rows, call, made)
+        yield KernelCase(f"{n}x{k} {text} {options.dtype}", rows, call, made)
 
 
-def _paged(options: Options) -> Iterator[Case]:
+def _paged(options: KernelBenchOptions) -> Iterator[KernelCase]:
     dtype = dtype_of(options.dtype)  # type: ignore[arg-type]
     size, context, heads, kv_heads, dim = 16, 1024, 16, 4, 64
     for rows in options.rows:
-        call = PagedAttention(
+        call = PagedAttentionCall(
             rows,
             context,
             heads,
@@ -167,15 +175,15 @@ def _paged(options: Options) -> Iterator[Case]:
             ready: Ready = kernel.prepare(call)
             return lambda turn: ready(q, keys, values, tables[turn % len(tables)], lengths)
 
-        yield Case(f"{heads}/{kv_heads} heads of {dim}, {context} tokens", rows, call, made)
+        yield KernelCase(f"{heads}/{kv_heads} heads of {dim}, {context} tokens", rows, call, made)
 
 
-def _pointwise(op: str) -> Callable[[Options], Iterator[Case]]:
-    def cases(options: Options) -> Iterator[Case]:
+def _pointwise(op: str) -> Callable[[KernelBenchOptions], Iterator[KernelCase]]:
+    def cases(options: KernelBenchOptions) -> Iterator[KernelCase]:
         dtype = dtype_of(options.dtype)  # type: ignore[arg-type]
         for rows in options.rows:
             n, out, constants, more = _POINTWISE[op](rows, dtype)
-            call = Pointwise(op, rows, n, out, options.dtype)  # type: ignore[arg-type]
+            call = PointwiseCall(op, rows, n, out, options.dtype)  # type: ignore[arg-type]
             xs = [torch.randn(rows, n).to(dtype) for _ in range(8)]
 
             def made(  # type: ignore[no-untyped-def]
@@ -184,7 +192,7 @@ def _pointwise(op: str) -> Callable[[Options], Iterator[Case]]:
                 ready: Ready = kernel.prepare(call, *constants)
                 return lambda turn: ready(xs[turn % len(xs)], *more)
 
-            yield Case(f"rows of {n} {options.dtype}", rows, call, made)
+            yield KernelCase(f"rows of {n} {options.dtype}", rows, call, made)
 
     return cases
 
@@ -226,7 +234,7 @@ _POINTWISE = {
     "sample": _sample_case,
 }
 
-OPERATORS: Mapping[str, Callable[[Options], Iterator[Case]]] = {
+OPERATORS: Mapping[str, Callable[[KernelBenchOptions], Iterator[KernelCase]]] = {
     "linear": _products,
     "linear_lowbit": _lowbit,
     "paged_attention": _paged,
@@ -236,11 +244,11 @@ OPERATORS: Mapping[str, Callable[[Options], Iterator[Case]]] = {
 
 
 def bench(
-    options: Options,
+    options: KernelBenchOptions,
     *,
     machine: Machine | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> list[Row]:
+) -> list[KernelBenchRow]:
     """Time all kernels that can compute the cases.
 
     Args:
@@ -261,7 +269,7 @@ def bench(
     target = machine or here()
     ops = options.ops or tuple(OPERATORS)
     total = sum(_count(op, options) for op in ops)
-    rows: list[Row] = []
+    rows: list[KernelBenchRow] = []
     done = 0
     with torch.inference_mode():
         for op in ops:
@@ -273,13 +281,15 @@ def bench(
     return rows
 
 
-def _count(op: str, options: Options) -> int:
+def _count(op: str, options: KernelBenchOptions) -> int:
     shapes = len(options.shapes) if op.startswith("linear") else 1
     formats = len(options.formats) if op == "linear_lowbit" else 1
     return shapes * formats * len(options.rows)
 
 
-def _measured(op: str, case: Case, options: Options, machine: Machine) -> list[Row]:
+def _measured(
+    op: str, case: KernelCase, options: KernelBenchOptions, machine: Machine
+) -> list[KernelBenchRow]:
     methods: dict[str, Callable[[], object]] = {}
     for backend, kernel in kernels_of(op).items():
         if backend in ("reference", "integer") or kernel.refuses(case.call) is not None:
@@ -303,7 +313,7 @@ def _measured(op: str, case: Case, options: Options, machine: Machine) -> list[R
         seconds = paired.median(backend)
         peer = "torch" if "torch" in methods and backend != "torch" else None
         found.append(
-            Row(
+            KernelBenchRow(
                 op,
                 case.text,
                 case.rows,
@@ -318,7 +328,7 @@ def _measured(op: str, case: Case, options: Options, machine: Machine) -> list[R
     return found
 
 
-def told(rows: Sequence[Row]) -> str:
+def format_rows(rows: Sequence[KernelBenchRow]) -> str:
     """A table as text."""
     head = (
         f"{'operator':16} {'case':34} {'rows':>5} {'kernel':12} {'us':>9} {'GB/s':>7} "
@@ -335,7 +345,7 @@ def told(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Row], op: str) -> str:
+def draw(rows: Sequence[KernelBenchRow], op: str) -> str:
     """Share of the roof by rows, a line a kernel, as SVG."""
     mine = [row for row in rows if row.op == op]
     first = mine[0].text

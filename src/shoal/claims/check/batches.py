@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.core.errors import ConfigError
 
-__all__ = ["deal_rows", "leaves", "map_tensors", "row_bounds", "to_dtype"]
+__all__ = ["leaves", "map_tensors", "row_bounds", "split_rows", "to_dtype"]
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -63,7 +63,7 @@ def row_bounds(rows: int, parts: int, *, ragged: bool) -> list[int]:
     return [sum(sizes[:part]) for part in range(parts + 1)]
 
 
-def deal_rows(batch: Any, part: int, parts: int, *, ragged: bool) -> Any:
+def split_rows(batch: Any, part: int, parts: int, *, ragged: bool) -> Any:
     """One part of the rows: of dimension 0 of every tensor that has as many as the first.
 
     Raises:

@@ -18,11 +18,11 @@ import numpy as np
 from shoal.claims.check.compare import Array, floor_of, groups_by
 from shoal.claims.check.protocols import DATA_AXES, Axes, Finding
 
-__all__ = ["Evidence", "Output", "diagnose"]
+__all__ = ["ModuleOutput", "StepEvidence", "diagnose"]
 
 
 @dataclass(frozen=True)
-class Output:
+class ModuleOutput:
     """The first module, in order of completion, whose output differs.
 
     Args:
@@ -41,7 +41,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class StepEvidence:
     """What is known of the first step that differs.
 
     Args:
@@ -49,7 +49,7 @@ class Evidence:
         coordinates: of each rank.
         order: all parameters, in the order in which the model uses them.
         expected: one-process gradients by name.
-        found: each rank's view of the gradients that differ somewhere.
+        observed: each rank's view of the gradients that differ somewhere.
         differing: names of these, in order.
         solo: each rank's gradients of the unsplit model on its own part, or empty.
         output: where the forward pass parts ways, or None.
@@ -64,10 +64,10 @@ class Evidence:
     coordinates: Sequence[Mapping[str, int]]
     order: Sequence[str]
     expected: Mapping[str, Array]
-    found: Sequence[Mapping[str, Array]]
+    observed: Sequence[Mapping[str, Array]]
     differing: Sequence[str]
     solo: Sequence[Mapping[str, Array]] = ()
-    output: Output | None = None
+    output: ModuleOutput | None = None
     loss: tuple[float, float] = (0.0, 0.0)
     loss_differs: bool = False
     forward_equal: bool = False
@@ -75,7 +75,7 @@ class Evidence:
     limit: float = 1e-9
 
 
-def diagnose(evidence: Evidence) -> list[Finding]:
+def diagnose(evidence: StepEvidence) -> list[Finding]:
     """What the differences are, the surest first; empty when no rule holds."""
     found = list(_not_finite(evidence))
     if found:
@@ -145,13 +145,13 @@ def _list(names: Sequence[str], most: int = 4) -> str:
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
-def _not_finite(evidence: Evidence) -> Iterator[Finding]:
+def _not_finite(evidence: StepEvidence) -> Iterator[Finding]:
     names = tuple(
         name
         for name in evidence.differing
         if name in evidence.expected
         and np.isfinite(evidence.expected[name]).all()
-        and any(not np.isfinite(view[name]).all() for view in evidence.found if name in view)
+        and any(not np.isfinite(view[name]).all() for view in evidence.observed if name in view)
     )
     if names:
         yield Finding(
@@ -162,7 +162,7 @@ def _not_finite(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _forward(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
+def _forward(evidence: StepEvidence, _explained: set[str]) -> Iterator[Finding]:
     """A module returns its bias too often, or a multiple of what it should."""
     output = evidence.output
     if output is None or not evidence.loss_differs:
@@ -196,7 +196,7 @@ def _forward(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
     )
 
 
-def _bias(evidence: Evidence, name: str, module: str, times: float) -> Finding:
+def _bias(evidence: StepEvidence, name: str, module: str, times: float) -> Finding:
     """The split's output has its bias ``times`` times more than one process."""
     total = 1 + times
     text = f"added {total:.4g} times instead of once"
@@ -214,11 +214,11 @@ def _bias(evidence: Evidence, name: str, module: str, times: float) -> Finding:
     )
 
 
-def _of_module(evidence: Evidence, module: str) -> tuple[str, ...]:
+def _of_module(evidence: StepEvidence, module: str) -> tuple[str, ...]:
     return tuple(name for name in evidence.order if name.rpartition(".")[0] == module)
 
 
-def _parted(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+def _parted(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
     """Nothing better is known than where the forward pass parts ways."""
     output = evidence.output
     if output is not None and evidence.loss_differs and not explained:
@@ -230,7 +230,7 @@ def _parted(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
         )
 
 
-def _significant(evidence: Evidence) -> list[str]:
+def _significant(evidence: StepEvidence) -> list[str]:
     """Parameters whose gradient is more than rounding."""
     floor = floor_of(evidence.expected.values())
     return [
@@ -240,7 +240,7 @@ def _significant(evidence: Evidence) -> list[str]:
     ]
 
 
-def _everywhere(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+def _everywhere(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
     """Causes that every gradient shows: a factor, or the weights of the ranks' parts."""
     if explained:
         return
@@ -249,7 +249,7 @@ def _everywhere(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
     if not names or not differing.issuperset(names):
         return
     factors = []
-    for view in evidence.found:
+    for view in evidence.observed:
         for name in names:
             if name in view:
                 factor = _ratio(view[name], evidence.expected[name], evidence.limit)
@@ -268,7 +268,7 @@ def _everywhere(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
         yield finding
 
 
-def _factor(evidence: Evidence, factor: float) -> Finding:
+def _factor(evidence: StepEvidence, factor: float) -> Finding:
     names = tuple(evidence.differing)
     text = f"every gradient is {factor:.4g} times that of one process"
     kind = "factor"
@@ -289,14 +289,14 @@ def _factor(evidence: Evidence, factor: float) -> Finding:
     return Finding(kind=kind, names=names, text=text)
 
 
-def _weights(evidence: Evidence, names: Sequence[str], *, everywhere: bool) -> Finding | None:
+def _weights(evidence: StepEvidence, names: Sequence[str], *, everywhere: bool) -> Finding | None:
     """Gradients as a weighted sum of those of the ranks' parts."""
     if len(evidence.solo) != len(evidence.coordinates):
         return None
     axes = [axis for axis, size in evidence.axes.items() if size > 1 and axis in DATA_AXES]
     parts = groups_by(evidence.coordinates, axes)
     names = [n for n in names if all(n in evidence.solo[group[0]] for group in parts)]
-    names = [n for n in names if all(n in view for view in evidence.found)]
+    names = [n for n in names if all(n in view for view in evidence.observed)]
     if len(parts) < 2 or not names:
         return None
     matrix = np.stack(
@@ -306,7 +306,7 @@ def _weights(evidence: Evidence, names: Sequence[str], *, everywhere: bool) -> F
     if right is None:
         return None
     weights = []
-    for view in evidence.found:
+    for view in evidence.observed:
         solved = _solve(matrix, np.concatenate([view[n].ravel() for n in names]), evidence)
         if solved is None:
             return None
@@ -340,7 +340,7 @@ def _weights(evidence: Evidence, names: Sequence[str], *, everywhere: bool) -> F
     )
 
 
-def _solve(matrix: Array, target: Array, evidence: Evidence) -> Array | None:
+def _solve(matrix: Array, target: Array, evidence: StepEvidence) -> Array | None:
     """Weights of the columns that make the target, if there are such."""
     # Columns that are nearly the same have no weights of their own.
     scale = np.linalg.norm(matrix, axis=0)
@@ -356,11 +356,11 @@ def _shares(weights: Array) -> str:
     return ", ".join(f"{weight:.4g}" for weight in weights)
 
 
-def _each(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+def _each(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
     """Causes that single parameters show, gathered by what they say."""
     told: dict[tuple[str, str], list[str]] = {}
     for name in evidence.differing:
-        views = [view[name] for view in evidence.found if name in view]
+        views = [view[name] for view in evidence.observed if name in view]
         expected = evidence.expected.get(name)
         if name in explained or expected is None or any(v.shape != expected.shape for v in views):
             continue
@@ -378,16 +378,16 @@ def _each(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
         yield Finding(kind=kind, names=tuple(names), text=f"{_list(names)}: {text}")
 
 
-def _reduction(evidence: Evidence, name: str) -> tuple[str, str] | None:
+def _reduction(evidence: StepEvidence, name: str) -> tuple[str, str] | None:
     """The ranks hold different gradients, which make the right one together."""
-    if any(name not in view for view in evidence.found):
+    if any(name not in view for view in evidence.observed):
         return None
     expected = evidence.expected[name]
     for axes in _axis_sets(evidence.axes):
         others = [axis for axis in evidence.axes if axis not in axes]
         groups = groups_by(evidence.coordinates, others)
         for kind, verb in (("sum", "sum"), ("mean", "mean")):
-            views = [np.stack([evidence.found[r][name] for r in group]) for group in groups]
+            views = [np.stack([evidence.observed[r][name] for r in group]) for group in groups]
             made = [v.sum(axis=0) if kind == "sum" else v.mean(axis=0) for v in views]
             differ = any(
                 not _close(v[0], v[i], evidence.limit) for v in views for i in range(len(v))
@@ -401,7 +401,9 @@ def _reduction(evidence: Evidence, name: str) -> tuple[str, str] | None:
     return None
 
 
-def _times(evidence: Evidence, views: Sequence[Array], expected: Array) -> tuple[str, str] | None:
+def _times(
+    evidence: StepEvidence, views: Sequence[Array], expected: Array
+) -> tuple[str, str] | None:
     """The gradient is a multiple of the right one."""
     factors = [_ratio(view, expected, evidence.limit) for view in views]
     if not factors or factors[0] is None:
@@ -424,7 +426,7 @@ def _times(evidence: Evidence, views: Sequence[Array], expected: Array) -> tuple
     return ("factor", f"its gradient is {factor:.4g} times that of one process")
 
 
-def _backward(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+def _backward(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
     """All gradients up to one parameter are wrong and all after it are right."""
     if evidence.loss_differs or explained:
         return
@@ -441,7 +443,7 @@ def _backward(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
         )
 
 
-def _updates(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
+def _updates(evidence: StepEvidence, _explained: set[str]) -> Iterator[Finding]:
     if "start" in evidence.others:
         yield Finding(
             kind="start",
@@ -472,7 +474,7 @@ def _updates(evidence: Evidence, _explained: set[str]) -> Iterator[Finding]:
         yield Finding(kind="loss", text=text)
 
 
-def _parts(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
+def _parts(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
     if evidence.forward_equal and evidence.loss_differs and not explained and evidence.differing:
         yield Finding(
             kind="parts",

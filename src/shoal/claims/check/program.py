@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from shoal.claims.check.protocols import Axes, LossOverRanks, Settings
+from shoal.claims.check.protocols import Axes, CheckSettings, LossOverRanks
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["Program", "blame"]
+__all__ = ["CheckedProgram", "blame"]
 
 _NEEDED = ("model", "batch")
 _FUNCTIONS = (
@@ -31,7 +31,7 @@ _FUNCTIONS = (
 )
 
 
-class Program:
+class CheckedProgram:
     """The functions of a file under check.
 
     Raises:
@@ -62,7 +62,7 @@ class Program:
             )
 
     @classmethod
-    def load(cls, settings: Settings) -> Program:
+    def load(cls, settings: CheckSettings) -> CheckedProgram:
         """Run the file, as ``python FILE`` would but for its ``__main__`` part.
 
         Raises:
@@ -143,7 +143,7 @@ def _takes(function: Callable[..., Any], most: int) -> int:
     return min(most, sum(p.kind in places for p in parameters))
 
 
-def blame(error: BaseException, settings: Settings, doing: str) -> str:
+def blame(error: BaseException, settings: CheckSettings, doing: str) -> str:
     """One line about an error of the user's program: file, line, what it was."""
     text = f"{type(error).__name__}: {error}".strip().rstrip(":")
     if isinstance(error, SyntaxError) and error.filename:

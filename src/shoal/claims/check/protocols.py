@@ -11,7 +11,7 @@ mesh. In one process every axis of the mesh has one rank.
 ``loss(model, batch, mesh)``          the loss of a part of the batch
 ``optimizer(model)``                  an optimizer; without it AdamW(lr=1e-3)
 ``parallelize(model, mesh)``          changes the model in place, or returns the split one
-                                      (or a :class:`Trainer`); without it nothing is split
+                                      (or a :class:`TrainerLike`); without it nothing is split
 ``local_batch(batch, mesh)``          this rank's part; without it the rows are dealt out along
                                       the data axes
 ``train_step(model, optimizer,        instead of ``loss``: a whole step, ``optimizer.step()``
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 __all__ = [
     "DATA_AXES",
     "Axes",
+    "CheckRow",
+    "CheckSettings",
+    "CheckVerdict",
     "Dtype",
     "Finding",
     "Kind",
     "LossOverRanks",
-    "Row",
-    "Settings",
-    "Trainer",
-    "Verdict",
+    "TrainerLike",
     "parse_mesh",
 ]
 
@@ -75,7 +75,7 @@ _MAX_RANKS = 64
 
 
 @runtime_checkable
-class Trainer(Protocol):
+class TrainerLike(Protocol):
     """What ``parallelize`` may return instead of a module: anything that trains.
 
     The values of ``gradients`` and ``parameters`` are whole tensors, DTensors, or parts:
@@ -112,7 +112,7 @@ def parse_mesh(text: str) -> Axes:
     return axes
 
 
-class Settings(Value):
+class CheckSettings(Value):
     """What to check and how closely.
 
     Args:
@@ -187,7 +187,7 @@ class Settings(Value):
         return dict(mesh)
 
 
-class Row(Value):
+class CheckRow(Value):
     """One tensor of one step, or what is wrong with it.
 
     Args:
@@ -223,7 +223,7 @@ class Finding(Value):
     text: str
 
 
-class Verdict(Value):
+class CheckVerdict(Value):
     """The outcome of a check.
 
     Args:
@@ -257,7 +257,7 @@ class Verdict(Value):
     worst: dict[str, float]
     first: str | None = None
     culprits: tuple[str, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[CheckRow, ...] = ()
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shoal.claims.check.protocols import Settings
-from shoal.claims.check.store import Place, read_facts
+from shoal.claims.check.protocols import CheckSettings
+from shoal.claims.check.store import CheckDirectory, read_facts
 from shoal.core import children
 from shoal.core.errors import ConfigError, RankError
 
@@ -33,7 +33,7 @@ class Processes:
         who: ``["one"]`` or the ranks' numbers.
     """
 
-    def __init__(self, place: Place, settings: Settings, who: Sequence[str]) -> None:
+    def __init__(self, place: CheckDirectory, settings: CheckSettings, who: Sequence[str]) -> None:
         self.place = place
         self.settings = settings
         self.who = list(who)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from shoal.claims.check.compare import BROKEN
-from shoal.claims.check.protocols import Row, Verdict
+from shoal.claims.check.protocols import CheckRow, CheckVerdict
 
 __all__ = ["headline", "row_cells", "summary"]
 
 
-def _mesh(verdict: Verdict) -> str:
+def _mesh(verdict: CheckVerdict) -> str:
     return " x ".join(f"{name} {size}" for name, size in verdict.mesh.items())
 
 
-def headline(verdict: Verdict) -> str:
+def headline(verdict: CheckVerdict) -> str:
     """The outcome in a line."""
     ranks = 1
     for size in verdict.mesh.values():
@@ -32,7 +32,7 @@ def headline(verdict: Verdict) -> str:
     return f"differs in step {verdict.steps - 1}: {where}; {what}"
 
 
-def summary(verdict: Verdict) -> list[str]:
+def summary(verdict: CheckVerdict) -> list[str]:
     """What stands between headline and table."""
     lines = []
     for step, (one, split) in enumerate(verdict.losses):
@@ -47,7 +47,7 @@ def _error(error: float) -> str:
     return "none, as some cannot be compared" if error >= BROKEN else f"{error:.1e}"
 
 
-def row_cells(row: Row, limit: float) -> tuple[str, ...]:
+def row_cells(row: CheckRow, limit: float) -> tuple[str, ...]:
     """The cells of a row of the table."""
     return (
         str(row.step) if row.step >= 0 else "",

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.claims.check.compare import Array
-from shoal.claims.check.diagnose import Evidence, Output, diagnose
-from shoal.claims.check.protocols import Finding, Row, Settings, Verdict
+from shoal.claims.check.diagnose import ModuleOutput, StepEvidence, diagnose
+from shoal.claims.check.protocols import CheckRow, CheckSettings, CheckVerdict, Finding
 from shoal.claims.check.ranks import Processes
-from shoal.claims.check.store import Place, read_facts, read_tensors, write_facts
+from shoal.claims.check.store import CheckDirectory, read_facts, read_tensors, write_facts
 from shoal.core.errors import MissingExtraError, ShoalError, require
 from shoal.core.scratch import scratch_directory
 
@@ -19,7 +19,7 @@ __all__ = ["check"]
 _SHOWN = 10
 
 
-def check(settings: Settings, tick: Callable[[str], None] = lambda _: None) -> Verdict:
+def check(settings: CheckSettings, tick: Callable[[str], None] = lambda _: None) -> CheckVerdict:
     """Run a file's training step in one process and split, and compare.
 
     The file is executed: it is a program like any other that its user starts.
@@ -42,7 +42,7 @@ def check(settings: Settings, tick: Callable[[str], None] = lambda _: None) -> V
         )
     _require_torch()
     with scratch_directory("check") as directory:
-        place = Place(directory)
+        place = CheckDirectory(directory)
         write_facts(place.settings, settings.model_dump(mode="json"))
         Processes(place, settings, ["one"]).run(lambda text: tick(f"one process: {text}"))
         facts = read_facts(place.one)
@@ -70,14 +70,14 @@ def _require_torch() -> None:
 
 
 def _judge(
-    settings: Settings,
-    place: Place,
+    settings: CheckSettings,
+    place: CheckDirectory,
     facts: Mapping[str, Any],
     results: Sequence[Mapping[str, Any]],
     notes: list[str],
     seconds: float,
-) -> Verdict:
-    rows = _merge([Row.model_validate(row) for result in results for row in result["rows"]])
+) -> CheckVerdict:
+    rows = _merge([CheckRow.model_validate(row) for result in results for row in result["rows"]])
     limit = settings.limit
     losses = [(one, split) for one, split in results[0]["losses"]]
     loss_bad = bool(losses) and not _near(*losses[-1], limit)
@@ -102,7 +102,7 @@ def _judge(
         worst[row.kind] = max(worst.get(row.kind, 0.0), row.error)
     shown = sorted(bad or rows, key=lambda row: -row.error)
     named = [finding.names for finding in findings if finding.names]
-    return Verdict(
+    return CheckVerdict(
         equal=not bad and not loss_bad,
         file=settings.file,
         mesh=facts["mesh"],
@@ -126,9 +126,9 @@ def _near(one: float, split: float | None, limit: float) -> bool:
     return split is not None and abs(split - one) <= limit * abs(one)
 
 
-def _merge(rows: Sequence[Row]) -> list[Row]:
+def _merge(rows: Sequence[CheckRow]) -> list[CheckRow]:
     """Each tensor once, with its largest error of all ranks."""
-    found: dict[tuple[int, str, str], Row] = {}
+    found: dict[tuple[int, str, str], CheckRow] = {}
     for row in rows:
         key = (row.step, row.kind, row.name)
         if key not in found or row.error > found[key].error:
@@ -136,7 +136,7 @@ def _merge(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-def _first(bad: Sequence[Row], order: Mapping[str, int]) -> str | None:
+def _first(bad: Sequence[CheckRow], order: Mapping[str, int]) -> str | None:
     kinds = ("start", "gradient", "parameter", "buffer")
     ordered = sorted(
         bad,
@@ -145,7 +145,7 @@ def _first(bad: Sequence[Row], order: Mapping[str, int]) -> str | None:
     return ordered[0].name if ordered else None
 
 
-def _structure(bad: Sequence[Row], results: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _structure(bad: Sequence[CheckRow], results: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Differences of which parameters there are."""
     lost = tuple(dict.fromkeys(row.name for row in bad if row.note == "no rank holds it"))
     extra = sorted({name for result in results for name in result["extra"]})
@@ -171,14 +171,14 @@ def _structure(bad: Sequence[Row], results: Sequence[Mapping[str, Any]]) -> list
 
 
 def _evidence(
-    settings: Settings,
-    place: Place,
+    settings: CheckSettings,
+    place: CheckDirectory,
     facts: Mapping[str, Any],
     results: Sequence[Mapping[str, Any]],
-    bad: Sequence[Row],
+    bad: Sequence[CheckRow],
     losses: Sequence[tuple[float, float | None]],
     loss_bad: bool,
-) -> Evidence:
+) -> StepEvidence:
     step = results[0]["steps"] - 1
     one = read_tensors(place.one_tensors(step))
     before = read_tensors(place.one_tensors(step - 1)) if step >= 0 else {}
@@ -193,12 +193,12 @@ def _evidence(
     wrong = {row.name for row in bad if row.kind == "gradient" and row.step == step}
     lost = losses[-1] if losses else (0.0, 0.0)
     solo = [named("solo/", held) for held in tensors]
-    return Evidence(
+    return StepEvidence(
         axes=facts["mesh"],
         coordinates=[result["coordinate"] for result in results],
         order=facts["order"],
         expected=named("gradient/", one),
-        found=[named("found/", held) for held in tensors],
+        observed=[named("found/", held) for held in tensors],
         differing=[name for name in facts["order"] if name in wrong],
         solo=solo if all(solo) else (),
         output=_output(settings, results, tensors, before),
@@ -214,11 +214,11 @@ def _evidence(
 
 
 def _output(
-    settings: Settings,
+    settings: CheckSettings,
     results: Sequence[Mapping[str, Any]],
     tensors: Sequence[Mapping[str, Array]],
     before: Mapping[str, Array],
-) -> Output | None:
+) -> ModuleOutput | None:
     """The first module whose output differs on some rank."""
     places = []
     for rank, result in enumerate(results):
@@ -240,4 +240,4 @@ def _output(
         if not key.startswith("buffer/") and name.startswith(own) and tensor.ndim == 1:
             biases[name] = tensor
     total = tensors[rank].get(f"output/total/{module}")
-    return Output(module=module, one=one, split=split, biases=biases, total=total)
+    return ModuleOutput(module=module, one=one, split=split, biases=biases, total=total)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.claims.check.batches import deal_rows, map_tensors, to_dtype
-from shoal.claims.check.program import Program
-from shoal.claims.check.protocols import DATA_AXES, Settings, Trainer
+from shoal.claims.check.batches import map_tensors, split_rows, to_dtype
+from shoal.claims.check.program import CheckedProgram
+from shoal.claims.check.protocols import DATA_AXES, CheckSettings, TrainerLike
 from shoal.core.errors import ConfigError
 
-__all__ = ["Side", "StepRecord", "clean", "tensors_of"]
+__all__ = ["CheckedStep", "Side", "clean", "tensors_of"]
 
 # What wrappers put into names.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -41,7 +41,7 @@ def clean(name: str, *, ddp: bool = False) -> str:
 
 
 @dataclass
-class StepRecord:
+class CheckedStep:
     """What a step left behind, as this rank holds it.
 
     Args:
@@ -69,33 +69,33 @@ class Side:
 
     def __init__(
         self,
-        program: Program,
-        settings: Settings,
+        program: CheckedProgram,
+        settings: CheckSettings,
         mesh: Any,
         *,
         split: bool,
         noise: int,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self.program = program
         self.settings = settings
         self.mesh = mesh
         self.split = split
-        self.told = told
+        self.report = report
         self._noise = noise
         self._dtype = _DTYPES[settings.dtype]
         self.order: list[str] = []
-        self._record = StepRecord()
+        self._record = CheckedStep()
         self._captured = False
-        self.trainer: Trainer | None = None
+        self.trainer: TrainerLike | None = None
         self.optimizer: Any = None
         self.model = self._build()
         if split and program.has("parallelize"):
-            told("parallelize()")
+            report("parallelize()")
             made = program.call("parallelize", self.model, mesh)
             if isinstance(made, nn.Module):
                 self.model = made
-            elif isinstance(made, Trainer):
+            elif isinstance(made, TrainerLike):
                 self.trainer = made
             elif made is not None:
                 raise ConfigError(
@@ -110,7 +110,7 @@ class Side:
             self._build_optimizer()
 
     def _build(self) -> nn.Module:
-        self.told("model()")
+        self.report("model()")
         torch.manual_seed(self.settings.seed)
         with _default_dtype(self._dtype):
             model = self.program.call("model")
@@ -123,7 +123,7 @@ class Side:
         return model
 
     def _build_optimizer(self) -> None:
-        self.told("optimizer()")
+        self.report("optimizer()")
         if self.program.has("optimizer"):
             self.optimizer = self.program.call("optimizer", self.model)
             if not hasattr(self.optimizer, "step"):
@@ -214,49 +214,49 @@ class Side:
 
     def part(self, step: int, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Any:
         """The batch of a step, whole or this rank's part of it."""
-        self.told(f"batch({step})")
+        self.report(f"batch({step})")
         # Every rank draws the same batch, whatever it drew before.
         torch.manual_seed(self.settings.seed + 1000 * (step + 1))
         whole = self.program.call("batch", step)
         whole = map_tensors(whole, lambda tensor: to_dtype(tensor, self._dtype))
         if not sizes:
             return whole
-        self.told(f"local_batch() of step {step}")
+        self.report(f"local_batch() of step {step}")
         if self.program.has("local_batch"):
             return self.program.call("local_batch", whole, self.mesh)
         index, parts = 0, 1
         for axis, size in sizes.items():
             if axis in DATA_AXES:
                 index, parts = index * size + coordinate[axis], parts * size
-        return deal_rows(whole, index, parts, ragged=self.settings.ragged) if parts > 1 else whole
+        return split_rows(whole, index, parts, ragged=self.settings.ragged) if parts > 1 else whole
 
-    def step(self, step: int, batch: Any) -> StepRecord:
+    def step(self, step: int, batch: Any) -> CheckedStep:
         """Train one step on this batch."""
-        self._record, self._captured = StepRecord(), False
+        self._record, self._captured = CheckedStep(), False
         torch.manual_seed(self._noise + step)
         if self.trainer is not None:
-            self.told(f"step {step}: the trainer's step()")
+            self.report(f"step {step}: the trainer's step()")
             loss = self.trainer.step(batch)
             self._record.gradients = dict(self.trainer.gradients())
         elif self.program.has("train_step") or (self.split and self.program.has("parallel_step")):
             name = "parallel_step" if self.split and self.program.has("parallel_step") else ""
-            self.told(f"step {step}: {name or 'train_step'}()")
+            self.report(f"step {step}: {name or 'train_step'}()")
             _clear(self.optimizer, self.model)
             loss = self.program.call(
                 name or "train_step", self.model, self.optimizer, batch, self.mesh
             )
         else:
             _clear(self.optimizer, self.model)
-            self.told(f"step {step}: loss()")
+            self.report(f"step {step}: loss()")
             loss = self.program.call("loss", self.model, batch, self.mesh)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ConfigError(
                     f"{self.program.where}: loss() returned {type(loss).__name__}; return a "
                     "tensor of one element"
                 )
-            self.told(f"step {step}: the backward pass of loss()")
+            self.report(f"step {step}: the backward pass of loss()")
             loss.backward()  # type: ignore[no-untyped-call]
-            self.told(f"step {step}: optimizer.step()")
+            self.report(f"step {step}: optimizer.step()")
             self.optimizer.step()
         if self.trainer is None and not self._captured:
             raise ConfigError(

@@ -15,10 +15,10 @@ from shoal.core.files import write_atomic, write_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Place", "read_facts", "read_tensors", "write_facts", "write_tensors"]
+__all__ = ["CheckDirectory", "read_facts", "read_tensors", "write_facts", "write_tensors"]
 
 
-class Place:
+class CheckDirectory:
     """The directory of one check."""
 
     def __init__(self, root: Path) -> None:

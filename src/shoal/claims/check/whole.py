@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.claims.check.program import Program
+from shoal.claims.check.program import CheckedProgram
 
 __all__ = ["guess_split", "whole_views"]
 
@@ -53,7 +53,7 @@ def whole_views(
     values: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     mesh: Any,
-    program: Program,
+    program: CheckedProgram,
 ) -> tuple[dict[str, Tensor | None], dict[str, str]]:
     """Every tensor as this rank sees it whole, and what is wrong with the others.
 
@@ -105,7 +105,7 @@ def _view(
     shape: tuple[int, ...],
     mesh: Any,
     axes: Mapping[str, int],
-    program: Program,
+    program: CheckedProgram,
 ) -> tuple[Tensor | None, str]:
     if value is None:
         return None, ""

@@ -30,10 +30,10 @@ from shoal.claims.check.compare import (
     groups_by,
     rounding_only,
 )
-from shoal.claims.check.program import Program, blame
-from shoal.claims.check.protocols import DATA_AXES, Settings
+from shoal.claims.check.program import CheckedProgram, blame
+from shoal.claims.check.protocols import DATA_AXES, CheckSettings
 from shoal.claims.check.store import (
-    Place,
+    CheckDirectory,
     read_facts,
     read_tensors,
     write_facts,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.claims.check.compare import Array
-    from shoal.claims.check.side import Side, StepRecord
+    from shoal.claims.check.side import CheckedStep, Side
 
 __all__ = ["main"]
 
@@ -71,7 +71,7 @@ class _Told:
         write_atomic(self.path, f"{self.number} {text}")
 
 
-def run_one(settings: Settings, place: Place, told: _Told) -> None:
+def run_one(settings: CheckSettings, place: CheckDirectory, report: _Told) -> None:
     """The one-process side, twice, to see whether it equals itself.
 
     Raises:
@@ -83,13 +83,13 @@ def run_one(settings: Settings, place: Place, told: _Told) -> None:
 
     from shoal.claims.check.side import Side, tensors_of
 
-    told(f"loading {settings.file}")
-    program = Program.load(settings)
+    report(f"loading {settings.file}")
+    program = CheckedProgram.load(settings)
     axes = settings.resolve_mesh(program.mesh)
     _join(place, "one", 0, 1, settings)
     mesh = init_device_mesh("cpu", (1,) * len(axes), mesh_dim_names=tuple(axes))
     sides = [
-        Side(program, settings, mesh, split=False, noise=noise, told=told) for noise in (10, 20)
+        Side(program, settings, mesh, split=False, noise=noise, report=report) for noise in (10, 20)
     ]
     first, again = sides
     held = first.parameters()
@@ -149,7 +149,7 @@ def _same_start(start: Mapping[str, Tensor], again: Side) -> None:
             )
 
 
-def _finite(record: StepRecord, step: int) -> None:
+def _finite(record: CheckedStep, step: int) -> None:
     import torch
 
     wrong = [
@@ -166,7 +166,9 @@ def _finite(record: StepRecord, step: int) -> None:
         )
 
 
-def _same_twice(first: Side, record: StepRecord, again: Side, other: StepRecord, step: int) -> None:
+def _same_twice(
+    first: Side, record: CheckedStep, again: Side, other: CheckedStep, step: int
+) -> None:
     from torch import nn
 
     apart = []
@@ -199,7 +201,7 @@ def _same_twice(first: Side, record: StepRecord, again: Side, other: StepRecord,
     )
 
 
-def run_rank(settings: Settings, place: Place, told: _Told, rank: int) -> None:
+def run_rank(settings: CheckSettings, place: CheckDirectory, report: _Told, rank: int) -> None:
     """One rank of the split side."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -209,13 +211,13 @@ def run_rank(settings: Settings, place: Place, told: _Told, rank: int) -> None:
     world = 1
     for size in axes.values():
         world *= size
-    told(f"loading {settings.file}")
-    program = Program.load(settings)
-    told("meeting the other ranks")
+    report(f"loading {settings.file}")
+    program = CheckedProgram.load(settings)
+    report("meeting the other ranks")
     _join(place, "ranks", rank, world, settings)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    _Rank(settings, place, told, rank, world, facts, program, mesh).run()
-    told("leaving")
+    _Rank(settings, place, report, rank, world, facts, program, mesh).run()
+    report("leaving")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -225,18 +227,18 @@ class _Rank:
 
     def __init__(
         self,
-        settings: Settings,
-        place: Place,
-        told: _Told,
+        settings: CheckSettings,
+        place: CheckDirectory,
+        report: _Told,
         rank: int,
         world: int,
         facts: Mapping[str, Any],
-        program: Program,
+        program: CheckedProgram,
         mesh: Any,
     ) -> None:
         from shoal.claims.check.side import Side
 
-        self.settings, self.place, self.told = settings, place, told
+        self.settings, self.place, self.report = settings, place, report
         self.rank, self.world, self.facts = rank, world, facts
         self.program, self.mesh = program, mesh
         self.axes: dict[str, int] = facts["mesh"]
@@ -246,7 +248,9 @@ class _Rank:
         _gather(self.coordinates, self.coordinate)
         self.shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
         self.buffer_shapes = {name: tuple(shape) for name, shape in facts["buffers"].items()}
-        self.side = Side(program, settings, mesh, split=True, noise=1000 * (rank + 1), told=told)
+        self.side = Side(
+            program, settings, mesh, split=True, noise=1000 * (rank + 1), report=report
+        )
         self.rows: list[dict[str, Any]] = []
         self.losses: list[tuple[float, float | None]] = []
         self.loss_notes: list[str] = []
@@ -299,7 +303,7 @@ class _Rank:
         batch = self.side.part(step, self.coordinate, self.axes)
         record = self.side.step(step, batch)
         self.record, self.batch = record, batch
-        self.told(f"step {step}: comparing")
+        self.report(f"step {step}: comparing")
         path = self.place.one_tensors(step)
         bad = self._compare(step, "gradient", record.gradients, self.shapes, path)
         bad += self._compare(step, "parameter", self.side.parameters(), self.shapes, path)
@@ -408,7 +412,7 @@ class _Rank:
             self.mesh,
             split=False,
             noise=1000 * (self.rank + 1),
-            told=lambda _: None,
+            report=lambda _: None,
         )
         before = read_tensors(self.place.one_tensors(step - 1))
         prefix = "start/" if step == 0 else "parameter/"
@@ -421,7 +425,7 @@ class _Rank:
             }
 
         side.load(kept(prefix), kept("buffer/"))
-        self.told(f"step {step}: the unsplit model on this rank's part, for the diagnosis")
+        self.report(f"step {step}: the unsplit model on this rank's part, for the diagnosis")
         outputs = self.record.outputs
         problem = ""
         try:
@@ -502,10 +506,10 @@ class _Rank:
         dist.all_reduce(total, group=self.mesh.get_group(inner[0]))
         return total
 
-    def _alike(self, told: Sequence[Any]) -> bool:
+    def _alike(self, report: Sequence[Any]) -> bool:
         """Whether ranks that share their rows have outputs of the same shape."""
         groups = groups_by(self.coordinates, [a for a in self.axes if a in DATA_AXES])
-        return all(told[rank][0] == told[group[0]][0] for group in groups for rank in group)
+        return all(report[rank][0] == report[group[0]][0] for group in groups for rank in group)
 
 
 def _array(tensor: Tensor) -> Array:
@@ -525,7 +529,7 @@ def _gather(into: list[Any], value: Any) -> None:
     dist.all_gather_object(into, value)
 
 
-def _join(place: Place, name: str, rank: int, world: int, settings: Settings) -> None:
+def _join(place: CheckDirectory, name: str, rank: int, world: int, settings: CheckSettings) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -542,11 +546,11 @@ def _join(place: Place, name: str, rank: int, world: int, settings: Settings) ->
 
 def main() -> int:
     """Run the role that the command line names; the status is the exit code."""
-    place, who = Place(Path(sys.argv[1])), sys.argv[2]
+    place, who = CheckDirectory(Path(sys.argv[1])), sys.argv[2]
     stacks = os.open(place.stack(who), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     faulthandler.enable(stacks)
-    settings = Settings.model_validate(read_facts(place.settings))
+    settings = CheckSettings.model_validate(read_facts(place.settings))
     told = _Told(place.doing(who))
     try:
         import torch

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from shoal.model.transformer import Transformer
 
-__all__ = ["Recipe", "Text", "batch", "heldout", "mini", "text", "train"]
+__all__ = ["ModuleText", "Recipe", "batch", "heldout", "mini", "text", "train"]
 
 _WARM = 20
 
@@ -47,14 +47,14 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Text:
+class ModuleText:
     """Bytes, uint8, of modules that are trained on, and of others."""
 
     train: np.ndarray
     heldout: np.ndarray
 
 
-def text(folder: Path | None = None) -> Text:
+def text(folder: Path | None = None) -> ModuleText:
     """The standard library's modules, or the Python files of a folder."""
     root = folder or Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in sorted(root.glob("*.py")) if path.stat().st_size > 4000]
@@ -62,7 +62,7 @@ def text(folder: Path | None = None) -> Text:
     for number, path in enumerate(files):
         parts[number % 10 == 9].append(path.read_bytes()[:60_000])
     train, rest = (np.frombuffer(b"\n".join(some), np.uint8) for some in parts)
-    return Text(train, rest)
+    return ModuleText(train, rest)
 
 
 def mini(hidden: int, layers: int, *, ffn: int = 0, **changes: Any) -> ModelConfig:

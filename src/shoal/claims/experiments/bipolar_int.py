@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part
-from shoal.kernel.calls import MatmulPlanes
+from shoal.kernel.calls import MatmulPlanesCall
 from shoal.kernel.dispatch import here, kernels_of
 from shoal.kernel.planes.engines import ENGINES, chosen
 
@@ -136,7 +136,7 @@ class BipolarIntClaim:
         require(self.buffers >= 1, f"{where}.buffers", self.buffers, expected="at least 1")
         require(self.finetune_s > 0, f"{where}.finetune_s", self.finetune_s, expected="above 0")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Without an engine there is nothing to compare."""
         if compiler() is None:
             return "no C++ compiler; install g++"
@@ -144,31 +144,39 @@ class BipolarIntClaim:
             return "this CPU has neither VNNI nor vpopcntdq"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count; the full run also times, for a minute, and finetunes, for another."""
         machine = context.machine or here()
         context.progress("all widths", 0.0)
         metrics = {
-            "wrong_products": Paired(method=_wrong(context.seed, as_baseline)),
-            "extra_memory": Paired(method=_memory(machine, as_baseline)),
+            "wrong_products": PairedSamples(method=_wrong(context.seed, as_baseline)),
+            "extra_memory": PairedSamples(method=_memory(machine, as_baseline)),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         found = self._timed(context, machine, metrics, as_baseline)
         context.progress("finetuning", 0.6)
         losses = self._finetuned(context, as_baseline)
-        metrics["finetuned_loss"] = Paired(method=(losses["method"],), baseline=(losses["fp32"],))
+        metrics["finetuned_loss"] = PairedSamples(
+            method=(losses["method"],), baseline=(losses["fp32"],)
+        )
         found["details"] |= {"losses": losses}
-        return Samples(metrics=metrics, **found)
+        return ClaimSamples(metrics=metrics, **found)
 
     def _timed(
-        self, context: Context, machine: Machine, metrics: dict[str, Paired], as_baseline: bool
+        self,
+        context: ExperimentContext,
+        machine: Machine,
+        metrics: dict[str, PairedSamples],
+        as_baseline: bool,
     ) -> dict[str, Any]:
         import torch
         import torch.nn.functional as F
 
         from shoal.claims.experiments.bipolar_int_layers import fused, packed, spilled
-        from shoal.claims.experiments.bipolar_int_peer import Peer
+        from shoal.claims.experiments.bipolar_int_peer import IntMatmulPeer
         from shoal.kernel.planes.bench import held, layer, table, turning
 
         n = k = self.size
@@ -199,16 +207,18 @@ class BipolarIntClaim:
         if vnni is None:
             methods["vnni"] = bits(x, 7, 8, times, "vnni")
         context.progress("the large product", 0.1)
-        with Peer(self.tokens, n, k, self.buffers // 2, torch.get_num_threads()) as peer:
+        with IntMatmulPeer(self.tokens, n, k, self.buffers // 2, torch.get_num_threads()) as peer:
             answer = peer()
             if vnni is None and answer == "done":
                 methods["peer"] = lambda: peer(times)
             seconds = interleave(methods, self.pairs, seed=context.seed).seconds
         for name in ("w1a1", "w2a2"):
-            metrics[f"{name}_over_bf16"] = Paired(method=seconds[name], baseline=seconds[_BF16])
+            metrics[f"{name}_over_bf16"] = PairedSamples(
+                method=seconds[name], baseline=seconds[_BF16]
+            )
         if "peer" in seconds:
             w1a1 = seconds["vnni" if as_baseline else "w1a1"]
-            metrics["w1a1_over_vnni"] = Paired(method=w1a1, baseline=seconds["peer"])
+            metrics["w1a1_over_vnni"] = PairedSamples(method=w1a1, baseline=seconds["peer"])
         else:
             skipped["w1a1_over_vnni"] = vnni or f"oneDNN has no int8 product here: {answer}"
         large = {name: statistics.median(taken) / times for name, taken in seconds.items()}
@@ -218,7 +228,7 @@ class BipolarIntClaim:
         row = {_BF16: bf16(one, times)}
         row["w2a8"] = bf16(one, times) if as_baseline else bits(one, 2, 8, times)
         seconds = interleave(row, self.pairs, seed=context.seed).seconds
-        metrics["w2a8_one_row"] = Paired(method=seconds["w2a8"], baseline=seconds[_BF16])
+        metrics["w2a8_one_row"] = PairedSamples(method=seconds["w2a8"], baseline=seconds[_BF16])
         small = {name: statistics.median(taken) / times for name, taken in seconds.items()}
 
         context.progress("recovery", 0.4)
@@ -236,7 +246,9 @@ class BipolarIntClaim:
             self.pairs,
             seed=context.seed,
         ).seconds
-        metrics["recovery_gain"] = Paired(method=seconds["fused"], baseline=seconds[_SPILLED])
+        metrics["recovery_gain"] = PairedSamples(
+            method=seconds["fused"], baseline=seconds[_SPILLED]
+        )
         recovery = {name: statistics.median(taken) / 2 for name, taken in seconds.items()}
 
         details: dict[str, JsonValue] = {
@@ -268,11 +280,11 @@ class BipolarIntClaim:
             ),
         }
 
-    def _gpu(self, metrics: dict[str, Paired], as_baseline: bool) -> dict[str, str]:
+    def _gpu(self, metrics: dict[str, PairedSamples], as_baseline: bool) -> dict[str, str]:
         """Triton's product against torch's; metric -> why it is skipped."""
         import torch
 
-        call = MatmulPlanes(m=self.tokens, n=self.size, k=self.size, w=2, a=2, device="cuda")
+        call = MatmulPlanesCall(m=self.tokens, n=self.size, k=self.size, w=2, a=2, device="cuda")
         if not torch.cuda.is_available():
             return dict.fromkeys(_GPU, "no GPU")
         reason = kernels_of(call.op)["triton"].refuses(call)
@@ -284,12 +296,12 @@ class BipolarIntClaim:
         metrics |= dict(zip(_GPU, found, strict=True))
         return {}
 
-    def _finetuned(self, context: Context, as_baseline: bool) -> dict[str, float]:
+    def _finetuned(self, context: ExperimentContext, as_baseline: bool) -> dict[str, float]:
         """Held-out losses of the model: as it was, and with few bits, by the kernel."""
-        from shoal.claims.experiments.bipolar_int_model import Scored
+        from shoal.claims.experiments.bipolar_int_model import ScoredModel
 
-        scored: Scored = context.remember(
-            "model", lambda: Scored(context.model or _MODEL, context.data, context.progress)
+        scored: ScoredModel = context.remember(
+            "model", lambda: ScoredModel(context.model or _MODEL, context.data, context.progress)
         )
         method = scored.few_bits(
             _FORMAT,
@@ -334,7 +346,7 @@ def _wrong(seed: int, as_baseline: bool) -> tuple[float, ...]:
             k = _LENGTHS[(8 * w + a) % len(_LENGTHS)]
             x, weight = odd(20, k, a, seed), odd(40, k, w, seed + 1)
             exact = x @ weight.T
-            call = MatmulPlanes(m=20, n=40, k=k, w=w, a=a)
+            call = MatmulPlanesCall(m=20, n=40, k=k, w=w, a=a)
             if as_baseline:
                 found = [(x.to(torch.bfloat16) @ weight.to(torch.bfloat16).T).long()]
             else:
@@ -349,7 +361,7 @@ def _wrong(seed: int, as_baseline: bool) -> tuple[float, ...]:
 
 def _memory(machine: Machine, as_baseline: bool) -> tuple[float, ...]:
     """Bytes beyond operands and result, times w a, over those of the form that writes planes."""
-    from shoal.claims.experiments.bipolar_int_layers import Allocated, fused, packed, spilled
+    from shoal.claims.experiments.bipolar_int_layers import AllocatedBytes, fused, packed, spilled
 
     found = []
     for m, w, a in ((256, 1, 1), (256, 2, 2), (256, 3, 8), (1, 2, 8)):
@@ -358,7 +370,7 @@ def _memory(machine: Machine, as_baseline: bool) -> tuple[float, ...]:
         extra = []
         for make in (spilled if as_baseline else fused, spilled):
             run: Any = make(planes_w, m, k, a, machine)
-            with Allocated() as counted:
+            with AllocatedBytes() as counted:
                 out = run(planes_x)
             extra.append(counted.nbytes - out.nbytes + run.scratch)
         found.append(w * a * extra[0] / extra[1])

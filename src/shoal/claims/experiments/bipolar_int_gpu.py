@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shoal.claims.experiments.bipolar_int_layers import packed
-from shoal.claims.protocols import Paired
+from shoal.claims.protocols import PairedSamples
 from shoal.core.measure import interleave
-from shoal.kernel.calls import MatmulPlanes
+from shoal.kernel.calls import MatmulPlanesCall
 from shoal.kernel.dispatch import kernels_of
 
 __all__ = ["timed"]
@@ -19,13 +19,13 @@ _TIMES = 10
 
 
 def _planes(m: int, size: int, w: int, a: int) -> Callable[[], Any]:
-    call = MatmulPlanes(m=m, n=size, k=size, w=w, a=a, device="cuda")
+    call = MatmulPlanesCall(m=m, n=size, k=size, w=w, a=a, device="cuda")
     planes_w, planes_x = packed(size, size, w, 0).cuda(), packed(m, size, a, 1).cuda()
     ready = kernels_of(call.op)["triton"].prepare(call, planes_w)
     return lambda: ready(planes_x)
 
 
-def timed(m: int, size: int, pairs: int, as_baseline: bool) -> tuple[Paired, Paired]:
+def timed(m: int, size: int, pairs: int, as_baseline: bool) -> tuple[PairedSamples, PairedSamples]:
     """W2A2 against bf16, W1A2 against int8: seconds of ten products each.
 
     Args:
@@ -58,6 +58,6 @@ def timed(m: int, size: int, pairs: int, as_baseline: bool) -> tuple[Paired, Pai
 
     seconds = interleave({name: waited(call) for name, call in calls.items()}, pairs).seconds
     return (
-        Paired(method=seconds["w2a2"], baseline=seconds["bf16"]),
-        Paired(method=seconds["w1a2"], baseline=seconds["int8"]),
+        PairedSamples(method=seconds["w2a2"], baseline=seconds["bf16"]),
+        PairedSamples(method=seconds["w1a2"], baseline=seconds["int8"]),
     )

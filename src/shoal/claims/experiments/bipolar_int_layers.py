@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.ir import Machine
 from shoal.kernel.native import function
-from shoal.kernel.planes.engines import Engine, chosen
+from shoal.kernel.planes.engines import PlanesEngine, chosen
 from shoal.kernel.planes.layout import join, pack
-from shoal.kernel.planes.native import Weights, product, result, weights
+from shoal.kernel.planes.native import PlanesWeights, product, result, weights
 
-__all__ = ["Allocated", "fused", "odd", "packed", "spilled"]
+__all__ = ["AllocatedBytes", "fused", "odd", "packed", "spilled"]
 
 
 def odd(rows: int, k: int, bits: int, seed: int) -> Tensor:
@@ -57,7 +57,7 @@ def spilled(
     n, w = planes_NwW.shape[:2]
     engine = chosen(m, n, k, 1, 1, k, machine)
     assert engine is not None
-    held: list[Weights] = [
+    held: list[PlanesWeights] = [
         weights(join(planes_NwW[:, i : i + 1].contiguous(), k), 1, 1, tiles=engine.tiles)
         for i in range(w)
     ]
@@ -78,14 +78,14 @@ def spilled(
     return run
 
 
-def _scratch(engine: Engine, k: int, w: int) -> int:
+def _scratch(engine: PlanesEngine, k: int, w: int) -> int:
     """Bytes that the threads of an engine hold besides tensors."""
     if engine.block < 8:
         return 0
     return int(function("planes", "planes_scratch", "ll", "l")(k, w)) * torch.get_num_threads()
 
 
-class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While open, counts the bytes of all tensors that are made."""
 
     def __init__(self) -> None:

@@ -18,13 +18,13 @@ from shoal.model.transformer import Transformer
 from shoal.train import zoo
 from shoal.train.qat import finetune, matrices
 
-__all__ = ["Scored"]
+__all__ = ["ScoredModel"]
 
 _CONTEXT = 256
 _SCORED_TOKENS = 40_000
 
 
-class Scored:
+class ScoredModel:
     """A model and its held-out loss.
 
     Args:

@@ -15,12 +15,12 @@ from typing import Self
 
 from shoal.core import children
 
-__all__ = ["Peer"]
+__all__ = ["IntMatmulPeer"]
 
 _ISA = "AVX512_CORE_VNNI"
 
 
-class Peer:
+class IntMatmulPeer:
     """``torch._int_mm`` in another process.
 
     Args:

@@ -25,7 +25,14 @@ from typing import Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.experiments.bytecheckpoint_load import LOADING, measure_load
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -110,33 +117,39 @@ class ByteCheckpointClaim(BaseClaim):
             expected="a multiple of 64 up to 4096",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         metrics = {
             "balance": self._balance(as_baseline),
             **measure_load(context, quick=quick, as_baseline=as_baseline),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         context.progress("saving in turns", 0.1)
         times = self._times(context, as_baseline)
         pairs = list(zip(times["ours"], times["theirs"], strict=True))
         plans = list(zip(times["fresh"], times["known"], strict=True))
         metrics |= {
-            "stall_avoided": Paired(method=tuple(1 - one[0] / other[0] for one, other in pairs)),
-            "whole_save": Paired(
+            "stall_avoided": PairedSamples(
+                method=tuple(1 - one[0] / other[0] for one, other in pairs)
+            ),
+            "whole_save": PairedSamples(
                 method=tuple(ours[1] for ours, _ in pairs),
                 baseline=tuple(theirs[1] for _, theirs in pairs),
             ),
-            "planning_avoided": Paired(method=tuple(1 - known / fresh for fresh, known in plans)),
+            "planning_avoided": PairedSamples(
+                method=tuple(1 - known / fresh for fresh, known in plans)
+            ),
         }
         details: dict[str, JsonValue] = {
             "seconds": {name: times[name] for name in ("ours", "theirs", "fresh", "known")},
             "bytes_of_ranks": times["bytes"],
         }
-        return Samples(metrics=metrics, details=details)
+        return ClaimSamples(metrics=metrics, details=details)
 
-    def _balance(self, as_baseline: bool) -> Paired:
+    def _balance(self, as_baseline: bool) -> PairedSamples:
         """Planned for models of several shapes, whose tensors divide as badly as they like."""
         from shoal.claims.experiments.bytecheckpoint_ranks import shares, state
 
@@ -144,9 +157,9 @@ class ByteCheckpointClaim(BaseClaim):
         for width, layers in ((64, 1), (64, 3), (128, 2)):
             found = shares(state(_config(width, layers)), _WORLD, balanced=not as_baseline)
             ratios.append(max(found) / max(1, min(found)))
-        return Paired(method=tuple(ratios))
+        return PairedSamples(method=tuple(ratios))
 
-    def _times(self, context: Context, as_baseline: bool) -> dict[str, Any]:
+    def _times(self, context: ExperimentContext, as_baseline: bool) -> dict[str, Any]:
         """Of every save the slowest rank's; bytes of every rank."""
         from shoal.parallel.comm.processes import run_processes
 

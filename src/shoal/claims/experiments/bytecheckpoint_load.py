@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.claims.protocols import Context, Metric, Paired
+from shoal.claims.protocols import ExperimentContext, Metric, PairedSamples
 from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 _REPLICAS = 4
 
 
-def measure_load(context: Context, *, quick: bool, as_baseline: bool = False) -> dict[str, Paired]:
+def measure_load(
+    context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+) -> dict[str, PairedSamples]:
     """Samples of every metric of :data:`LOADING`.
 
     Args:
@@ -75,9 +77,11 @@ def measure_load(context: Context, *, quick: bool, as_baseline: bool = False) ->
         context.progress("loading in other layouts", 0.02)
         place = context.work_dir / ("load-baseline" if as_baseline else "load")
         return {
-            "read_bytes": Paired(method=tuple(_read_bytes(place / "copies", as_baseline))),
-            "layout_pairs": Paired(method=tuple(_pairs(place / "pairs", quick, as_baseline))),
-            "samples_lost": Paired(
+            "read_bytes": PairedSamples(method=tuple(_read_bytes(place / "copies", as_baseline))),
+            "layout_pairs": PairedSamples(
+                method=tuple(_pairs(place / "pairs", quick, as_baseline))
+            ),
+            "samples_lost": PairedSamples(
                 method=tuple(
                     float(_lost(context.seed + n, as_baseline)) for n in range(2 if quick else 6)
                 )
@@ -133,19 +137,19 @@ def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
     """
     from shoal import checkpoint
     from shoal.checkpoint.store import Store
-    from shoal.claims.lab.same_as_one import Fresh, tokens
+    from shoal.claims.lab.same_as_one import SeededWeights, tokens
     from shoal.claims.lab.thread_ranks import run_ranks
-    from shoal.parallel.tensor.rows import Rows
+    from shoal.parallel.tensor.rows import ReplicaSequences
     from shoal.train.state import held_by
 
     job = _job(layout)
 
     def save(comm: Comm) -> dict[str, list[Piece]]:
-        engine, updater = _built(comm, job, Fresh(_model()))
+        engine, updater = _built(comm, job, SeededWeights(_model()))
         every = tokens(job, _model().vocab_size, 0, documents=False)
         share = len(every.inputs) // engine.replicas
         own = slice(engine.replica * share, (engine.replica + 1) * share)
-        rows = Rows(every.inputs[own], every.targets[own], None, own.start, 0)
+        rows = ReplicaSequences(every.inputs[own], every.targets[own], None, own.start, 0)
         engine.backward(rows, 1, job.global_batch * job.seq_len)
         engine.finish()
         updater.step(1.0)
@@ -181,14 +185,14 @@ def layout_pair(
     from shoal.checkpoint.shards import file_name
     from shoal.checkpoint.store import Store
     from shoal.claims.lab.thread_ranks import run_ranks
-    from shoal.train.reshard import Blank
+    from shoal.train.reshard import EmptyWeights
     from shoal.train.state import held_by
 
     job = _job(layout)
 
     def load(comm: Comm) -> tuple[bool, int]:
 
-        engine, updater = _built(comm, job, Blank(_model()))
+        engine, updater = _built(comm, job, EmptyWeights(_model()))
         # What the optimizer will hold is there after a step.
         for parameter in engine.sharded.owned().values():
             parameter.grad = torch.zeros_like(parameter)
@@ -225,10 +229,10 @@ def _equal(pieces: dict[str, list[Piece]], whole: dict[str, torch.Tensor]) -> bo
 
 def _built(comm: Comm, job: TrainJob, weights: Any) -> tuple[Any, Any]:
     from shoal.core.parts import table
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
     from shoal.parallel.legal import check_split
 
-    engine = Engine(job, check_split(job, _model().shape()), weights, comm)
+    engine = ParallelEngine(job, check_split(job, _model().shape()), weights, comm)
     return engine, table("optimizer").build(job.optimizer).build(engine.sharded.owned())
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shoal.checkpoint import SAVE_MODES
-from shoal.checkpoint.peers import Alone, CommPeers
-from shoal.checkpoint.plan import Planner
+from shoal.checkpoint.peers import CommPeers, SinglePeer
+from shoal.checkpoint.plan import WritePlanner
 from shoal.checkpoint.store import MODEL, OPTIMIZER, Store
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def state(config: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-class Ours:
+class ShoalSaver:
     """A mode of ours.
 
     Args:
@@ -80,7 +80,7 @@ class Dcp:
         self.place = place
 
     def save(self, step: int, held: dict[str, Tensor]) -> tuple[float, float]:
-        """See :class:`Ours`."""
+        """See :class:`ShoalSaver`."""
         begin = time.perf_counter()
         save(dict(held), checkpoint_id=str(self.place / str(step)))
         seconds = time.perf_counter() - begin
@@ -107,7 +107,7 @@ def time_saves(
     held = state(config)
     folder = Path(root)
     theirs = Dcp(folder / "theirs")
-    ours = Dcp(folder / "ours") if mode == "dcp" else Ours(comm, folder / "ours", mode)
+    ours = Dcp(folder / "ours") if mode == "dcp" else ShoalSaver(comm, folder / "ours", mode)
     found: dict[str, Any] = {"ours": [], "theirs": [], "fresh": [], "known": []}
     step = 0
     for sample in range(samples + 1):  # the first makes memory, threads and plans
@@ -132,8 +132,8 @@ def time_saves(
             fresh, known = _plans(CommPeers(comm), held, 3 * saves, cached=mode != "dcp")
             found["fresh"].append(fresh)
             found["known"].append(known)
-    found["bytes"] = ours.bytes if isinstance(ours, Ours) else 0
-    if isinstance(ours, Ours):
+    found["bytes"] = ours.bytes if isinstance(ours, ShoalSaver) else 0
+    if isinstance(ours, ShoalSaver):
         ours.saver.close()
     return found
 
@@ -144,11 +144,11 @@ def _plans(
     """Seconds of planning a layout that is new, and the same layout again."""
     fresh = known = 0.0
     for _ in range(times):
-        planner = Planner(peers)
+        planner = WritePlanner(peers)
         begin = time.perf_counter()
         planner.plan(held)
         between = time.perf_counter()
-        (planner if cached else Planner(peers)).plan(held)
+        (planner if cached else WritePlanner(peers)).plan(held)
         fresh += between - begin
         known += time.perf_counter() - between
     return fresh, known
@@ -165,7 +165,7 @@ def shares(held: dict[str, Tensor], world: int, *, balanced: bool) -> list[int]:
     if not balanced:
         return [sum(t.nbytes for t in held.values())] + [0] * (world - 1)
 
-    class Same(Alone):
+    class Same(SinglePeer):
         """The first of ranks that all say the same."""
 
         def __init__(self) -> None:
@@ -174,4 +174,4 @@ def shares(held: dict[str, Tensor], world: int, *, balanced: bool) -> list[int]:
         def gather(self, data: bytes) -> list[bytes]:
             return [data] * world
 
-    return list(Planner(Same()).plan(held).bytes_of_ranks)
+    return list(WritePlanner(Same()).plan(held).bytes_of_ranks)

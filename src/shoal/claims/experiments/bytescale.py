@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shoal.claims.experiments import ragged
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -103,7 +103,9 @@ class ByteScaleClaim(BaseClaim):
             value = getattr(self, name)
             require(value >= 2, f"claim.bytescale.{name}", value, expected="2 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.ragged_ranks import errors
 
@@ -120,15 +122,15 @@ class ByteScaleClaim(BaseClaim):
         )
         seeds = [context.seed + n for n in range(1 if quick else self.seeds)]
         metrics = {
-            "over_static": Paired(method=(plain["step_s"],), baseline=(plain["static_s"],)),
-            "over_static_grouped": Paired(
+            "over_static": PairedSamples(method=(plain["step_s"],), baseline=(plain["static_s"],)),
+            "over_static_grouped": PairedSamples(
                 method=(grouped["step_s"],), baseline=(grouped["static_s"],)
             ),
-            "attention_bytes": Paired(
+            "attention_bytes": PairedSamples(
                 method=(plain["bytes"], grouped["bytes"]),
                 baseline=(plain["static_bytes"], grouped["static_bytes"]),
             ),
-            "error": Paired(method=errors(batching, seeds)),
+            "error": PairedSamples(method=errors(batching, seeds)),
         }
         details: dict[str, Any] = {
             "sequences": len(sizes),
@@ -137,28 +139,30 @@ class ByteScaleClaim(BaseClaim):
             "grouped": grouped,
         }
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         context.progress("planning for a thousand ranks", 0.2)
-        metrics["planning_s"] = Paired(method=self._planned(scaled, context, static=as_baseline))
+        metrics["planning_s"] = PairedSamples(
+            method=self._planned(scaled, context, static=as_baseline)
+        )
         context.progress("two real ranks", 0.25)
         chosen = np.random.default_rng(context.seed).choice(scaled, self.documents, replace=False)
         half = self.longest // 2
         own = None if as_baseline else {"name": "bytescale", "capacity_tokens": half}
         timed, ours, theirs = ragged.raced(chosen, self.longest, self.turns, "ring", own)
-        metrics["real_ranks"] = Paired(method=timed[ours], baseline=timed[theirs])
+        metrics["real_ranks"] = PairedSamples(method=timed[ours], baseline=timed[theirs])
         details["real_s"] = {name: list(seconds) for name, seconds in timed.items()}
         profile = ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in timed.items())
-        return Samples(metrics=metrics, details=details, profile=profile)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
     def _simulated(self, lengths: list[int], kv_heads: int, *, static: bool) -> dict[str, float]:
         """Predicted seconds and bytes of one step, of both."""
         from shoal.plan.balance.sequences.bytescale import ByteScale
-        from shoal.plan.balance.sequences.packed import Packed
+        from shoal.plan.balance.sequences.packed import PackedAssigner
         from shoal.plan.balance.sequences.predicted import predict
 
         cost = ragged.cost_of(kv_heads, _FLOPS, ((_WORLD, _LINK),))
         summed = ragged.gradient_s(kv_heads, _WORLD, _LINK)
-        grid = Packed(capacity_tokens=_CAPACITY, cp=_CP)
+        grid = PackedAssigner(capacity_tokens=_CAPACITY, cp=_CP)
         theirs = predict(grid.assign(lengths, _WORLD, cost), cost)
         part = grid if static else ByteScale(capacity_tokens=_CAPACITY)
         ours = predict(part.assign(lengths, _WORLD, cost), cost)
@@ -172,16 +176,18 @@ class ByteScaleClaim(BaseClaim):
             "static_idle_share": theirs.idle_share,
         }
 
-    def _planned(self, scaled: np.ndarray, context: Context, *, static: bool) -> tuple[float, ...]:
+    def _planned(
+        self, scaled: np.ndarray, context: ExperimentContext, *, static: bool
+    ) -> tuple[float, ...]:
         """Seconds that planning takes, of ten thousand sequences on 1,024 ranks."""
         from shoal.plan.balance.sequences.bytescale import ByteScale
-        from shoal.plan.balance.sequences.packed import Packed
+        from shoal.plan.balance.sequences.packed import PackedAssigner
 
         source = np.random.default_rng(context.seed)
         cost = ragged.cost_of(32, _FLOPS, ((1024, _LINK),))
         part: Any = ByteScale(capacity_tokens=_CAPACITY)
         if static:
-            part = Packed(capacity_tokens=_CAPACITY, cp=_CP)
+            part = PackedAssigner(capacity_tokens=_CAPACITY, cp=_CP)
         found = []
         for _ in range(self.turns):
             lengths = source.choice(scaled, 10_000).tolist()

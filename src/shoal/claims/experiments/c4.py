@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.lab.path_jobs import times_of_jobs
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.machine.emulate import emulate, unavailable
 from shoal.train.watch.c4d import C4D
 from shoal.train.watch.evidence import Evidence
-from shoal.train.watch.protocols import Fault, Verdict
+from shoal.train.watch.protocols import Fault, FaultVerdict
 
 if TYPE_CHECKING:
-    from shoal.claims.experiments.c4_ranks import Planted
+    from shoal.claims.experiments.c4_ranks import InjectedFault
 
 __all__ = ["C4", "longest_waiter"]
 
@@ -133,7 +133,9 @@ class C4(BaseClaim):
         )
         require(self.draws >= 1, "claim.c4.draws", self.draws, expected="at least 1")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Plant, record, locate; plan, hash, simulate."""
         from shoal.claims.experiments import c4_ranks as ranks
 
@@ -141,7 +143,7 @@ class C4(BaseClaim):
         told: dict[str, list[float]] = {"located": [], "alarms": [], "real": [], "shaped": []}
         missed: list[str] = []
 
-        def ask(evidence: Evidence) -> Verdict:
+        def ask(evidence: Evidence) -> FaultVerdict:
             return longest_waiter(evidence) if as_baseline else C4D().locate(evidence)
 
         count = 8 if quick else self.faults
@@ -157,8 +159,8 @@ class C4(BaseClaim):
         found = sum(len(ask(evidence).faults) for evidence in work["clean"])
         alarms = found * 1000.0 / clean
         metrics = {
-            "located": Paired(method=tuple(told["located"])),
-            "false_alarms": Paired(method=(alarms,)),
+            "located": PairedSamples(method=tuple(told["located"])),
+            "false_alarms": PairedSamples(method=(alarms,)),
         }
         skipped: dict[str, str] = {}
         details: dict[str, JsonValue] = {}
@@ -169,7 +171,7 @@ class C4(BaseClaim):
                 told["real"].append(float(good))
                 if not good:
                     missed.append(_missed("threads", fault, verdict))
-            metrics["located_in_real_time"] = Paired(method=tuple(told["real"]))
+            metrics["located_in_real_time"] = PairedSamples(method=tuple(told["real"]))
             if work["why"]:
                 skipped["located_shaped"] = work["why"]
             else:
@@ -179,15 +181,19 @@ class C4(BaseClaim):
                     told["shaped"].append(float(good))
                     if not good:
                         missed.append(_missed("namespaces", fault, verdict))
-                metrics["located_shaped"] = Paired(method=tuple(told["shaped"]))
+                metrics["located_shaped"] = PairedSamples(method=tuple(told["shaped"]))
         metrics |= self._paths(context, quick, as_baseline, details)
         details["missed"] = list(missed)
         details["kinds"] = dict(Counter(fault.kind for fault, _ in work["virtual"]))
-        return Samples(metrics=metrics, skipped=skipped, details=details)
+        return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
 
     def _paths(
-        self, context: Context, quick: bool, as_baseline: bool, details: dict[str, JsonValue]
-    ) -> dict[str, Paired]:
+        self,
+        context: ExperimentContext,
+        quick: bool,
+        as_baseline: bool,
+        details: dict[str, JsonValue],
+    ) -> dict[str, PairedSamples]:
         """The rings of three jobs, each hashed and planned."""
         planner = "ecmp" if as_baseline else "c4p"
         draws = 4 if quick else self.draws
@@ -201,13 +207,13 @@ class C4(BaseClaim):
             others.append(float(two.busiest))
         details["ecmp_max_link_flows"] = min(others)
         return {
-            "path_ratio": Paired(method=tuple(planned), baseline=tuple(hashed)),
-            "max_link_flows": Paired(method=tuple(flows)),
+            "path_ratio": PairedSamples(method=tuple(planned), baseline=tuple(hashed)),
+            "max_link_flows": PairedSamples(method=tuple(flows)),
         }
 
 
 def _records(
-    context: Context, ranks: Any, count: int, steps: int, clean: int, quick: bool
+    context: ExperimentContext, ranks: Any, count: int, steps: int, clean: int, quick: bool
 ) -> dict[str, Any]:
     """Everything that is recorded, once for both runs."""
 
@@ -247,7 +253,7 @@ def _within(run: Any, *arguments: Any, **options: Any) -> Evidence:
     return evidence
 
 
-def _shaped(context: Context, ranks: Any) -> list[tuple[Planted, Evidence]]:
+def _shaped(context: ExperimentContext, ranks: Any) -> list[tuple[InjectedFault, Evidence]]:
     """Four processes, each in its own namespace; one at a quarter of the rate, one way."""
     from shoal.parallel.comm.processes import run_processes
 
@@ -272,12 +278,12 @@ def _shaped(context: Context, ranks: Any) -> list[tuple[Planted, Evidence]]:
     return found
 
 
-def _missed(where: str, fault: Planted, verdict: Verdict) -> str:
+def _missed(where: str, fault: InjectedFault, verdict: FaultVerdict) -> str:
     said = ", ".join(f"{f.kind} {f.place} {list(f.ranks)}" for f in verdict.faults) or "nothing"
     return f"{where}: {fault.kind} {fault.place} {list(fault.ranks)} x{fault.factor:.1f}: {said}"
 
 
-def longest_waiter(evidence: Evidence) -> Verdict:
+def longest_waiter(evidence: Evidence) -> FaultVerdict:
     """The wrong idea: blame the rank that has waited longest."""
     waits = {
         rank: sum(entry.blocked_ns for entry in rows)
@@ -285,4 +291,4 @@ def longest_waiter(evidence: Evidence) -> Verdict:
         for rank, rows in evidence.entries.items()
     }
     rank = max(waits, key=lambda rank: waits[rank])
-    return Verdict(faults=(Fault(kind="non_communication_slow", place="rank", ranks=(rank,)),))
+    return FaultVerdict(faults=(Fault(kind="non_communication_slow", place="rank", ranks=(rank,)),))

@@ -25,11 +25,11 @@ from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.errors import RankError
 from shoal.parallel.protocols import Comm, Pending
 from shoal.train.watch.evidence import Evidence
-from shoal.train.watch.protocols import Verdict
+from shoal.train.watch.protocols import FaultVerdict
 from shoal.train.watch.recorder import Recorder
-from shoal.train.watch.watched import Watched
+from shoal.train.watch.watched_comm import WatchedComm
 
-__all__ = ["Planted", "draw", "right", "run_processes_step", "run_threads", "run_virtual"]
+__all__ = ["InjectedFault", "draw", "right", "run_processes_step", "run_threads", "run_virtual"]
 
 Kind = Literal[
     "communication_hang", "non_communication_hang", "communication_slow", "non_communication_slow"
@@ -53,7 +53,7 @@ _SWITCH_S = 2e-4
 
 
 @dataclass(frozen=True)
-class Planted:
+class InjectedFault:
     """A fault.
 
     Args:
@@ -79,7 +79,7 @@ class Planted:
         return (source if self.place == "sender" else target) == self.ranks[0]
 
 
-def draw(kind: Kind, world: int, steps: int, source: random.Random) -> Planted:
+def draw(kind: Kind, world: int, steps: int, source: random.Random) -> InjectedFault:
     """A fault of this kind somewhere."""
     rank, other = source.sample(range(world), 2)
     place = "rank"
@@ -93,10 +93,10 @@ def draw(kind: Kind, world: int, steps: int, source: random.Random) -> Planted:
         factor, step = source.uniform(3.0, 8.0), source.randrange(3)
     elif kind == "non_communication_slow":
         factor, step = source.uniform(1.5, 3.0), source.randrange(3)
-    return Planted(kind, place, ranks, factor, step)
+    return InjectedFault(kind, place, ranks, factor, step)
 
 
-def right(verdict: Verdict, fault: Planted) -> bool:
+def right(verdict: FaultVerdict, fault: InjectedFault) -> bool:
     """The fault is named, kind and place, and nothing else is."""
     named = {(f.kind, f.place, f.ranks) for f in verdict.faults}
     return named == {(fault.kind, fault.place, fault.ranks)}
@@ -130,7 +130,7 @@ class _Never:
 class _Faulty:
     """A communicator that loses the messages of a hanging link, from a step on."""
 
-    def __init__(self, inner: Comm, fault: Planted | None, *, hold_s: float = 0.0) -> None:
+    def __init__(self, inner: Comm, fault: InjectedFault | None, *, hold_s: float = 0.0) -> None:
         self.inner = inner
         self.fault = fault
         self.hold_s = hold_s
@@ -158,7 +158,7 @@ class _Faulty:
 class _SlowLinks(Links):
     """Links of which some have a fraction of the rate."""
 
-    fault: Planted | None = None
+    fault: InjectedFault | None = None
 
     def rate(self, link: tuple[int, int]) -> float:
         rate = super().rate(link)
@@ -166,7 +166,7 @@ class _SlowLinks(Links):
         return rate / fault.factor if fault is not None and fault.slows(*link) else rate
 
 
-def _stops(fault: Planted | None, rank: int, step: int) -> bool:
+def _stops(fault: InjectedFault | None, rank: int, step: int) -> bool:
     return (
         fault is not None
         and fault.kind == "non_communication_hang"
@@ -175,7 +175,7 @@ def _stops(fault: Planted | None, rank: int, step: int) -> bool:
     )
 
 
-def _slowness(fault: Planted | None, rank: int, step: int) -> float:
+def _slowness(fault: InjectedFault | None, rank: int, step: int) -> float:
     slow = (
         fault is not None
         and fault.kind == "non_communication_slow"
@@ -190,7 +190,7 @@ def _jitter(seed: int, rank: int, step: int) -> float:
 
 
 def run_virtual(
-    folder: Path, world: int, steps: int, fault: Planted | None, *, seed: int
+    folder: Path, world: int, steps: int, fault: InjectedFault | None, *, seed: int
 ) -> Evidence:
     """Steps of thread-ranks on a virtual clock; what they recorded, read long after."""
     links = _SlowLinks(latency_s=LATENCY_S, bandwidth=BANDWIDTH, fault=fault)
@@ -204,7 +204,7 @@ def run_virtual(
             clock=lambda: 1 + int(1e9 * inner.now),
         )
         below = _Faulty(inner, fault)
-        comm = Watched(below, recorder)
+        comm = WatchedComm(below, recorder)
         data = torch.ones(ELEMENTS)
         rooms = [torch.empty(ELEMENTS) for _ in range(world)]
         for step in range(steps):
@@ -232,7 +232,7 @@ def run_virtual(
 
 
 def run_threads(
-    folder: Path, world: int, steps: int, fault: Planted | None, *, seed: int
+    folder: Path, world: int, steps: int, fault: InjectedFault | None, *, seed: int
 ) -> Evidence:
     """The same in real time: computing and messages take time by sleeping."""
 
@@ -244,7 +244,7 @@ def run_threads(
             capacity=(2 * world) * (steps + 1),
         )
         below = _Faulty(inner, fault, hold_s=_THREAD_MESSAGE_S)
-        comm = Watched(below, recorder)
+        comm = WatchedComm(below, recorder)
         data = torch.ones(ELEMENTS)
         rooms = [torch.empty(ELEMENTS) for _ in range(world)]
         for step in range(steps):
@@ -284,7 +284,7 @@ def run_processes_step(comm: Comm, folder: str, steps: int, elements: int) -> fl
         # One host as far as clocks go: namespaces share them.
         host=socket.gethostname(),
     )
-    watched = Watched(comm, recorder)
+    watched = WatchedComm(comm, recorder)
     data = torch.ones(elements)
     rooms = [torch.empty(elements) for _ in range(comm.world)]
     begin = time.perf_counter()

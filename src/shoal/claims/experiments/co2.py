@@ -22,7 +22,14 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
@@ -141,21 +148,25 @@ class CO2Claim(BaseClaim):
             value = getattr(self, name)
             require(value >= 1, f"claim.co2.{name}", value, expected="1 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         context.progress("workers beside their simulation", 0.0)
         unlike = tuple(float(n) for n in _unlike(local=as_baseline))
-        metrics = {"unlike_simulation": Paired(method=unlike)}
+        metrics = {"unlike_simulation": PairedSamples(method=unlike)}
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         details: dict[str, Any] = {}
         context.progress("training of as many tokens", 0.05)
         runs, given = self._learning(context.seed)
         learned = context.keep("losses", lambda: _losses(runs, given), given=given, code=_CODE)
-        losses, details["learned"] = learned.value, learned.told()
+        losses, details["learned"] = learned.value, learned.details()
         summed = losses["every_step"]
         ours = losses["every_step" if as_baseline else "co2"]
-        metrics["loss_gap"] = Paired(method=tuple(a - b for a, b in zip(ours, summed, strict=True)))
+        metrics["loss_gap"] = PairedSamples(
+            method=tuple(a - b for a, b in zip(ours, summed, strict=True))
+        )
         details["heldout_loss"] = losses
         # Rounds as long whose averages are not late lose this much.
         bounds = {"loss_gap": losses["local_sgd"][0] - summed[0]}
@@ -163,7 +174,7 @@ class CO2Claim(BaseClaim):
         why = unavailable()
         if why is not None:
             skipped = dict.fromkeys(_TIMED, why)
-            return Samples(metrics=metrics, skipped=skipped, details=details, bounds=bounds)
+            return ClaimSamples(metrics=metrics, skipped=skipped, details=details, bounds=bounds)
         shaped = {"every_step": "every_step", "local_sgd": "local_sgd", "co2": "co2"}
         unshaped = dict(shaped)
         over_summed, over_local, kept = "co2", "co2", "co2"
@@ -186,17 +197,23 @@ class CO2Claim(BaseClaim):
             _extend(free, self._timed(None, turns, unshaped))
         seconds = {name: both[0] for name, both in timed.items()}
         metrics |= {
-            "over_summed": Paired(method=seconds[over_summed], baseline=seconds["every_step"]),
-            "over_local_sgd": Paired(method=seconds[over_local], baseline=seconds["local_sgd"]),
-            "not_exposed": Paired(method=tuple(1 - share for share in timed[over_local][1])),
-            "kept": Paired(
+            "over_summed": PairedSamples(
+                method=seconds[over_summed], baseline=seconds["every_step"]
+            ),
+            "over_local_sgd": PairedSamples(
+                method=seconds[over_local], baseline=seconds["local_sgd"]
+            ),
+            "not_exposed": PairedSamples(method=tuple(1 - share for share in timed[over_local][1])),
+            "kept": PairedSamples(
                 method=free[kept][0] if as_baseline else seconds["co2"], baseline=free["co2"][0]
             ),
         }
         details["step_s"] = {name: list(both[0]) for name, both in timed.items()}
         details["exposed"] = {name: list(both[1]) for name, both in timed.items()}
         details["unshaped_step_s"] = {name: list(both[0]) for name, both in free.items()}
-        return Samples(metrics=metrics, details=details, profile=_profile(timed), bounds=bounds)
+        return ClaimSamples(
+            metrics=metrics, details=details, profile=_profile(timed), bounds=bounds
+        )
 
     def _job(self, sync: Any, seed: int = 0) -> dict[str, Any]:
         from shoal.ir import TrainJob

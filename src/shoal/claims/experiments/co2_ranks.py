@@ -11,28 +11,28 @@ import numpy as np
 import torch
 
 from shoal.claims.experiments.arch_training import Recipe, batch, heldout, text
-from shoal.claims.lab.same_as_one import Fresh
+from shoal.claims.lab.same_as_one import SeededWeights
 from shoal.core.parts import table
 from shoal.ir import TrainJob
 from shoal.ir.hooks import TrainStep
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
 from shoal.parallel.outer.rounds import Rounds
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.train.protocols import Updater
 
-__all__ = ["Worker", "learn", "time_rounds"]
+__all__ = ["CO2Worker", "learn", "time_rounds"]
 
 # Share of the steps in which the learning rate rises.
 _WARM = 0.1
 
 
-class Worker:
+class CO2Worker:
     """One rank of a job whose steps are made one by one.
 
     Args:
@@ -46,7 +46,9 @@ class Worker:
     def __init__(
         self, comm: Comm, job: TrainJob, config: ModelConfig, data: np.ndarray, total: int
     ) -> None:
-        self.engine = Engine(job, check_split(job, config.shape()), Fresh(config, job.seed), comm)
+        self.engine = ParallelEngine(
+            job, check_split(job, config.shape()), SeededWeights(config, job.seed), comm
+        )
         optimizer = table("optimizer").build(job.optimizer)
         self.updater: Updater = optimizer.build(self.engine.sharded.owned())
         self.recipe = Recipe(steps=total, batch=job.global_batch, length=job.seq_len)
@@ -58,7 +60,7 @@ class Worker:
         inputs, targets = batch(self.data, self.recipe, job.seed, self.done)
         share = len(inputs) // engine.replicas
         own = slice(engine.replica * share, (engine.replica + 1) * share)
-        rows = Rows(inputs[own], targets[own], None, own.start, self.done)
+        rows = ReplicaSequences(inputs[own], targets[own], None, own.start, self.done)
         tokens = job.global_batch * job.seq_len // engine.workers
         loss = engine.backward(rows, job.microbatch or share, tokens)
         engine.finish()
@@ -100,7 +102,7 @@ def time_rounds(
     model = ModelConfig.model_validate(config)
     data = text().train
     total = 10**5  # no step is the last
-    workers = [Worker(comm, TrainJob.model_validate(job), model, data, total) for job in jobs]
+    workers = [CO2Worker(comm, TrainJob.model_validate(job), model, data, total) for job in jobs]
     found: list[list[list[float]]] = [[] for _ in jobs]
     for turn in range(turns):
         for at in list(range(len(jobs)))[:: -1 if turn % 2 else 1]:
@@ -138,7 +140,7 @@ def learn(
     known = text()
     found = []
     for job in jobs:
-        worker = Worker(comm, TrainJob.model_validate(job), model, known.train, steps)
+        worker = CO2Worker(comm, TrainJob.model_validate(job), model, known.train, steps)
         for _ in range(steps):
             worker.step()
         whole = worker.engine.whole

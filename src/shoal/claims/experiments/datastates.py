@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -103,7 +103,7 @@ class DataStatesClaim:
             expected="a multiple of 64 up to 4096",
         )
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """A process of torch, and a core for who copies."""
         from shoal.core.measure import num_cores
 
@@ -113,36 +113,40 @@ class DataStatesClaim:
             return "one core: nobody is free to copy while it computes"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         metrics = {"wrong_versions": self._versions(context, as_baseline)}
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         context.progress("saving after every step, in turns", 0.1)
         found = self._times(context, as_baseline)
         lazy = found[_BLOCKING if as_baseline else _LAZY]
         blocking, two_phase = found[_BLOCKING], found[_TWO_PHASE]
 
-        def avoided(other: dict[str, list[float]]) -> Paired:
+        def avoided(other: dict[str, list[float]]) -> PairedSamples:
             pairs = zip(lazy["blocked"], other["blocked"], strict=True)
-            return Paired(method=tuple(1 - mine / theirs for mine, theirs in pairs))
+            return PairedSamples(method=tuple(1 - mine / theirs for mine, theirs in pairs))
 
         metrics |= {
             "blocking_avoided": avoided(blocking),
             "two_phase_avoided": avoided(two_phase),
-            "end_to_end": Paired(method=tuple(lazy["step"]), baseline=tuple(blocking["step"])),
+            "end_to_end": PairedSamples(
+                method=tuple(lazy["step"]), baseline=tuple(blocking["step"])
+            ),
         }
         held_up = list(zip(two_phase["blocked"], found["peer"], strict=False))
         peers = {
-            "two_phase_avoided": Paired(
+            "two_phase_avoided": PairedSamples(
                 method=tuple(1 / ours for ours, _ in held_up),
                 baseline=tuple(1 / theirs for _, theirs in held_up),
             )
         }
         details: dict[str, JsonValue] = {"seconds": found}
-        return Samples(metrics=metrics, peers=peers, details=details)
+        return ClaimSamples(metrics=metrics, peers=peers, details=details)
 
-    def _times(self, context: Context, as_baseline: bool) -> dict[str, Any]:
+    def _times(self, context: ExperimentContext, as_baseline: bool) -> dict[str, Any]:
         from shoal.parallel.comm.processes import run_processes
 
         modes = [_BLOCKING, _TWO_PHASE] + ([] if as_baseline else [_LAZY])
@@ -161,7 +165,7 @@ class DataStatesClaim:
         )[0]
         return found
 
-    def _versions(self, context: Context, as_baseline: bool) -> Paired:
+    def _versions(self, context: ExperimentContext, as_baseline: bool) -> PairedSamples:
         from shoal.claims.experiments.datastates_rank import wrong_versions
 
         wrong = wrong_versions(
@@ -171,7 +175,7 @@ class DataStatesClaim:
             bytes_per_s=30e6,
             guarded=not as_baseline,
         )
-        return Paired(method=(float(wrong),))
+        return PairedSamples(method=(float(wrong),))
 
 
 def _config(width: int, layers: int) -> dict[str, Any]:

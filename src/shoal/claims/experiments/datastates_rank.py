@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 
 from shoal.checkpoint import SAVE_MODES
-from shoal.checkpoint.peers import Alone
+from shoal.checkpoint.peers import SinglePeer
 from shoal.checkpoint.store import MODEL, OPTIMIZER, Store
 from shoal.core.errors import CheckpointError
 from shoal.memory.tiers.mover import EmulatedLink
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.checkpoint.protocols import Saver, SaveTicket
-    from shoal.checkpoint.storage import Draft, Sink
+    from shoal.checkpoint.storage import Draft, FileSink
     from shoal.parallel.protocols import Comm
 
 __all__ = ["time_modes", "wrong_versions"]
@@ -40,12 +40,12 @@ class SlowSink:
         link: the disk's rate.
     """
 
-    def __init__(self, sink: Sink, link: EmulatedLink) -> None:
+    def __init__(self, sink: FileSink, link: EmulatedLink) -> None:
         self._sink, self._link = sink, link
         self.finish, self.abandon = sink.finish, sink.abandon
 
     def write(self, at: int, data: np.ndarray) -> None:
-        """See :class:`~shoal.checkpoint.storage.Sink`."""
+        """See :class:`~shoal.checkpoint.storage.FileSink`."""
         through = self._link.book(data.nbytes)
         self._sink.write(at, data)
         time.sleep(max(0.0, through - time.perf_counter()))
@@ -122,7 +122,7 @@ class TorchSave:
 
 
 @dataclass
-class Training:
+class DataStatesTraining:
     """A model, its optimizer, and a batch of random tokens.
 
     Args:
@@ -196,7 +196,7 @@ def time_modes(
         mode -> ``step`` and ``blocked`` seconds of every step; ``none`` -> seconds of a step that
         is not saved; ``peer`` -> seconds for which ``async_save`` holds training up; ``bytes``.
     """
-    run = Training(config, tokens)
+    run = DataStatesTraining(config, tokens)
     found: dict[str, Any] = {mode: {"step": [], "blocked": []} for mode in modes}
     found["bytes"] = sum(tensor.nbytes for tensor in run.held().values())
     number = 0
@@ -206,7 +206,7 @@ def time_modes(
             link = EmulatedLink(bytes_per_s)
             saver: Any = TorchSave(place, link) if mode == "torch.save" else None
             if saver is None:
-                saver = SAVE_MODES.build(mode).build(slow_store(place, link), Alone())
+                saver = SAVE_MODES.build(mode).build(slow_store(place, link), SinglePeer())
             with closing(saver):
                 for step in range(steps + 1):
                     number += 1
@@ -224,7 +224,7 @@ def time_modes(
     return found
 
 
-def _peer(run: Training, root: Path) -> list[float]:
+def _peer(run: DataStatesTraining, root: Path) -> list[float]:
     """How long ``async_save`` holds training up."""
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -259,10 +259,12 @@ def wrong_versions(
         bytes_per_s: of the disk.
         guarded: updates wait for what they change.
     """
-    run = Training(config, 32)
+    run = DataStatesTraining(config, 32)
     store = slow_store(root, EmulatedLink(bytes_per_s))
     store.keep = steps
-    saver: Saver = SAVE_MODES.build({"name": "lazy", "host_buffer": 2**24}).build(store, Alone())
+    saver: Saver = SAVE_MODES.build({"name": "lazy", "host_buffer": 2**24}).build(
+        store, SinglePeer()
+    )
     truth: dict[int, dict[str, Tensor]] = {}
     tickets: list[SaveTicket] = []
     with closing(saver):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.claims.bench.decode import Answer, distinct_runs, held_out_prompts, kept
-from shoal.claims.protocols import Context, Paired
+from shoal.claims.bench.decode import DecodeBatchResult, distinct_runs, held_out_prompts, regular
+from shoal.claims.protocols import ExperimentContext, PairedSamples
 from shoal.core.parts import Choice
 
 __all__ = [
@@ -21,14 +21,14 @@ __all__ = [
     "peer_rates",
     "prompts_of",
     "seconds_per_token",
+    "summarize",
     "target_of",
-    "told",
 ]
 
 TARGET = "shoal-27m"
 
 
-def target_of(context: Context) -> Path:
+def target_of(context: ExperimentContext) -> Path:
     """The directory of the target: the user's, or the mini-model, trained if it is not there."""
     from shoal.train import zoo
 
@@ -40,7 +40,7 @@ def target_of(context: Context) -> Path:
     return context.remember("target", make)
 
 
-def corpus_of(context: Context) -> Choice:
+def corpus_of(context: ExperimentContext) -> Choice:
     """The text that prompts are taken from."""
     from shoal.train import zoo
 
@@ -49,7 +49,7 @@ def corpus_of(context: Context) -> Choice:
     return zoo.corpus(TARGET) if context.model is None else Choice(name="stdlib")
 
 
-def prompts_of(context: Context, count: int, length: int, after: int) -> list[list[int]]:
+def prompts_of(context: ExperimentContext, count: int, length: int, after: int) -> list[list[int]]:
     """Held-out prompts for the target."""
     return context.remember(
         f"prompts {count} {length} {after}",
@@ -60,22 +60,27 @@ def prompts_of(context: Context, count: int, length: int, after: int) -> list[li
 
 
 def seconds_per_token(
-    method: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]
-) -> tuple[Paired, list[int]]:
+    method: Sequence[Sequence[DecodeBatchResult]], plain: Sequence[Sequence[DecodeBatchResult]]
+) -> tuple[PairedSamples, list[int]]:
     """Seconds a token of whole rounds, method and plain, loops left out; and who was kept."""
-    places = kept(plain[0])
+    places = regular(plain[0])
 
-    def each(rounds: Sequence[Sequence[Answer]]) -> tuple[float, ...]:
+    def each(rounds: Sequence[Sequence[DecodeBatchResult]]) -> tuple[float, ...]:
         return tuple(
             sum(one[place].seconds for place in places) / sum(one[place].count for place in places)
             for one in rounds
         )
 
-    return Paired(method=each(method), baseline=each(plain)), places
+    return PairedSamples(method=each(method), baseline=each(plain)), places
 
 
 def drafter_of(
-    context: Context, kind: str, *, tokens: int | None = None, seed: int = 0, **options: Any
+    context: ExperimentContext,
+    kind: str,
+    *,
+    tokens: int | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> tuple[Path, float | None]:
     """The directory of a drafter for the target, and the s that its training took, if known.
 
@@ -101,7 +106,7 @@ def drafter_of(
     return context.remember(f"drafter {kind} {tokens} {seed} {sorted(options.items())}", make)
 
 
-def told(answers: Sequence[Answer]) -> dict[str, float]:
+def summarize(answers: Sequence[DecodeBatchResult]) -> dict[str, float]:
     """What answers of one method were like, over all of them."""
     steps = sum(one.steps for one in answers)
     return {
@@ -114,7 +119,7 @@ def told(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def agreement(found: Sequence[Answer], wanted: Sequence[Answer]) -> float:
+def agreement(found: Sequence[DecodeBatchResult], wanted: Sequence[DecodeBatchResult]) -> float:
     """Share of tokens before the first that differs, over all answers; 1 where all are equal."""
     same = total = 0
     for one, other in zip(found, wanted, strict=True):
@@ -129,7 +134,7 @@ def agreement(found: Sequence[Answer], wanted: Sequence[Answer]) -> float:
 
 def peer_rates(
     target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, ours: Callable[[int], float]
-) -> Paired:
+) -> PairedSamples:
     """Tokens per s of plain greedy decoding by our engine and by transformers, prompt by prompt.
 
     Args:
@@ -161,7 +166,7 @@ def peer_rates(
 
     theirs(prompts[0])
     pairs = [(ours(place), theirs(prompt)) for place, prompt in enumerate(prompts)]
-    return Paired(
+    return PairedSamples(
         method=tuple(new_tokens / mine for mine, _ in pairs),
         baseline=tuple(new_tokens / other for _, other in pairs),
     )

@@ -18,25 +18,32 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
-from shoal.plan.memory.stride import HOST_ONLY, Pattern, Rates, choose, steady_stride, timeline
+from shoal.plan.memory.stride import (
+    HOST_ONLY,
+    UpdatePattern,
+    UpdateRates,
+    choose,
+    steady_stride,
+    timeline,
+)
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.memory.offload.interleaved import Interleaved, Workers
+    from shoal.memory.offload.interleaved import InterleavedUpdater, Workers
 
-__all__ = ["DeepOptimizerStates"]
+__all__ = ["DeepOptimizerStatesClaim"]
 
 _HOST = "the host alone"
 _PAPER = "iterations 2.5x faster than offload with a fixed ratio or to the host alone"
 # Host 1.5, device 25, conversion 8 and link 12 billion parameters or words a second: H100 class.
-_PUBLISHED = Rates(host=1.5e9, device=25e9, convert=8e9, link=12e9)
+_PUBLISHED = UpdateRates(host=1.5e9, device=25e9, convert=8e9, link=12e9)
 _STRIDES = (2, 3, 4, 5, 6)
 # From most on the device to nothing there: how far a choice is from the best is counted in this.
 _ORDER = (*_STRIDES, HOST_ONLY)
@@ -45,7 +52,7 @@ _EXACT_STEPS = 10
 
 
 @part
-class DeepOptimizerStates:
+class DeepOptimizerStatesClaim:
     """Updates of bf16 weights with an fp32 state on the host.
 
     Args:
@@ -103,7 +110,7 @@ class DeepOptimizerStates:
             where = f"claim.deep_optimizer_states.{name}"
             require(value >= 1, where, value, expected="1 or more")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Two threads need a core each."""
         if importlib.util.find_spec("torch") is None:
             return "no torch; install shoal-ml[run]"
@@ -111,24 +118,28 @@ class DeepOptimizerStates:
             return "one core: host and device need one each"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         context.progress("ten exact steps", 0.02)
         wrong, share = _exact(context.seed, as_baseline)
         best, played = choose(_PUBLISHED, [10**8] * 20)
         alone = played[0].seconds
         metrics = {
-            "wrong_numbers": Paired(method=(float(wrong),)),
-            "state_over_slots": Paired(method=(share,)),
-            "published_update": Paired(
+            "wrong_numbers": PairedSamples(method=(float(wrong),)),
+            "state_over_slots": PairedSamples(method=(share,)),
+            "published_update": PairedSamples(
                 method=(alone if as_baseline else best.seconds,), baseline=(alone,)
             ),
         }
         if quick:
-            return Samples(metrics=metrics, details={"published": best.pattern.told()})
+            return ClaimSamples(metrics=metrics, details={"published": best.pattern.describe()})
         return self._timed(context, metrics, as_baseline)
 
-    def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
+    def _timed(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
+    ) -> ClaimSamples:
         from shoal.memory.offload.interleaved import Workers, rates_of
         from shoal.memory.tiers.mover import EmulatedLink
 
@@ -166,7 +177,7 @@ class DeepOptimizerStates:
             best = min(_ORDER, key=lambda stride: medians[stride])
             off.append(float(abs(_ORDER.index(auto) - _ORDER.index(best))))
             if wanted == 2:
-                metrics["update"] = Paired(
+                metrics["update"] = PairedSamples(
                     method=timed.seconds[str(auto)], baseline=timed.seconds[str(HOST_ONLY)]
                 )
             told.append(
@@ -184,11 +195,11 @@ class DeepOptimizerStates:
                 f"{medians[HOST_ONLY] / medians[auto]:.2f}x the host alone, predicted "
                 f"{predicted[HOST_ONLY] / predicted[auto]:.2f}x"
             )
-        metrics["stride_off"] = Paired(method=tuple(off))
+        metrics["stride_off"] = PairedSamples(method=tuple(off))
         context.progress("two equal cores", 0.9)
         equal, peer = self._equal_cores(context, as_baseline)
         fastest = predicted_limit(rates)
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds={"update": fastest},
             peers={"update": peer},
@@ -197,27 +208,29 @@ class DeepOptimizerStates:
             details={"settings": told, "equal_cores": equal, "rates": rates.model_dump()},
         )
 
-    def _pattern(self, sizes: list[int], stride: int) -> Pattern:
-        return Pattern(groups=len(sizes), stride=stride)
+    def _pattern(self, sizes: list[int], stride: int) -> UpdatePattern:
+        return UpdatePattern(groups=len(sizes), stride=stride)
 
-    def _made(self, workers: Workers, stride: int, *, fused: bool = False) -> Interleaved:
-        from shoal.memory.offload.interleaved import Interleaved
-        from shoal.memory.tiers.tier import MemoryTier
+    def _made(self, workers: Workers, stride: int, *, fused: bool = False) -> InterleavedUpdater:
+        from shoal.memory.offload.interleaved import InterleavedUpdater
+        from shoal.memory.tiers.tier import BudgetedTier
 
         total = self.sub_group * self.groups
-        made = Interleaved(
+        made = InterleavedUpdater(
             _weights(total),
             AdamW(fused=fused),
             sub_group=self.sub_group,
             pattern=lambda sizes: self._pattern(list(sizes), stride),
-            device=MemoryTier("device", 8 * total + 24 * self.sub_group + 2**20),
-            host=MemoryTier("host", 16 * total + 2**20),
+            device=BudgetedTier("device", 8 * total + 24 * self.sub_group + 2**20),
+            host=BudgetedTier("host", 16 * total + 2**20),
             workers=workers,
         )
         made.zero_gradients()
         return made
 
-    def _equal_cores(self, context: Context, as_baseline: bool) -> tuple[float, Paired]:
+    def _equal_cores(
+        self, context: ExperimentContext, as_baseline: bool
+    ) -> tuple[float, PairedSamples]:
         """What interleaving gains where nothing is held to a rate; and our baseline's peer."""
         import torch
 
@@ -253,14 +266,14 @@ class DeepOptimizerStates:
             name: tuple(total / s for s in timed.seconds[name]) for name in ("single", "torch")
         }
         gain = timed.median("host").value / timed.median("both").value
-        return gain, Paired(method=rates["single"], baseline=rates["torch"])
+        return gain, PairedSamples(method=rates["single"], baseline=rates["torch"])
 
 
 def _named(stride: int) -> str:
-    return Pattern(groups=max(1, stride), stride=stride).told()
+    return UpdatePattern(groups=max(1, stride), stride=stride).describe()
 
 
-def _update(one: Interleaved) -> None:
+def _update(one: InterleavedUpdater) -> None:
     one.step()
     one.settle()
 
@@ -271,7 +284,7 @@ def _weights(total: int) -> dict[str, Tensor]:
     return {"weights": torch.zeros(1, total, dtype=torch.bfloat16)}
 
 
-def _link_for(rates: Rates, size: int, stride: int) -> float:
+def _link_for(rates: UpdateRates, size: int, stride: int) -> float:
     """Words a second at which the formula says ``stride``, in the middle of what says so."""
 
     def load(words: float) -> float:
@@ -286,7 +299,7 @@ def _link_for(rates: Rates, size: int, stride: int) -> float:
     return low
 
 
-def predicted_limit(rates: Rates) -> float:
+def predicted_limit(rates: UpdateRates) -> float:
     """How many times faster all resources together could be at most: no way takes any time."""
     host = 1 / rates.host + 1 / rates.convert
     return 1 + host * rates.device
@@ -296,8 +309,8 @@ def _exact(seed: int, as_baseline: bool) -> tuple[int, float]:
     """(numbers that are not AdamW's after ten steps, most state on the device over two slots)."""
     import torch
 
-    from shoal.memory.offload.interleaved import Interleaved
-    from shoal.memory.tiers.tier import MemoryTier
+    from shoal.memory.offload.interleaved import InterleavedUpdater
+    from shoal.memory.tiers.tier import BudgetedTier
 
     rule = AdamW(lr=1e-3, fused=False)
     size, groups = 1000, 9
@@ -307,16 +320,16 @@ def _exact(seed: int, as_baseline: bool) -> tuple[int, float]:
     patterns = [(HOST_ONLY, False), (2, False), (3, False), (2, True), (4, True)]
     for stride, mirrored in patterns[:1] if as_baseline else patterns:
         own = torch.nn.Parameter(start.clone())
-        device = MemoryTier("device", 2**22)
-        made = Interleaved(
+        device = BudgetedTier("device", 2**22)
+        made = InterleavedUpdater(
             {"w": own},
             rule,
             sub_group=size,
-            pattern=lambda sizes, k=stride, m=mirrored: Pattern(  # type: ignore[misc]
+            pattern=lambda sizes, k=stride, m=mirrored: UpdatePattern(  # type: ignore[misc]
                 groups=len(sizes), stride=k, mirrored=m
             ),
             device=device,
-            host=MemoryTier("host", 2**22),
+            host=BudgetedTier("host", 2**22),
         )
         theirs = torch.nn.Parameter(start.clone())
         torchs = torch.optim.AdamW(

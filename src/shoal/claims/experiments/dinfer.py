@@ -25,11 +25,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.corpora.tasks import NAMES, Problem, is_right, problem
+from shoal.corpora.tasks import NAMES, QuestionAnswer, is_right, problem
 from shoal.ir import Request, SamplingParams, ServeJob
 from shoal.kernel.threads import torch_threads
 from shoal.train import zoo
@@ -194,12 +201,14 @@ class DInfer(BaseClaim):
             expected=f"at least {len(NAMES)} in each of {self.rounds} rounds",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         with torch_threads(1):
             metrics = self._counted(context, as_baseline=as_baseline)
             if quick:
-                return Samples(metrics=metrics)
+                return ClaimSamples(metrics=metrics)
             found = context.remember("answers", lambda: self._answers(context))
         answers: dict[str, list[list[_Answer]]] = found["answers"]
         full = answers[_ONE if as_baseline else _FULL]
@@ -220,11 +229,11 @@ class DInfer(BaseClaim):
             f"{arm}: {row['seconds_a_pass'] * 1e3:.2f} ms a pass, {row['tokens_a_pass']:.2f} tokens"
             for arm, row in table.items()
         )
-        return Samples(metrics=metrics, details=details, profile=profile)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
     # ------------------------------------------------------------------ a trained model
 
-    def _answers(self, context: Context) -> dict[str, Any]:
+    def _answers(self, context: ExperimentContext) -> dict[str, Any]:
         """Answers of every arm by rounds; those that loop in any arm are left out of all."""
         context.progress("training the models, minutes the first time", 0.0)
         began = time.perf_counter()
@@ -254,7 +263,9 @@ class DInfer(BaseClaim):
 
     # ------------------------------------------------------------------ a fresh model
 
-    def _counted(self, context: Context, *, as_baseline: bool) -> dict[str, Paired]:
+    def _counted(
+        self, context: ExperimentContext, *, as_baseline: bool
+    ) -> dict[str, PairedSamples]:
         """What a model with random weights is enough for."""
         import torch
 
@@ -280,8 +291,8 @@ class DInfer(BaseClaim):
                     wanted = _published(model, prompt, torch)
                     differing += sum(a != b for a, b in zip(wanted, found, strict=True))
         return {
-            "computed_tokens": Paired(method=(computed[_FULL],), baseline=(computed[_ONE],)),
-            "differing_tokens": Paired(method=(float(differing),)),
+            "computed_tokens": PairedSamples(method=(computed[_FULL],), baseline=(computed[_ONE],)),
+            "differing_tokens": PairedSamples(method=(float(differing),)),
         }
 
 
@@ -348,7 +359,7 @@ class _Asked:
         self._tokenizer = tokenizer.load(place)
         self._end = tokenizer.end_of_text(self._tokenizer, place)
 
-    def __call__(self, asked: Problem) -> _Answer:
+    def __call__(self, asked: QuestionAnswer) -> _Answer:
         """Decode one problem and check what came."""
         ids = self._tokenizer.encode(asked.prompt, add_special_tokens=False).ids
         params = SamplingParams(max_tokens=_LENGTH - len(ids), stop_ids=frozenset({self._end}))
@@ -387,12 +398,12 @@ def _seconds(some: Sequence[_Answer]) -> float:
     return sum(one.seconds for one in some) / sum(one.tokens for one in some)
 
 
-def _paired(full: Any, base: Any, number: Any) -> Paired:
-    return Paired(method=tuple(map(number, full)), baseline=tuple(map(number, base)))
+def _paired(full: Any, base: Any, number: Any) -> PairedSamples:
+    return PairedSamples(method=tuple(map(number, full)), baseline=tuple(map(number, base)))
 
 
-def _accuracies(full: Any, base: Any) -> Paired:
-    return Paired(method=(_right(full),), baseline=(_right(base),))
+def _accuracies(full: Any, base: Any) -> PairedSamples:
+    return PairedSamples(method=(_right(full),), baseline=(_right(base),))
 
 
 def _right(rounds: Sequence[Sequence[_Answer]]) -> float:

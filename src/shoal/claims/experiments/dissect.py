@@ -20,19 +20,19 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import check_quiet
 from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine import host
-from shoal.machine.probes.gpu import Gpu
+from shoal.machine.probes.gpu import GpuProbe
 from shoal.machine.probes.matmul import Matmul
 from shoal.machine.probes.memory_bandwidth import MemoryBandwidth
-from shoal.machine.probes.memory_latency import Chain, MemoryLatency
+from shoal.machine.probes.memory_latency import MemoryLatency, PointerChain
 from shoal.machine.probes.units import Units
-from shoal.machine.protocols import Context as Probing
+from shoal.machine.protocols import ProbeContext as Probing
 
 __all__ = ["SHAPES", "Dissect", "adjacent_ratios", "predict", "prefetchable_steps", "size_errors"]
 
@@ -191,7 +191,7 @@ class Dissect:
         )
         require(self.repeats >= 3, "claim.dissect.repeats", self.repeats, expected="at least 3")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Without a compiler nothing can be probed."""
         if compiler() is None:
             return "no C++ compiler; install g++"
@@ -199,18 +199,20 @@ class Dissect:
             return "the operating system reports no caches to compare with"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count prefetchable steps; the full run also probes, for about 10 s.
 
         Raises:
             NoisyMachineError: the machine is busy with something else after the full run.
         """
         share = prefetchable_steps(CHAIN_BYTES, seed=context.seed, random=not as_baseline)
-        metrics = {"prefetchable_steps": Paired(method=(share,))}
+        metrics = {"prefetchable_steps": PairedSamples(method=(share,))}
         details: dict[str, JsonValue] = {}
         skipped: dict[str, str] = {}
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         with Probing(fast=True, home=context.work_dir) as probing:
             context.progress("memory latency", 0.0)
             chase = MemoryLatency(
@@ -224,8 +226,8 @@ class Dissect:
                 "latency_s": [[m.at, m.median] for m in chase if m.quantity == "latency"],
                 "levels": {m.quantity: m.median for m in chase if m.at is None},
             }
-            metrics["cache_size_error"] = Paired(method=size_errors(chase, host.caches()))
-            metrics["level_ratio"] = Paired(method=adjacent_ratios(chase))
+            metrics["cache_size_error"] = PairedSamples(method=size_errors(chase, host.caches()))
+            metrics["level_ratio"] = PairedSamples(method=adjacent_ratios(chase))
             self._compute(context, probing, metrics, skipped, details, as_baseline)
             self._gpu(probing, metrics, skipped, as_baseline)
             if not as_baseline:
@@ -233,13 +235,13 @@ class Dissect:
                 # Our own child must not be taken for one.
                 probing.close()
                 check_quiet()
-        return Samples(metrics=metrics, skipped=skipped, details=details)
+        return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
 
     def _compute(
         self,
-        context: Context,
+        context: ExperimentContext,
         probing: Probing,
-        metrics: dict[str, Paired],
+        metrics: dict[str, PairedSamples],
         skipped: dict[str, str],
         details: dict[str, JsonValue],
         as_baseline: bool,
@@ -274,23 +276,25 @@ class Dissect:
                     predicted.append(guess)
                     measured.append(middle)
                     table.append([m, n, k, dtype, guess, middle, *seconds])
-            metrics["roofline_error"] = Paired(method=tuple(predicted), baseline=tuple(measured))
+            metrics["roofline_error"] = PairedSamples(
+                method=tuple(predicted), baseline=tuple(measured)
+            )
             details["products"] = table
             context.progress("once more", 0.8)
             edge = Matmul(sizes=(512, 1024), repeats=repeats)
             products = [edge.run(probing) for _ in range(2)]
         first = [*units[0], *(products[0] if products else [])]
         second = [*units[1], *(products[1] if products else [])]
-        metrics["repeat_error"] = Paired(method=repeat_errors(first, second))
+        metrics["repeat_error"] = PairedSamples(method=repeat_errors(first, second))
 
     def _gpu(
         self,
         probing: Probing,
-        metrics: dict[str, Paired],
+        metrics: dict[str, PairedSamples],
         skipped: dict[str, str],
         as_baseline: bool,
     ) -> None:
-        found = Gpu(repeats=self.repeats).run(probing)
+        found = GpuProbe(repeats=self.repeats).run(probing)
         rates = {
             dtype: max((m.median for m in found if m.quantity == f"matmul_{dtype}"), default=0.0)
             for dtype in DTYPES
@@ -299,12 +303,12 @@ class Dissect:
             skipped["gpu_bf16_over_fp32"] = probing.skipped["gpu"]
         else:
             part_rate = rates["fp32" if as_baseline else "bf16"]
-            metrics["gpu_bf16_over_fp32"] = Paired(method=(part_rate / rates["fp32"],))
+            metrics["gpu_bf16_over_fp32"] = PairedSamples(method=(part_rate / rates["fp32"],))
 
 
 def prefetchable_steps(bytes_: int, *, seed: int, random: bool) -> float:
     """Share of the chase's steps that go to a neighbouring line, read from the chain itself."""
-    with Chain(bytes_, huge=False, seed=seed, random=random) as chain:
+    with PointerChain(bytes_, huge=False, seed=seed, random=random) as chain:
         follows = chain.follow()
     return sum(abs(after - line) == 1 for line, after in enumerate(follows)) / len(follows)
 

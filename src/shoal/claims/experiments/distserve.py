@@ -23,18 +23,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part, table
-from shoal.cost.serving.fleet import Instance, Wire, simulate_fleet
+from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate_fleet
 from shoal.cost.serving.queueing import md1_ttft
-from shoal.cost.serving.simulator import Served
-from shoal.ir import Arrival, Limits
-from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.cost.serving.simulator import ServedRequest
+from shoal.ir import Arrival, SchedulerLimits
+from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.serving.goodput import Goodput, Slo, poisson
 
 if TYPE_CHECKING:
-    from shoal.claims.experiments.distserve_real import Point
+    from shoal.claims.experiments.distserve_real import RatePoint
 
 __all__ = ["COST", "DistServe", "system"]
 
@@ -56,28 +63,30 @@ _CHAT_TTFT, _CHAT_TPOT = 1.0, 0.2
 _REAL = ("attainment_error", "throughput_error", "wrong_bytes")
 
 
-def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Sequence[Served]], int]:
+def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Sequence[ServedRequest]], int]:
     """How a system serves, and its devices: ``apart``, ``prefill_first`` or ``fcfs:TOKENS``."""
 
-    def instance(kind: str, part: dict[str, Any], tokens: int) -> Instance:
+    def instance(kind: str, part: dict[str, Any], tokens: int) -> SimulatedInstance:
         kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(_KV_TOKENS)
-        limits = Limits(max_running=256, max_step_tokens=tokens, max_position=_POSITIONS)
-        return Instance(table(kind).build(part).build(kv, limits), COST)
+        limits = SchedulerLimits(max_running=256, max_step_tokens=tokens, max_position=_POSITIONS)
+        return SimulatedInstance(table(kind).build(part).build(kv, limits), COST)
 
     if name == "apart":
-        wire = Wire(bandwidth=_BANDWIDTH, token_bytes=_TOKEN_BYTES)
+        wire = KVTransferLink(bandwidth=_BANDWIDTH, token_bytes=_TOKEN_BYTES)
 
-        def apart(arrivals: Sequence[Arrival]) -> Sequence[Served]:
+        def apart(arrivals: Sequence[Arrival]) -> Sequence[ServedRequest]:
             front = instance("phase", {"name": "prefill", "batch_tokens": _BATCH}, _BATCH)
             back = instance("phase", {"name": "decode"}, _BATCH)
-            return simulate_fleet([front], [back], LeastLoaded(1, 1), arrivals, wire=wire).served
+            return simulate_fleet(
+                [front], [back], LeastLoadedDispatcher(1, 1), arrivals, wire=wire
+            ).served
 
         return apart, 2
     scheduler, _, tokens = name.partition(":")
 
-    def both(arrivals: Sequence[Arrival]) -> Sequence[Served]:
+    def both(arrivals: Sequence[Arrival]) -> Sequence[ServedRequest]:
         one = instance("scheduler", {"name": scheduler}, int(tokens or _BATCH))
-        return simulate_fleet([one], [], LeastLoaded(1), arrivals).served
+        return simulate_fleet([one], [], LeastLoadedDispatcher(1), arrivals).served
 
     return both, 1
 
@@ -236,7 +245,9 @@ class DistServe(BaseClaim):
         require(self.requests >= 500, "claim.distserve.requests", self.requests, expected="500 up")
         require(self.seconds > 0, "claim.distserve.seconds", self.seconds, expected="more than 0")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Simulate; then, unless it is quick, serve."""
         rates: dict[tuple[str, str], Goodput] = context.remember("rates", dict)
         step = 0.5 if quick else 0.05
@@ -263,12 +274,12 @@ class DistServe(BaseClaim):
         chunked = max(found(f"fcfs:{size}", "code", tight) for size in chunks)
         mine = found(ours, "code", tight)
         metrics = {
-            "over_prefill_first": Paired(method=(mine,), baseline=(first,)),
-            "over_chunked": Paired(method=(mine,), baseline=(chunked,)),
+            "over_prefill_first": PairedSamples(method=(mine,), baseline=(first,)),
+            "over_chunked": PairedSamples(method=(mine,), baseline=(chunked,)),
         }
         details: dict[str, JsonValue] = {}
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         context.progress("curves", 0.1)
         for workload, ttft in (("code", _CODE_TTFT), ("chat", _CHAT_TTFT)):
             curve: dict[str, list[float]] = {"apart": [], "prefill_first": [], "chunked": []}
@@ -287,26 +298,32 @@ class DistServe(BaseClaim):
         better = max(
             found(n, "chat", loose) for n in ("prefill_first", *(f"fcfs:{c}" for c in chunks))
         )
-        metrics["loose_chat"] = Paired(method=(found(ours, "chat", loose),), baseline=(better,))
-        metrics["queue_error"] = Paired(method=_queue_errors(context, as_baseline))
+        metrics["loose_chat"] = PairedSamples(
+            method=(found(ours, "chat", loose),), baseline=(better,)
+        )
+        metrics["queue_error"] = PairedSamples(method=_queue_errors(context, as_baseline))
         context.progress("two processes", 0.4)
         points = context.remember("real", lambda: self._serve(context, details))
         place = 2 if as_baseline else 1
-        metrics["attainment_error"] = Paired(
+        metrics["attainment_error"] = PairedSamples(
             method=tuple(abs(p.attained[place] - p.attained[0]) for p in points)
         )
-        metrics["throughput_error"] = Paired(
+        metrics["throughput_error"] = PairedSamples(
             method=tuple(abs(p.throughput[place] / p.throughput[0] - 1) for p in points)
         )
         wrong = sum(abs(p.moved[0] - p.moved[1]) for p in points)
-        metrics["wrong_bytes"] = Paired(method=(float(wrong),))
+        metrics["wrong_bytes"] = PairedSamples(method=(float(wrong),))
         details["points"] = [point.model_dump(mode="json") for point in points]
         # Nobody tells attainment better than the machine keeps its pace.
         bounds = {"attainment_error": max(point.swing for point in points)}
-        return Samples(metrics=metrics, details=details, profile=_profile(points), bounds=bounds)
+        return ClaimSamples(
+            metrics=metrics, details=details, profile=_profile(points), bounds=bounds
+        )
 
-    def _serve(self, context: Context, details: dict[str, JsonValue]) -> Sequence[Point]:
-        from shoal.claims.experiments.distserve_real import Real
+    def _serve(
+        self, context: ExperimentContext, details: dict[str, JsonValue]
+    ) -> Sequence[RatePoint]:
+        from shoal.claims.experiments.distserve_real import RealSystems
         from shoal.core.measure import check_quiet
         from shoal.model import huggingface
         from shoal.train import zoo
@@ -314,7 +331,7 @@ class DistServe(BaseClaim):
         where = context.work_dir / "model"
         huggingface.write(where, zoo.random(self.model, context.seed))
         check_quiet(wait_s=60.0)
-        real = Real(where, seconds=self.seconds, seed=context.seed)
+        real = RealSystems(where, seconds=self.seconds, seed=context.seed)
         points = real.points()
         details["around"] = {name: dict(found) for name, found in real.around.items()}
         details["attempts"] = [point.model_dump(mode="json") for point in real.attempts]
@@ -322,7 +339,7 @@ class DistServe(BaseClaim):
         return points
 
 
-def _profile(points: Sequence[Point]) -> str:
+def _profile(points: Sequence[RatePoint]) -> str:
     """Where predictions went wrong: attainment beside how much longer steps took than predicted."""
     told = []
     for point in points:
@@ -349,7 +366,7 @@ def _crossing(curve: dict[str, list[float]]) -> float | None:
     return None
 
 
-def _queue_errors(context: Context, as_baseline: bool) -> tuple[float, ...]:
+def _queue_errors(context: ExperimentContext, as_baseline: bool) -> tuple[float, ...]:
     """Relative errors of the mean time to the first token of equal prompts."""
     import numpy as np
 
@@ -362,12 +379,12 @@ def _queue_errors(context: Context, as_baseline: bool) -> tuple[float, ...]:
             decode=DecodeLine(step=1.0, key=0.0, request=0.0),
         )
         kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(4096)
-        limits = Limits(max_running=1, max_step_tokens=4, max_position=64)
+        limits = SchedulerLimits(max_running=1, max_step_tokens=4, max_position=64)
         part = table("phase").build({"name": "prefill", "batch_tokens": 4})
         gaps = generator(context.seed, purpose="distserve m/d/1").exponential(1 / load, 100_000)
         arrivals = [Arrival(float(at), (1, 2, 3, 4), 1) for at in np.cumsum(gaps)]
-        front = Instance(part.build(kv, limits), cost)
-        seen = simulate_fleet([front], [], LeastLoaded(1), arrivals).served
+        front = SimulatedInstance(part.build(kv, limits), cost)
+        seen = simulate_fleet([front], [], LeastLoadedDispatcher(1), arrivals).served
         mean = float(np.mean([one.ttft for one in seen]))
         said = 1.0 if as_baseline else md1_ttft(load, 1.0)
         errors.append(abs(mean / said - 1))

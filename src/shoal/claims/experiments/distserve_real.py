@@ -23,23 +23,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.core.config import Value
-from shoal.core.measure import Elsewhere
+from shoal.core.measure import BackgroundLoad
 from shoal.core.parts import table
-from shoal.cost.serving.fleet import Instance, Wire, attainment, simulate_fleet
-from shoal.cost.serving.simulator import Served, quantities
+from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, attainment, simulate_fleet
+from shoal.cost.serving.simulator import ServedRequest, quantities
 from shoal.cost.step_cost.cooling import Cooling, Warmth, fit_cooling
-from shoal.cost.step_cost.fitted import Fitted, Sample, fit, scaled
-from shoal.ir import Arrival, Disagg, Limits, ServeJob
-from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.cost.step_cost.fitted import FittedStepCost, StepSample, fit, scaled
+from shoal.ir import Arrival, Disagg, SchedulerLimits, ServeJob
+from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.serving.goodput import Goodput, Slo, poisson
 from shoal.serve.bench.rehearse import OTHERS, PULSE, STEADY, spread_of
 
 if TYPE_CHECKING:
     from shoal.serve.cluster.disagg import DisaggEngine
 
-__all__ = ["Costs", "Point", "Real", "alone"]
+__all__ = ["PhaseCosts", "RatePoint", "RealSystems", "alone"]
 
-_LIMITS = Limits(max_running=32, max_step_tokens=256, max_position=1024)
+_LIMITS = SchedulerLimits(max_running=32, max_step_tokens=256, max_position=1024)
 _KV_TOKENS = 8192
 _RATES = (0.4, 0.7, 0.9, 1.1, 1.4)
 _REHEARSED = (0.7, 1.4)
@@ -49,7 +49,7 @@ _ATTEMPTS = 3
 _QUANTILES = (50.0, 90.0, 99.0)
 
 
-class Point(Value):
+class RatePoint(Value):
     """One rate.
 
     Args:
@@ -85,7 +85,7 @@ class Point(Value):
         return self.changed <= STEADY and self.others <= OTHERS
 
 
-class Costs:
+class PhaseCosts:
     """What steps take in each phase, after which pause: fitted to what was recorded.
 
     Args:
@@ -93,21 +93,21 @@ class Costs:
         first: for all phases, until something is recorded.
     """
 
-    def __init__(self, roles: Sequence[str], first: Fitted) -> None:
+    def __init__(self, roles: Sequence[str], first: FittedStepCost) -> None:
         self.roles = roles
         warm = Cooling(cold_s=0.0, tau_s=1.0, keeps=0.0)
         self.of = dict.fromkeys(roles, (first, warm))
-        self._runs: dict[str, list[Sequence[Sample]]] = {role: [] for role in roles}
+        self._runs: dict[str, list[Sequence[StepSample]]] = {role: [] for role in roles}
         # s of fixed steps when what is in ``of`` held.
         self._pulse: dict[str, float] = {}
 
-    def drift(self, recorded: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    def drift(self, recorded: Sequence[Sequence[StepSample]]) -> dict[str, float]:
         """What the steps of each instance took over what is said of them, by phase."""
         return {role: _over(self._mine(role, recorded), *self.of[role]) for role in self.of}
 
     def learn(
         self,
-        recorded: Sequence[Sequence[Sample]],
+        recorded: Sequence[Sequence[StepSample]],
         before: Mapping[str, float],
         after: Mapping[str, float],
     ) -> dict[str, float]:
@@ -144,17 +144,19 @@ class Costs:
                 self.of[role] = _times(factor, cost, cooling)
                 self._pulse[role] = pulse[role]
 
-    def scaled(self, factor: float) -> Costs:
+    def scaled(self, factor: float) -> PhaseCosts:
         """The same, were all steps to take so many times as long."""
-        other = Costs(self.roles, self.of[self.roles[0]][0])
+        other = PhaseCosts(self.roles, self.of[self.roles[0]][0])
         other.of = {role: _times(factor, *known) for role, known in self.of.items()}
         return other
 
-    def _mine(self, role: str, recorded: Sequence[Sequence[Sample]]) -> list[Sequence[Sample]]:
+    def _mine(
+        self, role: str, recorded: Sequence[Sequence[StepSample]]
+    ) -> list[Sequence[StepSample]]:
         return [run for mine, run in zip(self.roles, recorded, strict=True) if mine == role]
 
 
-def alone(costs: Costs, arrivals: Sequence[Arrival]) -> list[Served]:
+def alone(costs: PhaseCosts, arrivals: Sequence[Arrival]) -> list[ServedRequest]:
     """What a prediction without queues and company says: each request by itself."""
     (front, cooling), (back, _) = (costs.of[costs.roles[place]] for place in (0, -1))
     found = []
@@ -162,11 +164,13 @@ def alone(costs: Costs, arrivals: Sequence[Arrival]) -> list[Served]:
         size = len(one.prompt)
         first = one.at + cooling.cold_s + front.seconds([(0, size)])
         rest = (one.output_tokens - 1) * back.seconds([(size + one.output_tokens // 2, 1)])
-        found.append(Served(str(index), one.at, size, first, first + rest, one.output_tokens))
+        found.append(
+            ServedRequest(str(index), one.at, size, first, first + rest, one.output_tokens)
+        )
     return found
 
 
-class Real:
+class RealSystems:
     """Both systems on two processes of one core each.
 
     Args:
@@ -192,14 +196,14 @@ class Real:
         # Of the rehearsal: system -> phase -> steps over what the profile said of them.
         self.around: dict[str, dict[str, float]] = {}
         # Every attempt at every rate, also those that were made again.
-        self.attempts: list[Point] = []
+        self.attempts: list[RatePoint] = []
         self._copy_bandwidth = 1e9
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[RatePoint]:
         """All rates of both systems."""
         return [*self._system("disaggregated"), *self._system("colocated")]
 
-    def _system(self, system: str) -> list[Point]:
+    def _system(self, system: str) -> list[RatePoint]:
         from shoal.serve.bench.profile import spread
         from shoal.serve.cluster.disagg import DisaggEngine, replay
 
@@ -213,7 +217,7 @@ class Real:
                 # A few times what a request alone takes.
                 ttft, tpot = 4 * profiled.seconds([(0, 82)]), 2 * profiled.seconds([(96, 1)] * 4)
                 self.slo = Slo(ttft=ttft, tpot=tpot)
-            costs = Costs(["both"] * 2 if colocated else ["prefill", "decode"], profiled)
+            costs = PhaseCosts(["both"] * 2 if colocated else ["prefill", "decode"], profiled)
             size = engine.token_bytes
             # Lightly loaded first, then as heavily as the last rate: batches of all sizes.
             for turn, share in enumerate(_REHEARSED):
@@ -234,10 +238,10 @@ class Real:
             ]
 
     def _steadily(
-        self, system: str, engine: DisaggEngine, costs: Costs, rate: float, place: int
-    ) -> Point:
+        self, system: str, engine: DisaggEngine, costs: PhaseCosts, rate: float, place: int
+    ) -> RatePoint:
         """The first attempt in which the machine was steady, else in which it changed least."""
-        made: list[Point] = []
+        made: list[RatePoint] = []
         while len(made) < _ATTEMPTS and not (made and made[-1].steady):
             # Everyone has requests of its own: prompts that came before would be in the cache.
             seed = self._seed + 100 * len(made) + 2 + place
@@ -245,7 +249,7 @@ class Real:
         self.attempts += made
         return min(made, key=lambda one: (not one.steady, one.others > OTHERS, one.changed))
 
-    def _pulse(self, engine: DisaggEngine, costs: Costs) -> dict[str, float]:
+    def _pulse(self, engine: DisaggEngine, costs: PhaseCosts) -> dict[str, float]:
         """Phase -> s of fixed steps now, in the company of the other instance."""
         found = engine.profile(PULSE, seconds=0.5, together=True)
         taken = [sum(one.seconds for one in samples) for samples in found]
@@ -257,8 +261,8 @@ class Real:
         }
 
     def _point(
-        self, system: str, engine: DisaggEngine, costs: Costs, rate: float, seed: int
-    ) -> Point:
+        self, system: str, engine: DisaggEngine, costs: PhaseCosts, rate: float, seed: int
+    ) -> RatePoint:
         """Predict, then serve."""
         from shoal.serve.cluster.disagg import replay
 
@@ -276,7 +280,7 @@ class Real:
         swing = max(abs(attainment(end, **slo) - attainment(said, **slo)) for end in ends)
         moved = len(engine.moved)
         engine.record(on=True)
-        elsewhere = Elsewhere(engine.pids.values())
+        elsewhere = BackgroundLoad(engine.pids.values())
         seen = replay(engine, arrivals)
         busy = elsewhere.share()
         three.insert(0, seen)
@@ -284,7 +288,7 @@ class Real:
         after = self._pulse(engine, costs)
         going_on = sum(len(a.prompt) for a in arrivals if a.output_tokens > 1)
         bytes_due = float(going_on * engine.token_bytes) if system == "disaggregated" else 0.0
-        point = Point(
+        point = RatePoint(
             system=system,
             rate=rate,
             attained=tuple(attainment(one, **slo) for one in three),
@@ -310,7 +314,7 @@ class Real:
         )
         return [dataclasses.replace(one, at=one.at / rate) for one in poisson(lengths, count, seed)]
 
-    def _goodput(self, system: str, costs: Costs, token_bytes: int) -> float:
+    def _goodput(self, system: str, costs: PhaseCosts, token_bytes: int) -> float:
         """The predicted one."""
         assert self.slo is not None
         rates = Goodput(
@@ -320,32 +324,32 @@ class Real:
         return rates.find(self.slo, relative=0.05)
 
     def _predict(
-        self, system: str, costs: Costs, arrivals: Sequence[Arrival], token_bytes: int
-    ) -> list[Served]:
-        def instance(kind: str, name: str, role: str) -> Instance:
+        self, system: str, costs: PhaseCosts, arrivals: Sequence[Arrival], token_bytes: int
+    ) -> list[ServedRequest]:
+        def instance(kind: str, name: str, role: str) -> SimulatedInstance:
             kv = table("kv").build("paged").build(_KV_TOKENS)
             cost, cooling = costs.of[role]
             scheduler = table(kind).build(name).build(kv, _LIMITS)
-            return Instance(scheduler, cost, cooling=cooling)
+            return SimulatedInstance(scheduler, cost, cooling=cooling)
 
         if system == "colocated":
             both = [instance("scheduler", "fcfs", "both") for _ in range(2)]
-            return simulate_fleet(both, [], LeastLoaded(2), arrivals).served
+            return simulate_fleet(both, [], LeastLoadedDispatcher(2), arrivals).served
         return simulate_fleet(
             [instance("phase", "prefill", "prefill")],
             [instance("phase", "decode", "decode")],
-            LeastLoaded(1, 1),
+            LeastLoadedDispatcher(1, 1),
             arrivals,
-            wire=Wire(bandwidth=self._copy_bandwidth, token_bytes=token_bytes),
+            wire=KVTransferLink(bandwidth=self._copy_bandwidth, token_bytes=token_bytes),
         ).served
 
 
-def _times(factor: float, cost: Fitted, cooling: Cooling) -> tuple[Fitted, Cooling]:
+def _times(factor: float, cost: FittedStepCost, cooling: Cooling) -> tuple[FittedStepCost, Cooling]:
     cold = {"cold_s": factor * cooling.cold_s}
     return scaled(cost, factor), cooling.model_copy(update=cold)
 
 
-def _over(runs: Sequence[Sequence[Sample]], cost: Fitted, cooling: Cooling) -> float:
+def _over(runs: Sequence[Sequence[StepSample]], cost: FittedStepCost, cooling: Cooling) -> float:
     """What steps took over what is said of them, in sum."""
     took = said = 0.0
     for run in runs:
@@ -355,7 +359,7 @@ def _over(runs: Sequence[Sequence[Sample]], cost: Fitted, cooling: Cooling) -> f
     return took / said
 
 
-def _tails(served: Sequence[Served], name: str) -> tuple[float, ...]:
+def _tails(served: Sequence[ServedRequest], name: str) -> tuple[float, ...]:
     values = [getattr(one, name) for one in served]
     found = np.nanpercentile(values, _QUANTILES)
     return tuple(round(float(one), 5) for one in found)

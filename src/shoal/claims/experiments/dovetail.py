@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -118,7 +118,7 @@ class DovetailClaim:
             require(bool(value) and min(value) >= 1, f"claim.dovetail.{name}", list(value),
                     expected="one or more numbers, each 1 or more")  # fmt: skip
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Models need torch, and two processes need two cores."""
         if importlib.util.find_spec("torch") is None:
             return "no torch; install shoal-ml[run]"
@@ -126,24 +126,33 @@ class DovetailClaim:
             return "one core; target and drafter are to have one each"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.dovetail_runs import tiny
 
         context.progress("a tiny drafter in float64", 0.02)
         counted = tiny(context.seed, offloads=as_baseline)
         metrics = {
-            "tiny_link_bytes": Paired(method=(counted.link,), baseline=(counted.offload,)),
-            "uncounted_bytes": Paired(method=(counted.uncounted,)),
-            "wrong_tokens": Paired(method=(counted.wrong,)),
+            "tiny_link_bytes": PairedSamples(method=(counted.link,), baseline=(counted.offload,)),
+            "uncounted_bytes": PairedSamples(method=(counted.uncounted,)),
+            "wrong_tokens": PairedSamples(method=(counted.wrong,)),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._full(context, metrics, as_baseline)
 
-    def _full(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
-        from shoal.claims.bench.decode import PLAIN, Bench, kept
-        from shoal.claims.experiments.decoding import prompts_of, seconds_per_token, target_of, told
+    def _full(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
+    ) -> ClaimSamples:
+        from shoal.claims.bench.decode import PLAIN, Bench, regular
+        from shoal.claims.experiments.decoding import (
+            prompts_of,
+            seconds_per_token,
+            summarize,
+            target_of,
+        )
         from shoal.claims.experiments.dovetail_runs import Sweep, held_to, weight_bytes
         from shoal.train.zoo.drafters import drafter
 
@@ -177,7 +186,7 @@ class DovetailClaim:
             bench = Bench(target, methods, threads=1)
             sweep = Sweep(bench, self.layers, self.sweep)
             context.progress("plain answers", 0.3)
-            places = kept([bench.answer(PLAIN, [prompt], self.new_tokens) for prompt in asked])
+            places = regular([bench.answer(PLAIN, [prompt], self.new_tokens) for prompt in asked])
             some = [asked[at] for at in places[:6]]
             context.progress("all trees and depths", 0.4)
             rates = sweep.rates(some, self.new_tokens)
@@ -196,10 +205,12 @@ class DovetailClaim:
             crossed = sweep.link_bytes_per_token(planned, some, self.new_tokens)
             sweep.close()
         offloaded = float(weight_bytes(target))
-        metrics["link_bytes"] = Paired(
+        metrics["link_bytes"] = PairedSamples(
             method=(offloaded if as_baseline else crossed,), baseline=(offloaded,)
         )
-        metrics["planned_over_best"] = Paired(method=(rates[planned],), baseline=(rates[best],))
+        metrics["planned_over_best"] = PairedSamples(
+            method=(rates[planned],), baseline=(rates[best],)
+        )
         details: dict[str, Any] = {
             "tokens_per_s": rates,
             "planned": planned,
@@ -207,12 +218,12 @@ class DovetailClaim:
             "link_bytes_per_token": crossed,
             "kept": len(places),
             "loops": len(asked) - len(places),
-            "plain": told(found[PLAIN][0]),
-            "dovetail": told(found[planned][0]),
+            "plain": summarize(found[PLAIN][0]),
+            "dovetail": summarize(found[planned][0]),
         }
         profile = (
             f"{details['dovetail']['tokens_per_step']:.2f} tokens a step of the target, "
             f"{crossed:.0f} bytes a token on the way; {sweep.profile(planned)}"
         )
         bounds = {"planned_over_best": 1.0}
-        return Samples(metrics=metrics, details=details, profile=profile, bounds=bounds)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)

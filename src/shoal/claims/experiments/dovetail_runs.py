@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shoal.core.scratch import scratch_directory
 from shoal.ir import MAX_NODES
 from shoal.plan.serving.heterogeneous import DraftOption, Heterogeneous
-from shoal.plan.trees.drafting import Always
+from shoal.plan.trees.drafting import FixedDrafting
 
 if TYPE_CHECKING:
     from shoal.claims.bench.decode import Bench
 
-__all__ = ["Counted", "Sweep", "held_to", "tiny", "weight_bytes"]
+__all__ = ["RunCounts", "Sweep", "held_to", "tiny", "weight_bytes"]
 
 _DEPTH = 5
 
 
-class Counted(NamedTuple):
+class RunCounts(NamedTuple):
     """What a tiny run counted.
 
     Args:
@@ -83,7 +83,7 @@ class Sweep:
         before = {name: self._bench.engines[name].scheduler.drafting for name in names}  # type: ignore[attr-defined]
         for name in names:
             size = int(name.split()[1])
-            self._bench.engines[name].scheduler.drafting = Always(size)  # type: ignore[attr-defined]
+            self._bench.engines[name].scheduler.drafting = FixedDrafting(size)  # type: ignore[attr-defined]
         found = self._bench.interleaved(prompts, new_tokens, names=names)
         for name in names:
             self._bench.engines[name].scheduler.drafting = before[name]  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ class Sweep:
                 self._drafter(f"{count} {nodes}").close()
 
 
-def tiny(seed: int, *, offloads: bool) -> Counted:
+def tiny(seed: int, *, offloads: bool) -> RunCounts:
     """Count bytes and tokens of a tiny target and an untrained drafter in float64.
 
     Args:
@@ -195,7 +195,7 @@ def tiny(seed: int, *, offloads: bool) -> Counted:
             engine = engine_of(ServeJob.model_validate(told), target)[0]
             drafter: Any = None
             if speculative is not None:
-                engine.scheduler.drafting = Always(6)  # type: ignore[attr-defined]
+                engine.scheduler.drafting = FixedDrafting(6)  # type: ignore[attr-defined]
                 drafter = engine.runner.drafter  # type: ignore[attr-defined]
             before = 0 if drafter is None else drafter.link_bytes
             request = Request("tiny", list(range(20)), 20, SamplingParams(max_tokens=60))
@@ -208,4 +208,4 @@ def tiny(seed: int, *, offloads: bool) -> Counted:
                 uncounted = abs(float(drafter.link_bytes - drafter.expected_bytes))
                 drafter.close()
     wrong = sum(one != two for one, two in zip(*answers, strict=True))
-    return Counted(offload if offloads else link, offload, uncounted, float(wrong))
+    return RunCounts(offload if offloads else link, offload, uncounted, float(wrong))

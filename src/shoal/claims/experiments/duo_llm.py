@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -130,16 +130,20 @@ class DuoLLM(BaseClaim):
             expected=f"a multiple of groups * {_LENGTH}",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Compare patterns of a random model; then, unless it is quick, of a trained one."""
-        metrics: dict[str, Paired] = {}
+        metrics: dict[str, PairedSamples] = {}
         details: dict[str, JsonValue] = {}
         self._count(context, metrics, as_baseline=as_baseline)
         if not quick:
             self._judge(context, metrics, details, as_baseline=as_baseline)
-        return Samples(metrics=metrics, details=details)
+        return ClaimSamples(metrics=metrics, details=details)
 
-    def _count(self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool) -> None:
+    def _count(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], *, as_baseline: bool
+    ) -> None:
         import torch
 
         from shoal.claims.experiments.arch_training import mini, text
@@ -159,11 +163,13 @@ class DuoLLM(BaseClaim):
         said, routes = committed(model, inputs, targets, torch.from_numpy(every))
         with torch.no_grad(), routed(model, routes):
             replayed = _each(model, inputs, targets)
-        metrics["worse_than_a_pattern"] = Paired(method=(float((oracle > table).any(0).sum()),))
-        metrics["replay"] = Paired(method=(float((said - replayed).abs().max()),))
-        metrics["best_pattern_gain"] = Paired(method=(float((table[0] - oracle).mean()),))
+        metrics["worse_than_a_pattern"] = PairedSamples(
+            method=(float((oracle > table).any(0).sum()),)
+        )
+        metrics["replay"] = PairedSamples(method=(float((said - replayed).abs().max()),))
+        metrics["best_pattern_gain"] = PairedSamples(method=(float((table[0] - oracle).mean()),))
 
-    def _trained(self, context: Context) -> Transformer:
+    def _trained(self, context: ExperimentContext) -> Transformer:
         import torch
 
         from shoal.claims.experiments.arch_training import Recipe, mini, text, train
@@ -206,8 +212,8 @@ class DuoLLM(BaseClaim):
 
     def _judge(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         *,
         as_baseline: bool,
@@ -269,7 +275,7 @@ class DuoLLM(BaseClaim):
         metrics["router_below_random"] = self._paired(router, random)
         means = [values.reshape(self.groups, -1).mean(1) for values in (random, router, sequential)]
         gained = (means[0] - means[1]) / (means[0] - means[2])
-        metrics["captured"] = Paired(method=tuple(float(x) for x in gained))
+        metrics["captured"] = PairedSamples(method=tuple(float(x) for x in gained))
         small = table[(every == SMALL).all(1)][0]
         details["loss"] = {
             "all_big": float(table[0].mean()),
@@ -293,13 +299,13 @@ class DuoLLM(BaseClaim):
         hard = difficulty(small, found.losses)
         details["difficulty_and_loss_correlate"] = float(np.corrcoef(hard, table[0])[0, 1])
 
-    def _paired(self, ours: np.ndarray, theirs: np.ndarray) -> Paired:
+    def _paired(self, ours: np.ndarray, theirs: np.ndarray) -> PairedSamples:
         """Mean losses of the groups."""
         first, second = (
             tuple(float(x) for x in values.reshape(self.groups, -1).mean(1))
             for values in (ours, theirs)
         )
-        return Paired(method=first, baseline=second)
+        return PairedSamples(method=first, baseline=second)
 
 
 def _heldout(data: np.ndarray, rows: int, length: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shoal.claims.bench.decode import Bench
-    from shoal.claims.experiments.easyspec_runs import Timed
+    from shoal.claims.experiments.easyspec_runs import TimedPasses
 
 __all__ = ["EasySpecClaim"]
 
@@ -142,7 +149,9 @@ class EasySpecClaim(BaseClaim):
             value = getattr(self, name)
             require(value >= 1, f"claim.easyspec.{name}", value, expected="1 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.easyspec_runs import eight_devices, tiny
 
@@ -151,16 +160,18 @@ class EasySpecClaim(BaseClaim):
         wrong, calls = tiny(context.seed, size)
         slow, fast = eight_devices(1 if as_baseline else 4)
         metrics = {
-            "wrong_tokens": Paired(method=(float(wrong),)),
-            "attention_calls": Paired(method=(float(calls),), baseline=(8.0,)),
-            "eight_devices": Paired(method=(slow / fast,), baseline=(1.0,)),
+            "wrong_tokens": PairedSamples(method=(float(wrong),)),
+            "attention_calls": PairedSamples(method=(float(calls),), baseline=(8.0,)),
+            "eight_devices": PairedSamples(method=(slow / fast,), baseline=(1.0,)),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._full(context, metrics, size)
 
-    def _full(self, context: Context, metrics: dict[str, Paired], size: int) -> Samples:
-        from shoal.claims.bench.decode import Bench, kept
+    def _full(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], size: int
+    ) -> ClaimSamples:
+        from shoal.claims.bench.decode import Bench, regular
         from shoal.claims.experiments.decoding import prompts_of, target_of
         from shoal.claims.experiments.easyspec_runs import acceptance
         from shoal.train import zoo
@@ -179,17 +190,17 @@ class EasySpecClaim(BaseClaim):
         bench = Bench(target, methods, threads=1)
         context.progress("acceptance", 0.2)
         asked = prompts_of(context, self.asked, self.prompt_tokens, 0)
-        places = kept([bench.answer("plain", [prompt], self.new_tokens) for prompt in asked])
+        places = regular([bench.answer("plain", [prompt], self.new_tokens) for prompt in asked])
         rates = {
             name: acceptance(bench, name, [asked[at] for at in places], self.new_tokens, self.depth)
             for name in ("draft", "groups", "stale")
         }
         first = {name: one[0] for name, one in rates.items()}
         late = {name: one[1] for name, one in rates.items()}
-        metrics["acceptance_loss"] = Paired(method=(first["draft"] - first["groups"],))
+        metrics["acceptance_loss"] = PairedSamples(method=(first["draft"] - first["groups"],))
         lost = late["draft"] - late["stale"]
         recovered = (late["groups"] - late["stale"]) / lost if lost > 0.005 else 0.0
-        metrics["recovered"] = Paired(method=(recovered,))
+        metrics["recovered"] = PairedSamples(method=(recovered,))
         found = self._timed(context, bench, target, draft, size)
         best = max(found, key=lambda name: found[name].speedup)
         metrics["draft_pass"], metrics["end_to_end"] = found[best].passes, found[best].answers
@@ -214,17 +225,17 @@ class EasySpecClaim(BaseClaim):
             "caches of one core"
         )
         bounds = {**found[best].bounds, "recovered": 1.0}
-        return Samples(metrics=metrics, details=details, profile=profile, bounds=bounds)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)
 
     def _timed(
-        self, context: Context, bench: Bench, target: Path, draft: Path, size: int
-    ) -> dict[str, Timed]:
+        self, context: ExperimentContext, bench: Bench, target: Path, draft: Path, size: int
+    ) -> dict[str, TimedPasses]:
         """Passes and answers in one process, and on two ranks."""
         from shoal.claims.bench.decode import Bench
         from shoal.claims.experiments.decoding import prompts_of
         from shoal.claims.experiments.dovetail_runs import held_to
         from shoal.claims.experiments.easyspec_ranks import answers_in_turn, ranked_passes
-        from shoal.claims.experiments.easyspec_runs import Timed, reading_s, timed_passes
+        from shoal.claims.experiments.easyspec_runs import TimedPasses, reading_s, timed_passes
         from shoal.model import huggingface
         from shoal.plan.trees.fuzzy import even_groups
 
@@ -235,7 +246,7 @@ class EasySpecClaim(BaseClaim):
         passes = timed_passes(bench.engines["groups"], self.passes, context.seed)
         context.progress("answers in turn", 0.5)
         answers = answers_in_turn(bench, "groups", asked, self.new_tokens, **told)
-        found = {"fused": Timed.of(passes, answers, read, self.depth)}
+        found = {"fused": TimedPasses.of(passes, answers, read, self.depth)}
         context.progress("draft passes on two ranks", 0.6)
         groups = even_groups(size, huggingface.read_config(draft).num_layers)
         full = self.stale == "full"
@@ -254,6 +265,6 @@ class EasySpecClaim(BaseClaim):
                 answers = answers_in_turn(with_ranks, "ranks", asked, self.new_tokens, **told)
             finally:
                 runner.drafter.net.team.close()
-        found["ranks"] = Timed.of(passes, answers, read / 2, self.depth)
+        found["ranks"] = TimedPasses.of(passes, answers, read / 2, self.depth)
         found["ranks"].details.update(more)
         return found

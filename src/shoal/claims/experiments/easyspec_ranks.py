@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.claims.protocols import Paired
+from shoal.claims.protocols import PairedSamples
 from shoal.core.measure import interleave
 from shoal.core.random import generator
 
 if TYPE_CHECKING:
-    from shoal.claims.bench.decode import Answer, Bench
+    from shoal.claims.bench.decode import Bench, DecodeBatchResult
     from shoal.parallel.protocols import Comm
     from shoal.parallel.tensor.layer import Share
     from shoal.serve.decode.draft.net import DraftNet
@@ -30,10 +30,10 @@ def repeated(net: DraftNet) -> None:
     import numpy as np
     import torch
 
-    from shoal.serve.decode.captured import Branch
+    from shoal.serve.decode.captured import TreeRows
 
     zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-    row = Branch([7], list(range(16)), 200, 200, zero, one)
+    row = TreeRows([7], list(range(16)), 200, 200, zero, one)
     with torch.inference_mode():
         for _ in range(PASSES):
             net.rows([row])
@@ -90,7 +90,7 @@ def passes(
 
 def ranked_passes(
     draft: Path, target: Path, groups: Sequence[int], full: bool, pairs: int, seed: int
-) -> tuple[Paired, dict[str, Any]]:
+) -> tuple[PairedSamples, dict[str, Any]]:
     """The same of two ranks, one core each, as the first of them sees it."""
     from shoal.parallel.comm.processes import run_processes
 
@@ -106,7 +106,7 @@ def ranked_passes(
     )[0]  # fmt: skip
     seconds = found["seconds"]
     told = {"not_recorded": found["not_recorded"], "ranks": _RANKS}
-    return Paired(method=tuple(seconds["method"]), baseline=tuple(seconds["baseline"])), told
+    return PairedSamples(method=tuple(seconds["method"]), baseline=tuple(seconds["baseline"])), told
 
 
 def answers_in_turn(
@@ -117,7 +117,7 @@ def answers_in_turn(
     *,
     rounds: int,
     seed: int,
-) -> dict[str, list[list[Answer]]]:
+) -> dict[str, list[list[DecodeBatchResult]]]:
     """Answers with the draft by groups and with the same draft layer by layer, in turn.
 
     One engine gives both, so that both have the same ranks: its drafter is exchanged.
@@ -146,11 +146,11 @@ def answers_in_turn(
         "baseline": (plain, copy.deepcopy(decides)),
     }
 
-    def answer(which: str, prompt: Sequence[int]) -> Answer:
+    def answer(which: str, prompt: Sequence[int]) -> DecodeBatchResult:
         runner.drafter, engine.scheduler.drafting = drafters[which]
         return bench.answer(name, [prompt], new_tokens)
 
-    found: dict[str, list[list[Answer]]] = {which: [] for which in drafters}
+    found: dict[str, list[list[DecodeBatchResult]]] = {which: [] for which in drafters}
     try:
         for which in drafters:  # kernels are prepared and passes recorded before anything is timed
             for prompt in prompts[:3]:

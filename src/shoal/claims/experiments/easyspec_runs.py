@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.claims.experiments.easyspec_ranks import PASSES, repeated
-from shoal.claims.protocols import Paired
+from shoal.claims.protocols import PairedSamples
 from shoal.core.measure import interleave
 from shoal.core.scratch import scratch_directory
-from shoal.plan.trees.drafting import Always
+from shoal.plan.trees.drafting import FixedDrafting
 from shoal.plan.trees.fuzzy import draft_step_s, even_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.claims.bench.decode import Answer, Bench
+    from shoal.claims.bench.decode import Bench, DecodeBatchResult
 
-__all__ = ["Timed", "acceptance", "eight_devices", "reading_s", "timed_passes", "tiny"]
+__all__ = ["TimedPasses", "acceptance", "eight_devices", "reading_s", "timed_passes", "tiny"]
 
 # Rounds after which stale keys and values have had time to do harm.
 _LATE = 20
 
 
-class _Told(Always):
+class _Told(FixedDrafting):
     """Guesses always, and remembers what came of it, round by round."""
 
     def __init__(self, count: int) -> None:
@@ -61,7 +61,7 @@ def acceptance(
     return share(first), share(late)
 
 
-def timed_passes(engine: Any, pairs: int, seed: int) -> Paired:
+def timed_passes(engine: Any, pairs: int, seed: int) -> PairedSamples:
     """Seconds of draft passes of one row, by groups and layer by layer, in turn."""
     drafter = engine.runner.drafter
     timed = interleave(
@@ -70,7 +70,7 @@ def timed_passes(engine: Any, pairs: int, seed: int) -> Paired:
         warmup=3,
         seed=seed,
     )
-    return Paired(method=timed.seconds["method"], baseline=timed.seconds["baseline"])
+    return PairedSamples(method=timed.seconds["method"], baseline=timed.seconds["baseline"])
 
 
 def reading_s(draft: Path, pairs: int, seed: int) -> float:
@@ -105,7 +105,7 @@ def _read(product: Callable[[Tensor], Tensor], row: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedPasses:
     """Passes and answers of one realisation, by groups and layer by layer.
 
     Args:
@@ -116,8 +116,8 @@ class Timed:
         details: of both in words and numbers.
     """
 
-    passes: Paired
-    answers: Paired
+    passes: PairedSamples
+    answers: PairedSamples
     speedup: float
     bounds: dict[str, float]
     details: dict[str, Any]
@@ -125,11 +125,11 @@ class Timed:
     @classmethod
     def of(
         cls,
-        passes: Paired,
-        answers: Mapping[str, Sequence[Sequence[Answer]]],
+        passes: PairedSamples,
+        answers: Mapping[str, Sequence[Sequence[DecodeBatchResult]]],
         read_s: float,
         depth: int,
-    ) -> Timed:
+    ) -> TimedPasses:
         """From what was timed.
 
         Args:
@@ -138,13 +138,13 @@ class Timed:
             read_s: in which the weights are read, faster than which no pass can be.
             depth: passes of a round; the first of them is exact.
         """
-        from shoal.claims.experiments.decoding import seconds_per_token, told
+        from shoal.claims.experiments.decoding import seconds_per_token, summarize
 
         each = seconds_per_token(answers["method"], answers["baseline"])[0]
         method, baseline = (
             statistics.median(one) / PASSES for one in (passes.method, passes.baseline)
         )
-        words = {name: told(rounds[0]) for name, rounds in answers.items()}
+        words = {name: summarize(rounds[0]) for name, rounds in answers.items()}
         speedup = _speedup(passes)
         round_s = statistics.median(each.baseline) * words["baseline"]["tokens_per_step"]
         bounds = {
@@ -158,7 +158,7 @@ class Timed:
         return cls(passes, each, speedup, bounds, details)
 
 
-def _speedup(pairs: Paired) -> float:
+def _speedup(pairs: PairedSamples) -> float:
     ratios = (slow / fast for fast, slow in zip(pairs.method, pairs.baseline, strict=True))
     return statistics.median(ratios)
 
@@ -222,7 +222,7 @@ def tiny(seed: int, group: int) -> tuple[int, int]:
             told = {"model": str(place), "kv_tokens": 512, "threads": 1, "speculative": speculative}
             engine = engine_of(ServeJob.model_validate(told), target)[0]
             if speculative is not None:
-                engine.scheduler.drafting = Always(4)  # type: ignore[attr-defined]
+                engine.scheduler.drafting = FixedDrafting(4)  # type: ignore[attr-defined]
             request = Request("tiny", list(range(20)), 20, SamplingParams(max_tokens=40))
             engine.add(request)
             while engine.busy:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -108,9 +108,11 @@ class EnergonAI(BaseClaim):
             value = getattr(self, name)
             require(value >= 2, f"claim.energon_ai.{name}", value, expected="at least 2")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count rows; then, unless it is quick, time the three."""
-        metrics: dict[str, Paired] = {}
+        metrics: dict[str, PairedSamples] = {}
         details: dict[str, JsonValue] = {}
         wrong = self._packed(context, metrics, details, quick=quick, as_baseline=as_baseline)
         if not quick:
@@ -118,19 +120,19 @@ class EnergonAI(BaseClaim):
             wrong += self._pipeline(context, metrics, details, as_baseline=as_baseline)
             context.progress("memory", 0.7)
             self._memory(context, metrics, details, as_baseline=as_baseline)
-        metrics["wrong_tokens"] = Paired(method=(float(wrong),))
-        return Samples(metrics=metrics, details=details)
+        metrics["wrong_tokens"] = PairedSamples(method=(float(wrong),))
+        return ClaimSamples(metrics=metrics, details=details)
 
     def _packed(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         *,
         quick: bool,
         as_baseline: bool,
     ) -> int:
-        from shoal.claims.experiments.energon_ai_runs import Packed, job, lengths, model_of
+        from shoal.claims.experiments.energon_ai_runs import FirstTokens, job, lengths, model_of
         from shoal.core.random import generator
         from shoal.serve.engine.build import prepare
 
@@ -140,10 +142,12 @@ class EnergonAI(BaseClaim):
             generator(context.seed, purpose="packed", index=number).integers(0, 4096, n).tolist()
             for number, n in enumerate(counts)
         ]
-        both = Packed(prepare(job(), model_of(4, hidden, context.seed)), prompts)
+        both = FirstTokens(prepare(job(), model_of(4, hidden, context.seed)), prompts)
         tokens, rows = both.rows(padded=as_baseline)
         reference, most = both.rows(padded=True)
-        metrics["linear_rows"] = Paired(method=(float(rows),), baseline=(float(sum(counts)),))
+        metrics["linear_rows"] = PairedSamples(
+            method=(float(rows),), baseline=(float(sum(counts)),)
+        )
         details["packed"] = {"lengths": list(counts), "rows": rows, "padded_rows": most}
         if not quick:
             timed = interleave(
@@ -154,13 +158,15 @@ class EnergonAI(BaseClaim):
                 self.rounds,
                 seed=context.seed,
             ).seconds
-            metrics["packed_prefill"] = Paired(method=timed["packed"], baseline=timed["padded"])
+            metrics["packed_prefill"] = PairedSamples(
+                method=timed["packed"], baseline=timed["padded"]
+            )
         return sum(one != other for one, other in zip(tokens, reference, strict=True))
 
     def _pipeline(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         *,
         as_baseline: bool,
@@ -201,7 +207,7 @@ class EnergonAI(BaseClaim):
                 blocking.close()
         finally:
             ours.close()
-        metrics["nonblocking_pipeline"] = Paired(
+        metrics["nonblocking_pipeline"] = PairedSamples(
             method=timed["nonblocking"], baseline=timed["blocking"]
         )
         every = self.requests * self.tokens
@@ -215,14 +221,14 @@ class EnergonAI(BaseClaim):
 
     def _memory(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         *,
         as_baseline: bool,
     ) -> None:
         from shoal.claims.experiments.energon_ai_runs import job, model_of, steps_of
-        from shoal.serve.cache.weights import Peer, least_resident
+        from shoal.serve.cache.weights import PeerMemory, least_resident
         from shoal.serve.engine.build import prepare
 
         def model() -> Transformer:
@@ -238,7 +244,7 @@ class EnergonAI(BaseClaim):
 
         def elsewhere(*, prefetch: bool) -> tuple[Transformer, int]:
             made = model()
-            pool = Peer(fraction=0.3, prefetch=prefetch, bytes_per_s=speed).apply(made)
+            pool = PeerMemory(fraction=0.3, prefetch=prefetch, bytes_per_s=speed).apply(made)
             assert pool is not None
             return made, pool.saved_bytes
 
@@ -253,8 +259,10 @@ class EnergonAI(BaseClaim):
             2 * self.rounds,
             seed=context.seed,
         ).seconds
-        metrics["peer_memory"] = Paired(method=timed["elsewhere"], baseline=timed["resident"])
-        metrics["peer_memory_without_prefetch"] = Paired(
+        metrics["peer_memory"] = PairedSamples(
+            method=timed["elsewhere"], baseline=timed["resident"]
+        )
+        metrics["peer_memory_without_prefetch"] = PairedSamples(
             method=timed["late"], baseline=timed["resident"]
         )
         details["memory"] = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.ranks.workers import RankedEngine
 
-__all__ = ["Packed", "generate", "lengths", "model_of", "one_process", "pipeline", "steps_of"]
+__all__ = ["FirstTokens", "generate", "lengths", "model_of", "one_process", "pipeline", "steps_of"]
 
 _VOCAB = 4096
 
@@ -67,7 +67,7 @@ def lengths(count: int, longest: int, seed: int) -> list[int]:
     raise ValueError(f"no {count} lengths have a mean of 0.4 of the longest")
 
 
-class Packed:
+class FirstTokens:
     """The first tokens after some prompts, computed side by side or padded to the longest.
 
     Args:
@@ -103,7 +103,7 @@ class Packed:
         """Next token of every prompt."""
         import torch
 
-        from shoal.serve.cache.attention import Context, PagedAttention
+        from shoal.serve.cache.attention import PagedAttention, RequestContext
 
         tokens: list[int] = []
         positions: list[int] = []
@@ -116,7 +116,7 @@ class Packed:
             tokens += [*prompt, *[0] * (length - len(prompt))]
             positions += range(length)
             slots += range(number * self._longest, number * self._longest + length)
-            contexts.append(Context(0, length, (number,)))
+            contexts.append(RequestContext(0, length, (number,)))
         with torch.inference_mode():
             mixer = PagedAttention(self._cache, contexts, torch.tensor(slots), torch.float32)
             hidden = self._model.flat(
@@ -163,5 +163,5 @@ def one_process(directory: Path) -> Any:
 
 def steps_of(model: Transformer, tokens: int) -> Callable[[], object]:
     """A step of one prompt of so many tokens."""
-    packed = Packed(model, [list(range(tokens))])
+    packed = FirstTokens(model, [list(range(tokens))])
     return lambda: packed.run(padded=False)

@@ -23,14 +23,21 @@ from shoal.claims.experiments.decoding import (
     drafter_of,
     prompts_of,
     seconds_per_token,
+    summarize,
     target_of,
-    told,
 )
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Calibration
-from shoal.plan.trees.auto import Auto
+from shoal.ir import DrafterCalibration
+from shoal.plan.trees.auto import AutoTree
 
 __all__ = ["FalconClaim"]
 
@@ -98,20 +105,22 @@ class FalconClaim(BaseClaim):
         require(self.new >= 8, "claim.falcon.new", self.new, expected="8 or more")
         require(1 <= self.nodes <= 63, "claim.falcon.nodes", self.nodes, expected="1 to 63")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
-        from shoal.serve.decode.passes import Passes
+        from shoal.serve.decode.passes import TreePasses
 
         levels = self.k * self.forwards
-        tree = Auto(nodes=self.nodes).build(Calibration((_RIGHT,) * levels))
-        single = float(len(Passes(tree, 1).passes))
-        own = single if as_baseline else float(len(Passes(tree, self.k).passes))
-        metrics = {"passes_of_single": Paired(method=(own,), baseline=(single,))}
+        tree = AutoTree(nodes=self.nodes).build(DrafterCalibration((_RIGHT,) * levels))
+        single = float(len(TreePasses(tree, 1).passes))
+        own = single if as_baseline else float(len(TreePasses(tree, self.k).passes))
+        metrics = {"passes_of_single": PairedSamples(method=(own,), baseline=(single,))}
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._decoded(context, metrics, as_baseline=as_baseline)
 
-    def _net(self, context: Context, seed: int = 0, **options: Any) -> Path:
+    def _net(self, context: ExperimentContext, seed: int = 0, **options: Any) -> Path:
         """The directory of a net over features."""
         chosen = {"k": self.k, "forwards": self.forwards, **options}
         place, seconds = drafter_of(
@@ -122,13 +131,13 @@ class FalconClaim(BaseClaim):
         return place
 
     def _decoded(
-        self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool
-    ) -> Samples:
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], *, as_baseline: bool
+    ) -> ClaimSamples:
         from shoal.claims.bench.decode import PLAIN, Bench
         from shoal.claims.experiments.medusa_runs import equal_answers
         from shoal.core.measure import num_cores
         from shoal.model.drafters.files import read_config
-        from shoal.plan.trees.drafting import Always
+        from shoal.plan.trees.drafting import FixedDrafting
 
         target = target_of(context)
         medusa, _ = drafter_of(context, "medusa")
@@ -141,7 +150,7 @@ class FalconClaim(BaseClaim):
             right = [read_config(one).calibration[1][0] for one in (glanced, without)]
             gains.append(right[0] - right[1])
             unglanced.append(right[1])
-        metrics["second_token_gain"] = Paired(method=tuple(gains))
+        metrics["second_token_gain"] = PairedSamples(method=tuple(gains))
         # As many passes as pay; where lengths are compared, as many as the trees are judged for.
         falcon = {"name": "falcon", "path": str(self._net(context))}
         one_a_pass = {**falcon, "path": str(single)}
@@ -150,7 +159,7 @@ class FalconClaim(BaseClaim):
         asked = prompts_of(context, self.texts, 64, 0)
         context.progress("tokens in fp64", 0.5)
         same = equal_answers(target, method, asked[: self.exact_texts], self.new // 2)
-        metrics["wrong_tokens"] = Paired(method=tuple(1 - one for one in same))
+        metrics["wrong_tokens"] = PairedSamples(method=tuple(1 - one for one in same))
         context.progress("decoding", 0.6)
         arms: dict[str, dict[str, Any] | None] = {
             PLAIN: None,
@@ -171,11 +180,11 @@ class FalconClaim(BaseClaim):
         }
         other = Bench(target, judged, threads=bench.threads)
         for name, engine in other.engines.items():
-            engine.scheduler.drafting = Always(self.nodes)  # type: ignore[attr-defined]
+            engine.scheduler.drafting = FixedDrafting(self.nodes)  # type: ignore[attr-defined]
             lengths[name] = [
                 other.answer(name, [asked[place]], self.new).tokens_per_step for place in places
             ]
-        metrics["accepted_of_single"] = Paired(
+        metrics["accepted_of_single"] = PairedSamples(
             method=tuple(lengths["method"]), baseline=tuple(lengths["single"])
         )
         timing: dict[str, Any] = {
@@ -192,7 +201,8 @@ class FalconClaim(BaseClaim):
                 for name, (one, _) in timed.items()
             },
             "answers": {
-                name: dict(told([of[0][place] for place in places])) for name, of in found.items()
+                name: dict(summarize([of[0][place] for place in places]))
+                for name, of in found.items()
             },
             "bf16_agreement": {
                 name: agreement(of[0], found[PLAIN][0]) for name, of in found.items()
@@ -215,4 +225,4 @@ class FalconClaim(BaseClaim):
         # Of all second tokens, those that were wrong without glancing.
         most = 1 - statistics.fmean(unglanced)
         bounds = {"second_token_gain": most}
-        return Samples(metrics=metrics, details=details, profile=profile, bounds=bounds)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)

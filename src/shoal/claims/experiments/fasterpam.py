@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.extras import import_extra
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part, table
 from shoal.core.random import generator
 from shoal.corpora.photos import photo_descriptors
-from shoal.fields.data.cluster.protocols import Clusterer, Found, Problem
+from shoal.fields.data.cluster.protocols import Clusterer, ClusteringProblem, ClusteringResult
 from shoal.fields.data.cluster.storage import Matrix, Vectors
 
 __all__ = ["FasterPAMClaim"]
@@ -54,33 +54,35 @@ class FasterPAMClaim:
     )
     attempts: ClassVar[tuple[Attempt, ...]] = ()
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Compiled code is what is timed."""
         return None if compiler() else "there is no C++ compiler"
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count; the full run times PAM for some minutes, then the package."""
         small = (*context.remember("small", partial(_given, 2000)), _start(2000, 100, context))
         eager, steep = _found("fasterpam", *small), _found("fastpam1", *small)
         # PAM compares all objects for each medoid and candidate; FasterPAM for each candidate.
         work = 1.0 if as_baseline else 100 * steep.passes / eager.passes
         loss = 1.0 if as_baseline else eager.loss / steep.loss
-        metrics = {"compared_over_pam": Paired(method=(work,))}
-        metrics["loss_over_pam"] = Paired(method=(loss,))
+        metrics = {"compared_over_pam": PairedSamples(method=(work,))}
+        metrics["loss_over_pam"] = PairedSamples(method=(loss,))
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         context.progress("timing PAM", 0.1)
         textbook = partial(_found, "pam", *small)
         pam = context.remember("pam", textbook)
         other = set(pam.medoids.tolist()) ^ set(steep.medoids.tolist())
-        metrics["fastpam1_other_medoids"] = Paired(method=(float(len(other)),))
+        metrics["fastpam1_other_medoids"] = PairedSamples(method=(float(len(other)),))
         ours = textbook if as_baseline else partial(_found, "fasterpam", *small)
         metrics["over_pam"] = self._timed(ours, textbook)
         package: Any = import_extra("kmedoids", extra="bench", purpose="the peer of the claim")
         first = (small[1].whole, small[2].astype(np.uint64), 3)  # swaps
         beside = partial(self._timed, partial(textbook, 3), partial(package.pam, *first))
         peer = context.remember("peer", beside).model_dump()
-        rates = Paired.model_validate({arm: [1 / s for s in peer[arm]] for arm in peer})
+        rates = PairedSamples.model_validate({arm: [1 / s for s in peer[arm]] for arm in peer})
         large, apart = context.remember("large", partial(_given, 8000)), []
         for k in (100, 200):
             context.progress(f"timing the package, k = {k}", 0.4 + k / 500)
@@ -90,10 +92,10 @@ class FasterPAMClaim:
             ours = partial(_found, "fasterpam", *large, start)
             metrics[f"over_package_k{k}"] = self._timed(theirs if as_baseline else ours, theirs)
             apart.append(abs(ours().loss / theirs().loss - 1))
-        metrics["loss_apart"] = Paired(method=tuple(apart))
-        return Samples(metrics=metrics, peers={"over_pam": rates})
+        metrics["loss_apart"] = PairedSamples(method=tuple(apart))
+        return ClaimSamples(metrics=metrics, peers={"over_pam": rates})
 
-    def _timed(self, method: Callable[[], Any], baseline: Callable[[], Any]) -> Paired:
+    def _timed(self, method: Callable[[], Any], baseline: Callable[[], Any]) -> PairedSamples:
         """Seconds of both, turn by turn; the quick one several times in its turn."""
         begin = time.perf_counter()
         method()
@@ -101,7 +103,7 @@ class FasterPAMClaim:
         runs = {"method": lambda: [method() for _ in range(times)], "baseline": baseline}
         seconds = interleave(runs, self.pairs, warmup=0).seconds
         each = tuple(taken / times for taken in seconds["method"])
-        return Paired(method=each, baseline=seconds["baseline"])
+        return PairedSamples(method=each, baseline=seconds["baseline"])
 
 
 def _given(n: int) -> tuple[Vectors, Matrix]:
@@ -110,10 +112,14 @@ def _given(n: int) -> tuple[Vectors, Matrix]:
     return objects, Matrix(objects)
 
 
-def _start(n: int, k: int, context: Context) -> Any:
+def _start(n: int, k: int, context: ExperimentContext) -> Any:
     return generator(context.seed, purpose="start", index=k).choice(n, k, replace=False)
 
 
-def _found(name: str, objects: Vectors, rows: Matrix, start: Any, most: int = _MOST) -> Found:
+def _found(
+    name: str, objects: Vectors, rows: Matrix, start: Any, most: int = _MOST
+) -> ClusteringResult:
     method: Clusterer = table("clusterer").build(name)
-    return method.search(Problem(objects, len(start), start=start, max_iter=most, rows=rows))
+    return method.search(
+        ClusteringProblem(objects, len(start), start=start, max_iter=most, rows=rows)
+    )

@@ -22,12 +22,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part, table
-from shoal.cost.serving.simulator import Predicted
-from shoal.cost.step_cost.fitted import Fitted
-from shoal.ir import Arrival, HostLink, Limits, Output, Runner, ServeJob, Step, StepResult
+from shoal.cost.serving.simulator import SimulatedRunner
+from shoal.cost.step_cost.fitted import FittedStepCost
+from shoal.ir import Arrival, HostLink, Output, Runner, SchedulerLimits, ServeJob, Step, StepResult
 from shoal.plan.batching.schedulers.fair import Policy
 
 if TYPE_CHECKING:
@@ -56,7 +63,9 @@ _POSITIONS, _MAX_RUNNING, _STEP_TOKENS, _BLOCK = 2048, 24, 128, 16
 # Lengths of the trace are divided by this.
 _SCALE = 2.0
 # Steps of shoal-4m on one core of the machine of the results, for the quick run; and its cache.
-_STEPS = Fitted(step=1.0e-3, token=5.0e-5, prompt_pair=4.6e-8, decode_key=7.0e-7, chunk=3.2e-5)
+_STEPS = FittedStepCost(
+    step=1.0e-3, token=5.0e-5, prompt_pair=4.6e-8, decode_key=7.0e-7, chunk=3.2e-5
+)
 _LAYERS, _TOKEN_BYTES, _VOCAB = 4, 4096, 4096
 
 
@@ -105,7 +114,7 @@ class _VirtualTime:
     """A runner that computes nothing and moves a clock by what a step is said to take."""
 
     def __init__(self, link: HostLink) -> None:
-        self._inner, self._now = Predicted(_STEPS, link), 0.0
+        self._inner, self._now = SimulatedRunner(_STEPS, link), 0.0
 
     def now(self) -> float:
         """See :func:`~shoal.serve.bench.replay.replay`."""
@@ -244,7 +253,9 @@ class FastSwitch(BaseClaim):
             expected="positive, as think_s and frequency",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         seen: dict[str, list[_Seen]] = {name: [] for name in _VARIANTS}
         for turn in range(self.rounds):
@@ -258,7 +269,9 @@ class FastSwitch(BaseClaim):
                 seen[name].append(self._remembered(context, ran, when, quick=quick))
         return self._samples(seen, timed=not quick)
 
-    def _remembered(self, context: Context, name: str, turn: int, *, quick: bool) -> _Seen:
+    def _remembered(
+        self, context: ExperimentContext, name: str, turn: int, *, quick: bool
+    ) -> _Seen:
         """Serve with a variant, once a round; the A/A run compares rounds of the first one.
 
         Rounds in virtual time would all be the same, so that each has a trace of its own.
@@ -270,12 +283,12 @@ class FastSwitch(BaseClaim):
             ),
         )
 
-    def _samples(self, seen: Mapping[str, list[_Seen]], *, timed: bool) -> Samples:
+    def _samples(self, seen: Mapping[str, list[_Seen]], *, timed: bool) -> ClaimSamples:
         first, last = seen[_BLOCKS], seen[_ALL]
 
-        def paired(name: str, method: Sequence[_Seen], baseline: Sequence[_Seen]) -> Paired:
+        def paired(name: str, method: Sequence[_Seen], baseline: Sequence[_Seen]) -> PairedSamples:
             pairs = list(zip(method, baseline, strict=False))
-            return Paired(
+            return PairedSamples(
                 method=tuple(getattr(one, name) for one, _ in pairs),
                 baseline=tuple(getattr(one, name) for _, one in pairs),
             )
@@ -283,7 +296,7 @@ class FastSwitch(BaseClaim):
         metrics = {
             "copies_with_groups": paired("copies", seen[_GROUPS], first),
             "bytes_with_reuse": paired("blocks", last, seen[_ASYNCHRONOUS]),
-            "switches_per_request": Paired(
+            "switches_per_request": PairedSamples(
                 method=tuple(one.switches for found in seen.values() for one in found)
             ),
         }
@@ -294,7 +307,7 @@ class FastSwitch(BaseClaim):
                 ("ttft_p95", [one.ttft_p95 / ours.ttft_p95 for ours, one in pairs]),
                 ("throughput", [ours.tokens_per_s / one.tokens_per_s for ours, one in pairs]),
             ):
-                metrics[metric] = Paired(method=tuple(ratios))
+                metrics[metric] = PairedSamples(method=tuple(ratios))
         shown = ("copies", "blocks", "switches", "switch_s")
         times = ("ttft_p95", "tbt_p99", "tokens_per_s")
         details: dict[str, JsonValue] = {
@@ -307,7 +320,7 @@ class FastSwitch(BaseClaim):
             f"{name}: {found[0].switch_s:.1f} s under way in {found[0].copies:.0f} copies"
             for name, found in seen.items()
         )
-        return Samples(metrics=metrics, profile=profile, details=details)
+        return ClaimSamples(metrics=metrics, profile=profile, details=details)
 
     def _job(self, name: str) -> ServeJob:
         kv, preempt = _VARIANTS[name]
@@ -351,7 +364,7 @@ class FastSwitch(BaseClaim):
         )
         return found
 
-    def _real(self, context: Context, name: str) -> _Seen:
+    def _real(self, context: ExperimentContext, name: str) -> _Seen:
         """Serve the trace once, in real time."""
         from shoal.serve.cache.paged import token_bytes
         from shoal.serve.engine.build import engine_of, prepare
@@ -370,13 +383,13 @@ class FastSwitch(BaseClaim):
 
     def _virtual(self, seed: int, name: str) -> _Seen:
         """Serve a trace once, in virtual time."""
-        from shoal.serve.cache.host import HostCopies
+        from shoal.serve.cache.host import HostCopyHook
         from shoal.serve.engine.loop import Engine
 
         job = self._job(name)
         link = _link(_LAYERS, _TOKEN_BYTES)
         kv = table("kv").build(job.kv).build(self.kv_tokens)
-        limits = Limits(
+        limits = SchedulerLimits(
             max_running=_MAX_RUNNING, max_step_tokens=_STEP_TOKENS, max_position=_POSITIONS
         )
         preemption = (
@@ -386,7 +399,7 @@ class FastSwitch(BaseClaim):
         )
         scheduler = table("scheduler").build(job.scheduler).build(kv, limits, preemption)
         time = _VirtualTime(link)
-        engine = Engine(scheduler, time, kv=kv, hooks=[HostCopies()], clock=time.now)
+        engine = Engine(scheduler, time, kv=kv, hooks=[HostCopyHook()], clock=time.now)
         arrivals = self._arrivals(seed, _VOCAB)
         return _watch(engine, time, arrivals, _LAYERS, clock=time.now, sleep=time.sleep)
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
@@ -124,11 +124,13 @@ class FlashRNN:
             value = getattr(self, name)
             require(value >= 1, f"claim.flash_rnn.{name}", value, expected="1 or more")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """The fused kernel needs a compiler."""
         return None if compiler() else "no C++ compiler for the fused kernel"
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.bench.rnn import wrong
 
@@ -138,21 +140,21 @@ class FlashRNN:
         context.progress("systems of constraints", 0.05)
         saved, seconds, solved = _systems(as_baseline)
         metrics = {
-            "wrong_shapes": Paired(method=(float(found),)),
-            "nodes_saved": Paired(method=tuple(saved)),
+            "wrong_shapes": PairedSamples(method=(float(found),)),
+            "nodes_saved": PairedSamples(method=tuple(saved)),
         }
         details: dict[str, JsonValue] = {"systems": solved}
         if quick:
-            return Samples(metrics=metrics, details=details)
-        metrics["solve_s"] = Paired(method=tuple(seconds))
+            return ClaimSamples(metrics=metrics, details=details)
+        metrics["solve_s"] = PairedSamples(method=tuple(seconds))
         large = "reference" if as_baseline else "alternating"
         shape = [("lstm", 2, 3, 1, 2048)]
-        metrics["wrong_2048"] = Paired(
+        metrics["wrong_2048"] = PairedSamples(
             method=(float(wrong(large, shape, seed=context.seed, tolerance=1e-4)),)
         )
         self._parity(context, metrics, details, as_baseline)
         bounds = self._timed(context, metrics, details, as_baseline)
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             skipped={"gpu_speedup": _GPU_NEEDED} if "gpu_speedup" not in metrics else {},
             bounds=bounds,
@@ -162,8 +164,8 @@ class FlashRNN:
 
     def _parity(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         as_baseline: bool,
     ) -> None:
@@ -190,12 +192,12 @@ class FlashRNN:
             }
         for name in learnt:
             who = shown[name] if as_baseline else name
-            metrics[f"{name}_parity"] = Paired(method=learnt[who].right)
+            metrics[f"{name}_parity"] = PairedSamples(method=learnt[who].right)
 
     def _timed(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         as_baseline: bool,
     ) -> dict[str, float]:
@@ -223,7 +225,7 @@ class FlashRNN:
                 warmup=1,
                 seed=context.seed,
             )
-            metrics[name] = Paired(
+            metrics[name] = PairedSamples(
                 method=timed.seconds["method"], baseline=timed.seconds["baseline"]
             )
             slow, fast = timed.median("baseline").value, timed.median("method").value

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shoal.claims.experiments import ragged
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -93,7 +93,9 @@ class FlexSPClaim(BaseClaim):
             value = getattr(self, name)
             require(value >= 2, f"claim.flexsp.{name}", value, expected="2 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.ragged_ranks import errors
 
@@ -107,17 +109,17 @@ class FlexSPClaim(BaseClaim):
         )
         seeds = [context.seed + n for n in range(1 if quick else self.seeds)]
         metrics = {
-            "over_one_degree": Paired(method=ratios),
-            "least_over_one_degree": Paired(method=ratios),
-            "error": Paired(method=errors(batching, seeds)),
+            "over_one_degree": PairedSamples(method=ratios),
+            "least_over_one_degree": PairedSamples(method=ratios),
+            "error": PairedSamples(method=errors(batching, seeds)),
         }
         details: dict[str, Any] = {
             "batches": found,
             "over_one_degree_with_50_GB/s_between_nodes": self._elsewhere(context),
         }
         if quick:
-            return Samples(metrics=metrics, details=details)
-        metrics["solver_s"] = Paired(method=tuple(one["solver_s"] for one in found))
+            return ClaimSamples(metrics=metrics, details=details)
+        metrics["solver_s"] = PairedSamples(method=tuple(one["solver_s"] for one in found))
         context.progress("two real ranks", 0.8)
         sizes = ragged.lengths()
         chosen = np.random.default_rng(context.seed).choice(sizes, self.documents, replace=False)
@@ -125,17 +127,19 @@ class FlexSPClaim(BaseClaim):
         part = {"name": "flexsp", "capacity_tokens": half, "limit_s": 2.0}
         own = None if as_baseline else part
         timed, ours, theirs = ragged.raced(chosen, self.longest, self.turns, "ulysses", own)
-        metrics["real_ranks"] = Paired(method=timed[ours], baseline=timed[theirs])
+        metrics["real_ranks"] = PairedSamples(method=timed[ours], baseline=timed[theirs])
         details["real_s"] = {name: list(seconds) for name, seconds in timed.items()}
         profile = ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in timed.items())
-        return Samples(metrics=metrics, details=details, profile=profile)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
-    def _solved(self, context: Context, *, quick: bool, one: bool) -> list[dict[str, float]]:
+    def _solved(
+        self, context: ExperimentContext, *, quick: bool, one: bool
+    ) -> list[dict[str, float]]:
         """Of each batch, predicted seconds of both, and s that it took to decide."""
         from shoal.plan.balance.sequences.flexsp import FlexSP, best_homogeneous
-        from shoal.plan.balance.sequences.groups import Pool
+        from shoal.plan.balance.sequences.groups import RankPool
 
-        pool = Pool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, _LINKS))
+        pool = RankPool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, _LINKS))
         sizes = np.minimum(ragged.lengths(), _WORLD * _CAPACITY)
         part = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.5 if quick else self.limit_s)
         search = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.0)
@@ -161,12 +165,12 @@ class FlexSPClaim(BaseClaim):
             )
         return found
 
-    def _elsewhere(self, context: Context) -> list[float]:
+    def _elsewhere(self, context: ExperimentContext) -> list[float]:
         """The same of four batches where links between nodes are eight times as fast, by search."""
         from shoal.plan.balance.sequences.flexsp import FlexSP, best_homogeneous
-        from shoal.plan.balance.sequences.groups import Pool
+        from shoal.plan.balance.sequences.groups import RankPool
 
-        pool = Pool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, ((8, 300e9), (16, 50e9))))
+        pool = RankPool(_WORLD, _CAPACITY, ragged.cost_of(32, _FLOPS, ((8, 300e9), (16, 50e9))))
         search = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.0)
         sizes = np.minimum(ragged.lengths(), _WORLD * _CAPACITY)
         source = np.random.default_rng(context.seed)

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -171,7 +178,9 @@ class Flover(BaseClaim):
         require(self.rate > 0, "claim.flover.rate", self.rate, expected="positive")
         require(self.window_s >= 0, "claim.flover.window_s", self.window_s, expected="0 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         counted = {
             name: self._once(context, name, 0, as_baseline=as_baseline, counted=True)
@@ -179,15 +188,17 @@ class Flover(BaseClaim):
         }
         fused, dynamic = counted[_FUSED], counted[_DYNAMIC]
         metrics = {
-            "passes_vs_dynamic": Paired(method=(fused.makespan,), baseline=(dynamic.makespan,)),
-            "moves_per_request": Paired(method=(fused.moves / self.requests,)),
-            "wrong_answers": Paired(method=(self._wrong(counted),)),
+            "passes_vs_dynamic": PairedSamples(
+                method=(fused.makespan,), baseline=(dynamic.makespan,)
+            ),
+            "moves_per_request": PairedSamples(method=(fused.moves / self.requests,)),
+            "wrong_answers": PairedSamples(method=(self._wrong(counted),)),
         }
         details: dict[str, JsonValue] = {
             f"{name}, in passes": [one.makespan, one.latency] for name, one in counted.items()
         }
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         seen: dict[str, list[_Seen]] = {}
         order = generator(context.seed, purpose="order of modes")
         for turn in range(self.rounds):
@@ -199,8 +210,8 @@ class Flover(BaseClaim):
                 found = self._once(context, name, turn, as_baseline=as_baseline, counted=False)
                 seen.setdefault(name, []).append(found)
 
-        def paired(what: str, baseline: str) -> Paired:
-            return Paired(
+        def paired(what: str, baseline: str) -> PairedSamples:
+            return PairedSamples(
                 method=tuple(getattr(one, what) for one in seen[_FUSED]),
                 baseline=tuple(getattr(one, what) for one in seen[baseline]),
             )
@@ -211,10 +222,10 @@ class Flover(BaseClaim):
             "latency_vs_dynamic": paired("latency", _DYNAMIC),
             # The same tokens in every mode: their throughputs are as their makespans.
             "throughput_vs_paged": paired("makespan", _PAGED),
-            "moves_per_request": Paired(
+            "moves_per_request": PairedSamples(
                 method=tuple(one.moves / self.requests for one in (fused, *seen[_FUSED]))
             ),
-            "wrong_answers": Paired(
+            "wrong_answers": PairedSamples(
                 method=tuple(
                     self._wrong({name: seen[name][turn] for name in _JUDGED})
                     for turn in range(self.rounds)
@@ -230,10 +241,10 @@ class Flover(BaseClaim):
             f"{name}: {ran[0].passes:.0f} passes in {ran[0].step_s:.2f} s of {ran[0].makespan:.2f}"
             for name, ran in seen.items()
         )
-        return Samples(metrics=metrics, profile=profile, details=details)
+        return ClaimSamples(metrics=metrics, profile=profile, details=details)
 
     def _once(
-        self, context: Context, name: str, turn: int, *, as_baseline: bool, counted: bool
+        self, context: ExperimentContext, name: str, turn: int, *, as_baseline: bool, counted: bool
     ) -> _Seen:
         """Serve with a mode; the A/A run serves the baseline again in the method's place."""
         again = as_baseline and name == _FUSED
@@ -252,7 +263,7 @@ class Flover(BaseClaim):
             )
         )
 
-    def _trace(self, context: Context, vocab_size: int, rate: float) -> list[Arrival]:
+    def _trace(self, context: ExperimentContext, vocab_size: int, rate: float) -> list[Arrival]:
         """Requests at random times: prompts of 16 to 128 tokens, answers of 16 to 256.
 
         Twice as long is as likely as half as long, as with answers that people get.
@@ -284,7 +295,7 @@ class Flover(BaseClaim):
             }
         )
 
-    def _serve(self, context: Context, name: str, *, counted: bool) -> _Seen:
+    def _serve(self, context: ExperimentContext, name: str, *, counted: bool) -> _Seen:
         """Serve the trace once."""
         from shoal.cost.serving.simulator import request_of
         from shoal.serve.engine.build import engine_of, prepare

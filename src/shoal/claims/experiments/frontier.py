@@ -22,7 +22,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.cost.scaling_reports import scaling_report
@@ -30,7 +30,7 @@ from shoal.ir import Machine, ModelShape, Parallel, TrainJob
 from shoal.machine.described import load
 from shoal.plan.tune.bayes import Bayes
 from shoal.plan.tune.exhaustive import Exhaustive
-from shoal.plan.tune.protocols import Setting, Space, Study
+from shoal.plan.tune.protocols import SearchSpace, Setting, TuningResult
 from shoal.plan.tune.random import Random
 from shoal.plan.tune.shapley import explain
 from shoal.plan.tune.training import TrainingObjective, training_space
@@ -156,7 +156,9 @@ class FrontierRecipe(BaseClaim):
         ]
         return {"working": len(every.feasible), "of": space.size, "shares": list(shares)}
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         seeds = min(3, self.seeds) if quick else self.seeds
         objective, space = problem(128)
@@ -180,18 +182,18 @@ class FrontierRecipe(BaseClaim):
         influence = context.remember("influence", lambda: _influence(self.explained, context.seed))
         broken = rules(influence, peak=as_baseline)
         metrics = {
-            "share_of_optimum": Paired(method=tuple(shares)),
-            "gain_over_random": Paired(
+            "share_of_optimum": PairedSamples(method=tuple(shares)),
+            "gain_over_random": PairedSamples(
                 method=tuple(a - b for a, b in zip(shares, random_shares, strict=True))
             ),
-            "rules_broken": Paired(method=tuple(map(float, broken.values()))),
+            "rules_broken": PairedSamples(method=tuple(map(float, broken.values()))),
         }
         told: dict[str, JsonValue] = {}
         for name in _RUNS:
             context.progress(f"the run of {name}", 0.9)
             utilisation, model_share, more = published(name)
             value = 1.0 if as_baseline else utilisation
-            metrics[f"utilisation_{name.lower()}"] = Paired(method=(value,))
+            metrics[f"utilisation_{name.lower()}"] = PairedSamples(method=(value,))
             told[name] = {
                 "predicted": utilisation,
                 "without_recomputation": model_share,
@@ -202,7 +204,7 @@ class FrontierRecipe(BaseClaim):
         if not quick and not as_baseline:
             context.progress("where next to nothing fits", 0.95)
             details["sixteen_nodes"] = self._scarce(context.seed)
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds={"share_of_optimum": 1.0},
             profile=f"optimum {top:.1f} TFLOP/s of {space.size} configurations; "
@@ -219,7 +221,7 @@ class FrontierRecipe(BaseClaim):
         )
 
 
-def problem(nodes: int) -> tuple[TrainingObjective, Space]:
+def problem(nodes: int) -> tuple[TrainingObjective, SearchSpace]:
     """GPT 175B on so many nodes, and seven axes with at most 3,000 configurations."""
     objective = TrainingObjective(_JOB, load(f"{nodes}xFrontier"), model=MODELS["175B"])
     axes: dict[str, tuple[Setting, ...]] = {
@@ -231,7 +233,7 @@ def problem(nodes: int) -> tuple[TrainingObjective, Space]:
     return objective, training_space(objective.shape, objective.machine, axes)
 
 
-def _share(study: Study, top: float) -> float:
+def _share(study: TuningResult, top: float) -> float:
     """The best trial's rate over the optimum; 0 where every trial failed."""
     return max((t.value for t in study.trials if t.value is not None), default=0.0) / top
 

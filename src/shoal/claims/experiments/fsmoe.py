@@ -20,12 +20,19 @@ import statistics
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
-    from shoal.cost.training.moe_tasks import Layer
+    from shoal.cost.training.moe_tasks import MoeLayer
     from shoal.ir import Machine, ModelShape
 
 __all__ = ["FsmoeClaim"]
@@ -143,7 +150,9 @@ class FsmoeClaim(BaseClaim):
             value = getattr(self, name)
             require(value >= 4, f"claim.fsmoe.{name}", value, expected="4 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.machine.emulate import unavailable
 
@@ -155,13 +164,15 @@ class FsmoeClaim(BaseClaim):
         pairs = list(zip(found, chosen, strict=True))
         context.progress("steps beside one process", 0.5)
         metrics = {
-            "over_one_chunk": Paired(method=tuple(one.one / mine for one, mine in pairs)),
-            "over_shared": Paired(
+            "over_one_chunk": PairedSamples(method=tuple(one.one / mine for one, mine in pairs)),
+            "over_shared": PairedSamples(
                 method=tuple((mine if as_baseline else one.tutel) / mine for one, mine in pairs)
             ),
-            "over_exhaustive": Paired(method=tuple(one.chosen / one.best - 1 for one in found)),
-            "passes_differ": Paired(method=tuple(map(float, differ))),
-            "error": Paired(method=_errors(_SPLITS[:1] if quick else _SPLITS)),
+            "over_exhaustive": PairedSamples(
+                method=tuple(one.chosen / one.best - 1 for one in found)
+            ),
+            "passes_differ": PairedSamples(method=tuple(map(float, differ))),
+            "error": PairedSamples(method=_errors(_SPLITS[:1] if quick else _SPLITS)),
         }
         details: dict[str, Any] = {
             "layers": len(found),
@@ -174,19 +185,21 @@ class FsmoeClaim(BaseClaim):
             "held_up_backward": _counted(one.bound[1] for one in found),
         }
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         reason = unavailable()
         if reason is not None:
-            return Samples(metrics=metrics, details=details, skipped={"real_speedup": reason})
+            return ClaimSamples(metrics=metrics, details=details, skipped={"real_speedup": reason})
         try:
             metrics["real_speedup"], seen = self._real(context, whole=as_baseline)
         except PlanError as cause:
             # Times that do not grow with the size say nothing about chunks: too noisy a machine.
             skipped = {"real_speedup": f"the tasks' times have no line: {cause}"}
-            return Samples(metrics=metrics, details=details, skipped=skipped)
-        return Samples(metrics=metrics, details={**details, **seen})
+            return ClaimSamples(metrics=metrics, details=details, skipped=skipped)
+        return ClaimSamples(metrics=metrics, details={**details, **seen})
 
-    def _real(self, context: Context, *, whole: bool) -> tuple[Paired, dict[str, Any]]:
+    def _real(
+        self, context: ExperimentContext, *, whole: bool
+    ) -> tuple[PairedSamples, dict[str, Any]]:
         """Seconds of a layer on four processes of two nodes, in chunks and not."""
         from shoal.claims.experiments.fsmoe_ranks import RANKS, SIZES
         from shoal.cost.training.moe_tasks import fitted, passes
@@ -230,7 +243,7 @@ class FsmoeClaim(BaseClaim):
             return tuple(max(turn) for turn in zip(*(one[name] for one in ranks), strict=True))
 
         predicted = [sum(choose(one).seconds for one in both), sum(_uncut(one) for one in both)]
-        return Paired(method=slowest("cut"), baseline=slowest("uncut")), {
+        return PairedSamples(method=slowest("cut"), baseline=slowest("uncut")), {
             "bandwidth": bandwidth,
             "fits": {
                 name: line._asdict()
@@ -255,7 +268,7 @@ def _counted(values: Any) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def _simulated(context: Context, grid: list[tuple[Any, ...]]) -> list[_Seconds]:
+def _simulated(context: ExperimentContext, grid: list[tuple[Any, ...]]) -> list[_Seconds]:
     """Seconds of every layer of the grid."""
     from shoal.plan.experts.moe_overlap import choose, exhaustive
 
@@ -291,7 +304,7 @@ def _layer(
     top_k: int,
     experts: int,
     gated: bool,
-) -> Layer:
+) -> MoeLayer:
     from shoal.cost.training.moe_tasks import layer_of
     from shoal.ir import ModelShape, Parallel
 

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
@@ -117,7 +124,9 @@ class FuyouClaim(BaseClaim):
             expected="a multiple of 64 from 128",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.lab.thread_ranks import run_ranks
 
@@ -126,7 +135,9 @@ class FuyouClaim(BaseClaim):
                 1, lambda comm: self._run(context, comm, quick=quick, as_baseline=as_baseline)
             )[0]
 
-    def _run(self, context: Context, comm: Comm, *, quick: bool, as_baseline: bool) -> Samples:
+    def _run(
+        self, context: ExperimentContext, comm: Comm, *, quick: bool, as_baseline: bool
+    ) -> ClaimSamples:
         from shoal.claims.experiments import fuyou_runs as runs
 
         place = context.work_dir
@@ -134,7 +145,7 @@ class FuyouClaim(BaseClaim):
         small = self._small(context, place)
         metrics, details = self._counted(comm, small, method, steps=4 if quick else 10)
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         regime = runs.Regime(
             runs.wide_lm(self.width, 4, self.tokens),
             self.tokens,
@@ -148,9 +159,9 @@ class FuyouClaim(BaseClaim):
         amounts, more = context.remember("amounts", lambda: self._amounts(context, comm, regime))
         metrics.update(amounts)
         details.update(more)
-        return Samples(metrics=metrics, profile=profile, details=details)
+        return ClaimSamples(metrics=metrics, profile=profile, details=details)
 
-    def _small(self, context: Context, place: Path) -> Regime:
+    def _small(self, context: ExperimentContext, place: Path) -> Regime:
         """A model whose every bit is compared, on the disk as it is."""
         from shoal.claims.experiments import fuyou_runs as runs
 
@@ -164,27 +175,27 @@ class FuyouClaim(BaseClaim):
         method: Literal["zero_infinity", "fuyou"],
         *,
         steps: int,
-    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
         """Bits and peaks of a small model."""
         from shoal.claims.experiments import fuyou_runs as runs
 
-        with contextlib.closing(runs.Training(regime, comm, method)) as training:
+        with contextlib.closing(runs.FuyouTraining(regime, comm, method)) as training:
             differ = runs.differing(regime, training, steps)
             peaks = training.made.tiers.peaks()
-        told = regime.told()
+        told = regime.predicted_bytes()
         return {
-            "differing_bits": Paired(method=(float(differ),)),
-            "host_over_budget": Paired(method=(peaks["host"] / regime.host_bytes,)),
-            "peak_over_estimate": Paired(method=tuple(peaks[t] / told[t] for t in told)),
+            "differing_bits": PairedSamples(method=(float(differ),)),
+            "host_over_budget": PairedSamples(method=(peaks["host"] / regime.host_bytes,)),
+            "peak_over_estimate": PairedSamples(method=tuple(peaks[t] / told[t] for t in told)),
         }, {"small": {tier: [float(peaks[tier]), told[tier]] for tier in told}}
 
     def _race(
         self,
-        context: Context,
+        context: ExperimentContext,
         comm: Comm,
         regime: Regime,
         method: Literal["zero_infinity", "fuyou"],
-        metrics: dict[str, Paired],
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
     ) -> str:
         """Steps of both in turns, and the peaks of the host."""
@@ -192,8 +203,8 @@ class FuyouClaim(BaseClaim):
 
         found: dict[str, list[float]] = {"method": [], "baseline": []}
         with (
-            contextlib.closing(runs.Training(regime, comm, "zero_infinity")) as baseline,
-            contextlib.closing(runs.Training(regime, comm, method)) as training,
+            contextlib.closing(runs.FuyouTraining(regime, comm, "zero_infinity")) as baseline,
+            contextlib.closing(runs.FuyouTraining(regime, comm, method)) as training,
         ):
             context.progress("first steps", 0.05)
             ways = {"method": training, "baseline": baseline}
@@ -204,13 +215,17 @@ class FuyouClaim(BaseClaim):
                 for name in sorted(ways, reverse=bool(turn % 2)):
                     found[name].append(ways[name].run(3))
             peaks, theirs = training.made.tiers.peaks(), baseline.made.tiers.peaks()
-        told = regime.told()
-        metrics["step"] = Paired(method=tuple(found["method"]), baseline=tuple(found["baseline"]))
-        metrics["host_over_budget"] = Paired(
+        told = regime.predicted_bytes()
+        metrics["step"] = PairedSamples(
+            method=tuple(found["method"]), baseline=tuple(found["baseline"])
+        )
+        metrics["host_over_budget"] = PairedSamples(
             method=(*metrics["host_over_budget"].method, peaks["host"] / regime.host_bytes)
         )
-        metrics["baseline_over_budget"] = Paired(method=(theirs["host"] / regime.host_bytes,))
-        metrics["peak_over_estimate"] = Paired(
+        metrics["baseline_over_budget"] = PairedSamples(
+            method=(theirs["host"] / regime.host_bytes,)
+        )
+        metrics["peak_over_estimate"] = PairedSamples(
             method=(
                 *metrics["peak_over_estimate"].method,
                 *(peaks[tier] / told[tier] for tier in told),
@@ -227,12 +242,12 @@ class FuyouClaim(BaseClaim):
         )
 
     def _amounts(
-        self, context: Context, comm: Comm, regime: Regime
-    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        self, context: ExperimentContext, comm: Comm, regime: Regime
+    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
         """Steps with evenly spread amounts, as predicted and measured; then the choice again."""
         from shoal.claims.experiments import fuyou_runs as runs
 
-        with contextlib.closing(runs.Training(regime, comm, "fuyou")) as training:
+        with contextlib.closing(runs.FuyouTraining(regime, comm, "fuyou")) as training:
             training.run(3)
             made = training.fuyou
             assert made.chosen is not None
@@ -259,8 +274,8 @@ class FuyouClaim(BaseClaim):
                     pairs[which].append(training.run(2))
             last = made.use(chosen)
         metrics = {
-            "chosen_amount": Paired(method=tuple(pairs[0]), baseline=tuple(pairs[1])),
-            "model_error": Paired(
+            "chosen_amount": PairedSamples(method=tuple(pairs[0]), baseline=tuple(pairs[1])),
+            "model_error": PairedSamples(
                 method=tuple(point[1] for point in curve),
                 baseline=tuple(point[2] for point in curve),
             ),

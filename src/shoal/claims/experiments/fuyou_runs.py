@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from shoal.claims.lab.measure_passes import Cheap
+from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.core.random import generator
 from shoal.ir import TrainJob, Work
 from shoal.machine.described import load
-from shoal.memory.fuyou.build import WantedSwap, fuyou_model
+from shoal.memory.fuyou.build import FuyouAssignment, fuyou_model
 from shoal.memory.fuyou.model import FuyouModel
 from shoal.memory.fuyou.needs import predicted
 from shoal.memory.fuyou.part import Fuyou
-from shoal.memory.streaming.build import Wanted, offloaded
+from shoal.memory.streaming.build import TierAssignment, offloaded
 from shoal.memory.tiers.shared import SharedLink
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import empty
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.streaming.offloaded import OffloadedModel
 
-__all__ = ["Regime", "Training", "differing", "resident", "wide_lm"]
+__all__ = ["FuyouTraining", "Regime", "differing", "resident", "wide_lm"]
 
 VOCAB = 256
 _LR = 1e-3
@@ -68,7 +68,7 @@ class Regime:
         whole = torch.from_numpy(source.integers(0, VOCAB, (1, self.tokens + 1)))
         return whole[:, :-1].clone(), whole[:, 1:].clone()
 
-    def told(self) -> dict[str, float]:
+    def predicted_bytes(self) -> dict[str, float]:
         """Bytes by tier that Fuyou says beforehand."""
         part = Fuyou(
             device_budget=self.device_bytes,
@@ -104,7 +104,7 @@ def wide_lm(hidden: int, layers: int, tokens: int) -> ModelConfig:
     )
 
 
-class Training:
+class FuyouTraining:
     """A model in training under one policy; to be closed.
 
     Args:
@@ -124,10 +124,10 @@ class Training:
     ) -> None:
         self.regime = regime
         self.made: OffloadedModel
-        rule, values = AdamW(lr=_LR, fused=False), Cheap(regime.config).whole
+        rule, values = AdamW(lr=_LR, fused=False), PlaceholderWeights(regime.config).whole
         model = empty(regime.config)
         if policy == "fuyou":
-            wanted = WantedSwap(
+            wanted = FuyouAssignment(
                 device_bytes=regime.device_bytes,
                 host_bytes=regime.host_bytes,
                 sub_group_numel=_SUB_GROUP,
@@ -140,7 +140,7 @@ class Training:
             self.made = fuyou_model(model, comm, rule, wanted, device="cpu", values=values)
         else:
             # The host has all the room it asks for: how much is the question.
-            after = Wanted(
+            after = TierAssignment(
                 device_bytes=regime.device_bytes,
                 host_bytes=2**40,
                 param="disk",
@@ -192,7 +192,7 @@ class Training:
 
 def resident(regime: Regime, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters of PyTorch with everything in memory."""
-    model, weights = empty(regime.config), Cheap(regime.config)
+    model, weights = empty(regime.config), PlaceholderWeights(regime.config)
     for name in [name for name, _ in model.named_parameters()]:
         owner, _, leaf = name.rpartition(".")
         whole = torch.nn.Parameter(weights.whole(name).clone())
@@ -210,7 +210,7 @@ def resident(regime: Regime, steps: int) -> tuple[list[float], dict[str, Tensor]
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def differing(regime: Regime, training: Training, steps: int) -> int:
+def differing(regime: Regime, training: FuyouTraining, steps: int) -> int:
     """Losses and numbers of parameters that are not those of PyTorch after so many steps."""
     losses, expected = resident(regime, steps)
     training.run(steps)

@@ -26,7 +26,14 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.experiments.galvatron_plans import gap, misses, mixed_plans
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.training.layer_fit import LayerProfile
@@ -34,7 +41,7 @@ from shoal.cost.training.layer_plan import plan_of, simulated_s, stage_costs
 from shoal.cost.training.layers import layers_of
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import Device, Link, Machine, MemoryTier, ModelShape, TrainJob
-from shoal.machine.emulate import Network, emulate, unavailable
+from shoal.machine.emulate import EmulatedNetwork, emulate, unavailable
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -179,7 +186,9 @@ class GalvatronClaim(BaseClaim):
             expected=f"more than patience = {self.patience} steps",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Search and simulate; the full run also runs two processes, for some five minutes."""
         context.progress("every choice of small cases", 0.0)
         missed = float(misses(200, greedy=as_baseline))
@@ -187,28 +196,30 @@ class GalvatronClaim(BaseClaim):
         mixed = context.remember("mixed", mixed_plans)
         method = mixed.uniform_s if as_baseline else mixed.layerwise_s
         metrics = {
-            "programme_misses": Paired(method=(missed,)),
-            "layerwise_speedup": Paired(method=(method,), baseline=(mixed.uniform_s,)),
+            "programme_misses": PairedSamples(method=(missed,)),
+            "layerwise_speedup": PairedSamples(method=(method,), baseline=(mixed.uniform_s,)),
         }
-        details: dict[str, JsonValue] = {"mixed": mixed.told()}
+        details: dict[str, JsonValue] = {"mixed": mixed.as_record()}
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         context.progress("the exact optimum", 0.15)
         details["exact"] = context.remember("exact", lambda: gap(mixed))
         reason = unavailable()
         if reason is not None:
-            return Samples(metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason))
+            return ClaimSamples(
+                metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason)
+            )
         return self._real(context, metrics, details, as_baseline)
 
     # Two real processes ------------------------------------------------------------------
 
     def _real(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         as_baseline: bool,
-    ) -> Samples:
+    ) -> ClaimSamples:
         config = _config()
         jobs = plans_of_two()
         context.progress("layers, links and overlap", 0.2)
@@ -230,10 +241,10 @@ class GalvatronClaim(BaseClaim):
             lambda: self._timed([jobs[chosen], jobs[best]], config, self.final),
         )
         metrics |= {
-            "rank_correlation": Paired(method=(correlation,)),
+            "rank_correlation": PairedSamples(method=(correlation,)),
             # The plans are these 24, not a sample of some: their mean has no interval of its own.
-            "mean_error": Paired(method=(statistics.fmean(errors),)),
-            "chosen_over_best": Paired(method=tuple(final[0]), baseline=tuple(final[1])),
+            "mean_error": PairedSamples(method=(statistics.fmean(errors),)),
+            "chosen_over_best": PairedSamples(method=tuple(final[0]), baseline=tuple(final[1])),
         }
         details["plans"] = [
             {"plan": _named(job), "predicted_s": p, "measured_s": m}
@@ -252,8 +263,8 @@ class GalvatronClaim(BaseClaim):
         moves = stays if as_baseline else run_on(True)
         details["replan"] = {"stays": stays, "moves": moves}
         tail = [sum(_seconds(run)[self.before :]) for run in (moves, stays)]
-        metrics["replanned_speedup"] = Paired(method=(tail[0],), baseline=(tail[1],))
-        return Samples(
+        metrics["replanned_speedup"] = PairedSamples(method=(tail[0],), baseline=(tail[1],))
+        return ClaimSamples(
             metrics=metrics,
             details=details,
             profile=f"predicted best {_named(jobs[chosen])} {1e3 * predicted[chosen]:.0f} ms, "
@@ -310,7 +321,7 @@ class GalvatronClaim(BaseClaim):
 
     def _cut(
         self,
-        context: Context,
+        context: ExperimentContext,
         first: TrainJob,
         jobs: Sequence[TrainJob],
         config: ModelConfig,
@@ -359,7 +370,7 @@ def _seconds(run: dict[str, Any]) -> list[float]:
 
 
 def _cut_at(
-    network: Network, signal: Path, step: int, bandwidth: float, stop: threading.Event
+    network: EmulatedNetwork, signal: Path, step: int, bandwidth: float, stop: threading.Event
 ) -> None:
     """Give both hosts another rate once a step has ended."""
     import json

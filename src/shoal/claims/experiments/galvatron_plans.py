@@ -17,7 +17,7 @@ from shoal.core.random import generator
 from shoal.cost.arithmetic import linears
 from shoal.cost.shapes import resolve
 from shoal.cost.training.layer_plan import simulated_s
-from shoal.cost.training.layers import Layer
+from shoal.cost.training.layers import ModelLayer
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import Machine, ModelShape, TrainJob
 from shoal.machine.described import load
@@ -78,7 +78,7 @@ def _greedy(seconds: Any, units: Any, change: Any, budget: int) -> float:
 # Layers that differ ----------------------------------------------------------------------
 
 
-class Mixed(NamedTuple):
+class MixedPlan(NamedTuple):
     """The layer-wise plan and the best uniform one."""
 
     option: Option
@@ -88,15 +88,15 @@ class Mixed(NamedTuple):
     job: TrainJob
     machine: Machine
     shape: ModelShape
-    layers: tuple[Layer, ...]
+    layers: tuple[ModelLayer, ...]
 
-    def told(self) -> dict[str, JsonValue]:
+    def as_record(self) -> dict[str, JsonValue]:
         """What is kept of it."""
         plans = {"layerwise": self.option, "uniform": self.uniform}
         found: dict[str, JsonValue] = {
-            name: [f"pp{o.pp} of {o.sequences} sequences", *group_words(o.found.plan)]
+            name: [f"pp{o.pp} of {o.sequences} sequences", *group_words(o.solution.plan)]
             for name, o in plans.items()
-            if o.found.plan is not None
+            if o.solution.plan is not None
         }
         return found | {
             "simulated_s": {"layerwise": self.layerwise_s, "uniform": self.uniform_s},
@@ -106,20 +106,20 @@ class Mixed(NamedTuple):
         }
 
 
-def mixed_model() -> tuple[ModelShape, tuple[Layer, ...]]:
+def mixed_model() -> tuple[ModelShape, tuple[ModelLayer, ...]]:
     """A wide vocabulary, and blocks of three kinds: long attention, local attention, experts."""
     base = resolve("Llama-3-8B").model_copy(
         update={"vocab_size": 262144, "max_position": 16384, "num_layers": 12, "name": "mixed"}
     )
     one = base.model_copy(update={"num_layers": 1, "vocab_size": 1})
-    long = Layer("long", one)
-    local = Layer("local", one.model_copy(update={"ffn_hidden": 28672}), span=1024)
+    long = ModelLayer("long", one)
+    local = ModelLayer("local", one.model_copy(update={"ffn_hidden": 28672}), span=1024)
     sparse = one.model_copy(update={"num_experts": 64, "top_k": 2, "expert_hidden": 14336})
-    experts = Layer("experts", sparse)
+    experts = ModelLayer("experts", sparse)
     return base, (long, local, experts) * 4
 
 
-def mixed_plans() -> Mixed:
+def mixed_plans() -> MixedPlan:
     """Both plans of that model on 64 devices."""
     shape, layers = mixed_model()
     machine = load("64xA100-40GB")
@@ -139,15 +139,15 @@ def mixed_plans() -> Mixed:
     assert uniform is not None
 
     def simulated(one: Option) -> float:
-        assert one.found.plan is not None
-        return simulated_s(one.found.stages, one.found.plan, job, machine, shape.hidden)
+        assert one.solution.plan is not None
+        return simulated_s(one.solution.stages, one.solution.plan, job, machine, shape.hidden)
 
-    return Mixed(
+    return MixedPlan(
         option, uniform, simulated(option), simulated(uniform), job, machine, shape, layers
     )
 
 
-def gap(mixed: Mixed) -> dict[str, JsonValue]:
+def gap(mixed: MixedPlan) -> dict[str, JsonValue]:
     """How far the plan is above the exact optimum for its stages and micro-batch."""
     planner = Galvatron()
     option = mixed.option
@@ -168,10 +168,10 @@ def gap(mixed: Mixed) -> dict[str, JsonValue]:
     begin = time.perf_counter()
     best = optimum(search, timeout_s=90.0)
     return {
-        "found_s": option.found.seconds,
+        "found_s": option.solution.seconds,
         "optimum_s": best.seconds,
         "bound_s": best.bound,
-        "gap": option.found.seconds / best.bound - 1,
+        "gap": option.solution.seconds / best.bound - 1,
         "solver_s": time.perf_counter() - begin,
         "strategies": len(strategies),
     }

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.claims.lab.measure_layers import measure_layers
-from shoal.claims.lab.measure_passes import Cheap
+from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.core.files import write_json
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.cost.training.layer_fit import LayerProfile
 from shoal.ir import Machine, TrainJob
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.train.allocator import keep_freed_memory
 from shoal.train.replan import Replanner
 from shoal.train.reshard import switch_engine
@@ -47,16 +47,16 @@ def measured(
     )
 
 
-def _rows(job: TrainJob, vocab_size: int, step: int, engine: Engine) -> Rows:
+def _rows(job: TrainJob, vocab_size: int, step: int, engine: ParallelEngine) -> ReplicaSequences:
     """The rows of this rank's replica."""
     source = generator(job.seed, purpose="claim galvatron", step=step)
     ids = torch.from_numpy(source.integers(0, vocab_size, (job.global_batch, job.seq_len + 1)))
     share = job.global_batch // engine.replicas
     mine = ids[engine.replica * share : (engine.replica + 1) * share]
-    return Rows(mine[:, :-1], mine[:, 1:], None, engine.replica * share, step)
+    return ReplicaSequences(mine[:, :-1], mine[:, 1:], None, engine.replica * share, step)
 
 
-def _step(engine: Engine, updater: Updater, rows: Rows) -> tuple[float, float]:
+def _step(engine: ParallelEngine, updater: Updater, rows: ReplicaSequences) -> tuple[float, float]:
     """A whole training step: its loss, summed on this rank, and the seconds of its passes."""
     job = engine.job
     count = job.global_batch * job.seq_len
@@ -70,8 +70,8 @@ def _step(engine: Engine, updater: Updater, rows: Rows) -> tuple[float, float]:
     return float(loss), busy
 
 
-def _built(comm: TorchComm, job: TrainJob, config: ModelConfig) -> tuple[Engine, Updater]:
-    engine = Engine(job, check_split(job, config.shape()), Cheap(config), comm)
+def _built(comm: TorchComm, job: TrainJob, config: ModelConfig) -> tuple[ParallelEngine, Updater]:
+    engine = ParallelEngine(job, check_split(job, config.shape()), PlaceholderWeights(config), comm)
     updater = table("optimizer").build(job.optimizer).build(engine.sharded.owned())
     return engine, updater
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
@@ -29,7 +29,7 @@ from shoal.cost.gemm.predictor import fit
 from shoal.cost.gemm.validate import SPLITS, HeldOut, held_out, importance, tile_choices
 from shoal.machine.probes.gemm import Gemm, drawn, moved_elements, own_product
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmShape, GemmTable, telling
-from shoal.machine.protocols import Context as Probing
+from shoal.machine.protocols import ProbeContext as Probing
 
 __all__ = ["GemmForest"]
 
@@ -165,7 +165,7 @@ class GemmForest:
         for name, value in (("trees", self.trees), ("pairs", self.pairs)):
             require(value >= 1, f"claim.gemm_forest.{name}", value, expected="1 or more")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """The kernel needs a compiler, the forest scikit-learn, the library torch."""
         if compiler() is None:
             return "no C++ compiler for the tiled kernel"
@@ -174,17 +174,19 @@ class GemmForest:
                 return f"no {module}; install shoal-ml[{extra}]"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         metrics = {
-            "wrong_products": Paired(method=(float(_wrong(context.seed, as_baseline)),)),
+            "wrong_products": PairedSamples(method=(float(_wrong(context.seed, as_baseline)),)),
             "moved_error_over_roofline": self._moved(context, quick, as_baseline),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._timed(context, metrics, as_baseline)
 
-    def _moved(self, context: Context, quick: bool, as_baseline: bool) -> Paired:
+    def _moved(self, context: ExperimentContext, quick: bool, as_baseline: bool) -> PairedSamples:
         """Median errors of forest and roofline on elements moved, of shapes held out."""
         context.progress("counting what the tiles move", 0.05)
 
@@ -197,7 +199,9 @@ class GemmForest:
         found = context.remember("moved", count)
         return _medians(found, as_baseline)
 
-    def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
+    def _timed(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
+    ) -> ClaimSamples:
         table = context.remember("sweep", lambda: self._sweep(context))
         splits = {
             name: context.remember(name, lambda name=name: self._split(context, table, name))  # type: ignore[misc]
@@ -205,25 +209,27 @@ class GemmForest:
         }
         who = _ROOFLINE if as_baseline else "forest"
         grouped = splits["grouped"]
-        metrics["time_r2"] = Paired(method=(splits["random"].r2(who),))
-        metrics["grouped_error"] = Paired(method=tuple(map(float, grouped.errors(who))))
+        metrics["time_r2"] = PairedSamples(method=(splits["random"].r2(who),))
+        metrics["grouped_error"] = PairedSamples(method=tuple(map(float, grouped.errors(who))))
         metrics["error_over_roofline"] = _medians(grouped, as_baseline)
         inside = [
             float(not as_baseline and low <= real <= high)
             for low, real, high in zip(grouped.low, grouped.seconds, grouped.high, strict=True)
         ]
-        metrics["interval_coverage"] = Paired(method=tuple(inside))
+        metrics["interval_coverage"] = PairedSamples(method=tuple(inside))
         context.progress("choosing tiles", 0.85)
         chosen = tile_choices(table, trees=self.trees, seed=context.seed, roofline=as_baseline)
-        metrics["good_tiles"] = Paired(method=tuple(float(c.loss <= _WITHIN) for c in chosen))
+        metrics["good_tiles"] = PairedSamples(
+            method=tuple(float(c.loss <= _WITHIN) for c in chosen)
+        )
         predictor = context.remember("forest", lambda: fit(table, trees=self.trees))
-        metrics["shrinking"] = Paired(method=(_shrinking(predictor.seconds),))
+        metrics["shrinking"] = PairedSamples(method=(_shrinking(predictor.seconds),))
         best = min(TILES) if as_baseline else predictor.best_tile(_EDGE, _EDGE, _EDGE)[0].shape.tile
         context.progress("best and worst tile", 0.9)
         metrics["tile_gain"], seconds = self._tiles(context, best)
         skipped = {}
         if "watts_error" in predictor.errors:
-            metrics["power_error"] = Paired(method=(predictor.errors["watts_error"],))
+            metrics["power_error"] = PairedSamples(method=(predictor.errors["watts_error"],))
         else:
             skipped["power_error"] = _SENSORLESS
         losses = [c.loss for c in chosen]
@@ -243,7 +249,7 @@ class GemmForest:
         }
         if not as_baseline:
             details["importance"] = dict(importance(table, trees=self.trees))
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             skipped=skipped,
             bounds={"interval_coverage": 0.9, "good_tiles": 1.0, "time_r2": 1.0},
@@ -252,7 +258,7 @@ class GemmForest:
             details=details,
         )
 
-    def _sweep(self, context: Context) -> GemmTable:
+    def _sweep(self, context: ExperimentContext) -> GemmTable:
         probe = Gemm(
             budget_s=self.budget_s, path=str(context.work_dir / "gemm.jsonl"), seed=context.seed
         )
@@ -262,11 +268,13 @@ class GemmForest:
                 lambda done, total, text: context.progress(f"sweep: {text}", 0.6 * done / total),
             )
 
-    def _split(self, context: Context, table: GemmTable, name: str) -> HeldOut:
+    def _split(self, context: ExperimentContext, table: GemmTable, name: str) -> HeldOut:
         context.progress(f"predicting: {name} split", 0.65 + 0.05 * SPLITS.index(name))
         return held_out(table, name, trees=self.trees, seed=context.seed)
 
-    def _tiles(self, context: Context, best: int) -> tuple[Paired, dict[str, float]]:
+    def _tiles(
+        self, context: ExperimentContext, best: int
+    ) -> tuple[PairedSamples, dict[str, float]]:
         """Rounds of the chosen and of the slowest tile; seconds of one run of each tile."""
         random = generator(context.seed, purpose="gemm tiles")
         a = random.random((_EDGE, _EDGE), dtype=np.float32)
@@ -288,14 +296,14 @@ class GemmForest:
             warmup=1,
             seed=context.seed,
         )
-        pair = Paired(method=timed.seconds["chosen"], baseline=timed.seconds["worst"])
+        pair = PairedSamples(method=timed.seconds["chosen"], baseline=timed.seconds["worst"])
         return pair, seconds
 
 
-def _medians(found: HeldOut, as_baseline: bool) -> Paired:
+def _medians(found: HeldOut, as_baseline: bool) -> PairedSamples:
     """Median error of the predictor and of the roofline."""
     forest, roofline = (float(np.median(found.errors(name))) for name in ("forest", _ROOFLINE))
-    return Paired(method=(roofline if as_baseline else forest,), baseline=(roofline,))
+    return PairedSamples(method=(roofline if as_baseline else forest,), baseline=(roofline,))
 
 
 def _counted(shapes: list[GemmShape]) -> GemmTable:

@@ -23,7 +23,14 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -113,7 +120,9 @@ class GPipeClaim(BaseClaim):
         require(self.repeats >= 3, "claim.gpipe.repeats", self.repeats, expected="at least 3")
         require(self.budget >= 4, "claim.gpipe.budget", self.budget, expected="at least 4")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count and simulate; the full run also times processes, for a minute."""
         context.progress("layers in a budget", 0.0)
         alone = context.remember("alone", lambda: most_layers(self.budget, 1, 1, recompute=False))
@@ -125,16 +134,18 @@ class GPipeClaim(BaseClaim):
             for k, m in cases
         )
         metrics = {
-            "layers_in_budget": Paired(method=(float(split),), baseline=(float(alone),)),
-            "makespan_error": Paired(
+            "layers_in_budget": PairedSamples(method=(float(split),), baseline=(float(alone),)),
+            "makespan_error": PairedSamples(
                 method=simulated, baseline=tuple((m + k - 1) * 4.0 for k, m in cases)
             ),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._timed(context, metrics, as_baseline)
 
-    def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
+    def _timed(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
+    ) -> ClaimSamples:
         from shoal.parallel.comm.processes import run_processes
 
         shape = {"layers": self.layers, "width": self.width}
@@ -156,7 +167,7 @@ class GPipeClaim(BaseClaim):
         def seconds(at: int) -> tuple[float, ...]:
             return tuple(max(turn) for turn in zip(*(r[str(at)] for r in ranks), strict=True))
 
-        metrics["two_ranks"] = Paired(method=seconds(1), baseline=seconds(0))
+        metrics["two_ranks"] = PairedSamples(method=seconds(1), baseline=seconds(0))
         context.progress("passes", 0.7)
         most = 1 if as_baseline else _MANY
         ms = [1] if most == 1 else [1, most]
@@ -180,7 +191,7 @@ class GPipeClaim(BaseClaim):
             "passes_s": passes,
             "simulated_speedup": larger,
         }
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             details=details,
             bounds={"two_ranks": 2 * 8 / (8 + 1)},

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from shoal.claims.lab.gpipe import Pipeline, gpipe
 from shoal.parallel.protocols import Comm
 
-__all__ = ["Saved", "equal_layers", "pass_times", "saved_bytes", "times"]
+__all__ = ["AutogradBytes", "equal_layers", "pass_times", "saved_bytes", "times"]
 
 
-class Saved:
+class AutogradBytes:
     """Counts the bytes that autograd keeps for backward passes, those of parameters aside.
 
     Args:
@@ -47,7 +47,7 @@ class Saved:
 class _Kept:
     """A tensor that a node keeps; it is released with the node."""
 
-    def __init__(self, counts: Saved, tensor: Tensor) -> None:
+    def __init__(self, counts: AutogradBytes, tensor: Tensor) -> None:
         self._counts, self.tensor = counts, tensor
         counts.add(tensor, 1)
 
@@ -77,7 +77,7 @@ def saved_bytes(
     pipeline = _made(comm, layers, width, m, recompute)
     x = torch.ones(batch, width)
     pipeline.step(x, x)
-    saved = Saved([*pipeline.parameters(), x])
+    saved = AutogradBytes([*pipeline.parameters(), x])
     with saved.hooks():
         pipeline.step(x, x)
     # The runtime holds the inputs of cells, which no node of a graph has while it is computed

@@ -21,12 +21,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 
 if TYPE_CHECKING:
-    from shoal.claims.lab.replay import ExpertCosts, Replayed
+    from shoal.claims.lab.replay import ExpertCosts, ReplayResult
     from shoal.plan.placement.protocols import Devices, Ints
 
 __all__ = ["HecateClaim"]
@@ -89,7 +96,9 @@ class HecateClaim(BaseClaim):
             require(value >= 1, f"claim.hecate.{name}", value, expected="1 or more")
         require(self.slots >= 0, "claim.hecate.slots", self.slots, expected="0 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.hecate_ranks import copied, errors, recorded
         from shoal.claims.lab.replay import gini
@@ -116,9 +125,9 @@ class HecateClaim(BaseClaim):
                 "owners",
                 "seconds",
             ),
-            "borrowed": Paired(method=tuple(map(float, there.borrowed))),
-            "uncounted_bytes": Paired(method=(there.uncounted,)),
-            "error": Paired(method=errors(method, quick=quick)),
+            "borrowed": PairedSamples(method=tuple(map(float, there.borrowed))),
+            "uncounted_bytes": PairedSamples(method=(there.uncounted,)),
+            "error": PairedSamples(method=errors(method, quick=quick)),
         }
         details = {
             "gini": gini(trace.sum(2)),
@@ -133,7 +142,7 @@ class HecateClaim(BaseClaim):
             "moved_bytes": {name: one.moved_bytes for name, one in found.items()},
             "copied_bytes": there.counted,
         }
-        return Samples(metrics=metrics, details=details)
+        return ClaimSamples(metrics=metrics, details=details)
 
     def _costs(self, model: str) -> ExpertCosts:
         """A layer of a mixture."""
@@ -157,9 +166,9 @@ class HecateClaim(BaseClaim):
 
     def _replayed(
         self, trace: Ints, devices: Devices, method: Any, model: str
-    ) -> dict[str, Replayed]:
+    ) -> dict[str, ReplayResult]:
         """What each placer makes of a trace that is scaled to the tokens of a device."""
-        from shoal.claims.lab.rearranged import Rearranged
+        from shoal.claims.lab.rearranged import RearrangedPlacement
         from shoal.claims.lab.replay import replay
 
         wanted = 2 * self.tokens
@@ -169,19 +178,19 @@ class HecateClaim(BaseClaim):
         placers = {
             "method": build(method),
             "owners": build("owners"),
-            "rearranged": Rearranged(every=50),
+            "rearranged": RearrangedPlacement(every=50),
         }
         return {name: replay(scaled, placer, devices, costs) for name, placer in placers.items()}
 
 
-def _by(found: dict[str, Replayed], baseline: str, what: str) -> Paired:
+def _by(found: dict[str, ReplayResult], baseline: str, what: str) -> PairedSamples:
     """Step by step, the mean over layers."""
 
-    def steps(one: Replayed) -> tuple[float, ...]:
+    def steps(one: ReplayResult) -> tuple[float, ...]:
         values = getattr(one, what)
         return tuple((values if values.ndim == 1 else values.mean(1)).tolist())
 
-    return Paired(method=steps(found["method"]), baseline=steps(found[baseline]))
+    return PairedSamples(method=steps(found["method"]), baseline=steps(found[baseline]))
 
 
 def _zipf(steps: int, devices: Devices, tokens: int, seed: int, experts: int = 32) -> Ints:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.plan.placement.protocols import Ints
 
-__all__ = ["Copied", "copied", "errors", "recorded"]
+__all__ = ["CopiedRun", "copied", "errors", "recorded"]
 
 _EXPERTS, _TOP_K = 8, 2
 _RANKS, _PER_NODE, _TOKENS, _STEPS = 4, 2, 64, 6
@@ -59,7 +59,7 @@ def recorded(steps: int, devices: int, seed: int) -> Ints:
     return np.stack(rows).reshape(steps, len(hooks), devices, _EXPERTS)
 
 
-class Copied(NamedTuple):
+class CopiedRun(NamedTuple):
     """What four ranks on two nodes borrowed.
 
     Args:
@@ -73,7 +73,7 @@ class Copied(NamedTuple):
     uncounted: float
 
 
-def copied(placer: Any, seed: int) -> Copied:
+def copied(placer: Any, seed: int) -> CopiedRun:
     """Route on four ranks for some steps, some experts far more popular than others."""
     import torch
 
@@ -88,7 +88,7 @@ def copied(placer: Any, seed: int) -> Copied:
     from shoal.parallel.expert.balance import Routers
     from shoal.parallel.expert.copies import copies_of, sent_copies
     from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
-    from shoal.parallel.expert.lent import TAG
+    from shoal.parallel.expert.layer_copies import TAG
 
     config = ModelConfig(
         name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=1, num_heads=4,
@@ -130,7 +130,7 @@ def copied(placer: Any, seed: int) -> Copied:
         value for name, value in meter.totals().items() if "wire_bytes" in name and TAG in name
     )
     counted = sum(said for _, said in found)
-    return Copied(tuple(most for most, _ in found), counted, abs(wire - counted))
+    return CopiedRun(tuple(most for most, _ in found), counted, abs(wire - counted))
 
 
 def errors(placer: Any, *, quick: bool) -> tuple[float, ...]:

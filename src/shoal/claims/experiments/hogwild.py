@@ -27,7 +27,14 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.bench.decode import LOOPS, distinct_runs
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
     from shoal.ir import Request
     from shoal.model.transformer import Transformer
     from shoal.serve.decode.hogwild.engine import HogwildEngine
-    from shoal.serve.decode.hogwild.words import Words
+    from shoal.serve.decode.hogwild.words import WorkerWords
     from shoal.serve.engine.loop import Engine
 
 __all__ = ["HogwildClaim"]
@@ -124,13 +131,15 @@ class HogwildClaim(BaseClaim):
                 expected=f"at least {least}",
             )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Compare scores; the full run also times, trains the mini-model once, and counts."""
         from shoal.claims.lab.sums import trained
 
-        errors = Paired(method=_score_errors(context.seed, together=not as_baseline))
+        errors = PairedSamples(method=_score_errors(context.seed, together=not as_baseline))
         if quick:
-            return Samples(metrics={"score_error": errors})
+            return ClaimSamples(metrics={"score_error": errors})
         context.progress("training the mini-model", 0.05)
         mini = context.remember(
             "sums", lambda: trained(progress=lambda text: context.progress(text, 0.05))
@@ -142,9 +151,9 @@ class HogwildClaim(BaseClaim):
         seconds = timed.measure(self, 1 if as_baseline else 2, 1 if as_baseline else 4, context)
         metrics = {
             "score_error": errors,
-            "done_over_one": Paired(method=found.two, baseline=found.one),
-            "done_over_isolated": Paired(method=found.two, baseline=found.isolated),
-            "duplicate_work": Paired(method=found.duplicates),
+            "done_over_one": PairedSamples(method=found.two, baseline=found.one),
+            "done_over_isolated": PairedSamples(method=found.two, baseline=found.isolated),
+            "duplicate_work": PairedSamples(method=found.duplicates),
         }
         details: dict[str, JsonValue] = {
             "training_s": json.loads((mini / "training.json").read_text())["seconds"],
@@ -155,16 +164,16 @@ class HogwildClaim(BaseClaim):
         if not seconds["one"]:
             why = "every round has a text that repeats itself; give a model that does not"
             skipped = dict.fromkeys(("two_workers", "four_workers"), why)
-            return Samples(metrics=metrics, skipped=skipped, details=details)
+            return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
         speed = {name: float(1 / np.median(s)) for name, s in seconds.items()}
-        return Samples(
+        return ClaimSamples(
             metrics={
                 **metrics,
-                "two_workers": Paired(method=seconds["two"], baseline=seconds["one"]),
-                "four_workers": Paired(method=seconds["four"], baseline=seconds["one"]),
+                "two_workers": PairedSamples(method=seconds["two"], baseline=seconds["one"]),
+                "four_workers": PairedSamples(method=seconds["four"], baseline=seconds["one"]),
             },
             peers={
-                "two_workers": Paired(
+                "two_workers": PairedSamples(
                     method=tuple(1 / s for s in seconds["one"]),
                     baseline=tuple(1 / s for s in seconds["engine"]),
                 )
@@ -188,7 +197,7 @@ def _score_errors(seed: int, *, together: bool) -> tuple[float, ...]:
     from shoal.model.config import ModelConfig
     from shoal.serve.decode.hogwild.blocks import BlockStore
     from shoal.serve.decode.hogwild.forward import Forward
-    from shoal.serve.decode.hogwild.views import Feed, View
+    from shoal.serve.decode.hogwild.views import Feed, HogwildView
     from shoal.train.zoo import random
 
     config = ModelConfig(
@@ -200,11 +209,15 @@ def _score_errors(seed: int, *, together: bool) -> tuple[float, ...]:
     forward = Forward(model, store)
     prompt, a, b = store.open(None), store.open("Alice"), store.open("Bob")
     source = generator(seed, purpose="hogwild")
-    forward([Feed(View((prompt,), None), source.integers(0, 96, 20).tolist())])
+    forward([Feed(HogwildView((prompt,), None), source.integers(0, 96, 20).tolist())])
     errors = []
     for _ in range(25):
-        views = View((prompt, b, a), "Alice"), View((prompt, a, b), "Bob")
-        seen = views if together else (View((prompt, a), "Alice"), View((prompt, b), "Bob"))
+        views = HogwildView((prompt, b, a), "Alice"), HogwildView((prompt, a, b), "Bob")
+        seen = (
+            views
+            if together
+            else (HogwildView((prompt, a), "Alice"), HogwildView((prompt, b), "Bob"))
+        )
         tokens = source.integers(0, 96, 2).tolist()
         scores = forward([Feed(view, [token]) for view, token in zip(seen, tokens, strict=True)])
         for view, found in zip(views, scores, strict=True):
@@ -276,9 +289,9 @@ def _write(
     from shoal.claims.lab.sums import END, TAGS
     from shoal.serve.decode.hogwild.engine import HogwildEngine
     from shoal.serve.decode.hogwild.part import Hogwild
-    from shoal.serve.decode.hogwild.words import Words
+    from shoal.serve.decode.hogwild.words import WorkerWords
 
-    words = Words(prefixes=[[TAGS[worker]] for worker in workers])
+    words = WorkerWords(prefixes=[[TAGS[worker]] for worker in workers])
     engine = HogwildEngine(
         model,
         Hogwild(workers=2, layout="contiguous", probe_every=0),
@@ -345,7 +358,7 @@ class _Timing:
         self.distinct: dict[str, float] = {}
 
     def measure(
-        self, part: HogwildClaim, two: int, four: int, context: Context
+        self, part: HogwildClaim, two: int, four: int, context: ExperimentContext
     ) -> dict[str, tuple[float, ...]]:
         """Seconds of a token, by arm, of the rounds in which no text repeats itself."""
         from shoal.serve.engine.build import engine_of
@@ -421,13 +434,13 @@ def _distinct(asked: list[Request], end: int) -> float:
     return min(distinct_runs(one.tokens[max(one.n_prompt, end - _WINDOW) : end]) for one in asked)
 
 
-def _words(workers: int) -> Words:
+def _words(workers: int) -> WorkerWords:
     """Words of usual lengths; one token in 48 ends a step, where steps move."""
-    from shoal.serve.decode.hogwild.words import Words
+    from shoal.serve.decode.hogwild.words import WorkerWords
 
     if workers == 1:
-        return Words()
-    return Words(
+        return WorkerWords()
+    return WorkerWords(
         rules=[5] * 60,
         headers={"history": [6] * 8, "others": [7] * 8, "own": [8] * 8},
         prefixes=[[9, 10 + worker] for worker in range(workers)],

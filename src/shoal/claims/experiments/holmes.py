@@ -18,7 +18,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
@@ -103,7 +110,9 @@ class HolmesClaim(BaseClaim):
             expected="numbers of 32 sequences or more, one for each device",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         context.progress("simulated steps", 0.02)
         told = {
@@ -114,32 +123,36 @@ class HolmesClaim(BaseClaim):
         ours = tuple(one["in turn" if as_baseline else "plan"] for one in told.values())
         context.progress("all orders of eight ranks", 0.1)
         metrics = {
-            "simulated": Paired(
+            "simulated": PairedSamples(
                 method=ours, baseline=tuple(one["in turn"] for one in told.values())
             ),
-            "of_rdma": Paired(method=ours, baseline=tuple(one["rdma"] for one in told.values())),
-            "crossing": Paired(
+            "of_rdma": PairedSamples(
+                method=ours, baseline=tuple(one["rdma"] for one in told.values())
+            ),
+            "crossing": PairedSamples(
                 method=tuple(
                     one["turn crossing" if as_baseline else "crossing"] for one in told.values()
                 )
             ),
-            "over_best": Paired(method=_over_best(in_turn=as_baseline)),
+            "over_best": PairedSamples(method=_over_best(in_turn=as_baseline)),
         }
         details: dict[str, Any] = {"simulated_s": told}
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         why = unavailable()
         if why is not None:
             skipped = dict.fromkeys(("real", "other_weights"), why)
-            return Samples(metrics=metrics, skipped=skipped, details=details)
+            return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
         context.progress("steps in two pairs of namespaces", 0.2)
         timed = self._timed(as_baseline=as_baseline)
-        metrics["real"] = Paired(method=tuple(timed["plan"]), baseline=tuple(timed["in turn"]))
-        metrics["other_weights"] = Paired(method=(timed["unlike"][0],))
+        metrics["real"] = PairedSamples(
+            method=tuple(timed["plan"]), baseline=tuple(timed["in turn"])
+        )
+        metrics["other_weights"] = PairedSamples(method=(timed["unlike"][0],))
         details["step_s"] = timed
         middle = {name: sorted(timed[name])[len(timed[name]) // 2] for name in ("plan", "in turn")}
         profile = ", ".join(f"{name} {1e3 * s:.0f} ms a step" for name, s in middle.items())
-        return Samples(metrics=metrics, details=details, profile=profile)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
     def _simulated(self, model: str, tp: int, size: int) -> dict[str, float]:
         """Seconds of a step of a model, and dp groups between clusters."""
@@ -252,7 +265,7 @@ def _clusters(*networks: tuple[str, float], nodes: int = 2, per_node: int = 8) -
 def _over_best(*, in_turn: bool) -> tuple[float, ...]:
     """How much longer than with the best of all orders a step takes, as a share."""
     from shoal.ir import TrainJob
-    from shoal.plan.topology.groups import Grid
+    from shoal.plan.topology.groups import DegreeGrid
     from shoal.plan.topology.order import Price, brute, plan_order
     from shoal.plan.topology.ways import interleaved
 
@@ -261,10 +274,10 @@ def _over_best(*, in_turn: bool) -> tuple[float, ...]:
     three = _clusters(("infiniband", 200), ("roce", 100), ("ethernet", 10), nodes=1, per_node=2)
     found = []
     for clusters, grid in (
-        (four, Grid(2, 4, 1)),
-        (four, Grid(2, 2, 2)),
-        (four, Grid(4, 2, 1)),
-        (three, Grid(3, 2, 1)),
+        (four, DegreeGrid(2, 4, 1)),
+        (four, DegreeGrid(2, 2, 2)),
+        (four, DegreeGrid(4, 2, 1)),
+        (three, DegreeGrid(3, 2, 1)),
     ):
         priced = Price(job, clusters, grid)
         best, _ = brute(priced)

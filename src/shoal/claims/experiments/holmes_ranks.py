@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.claims.experiments.arch_training import text
-from shoal.claims.experiments.co2_ranks import Worker
+from shoal.claims.experiments.co2_ranks import CO2Worker
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
 from shoal.train.allocator import keep_freed_memory
@@ -34,7 +34,7 @@ def time_steps(
         the same rows were learnt in the same order.
     """
     keep_freed_memory()
-    worker = Worker(
+    worker = CO2Worker(
         comm,
         TrainJob.model_validate(job),
         ModelConfig.model_validate(config),

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shoal.claims.experiments.infinite_llm_runs import Ran
+    from shoal.claims.experiments.infinite_llm_runs import ServedRun
 
 __all__ = ["InfiniteLLM"]
 
@@ -104,18 +104,20 @@ class InfiniteLLM(BaseClaim):
             require(value >= 512, f"claim.infinite_llm.{name}", value, expected="512 or more")
         require(self.rounds >= 2, "claim.infinite_llm.rounds", self.rounds, expected="2 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Measure contexts and count bytes; then, unless it is quick, time both."""
-        metrics: dict[str, Paired] = {}
+        metrics: dict[str, PairedSamples] = {}
         details: dict[str, JsonValue] = {}
         with ExitStack() as stack:
             self._contexts(context, stack, metrics, details, quick=quick, lend=not as_baseline)
         profile = ""
         if not quick:
             profile = self._throughput(context, metrics, details, as_baseline=as_baseline)
-        return Samples(metrics=metrics, details=details, profile=profile)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
-    def _model(self, context: Context, *, quick: bool) -> Path:
+    def _model(self, context: ExperimentContext, *, quick: bool) -> Path:
         from shoal.claims.experiments.energon_ai_runs import model_of
         from shoal.model import huggingface
 
@@ -127,9 +129,9 @@ class InfiniteLLM(BaseClaim):
 
     def _contexts(
         self,
-        context: Context,
+        context: ExperimentContext,
         stack: ExitStack,
-        metrics: dict[str, Paired],
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         *,
         quick: bool,
@@ -141,13 +143,13 @@ class InfiniteLLM(BaseClaim):
         where = self._model(context, quick=quick)
         served = runs.job(where, 512 if quick else self.room)
         if quick:
-            near = runs.Near(served, context.work_dir / f"near{lend}", lend=lend)
+            near = runs.NearbyInstances(served, context.work_dir / f"near{lend}", lend=lend)
             stack.callback(near.close)
-            own, lent, size, ledger = near.own, near.lent, near.ledger.block_size, near.ledger
+            own, lent, size, ledger = near.own, near.lent, near.registry.block_size, near.registry
         else:
             engine = stack.enter_context(runs.DistKVEngine(served, lend=lend))
             own, lent = engine.capacity(0)
-            size, ledger = engine.block_size, engine.ledger
+            size, ledger = engine.block_size, engine.registry
         most = runs.longest(ledger, own, lent, 100 * own * size)
         # Its last token is never kept.
         made = runs.requests(context.seed, (most - 31, 32))
@@ -159,14 +161,16 @@ class InfiniteLLM(BaseClaim):
         kept = -(-own // 20)  # a twentieth of an instance is not lent
         said = min(3 * own, own + 2 * (own - kept)) * size
         stats = ran.stats
-        metrics["longest_context"] = Paired(method=(float(most),), baseline=(float(alone),))
-        metrics["longest_context_off"] = Paired(method=(float(abs(most - said)),))
-        metrics["wrong_tokens"] = Paired(method=(float(wrong),))
+        metrics["longest_context"] = PairedSamples(method=(float(most),), baseline=(float(alone),))
+        metrics["longest_context_off"] = PairedSamples(method=(float(abs(most - said)),))
+        metrics["wrong_tokens"] = PairedSamples(method=(float(wrong),))
         helped = stats["helped_tokens_total"] or 1.0
         # Without lending every key and value would have to come here.
         spared = stats["spared_bytes_total"] or 1.0
         moved = stats["helped_bytes_total"] or 1.0
-        metrics["moved_bytes"] = Paired(method=(moved / helped,), baseline=(spared / helped,))
+        metrics["moved_bytes"] = PairedSamples(
+            method=(moved / helped,), baseline=(spared / helped,)
+        )
         details["contexts"] = {
             "longest_tokens": most,
             "alone_tokens": alone,
@@ -178,15 +182,15 @@ class InfiniteLLM(BaseClaim):
 
     def _throughput(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         *,
         as_baseline: bool,
     ) -> str:
         ours, apart = context.remember("runs", lambda: self._timed(context, details))
         taken = apart if as_baseline else ours
-        metrics["throughput"] = Paired(
+        metrics["throughput"] = PairedSamples(
             method=tuple(one.seconds for one in taken),
             baseline=tuple(one.seconds for one in apart),
         )
@@ -207,8 +211,8 @@ class InfiniteLLM(BaseClaim):
         return "; ".join(told)
 
     def _timed(
-        self, context: Context, details: dict[str, JsonValue]
-    ) -> tuple[list[Ran], list[Ran]]:
+        self, context: ExperimentContext, details: dict[str, JsonValue]
+    ) -> tuple[list[ServedRun], list[ServedRun]]:
         from shoal.claims.experiments import infinite_llm_runs as runs
         from shoal.core.measure import check_quiet
 
@@ -216,8 +220,8 @@ class InfiniteLLM(BaseClaim):
         served = runs.job(where, self.kv_tokens)
         shapes = [(self.short, self.short_new)] * self.shorts
         shapes.append((self.long, self.long_new))
-        ours: list[Ran] = []
-        apart: list[Ran] = []
+        ours: list[ServedRun] = []
+        apart: list[ServedRun] = []
         check_quiet(wait_s=60.0)
         with runs.DistKVEngine(served) as lending, runs.DistKVEngine(served, lend=False) as others:
             for turn in range(self.rounds):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import ServeError
 from shoal.core.random import generator
 from shoal.ir import Request, SamplingParams, ServeJob
-from shoal.plan.batching.cache.ledger import Ledger
+from shoal.plan.batching.cache.loans import LoanRegistry
 from shoal.serve.cluster.distkv import DistKVEngine, EvenCost
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistKVEngine",
-    "Near",
-    "Ran",
+    "NearbyInstances",
+    "ServedRun",
     "alone",
     "job",
     "longest",
@@ -58,13 +58,13 @@ def requests(seed: int, *shapes: tuple[int, int]) -> list[Request]:
     return made
 
 
-def longest(ledger: Ledger, own: int, lent: int, limit: int) -> int:
+def longest(registry: LoanRegistry, own: int, lent: int, limit: int) -> int:
     """Most tokens that a request may keep in the caches, as requests are let in or refused."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
         try:
-            ledger.require_room("probe", middle, own, lent)
+            registry.require_room("probe", middle, own, lent)
             low = middle
         except ServeError:
             high = middle - 1
@@ -72,7 +72,7 @@ def longest(ledger: Ledger, own: int, lent: int, limit: int) -> int:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ServedRun:
     """What serving some requests gave.
 
     Args:
@@ -91,7 +91,7 @@ class Ran:
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def serve(engine: DistKVEngine, made: Sequence[Request]) -> Ran:
+def serve(engine: DistKVEngine, made: Sequence[Request]) -> ServedRun:
     """All requests at once, until the last has ended."""
     before = engine.stats()
     began = time.perf_counter()
@@ -101,14 +101,14 @@ def serve(engine: DistKVEngine, made: Sequence[Request]) -> Ran:
         engine.step(1.0)
     seconds = time.perf_counter() - began
     after = engine.stats()
-    told = engine.told()
+    told = engine.drain_events()
     if told or engine.losses:
         raise ServeError(f"requests were refused or instances lost: {told} {engine.losses}")
     moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    return Ran(seconds, [one.tokens[one.n_prompt :] for one in made], moved)
+    return ServedRun(seconds, [one.tokens[one.n_prompt :] for one in made], moved)
 
 
-def served_apart(engine: Engine, made: Sequence[Request]) -> Ran:
+def served_apart(engine: Engine, made: Sequence[Request]) -> ServedRun:
     """The same by one engine, such as one of ranks."""
     began = time.perf_counter()
     for request in made:
@@ -116,7 +116,7 @@ def served_apart(engine: Engine, made: Sequence[Request]) -> Ran:
     while engine.busy:
         engine.step()
     tokens = [one.tokens[one.n_prompt :] for one in made]
-    return Ran(time.perf_counter() - began, tokens, dict(engine.stats()))
+    return ServedRun(time.perf_counter() - began, tokens, dict(engine.stats()))
 
 
 def alone(model: Transformer, made: Sequence[Request]) -> list[list[int]]:
@@ -131,7 +131,7 @@ def alone(model: Transformer, made: Sequence[Request]) -> list[list[int]]:
     return served_apart(engine, made).tokens
 
 
-def ranked(split: ServeJob, made: Sequence[Request]) -> Ran:
+def ranked(split: ServeJob, made: Sequence[Request]) -> ServedRun:
     """The same by an engine of tensor-parallel ranks."""
     from shoal.model import huggingface
     from shoal.serve.ranks.workers import ranked_engine
@@ -153,7 +153,7 @@ class _Said:
         self.messages.append(dict(message))
 
 
-class Near:
+class NearbyInstances:
     """Instances in this process, for counts: their blocks and queries go over sockets as ever.
 
     Args:
@@ -163,7 +163,7 @@ class Near:
     """
 
     def __init__(self, served: ServeJob, directory: Path, *, lend: bool = True) -> None:
-        from shoal.serve.cluster.distkv_instance import Instance
+        from shoal.serve.cluster.distkv_instance import DistKVInstance
 
         directory.mkdir(parents=True, exist_ok=True)
         words = {"job": served.model_dump(mode="json", exclude_none=True)}
@@ -171,7 +171,7 @@ class Near:
         self.instances = []
         for number in range(count):
             start = {**words, "instance": number, "directory": str(directory)}
-            self.instances.append(Instance(start, _Said()))  # type: ignore[arg-type]
+            self.instances.append(DistKVInstance(start, _Said()))  # type: ignore[arg-type]
         self.lend = lend
         own = self.instances[0].kv
         self.own, self.lent = own.num_blocks, 0
@@ -182,9 +182,9 @@ class Near:
                 others = [pair for pair in paths if pair[0] != one.number]
                 one.handle({"kind": "peers", "paths": others})
                 one.handle({"kind": "room", "blocks": self.lent})
-        self.ledger = Ledger(count, own.block_size, EvenCost())
+        self.registry = LoanRegistry(count, own.block_size, EvenCost())
 
-    def serve(self, made: Sequence[Request]) -> Ran:
+    def serve(self, made: Sequence[Request]) -> ServedRun:
         """All by the first instance, which borrows from the others."""
         engine = self.instances[0].engine
         assert engine is not None
@@ -196,7 +196,7 @@ class Near:
             if self.lend:
                 self.advise()
         tokens = [one.tokens[one.n_prompt :] for one in made]
-        return Ran(time.perf_counter() - began, tokens, engine.stats())
+        return ServedRun(time.perf_counter() - began, tokens, engine.stats())
 
     def close(self) -> None:
         """Leave no socket open."""
@@ -204,10 +204,10 @@ class Near:
             one.close()
 
     def advise(self) -> None:
-        """What the ledger proposes."""
+        """What the registry proposes."""
         for one in self.instances:
             assert one.lending is not None
-            self.ledger.beat(one.lending.beat(), 0.0)
-        for debt in self.ledger.loans():
+            self.registry.beat(one.lending.beat(), 0.0)
+        for debt in self.registry.loans():
             loans = [[debt.creditor, debt.blocks]]
             self.instances[debt.debtor].handle({"kind": "loans", "loans": loans})

@@ -28,8 +28,15 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.kept import own_home
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.cached import own_home
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
@@ -206,31 +213,33 @@ class InMemoryFT(BaseClaim):
             expected="at least 1000",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Decode, count and simulate; kill and go on; time."""
         details: dict[str, JsonValue] = {}
         metrics = _counted(as_baseline, details)
-        metrics["decoded"] = Paired(method=tuple(_decoded(context.seed, as_baseline)))
+        metrics["decoded"] = PairedSamples(method=tuple(_decoded(context.seed, as_baseline)))
         trials = min(self.trials, 20_000) if quick else self.trials
         metrics["survival_error"] = _survival(context.seed, trials, as_baseline, details)
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         found = context.remember("runs", lambda: self._runs(context))
         details |= found["details"]
         side = "disk" if as_baseline else "memory"
         for name in ("recovered", "steps_lost", "same_losses", "recovery_s"):
-            metrics[name] = Paired(method=tuple(found[side][name]))
+            metrics[name] = PairedSamples(method=tuple(found[side][name]))
         times = context.remember("times", lambda: self._times(context))
         none, mine, disk = (times[mode] for mode in ("none", side, "disk"))
-        metrics["step_ratio"] = Paired(method=tuple(mine), baseline=tuple(none))
+        metrics["step_ratio"] = PairedSamples(method=tuple(mine), baseline=tuple(none))
         over = [max(m - n, 1e-3 * n) for m, n in zip(mine, none, strict=True)]
-        metrics["disk_over_memory"] = Paired(
+        metrics["disk_over_memory"] = PairedSamples(
             method=tuple(over),
             baseline=tuple(max(d - n, 0.0) for d, n in zip(disk, none, strict=True)),
         )
         details["snapshots"] = times["settled"]
         cost = times["settled"]
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             details=details,
             profile=f"a step {1e3 * statistics.median(none):.0f} ms; of a snapshot copying "
@@ -238,7 +247,7 @@ class InMemoryFT(BaseClaim):
             f"computation on shared cores, waiting {1e3 * cost['waited_s']:.1f} ms",
         )
 
-    def _runs(self, context: Context) -> dict[str, Any]:
+    def _runs(self, context: ExperimentContext) -> dict[str, Any]:
         """One run without faults, one with all of them."""
         from shoal.train.run import execute
 
@@ -285,7 +294,7 @@ class InMemoryFT(BaseClaim):
                 error = str(cause)
         events = list(read_events(run / "events.jsonl"))
         wanted, got = _losses(read_events(right / "events.jsonl")), _losses(events)
-        told = _told(events, killed, starts)
+        told = _report(events, killed, starts)
         first = faults[0][0] / steps
         return {
             "memory": {
@@ -309,7 +318,7 @@ class InMemoryFT(BaseClaim):
             },
         }
 
-    def _times(self, context: Context) -> dict[str, Any]:
+    def _times(self, context: ExperimentContext) -> dict[str, Any]:
         """Seconds of steps that are saved in three ways, in turn."""
         from shoal.claims.experiments.inmemory_ft_worker import MODES, WARM
         from shoal.train.layout import RunDir
@@ -348,7 +357,7 @@ class InMemoryFT(BaseClaim):
         return blocks
 
 
-def _plan(context: Context, steps: int, memory: str | None, **changes: Any) -> Any:
+def _plan(context: ExperimentContext, steps: int, memory: str | None, **changes: Any) -> Any:
     from shoal.cost.shapes import find
     from shoal.cost.training.step import estimate
     from shoal.ir import TrainJob, TrainPlan, Work
@@ -382,7 +391,7 @@ def _plan(context: Context, steps: int, memory: str | None, **changes: Any) -> A
     return TrainPlan(job=job, machine=machine, shape=shape, estimate=cost)
 
 
-def _told(
+def _report(
     events: Sequence[Mapping[str, Any]],
     killed: Sequence[tuple[float, int]],
     starts: Sequence[float],
@@ -423,10 +432,10 @@ def _created(pid: int) -> float:
     return time.monotonic() - age
 
 
-def _counted(as_baseline: bool, details: dict[str, JsonValue]) -> dict[str, Paired]:
+def _counted(as_baseline: bool, details: dict[str, JsonValue]) -> dict[str, PairedSamples]:
     """Bytes that each node copies and keeps of the model's weights and optimizer state."""
     from shoal.checkpoint.inmemory import MEMORY_CODES
-    from shoal.checkpoint.inmemory.layout import Entry, piece_bytes, shares
+    from shoal.checkpoint.inmemory.layout import BoxEntry, piece_bytes, shares
     from shoal.checkpoint.inmemory.stripes import Stripes
     from shoal.cost.shapes import find
     from shoal.model.config import ModelConfig
@@ -438,9 +447,9 @@ def _counted(as_baseline: bool, details: dict[str, JsonValue]) -> dict[str, Pair
         at = (0,) * len(shape)
         for key in ("model", "exp_avg", "exp_avg_sq"):
             entries.append(
-                Entry(f"{key}.{name}", "float32", shape, at, shape, 4 * parameter.numel())
+                BoxEntry(f"{key}.{name}", "float32", shape, at, shape, 4 * parameter.numel())
             )
-        entries.append(Entry(f"step.{name}", "float32", (), (), (), 4))
+        entries.append(BoxEntry(f"step.{name}", "float32", (), (), (), 4))
     total = sum(entry.nbytes for entry in entries)
     pieces = [piece_bytes(s) for s in shares(dict.fromkeys(range(_WORLD), entries)).values()]
     stripes = Stripes.of(
@@ -450,8 +459,8 @@ def _counted(as_baseline: bool, details: dict[str, JsonValue]) -> dict[str, Pair
     parity = stripes.parity * stripes.block
     details["state_bytes"] = total
     return {
-        "copied_share": Paired(method=tuple(c / (total / _WORLD) for c in copied)),
-        "parity_share": Paired(method=(parity / (max(pieces) / (_WORLD - 1)),)),
+        "copied_share": PairedSamples(method=tuple(c / (total / _WORLD) for c in copied)),
+        "parity_share": PairedSamples(method=(parity / (max(pieces) / (_WORLD - 1)),)),
     }
 
 
@@ -491,7 +500,9 @@ def _decoded(seed: int, as_baseline: bool) -> list[float]:
     return found
 
 
-def _survival(seed: int, trials: int, as_baseline: bool, details: dict[str, JsonValue]) -> Paired:
+def _survival(
+    seed: int, trials: int, as_baseline: bool, details: dict[str, JsonValue]
+) -> PairedSamples:
     """Simulated against computed survival of jobs that fail early, evenly and late."""
     simulated, computed = [], []
     for shape, losses in ((0.8, 1), (1.0, 1), (1.5, 2)):
@@ -500,16 +511,16 @@ def _survival(seed: int, trials: int, as_baseline: bool, details: dict[str, Json
         simulated.append(sampled(job, hours, trials=trials, seed=seed))
         computed.append(job.uncoded(hours) if as_baseline else job.of_job(hours))
     details["survival"] = list(simulated)
-    return Paired(method=tuple(simulated), baseline=tuple(computed))
+    return PairedSamples(method=tuple(simulated), baseline=tuple(computed))
 
 
 @contextlib.contextmanager
 def _hosts() -> Iterator[Any]:
     """A host for every rank, if this machine can have them."""
-    from shoal.train.memory import Hosts
+    from shoal.train.memory import EmulatedHosts
 
     if unavailable() is not None:
         yield None
         return
     with emulate(_WORLD, bandwidth=_BANDWIDTH) as network:
-        yield Hosts(network, 1)
+        yield EmulatedHosts(network, 1)

@@ -20,7 +20,7 @@ from shoal.core.janitor import leave
 from shoal.ir.hooks import StepHook
 
 if TYPE_CHECKING:
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import RankTrainer
 
 __all__ = ["MODES", "WARM", "main"]
 
@@ -31,7 +31,7 @@ WARM = 6
 
 def main() -> int:
     """Run all steps of the plan."""
-    from shoal.checkpoint.inmemory.snapshot import Settled
+    from shoal.checkpoint.inmemory.snapshot import SnapshotCost
     from shoal.train import worker
     from shoal.train.layout import RunDir
     from shoal.train.memory import snapshots_of
@@ -39,7 +39,7 @@ def main() -> int:
 
     directory = RunDir(Path(sys.argv[1]))
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    settled: list[Settled | None] = []
+    settled: list[SnapshotCost | None] = []
 
     class Settles(StepHook):
         kind = "saves"
@@ -71,7 +71,7 @@ def main() -> int:
     return 0
 
 
-def _to_disk(trainer: Trainer, place: Path) -> None:
+def _to_disk(trainer: RankTrainer, place: Path) -> None:
     """Save everything, flushed to the disk, before the next step may begin."""
     from torch.distributed.checkpoint.state_dict_saver import save
 

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ _MODEL = "shoal-4m-h128"
 _HEAD = 128
 _BLOCKS = (32, 64, 128)
 _SIGMA = 1.0
-_CALL = PagedAttention(64, 1024, 32, 8, 128, 16, "bf16")
+_CALL = PagedAttentionCall(64, 1024, 32, 8, 128, 16, "bf16")
 # Caches in turn, so that none is still in the last level of the processor's own.
 _CACHES = 3
 
@@ -114,22 +114,24 @@ class KSort(BaseClaim):
                 expected=f"at least {least}",
             )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count; the full run also trains the model once, predicts and times, for minutes."""
         metrics = _counted(context.seed, as_baseline)
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         found, details = self._model(context, as_baseline)
         metrics |= found
         context.progress("timing attention", 0.9)
         timed, skipped, bounds, more = self._attention(context, as_baseline)
-        return Samples(
+        return ClaimSamples(
             metrics=metrics | timed, skipped=skipped, bounds=bounds, details=details | more
         )
 
     def _model(
-        self, context: Context, as_baseline: bool
-    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        self, context: ExperimentContext, as_baseline: bool
+    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
         from shoal.corpora.files import from_path
         from shoal.corpora.tokens import prepare
         from shoal.model import huggingface
@@ -187,16 +189,16 @@ class KSort(BaseClaim):
         of_text = {key: [value] for key, value in perplexity.items()}
         plain, moved = (perplexity["outliers", f"{name} 128"] for name in ("bfp12", "sorted"))
         return {
-            "gap_removed_32": Paired(method=removed(errors, 32)),
-            "gap_removed_64": Paired(method=removed(errors, 64)),
-            "perplexity_removed_32": Paired(method=removed(of_text, 32)),
-            "perplexity_change_128": Paired(method=(abs(moved / plain - 1),)),
-            "logit_change": Paired(method=(logit_change,)),
+            "gap_removed_32": PairedSamples(method=removed(errors, 32)),
+            "gap_removed_64": PairedSamples(method=removed(errors, 64)),
+            "perplexity_removed_32": PairedSamples(method=removed(of_text, 32)),
+            "perplexity_change_128": PairedSamples(method=(abs(moved / plain - 1),)),
+            "logit_change": PairedSamples(method=(logit_change,)),
         }, details
 
     def _attention(
-        self, context: Context, as_baseline: bool
-    ) -> tuple[dict[str, Paired], dict[str, str], dict[str, float], dict[str, JsonValue]]:
+        self, context: ExperimentContext, as_baseline: bool
+    ) -> tuple[dict[str, PairedSamples], dict[str, str], dict[str, float], dict[str, JsonValue]]:
         from shoal.kernel.base import roof_s
         from shoal.kernel.dispatch import kernels_of
 
@@ -223,7 +225,7 @@ class KSort(BaseClaim):
         bounds = {}
         if context.machine is not None:
             bounds["attention_speedup"] = seconds["torch"] / roof_s(_CALL, context.machine)
-        pair = Paired(method=timed.seconds["cpp"], baseline=timed.seconds["torch"])
+        pair = PairedSamples(method=timed.seconds["cpp"], baseline=timed.seconds["torch"])
         return {"attention_speedup": pair}, {}, bounds, details
 
 
@@ -326,7 +328,7 @@ def _losses(
     return perplexity, [score_error(keys, q[::2], k[::2]) for q, k in seen]
 
 
-def _counted(seed: int, as_baseline: bool) -> dict[str, Paired]:
+def _counted(seed: int, as_baseline: bool) -> dict[str, PairedSamples]:
     """Bytes, and errors of normal numbers with lognormal sizes; no model is trained for it."""
     import torch
 
@@ -357,11 +359,11 @@ def _counted(seed: int, as_baseline: bool) -> dict[str, Paired]:
     }
     small = size["bfp16-b32" if as_baseline else "bfp12-b32"]
     return {
-        "bytes_ratio": Paired(method=(size["bfp16-b32"] / small,)),
-        "normal_gap_removed_32": Paired(method=tuple(gaps[32])),
-        "normal_gap_removed_64": Paired(method=tuple(gaps[64])),
-        "score_change": Paired(method=_score_changes(seed)),
-        "moved_codes_128": Paired(method=tuple(moved)),
+        "bytes_ratio": PairedSamples(method=(size["bfp16-b32"] / small,)),
+        "normal_gap_removed_32": PairedSamples(method=tuple(gaps[32])),
+        "normal_gap_removed_64": PairedSamples(method=tuple(gaps[64])),
+        "score_change": PairedSamples(method=_score_changes(seed)),
+        "moved_codes_128": PairedSamples(method=tuple(moved)),
     }
 
 

@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -153,35 +160,39 @@ class LadderClaim(BaseClaim):
             value = getattr(self, name)
             require(value >= 1, f"claim.ladder.{name}", value, expected="at least 1")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count the sums; then, unless it is quick, train and decode."""
         ours = "standard" if as_baseline else "ladder"
-        metrics: dict[str, Paired] = {}
+        metrics: dict[str, PairedSamples] = {}
         details: dict[str, JsonValue] = {}
         self._count(context, ours, metrics)
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         self._train(context, ours, metrics, details)
         profile = self._decode(context, ours, metrics, details)
         # A ladder of as many sums can learn what the standard model does, and is as fast as none.
         bounds = {"loss": 1.0, "converted_loss": 1.0, "of_prediction": 1.0}
-        return Samples(metrics=metrics, details=details, profile=profile, bounds=bounds)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)
 
-    def _count(self, context: Context, ours: str, metrics: dict[str, Paired]) -> None:
+    def _count(
+        self, context: ExperimentContext, ours: str, metrics: dict[str, PairedSamples]
+    ) -> None:
         """Sums of a step on two ranks, how late they are waited for, and the tokens."""
         from shoal.claims.experiments.ladder_ranks import counted
 
         begun, late, wrong = counted(ours, context.seed)
         standard, _, _ = counted("standard", context.seed)
-        metrics["sums_beyond_standard"] = Paired(method=(float(begun - standard),))
-        metrics["wrong_tokens"] = Paired(method=(float(wrong),))
-        metrics["reads_late"] = Paired(method=(float(late),))
+        metrics["sums_beyond_standard"] = PairedSamples(method=(float(begun - standard),))
+        metrics["wrong_tokens"] = PairedSamples(method=(float(wrong),))
+        metrics["reads_late"] = PairedSamples(method=(float(late),))
 
     def _train(
         self,
-        context: Context,
+        context: ExperimentContext,
         ours: str,
-        metrics: dict[str, Paired],
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
     ) -> None:
         from shoal.claims.experiments.arch_training import Recipe, heldout, mini, text, train
@@ -219,8 +230,10 @@ class LadderClaim(BaseClaim):
             whole = _copy(standard)
             after["standard"].append(context.remember(f"standard {seed} on", partial(on, whole)))
             after["converted"].append(on(half))
-        metrics["loss"] = Paired(method=tuple(losses["ours"]), baseline=tuple(losses["standard"]))
-        metrics["converted_loss"] = Paired(
+        metrics["loss"] = PairedSamples(
+            method=tuple(losses["ours"]), baseline=tuple(losses["standard"])
+        )
+        metrics["converted_loss"] = PairedSamples(
             method=tuple(after["converted"]), baseline=tuple(after["standard"])
         )
         details["training"] = {
@@ -232,9 +245,9 @@ class LadderClaim(BaseClaim):
 
     def _decode(
         self,
-        context: Context,
+        context: ExperimentContext,
         ours: str,
-        metrics: dict[str, Paired],
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
     ) -> str:
         """Decode in turn; says where the time of a step goes."""
@@ -262,10 +275,10 @@ class LadderClaim(BaseClaim):
             runs.open("ours", ours, latency_s=latency_s)
             runs.open("parallel", "parallel", latency_s=latency_s)
             each = timed("compute", "ours", "standard", "parallel", rounds=self.rounds)
-        metrics["decode"] = Paired(method=each["ours"], baseline=each["standard"])
+        metrics["decode"] = PairedSamples(method=each["ours"], baseline=each["standard"])
         alone = zip(each["compute"], each["standard"], strict=True)
         longest = tuple(max(compute, standard - compute) for compute, standard in alone)
-        metrics["of_prediction"] = Paired(method=each["ours"], baseline=longest)
+        metrics["of_prediction"] = PairedSamples(method=each["ours"], baseline=longest)
         every = _REQUESTS * self.tokens
         share = 1 - median(each["compute"]) / median(each["standard"])
         details["decoding"] = {

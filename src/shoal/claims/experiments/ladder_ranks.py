@@ -90,7 +90,7 @@ def counted(kind: str, seed: int) -> tuple[int, int, int]:
 
     from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.serve.engine.build import prepare
-    from shoal.serve.ranks.boundary import Boundary
+    from shoal.serve.ranks.boundary import RankBoundary
     from shoal.serve.ranks.part import PartModel
     from shoal.train.zoo import random
 
@@ -101,7 +101,7 @@ def counted(kind: str, seed: int) -> tuple[int, int, int]:
 
     def rank(comm: Comm) -> tuple[_Counting, Tensor | None]:
         log: Any = _Counting(comm)
-        alone = Boundary(comm.split([[0], [1]]), config.hidden, torch.float32)
+        alone = RankBoundary(comm.split([[0], [1]]), config.hidden, torch.float32)
         model = PartModel(job, _Weights(random(config, seed)), log, alone, range(4))  # type: ignore[arg-type]
         log.begun, log.late = 0, []
         with torch.inference_mode():

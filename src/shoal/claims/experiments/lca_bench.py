@@ -28,14 +28,19 @@ from shoal.claims.bench.attention.masks import (
     document_lengths,
     real_lengths,
 )
-from shoal.claims.bench.attention.values import ContextRow, KernelRow, Network, Settings
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.bench.attention.values import (
+    AttentionSettings,
+    ContextRow,
+    KernelRow,
+    RankNetwork,
+)
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part, table
 from shoal.ir.mask import Mask
 
 if TYPE_CHECKING:
-    from shoal.claims.bench.attention.context import Case
+    from shoal.claims.bench.attention.context import AttentionCase
 
 __all__ = ["CONTEXT_MASKS", "LCABench"]
 
@@ -47,7 +52,7 @@ HEADS = 4
 _SEQUENCES, _BATCHES = 16, 16
 
 # Between ranks that compute fast and ranks that compute slowly lies who wins.
-_SLOW = Network(flops=5e12)
+_SLOW = RankNetwork(flops=5e12)
 
 
 @part
@@ -154,7 +159,9 @@ class LCABench(BaseClaim):
                 expected="multiples of 128 of at least 256",
             )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Check every cell; the quick run and the A/A run have short sequences.
 
         Raises:
@@ -172,7 +179,7 @@ class LCABench(BaseClaim):
             kernels = self._kernels(context, pool, small, as_baseline)
             torch.set_num_threads(1)
             methods = self._methods(context, pool, quick)
-            told = self._told_causal(context, pool) if as_baseline else methods
+            told = self._causal_rows(context, pool) if as_baseline else methods
             slow = [] if small else self._slow(context, pool)
         finally:
             torch.set_num_threads(threads)
@@ -181,23 +188,25 @@ class LCABench(BaseClaim):
         metrics = {
             "wrong_cells": _one(wrong),
             "full_methods": _one(_full_methods(told)),
-            "ulysses_refused": Paired(method=_refused("zigzag" if as_baseline else "ulysses")),
+            "ulysses_refused": PairedSamples(
+                method=_refused("zigzag" if as_baseline else "ulysses")
+            ),
             "ring_imbalance_error": _imbalance(methods, "zigzag" if as_baseline else "ring"),
-            "zigzag_imbalance": Paired(
+            "zigzag_imbalance": PairedSamples(
                 method=_balances(methods, "ring" if as_baseline else "zigzag")
             ),
             "document_waste": _waste(pool, self.document_length, context.seed, as_baseline),
         }
         if not quick:
             metrics["full_kernels"] = _one(_full_kernels(kernels))
-            metrics["ulysses_speedup"] = Paired(
+            metrics["ulysses_speedup"] = PairedSamples(
                 method=_speedups(methods, "zigzag" if as_baseline else "ulysses")
             )
         details = {} if small else _details(kernels, methods, slow, pool, context)
-        return Samples(metrics=metrics, details=details)
+        return ClaimSamples(metrics=metrics, details=details)
 
     def _kernels(
-        self, context: Context, pool: Sequence[int], small: bool, as_baseline: bool
+        self, context: ExperimentContext, pool: Sequence[int], small: bool, as_baseline: bool
     ) -> list[KernelRow]:
         from shoal.claims.bench.attention.kernels import kernel_rows
 
@@ -219,7 +228,9 @@ class LCABench(BaseClaim):
                 done += length**2
         return found
 
-    def _methods(self, context: Context, pool: Sequence[int], quick: bool) -> list[ContextRow]:
+    def _methods(
+        self, context: ExperimentContext, pool: Sequence[int], quick: bool
+    ) -> list[ContextRow]:
         """Rows of every method under four masks; those of the first run stay for the second."""
         length = 256 if quick else self.context_length
         masks = CONTEXT_MASKS[1::2] if quick else CONTEXT_MASKS
@@ -229,20 +240,20 @@ class LCABench(BaseClaim):
             for index, case in enumerate(_cases(context, pool, length, masks)):
                 context.progress(f"ranks, {case.name} of {length}", 0.75 + 0.2 * index / len(masks))
                 for ranks in RANKS:
-                    found += _rows(context, case, ranks, Network())
+                    found += _rows(context, case, ranks, RankNetwork())
             return found
 
         return context.remember(f"methods of {length}", run)
 
-    def _told_causal(self, context: Context, pool: Sequence[int]) -> list[ContextRow]:
+    def _causal_rows(self, context: ExperimentContext, pool: Sequence[int]) -> list[ContextRow]:
         causal = Mask.causal(256)
         return [
             row
             for case in _cases(context, pool, 256)
-            for row in _rows(context, case._replace(mask=causal), 2, Network())
+            for row in _rows(context, case._replace(mask=causal), 2, RankNetwork())
         ]
 
-    def _slow(self, context: Context, pool: Sequence[int]) -> list[ContextRow]:
+    def _slow(self, context: ExperimentContext, pool: Sequence[int]) -> list[ContextRow]:
         """Where computation binds instead."""
         context.progress("slow ranks", 0.95)
         return [
@@ -253,8 +264,8 @@ class LCABench(BaseClaim):
         ]
 
 
-def _settings(context: Context, **changes: object) -> Settings:
-    return Settings.model_validate(
+def _settings(context: ExperimentContext, **changes: object) -> AttentionSettings:
+    return AttentionSettings.model_validate(
         {
             "kernels": tuple(table("attention_kernel")),
             "masks": tuple(MASKS),
@@ -269,13 +280,16 @@ def _settings(context: Context, **changes: object) -> Settings:
 
 
 def _cases(
-    context: Context, pool: Sequence[int], length: int, masks: Sequence[str] = CONTEXT_MASKS
-) -> list[Case]:
-    from shoal.claims.bench.attention.context import Case
+    context: ExperimentContext,
+    pool: Sequence[int],
+    length: int,
+    masks: Sequence[str] = CONTEXT_MASKS,
+) -> list[AttentionCase]:
+    from shoal.claims.bench.attention.context import AttentionCase
 
     settings = _settings(context, context_lengths=(length,))
     return [
-        Case.of(
+        AttentionCase.of(
             name,
             build_mask(name, length, block=settings.block, seed=context.seed, pool=pool),
             settings,
@@ -284,7 +298,9 @@ def _cases(
     ]
 
 
-def _rows(context: Context, case: Case, ranks: int, network: Network) -> list[ContextRow]:
+def _rows(
+    context: ExperimentContext, case: AttentionCase, ranks: int, network: RankNetwork
+) -> list[ContextRow]:
     from shoal.claims.bench.attention.context import context_row
 
     settings = _settings(context, network=network)
@@ -294,8 +310,8 @@ def _rows(context: Context, case: Case, ranks: int, network: Network) -> list[Co
     ]
 
 
-def _one(value: float) -> Paired:
-    return Paired(method=(float(value),))
+def _one(value: float) -> PairedSamples:
+    return PairedSamples(method=(float(value),))
 
 
 def _full_kernels(rows: Sequence[KernelRow]) -> int:
@@ -344,8 +360,8 @@ def _balances(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
     )
 
 
-def _imbalance(rows: Sequence[ContextRow], method: str) -> Paired:
-    return Paired(
+def _imbalance(rows: Sequence[ContextRow], method: str) -> PairedSamples:
+    return PairedSamples(
         method=_balances(rows, method), baseline=tuple((2 * n - 1) / n for n in sorted(RANKS))
     )
 
@@ -372,7 +388,7 @@ def _speedups(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _waste(pool: Sequence[int], length: int, seed: int, as_baseline: bool) -> Paired:
+def _waste(pool: Sequence[int], length: int, seed: int, as_baseline: bool) -> PairedSamples:
     """Cells of causal sequences, and those of the same under their documents."""
     dense = Mask.causal(length).area() * _SEQUENCES
     exact = []
@@ -383,7 +399,7 @@ def _waste(pool: Sequence[int], length: int, seed: int, as_baseline: bool) -> Pa
             ids = np.repeat(np.arange(len(documents)), documents)
             cells += Mask.document(ids * (not as_baseline)).area()
         exact.append(float(cells))
-    return Paired(method=(float(dense),) * _BATCHES, baseline=tuple(exact))
+    return PairedSamples(method=(float(dense),) * _BATCHES, baseline=tuple(exact))
 
 
 def _details(
@@ -391,7 +407,7 @@ def _details(
     methods: Sequence[ContextRow],
     slow: Sequence[ContextRow],
     pool: Sequence[int],
-    context: Context,
+    context: ExperimentContext,
 ) -> dict[str, JsonValue]:
     counts: dict[str, JsonValue] = {}
     cells: list[KernelRow | ContextRow] = [*kernels, *methods]

@@ -21,18 +21,25 @@ from pydantic import JsonValue
 
 from shoal.claims.experiments.learning_curves_charlm import (
     ARCHITECTURES,
-    Setting,
-    Texts,
+    CharlmSetting,
+    CharlmTexts,
     read_texts,
     train,
 )
 from shoal.claims.experiments.learning_curves_digits import digits_curve
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
 from shoal.core.random import generator
-from shoal.cost.scaling.curve import Point
-from shoal.cost.scaling.fit import Fitted, fit
+from shoal.cost.scaling.curve import CurvePoint
+from shoal.cost.scaling.fit import FittedLaw, fit
 
 __all__ = ["LearningCurves", "best_size", "known_rates", "planted_share"]
 
@@ -109,24 +116,26 @@ class LearningCurves(BaseClaim):
             expected="three or more multiples of 8",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Collect the samples; see the module's description."""
-        metrics: dict[str, Paired] = {}
+        metrics: dict[str, PairedSamples] = {}
         details: dict[str, JsonValue] = {}
         texts = context.remember("texts", lambda: self._texts(context, quick))
         shared = len(texts.train_names & texts.heldout_names)
-        metrics["shared_documents"] = Paired(method=(float(shared),))
+        metrics["shared_documents"] = PairedSamples(method=(float(shared),))
         recovered = planted_share(40 if quick else 200, constant=as_baseline)
-        metrics["planted_share"] = Paired(method=recovered)
-        metrics["known_rates"] = Paired(method=known_rates(constant=as_baseline))
+        metrics["planted_share"] = PairedSamples(method=recovered)
+        metrics["known_rates"] = PairedSamples(method=known_rates(constant=as_baseline))
         if not quick:
             grid = context.remember("grid", lambda: self._grid(context, texts))
             digits = context.remember("digits", lambda: digits_curve(context.seed))
             more, details = self._laws(grid, digits, constant=as_baseline)
             metrics.update(more)
-        return Samples(metrics=metrics, details=details)
+        return ClaimSamples(metrics=metrics, details=details)
 
-    def _texts(self, context: Context, quick: bool) -> Texts:
+    def _texts(self, context: ExperimentContext, quick: bool) -> CharlmTexts:
         choice = (
             Choice(name="text", options={"path": str(context.data)})
             if context.data is not None
@@ -135,7 +144,7 @@ class LearningCurves(BaseClaim):
         size = 2 ** (self.smallest if quick else self.largest)
         return read_texts(choice, train_chars=size, heldout_chars=2**15, seed=context.seed)
 
-    def _grid(self, context: Context, texts: Texts) -> dict[str, list[list[float]]]:
+    def _grid(self, context: ExperimentContext, texts: CharlmTexts) -> dict[str, list[list[float]]]:
         """Per architecture: [characters, parameters, mean loss, spread, seeds] of every run."""
         shards = [2**i for i in range(self.smallest, self.largest + 1)]
         rates = {name: self._tuned(name, texts, context.seed) for name in ARCHITECTURES}
@@ -148,7 +157,7 @@ class LearningCurves(BaseClaim):
                     seeds = 3 if chars <= 2 ** (self.smallest + 1) else 1
                     losses, count = [], 0
                     for turn in range(seeds):
-                        setting = Setting(
+                        setting = CharlmSetting(
                             name, width, chars, context.seed + turn, rates[name], self._steps(chars)
                         )
                         loss, count = train(setting, texts)
@@ -166,19 +175,19 @@ class LearningCurves(BaseClaim):
         share = math.pow(chars / 2**self.largest, 0.35)
         return max(60, round(self.steps * share))
 
-    def _tuned(self, name: str, texts: Texts, seed: int) -> float:
+    def _tuned(self, name: str, texts: CharlmTexts, seed: int) -> float:
         """The best of three learning rates on the smallest shard."""
         chars = 2**self.smallest
         width = self.widths[len(self.widths) // 2]
         losses = {
-            lr: train(Setting(name, width, chars, seed, lr, self._steps(chars)), texts)[0]
+            lr: train(CharlmSetting(name, width, chars, seed, lr, self._steps(chars)), texts)[0]
             for lr in (3e-3, 1e-2, 3e-2)
         }
         return min(losses, key=lambda lr: losses[lr])
 
     def _laws(
-        self, grid: dict[str, list[list[float]]], digits: Sequence[Point], *, constant: bool
-    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        self, grid: dict[str, list[list[float]]], digits: Sequence[CurvePoint], *, constant: bool
+    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
         curves = {name: best_curve(rows) for name, rows in grid.items()}
         r2, exponents, errors, sizes = [], {}, [], []
         offsets: dict[str, tuple[float, float]] = {}
@@ -222,16 +231,18 @@ class LearningCurves(BaseClaim):
             "digits_exponent": (of_digits.parameters["beta"].value if of_digits else 0.0,),
         }
         details["size_exponents"] = [float(size) for size in sizes]
-        return {name: Paired(method=sample) for name, sample in found.items()}, details
+        return {name: PairedSamples(method=sample) for name, sample in found.items()}, details
 
 
-def best_curve(rows: Sequence[Sequence[float]]) -> list[Point]:
+def best_curve(rows: Sequence[Sequence[float]]) -> list[CurvePoint]:
     """The best model's loss at each size of data."""
     found = []
     for chars in sorted({row[0] for row in rows}):
         best = min((row for row in rows if row[0] == chars), key=lambda row: row[2])
         spread = None if math.isnan(best[3]) else best[3]
-        found.append(Point(size=chars, value=best[2], spread=spread, metric="nats per character"))
+        found.append(
+            CurvePoint(size=chars, value=best[2], spread=spread, metric="nats per character")
+        )
     return found
 
 
@@ -253,11 +264,11 @@ def best_size(rows: Sequence[Sequence[float]]) -> float:
     return float(np.polyfit(chars, sizes, 1)[0])
 
 
-def _fitted(points: Sequence[Point], constant: bool) -> Fitted | None:
+def _fitted(points: Sequence[CurvePoint], constant: bool) -> FittedLaw | None:
     return None if constant else fit("power", points)
 
 
-def _value(fitted: Fitted | None, points: Sequence[Point], size: float) -> float:
+def _value(fitted: FittedLaw | None, points: Sequence[CurvePoint], size: float) -> float:
     if fitted is None:
         return float(np.mean([point.value for point in points]))
     return fitted.predict(size).value
@@ -276,7 +287,7 @@ def planted_share(trials: int, *, constant: bool = False) -> tuple[float, ...]:
         if constant:
             found.append(0.0)  # a constant has the exponent 0, with no interval around it
             continue
-        points = [Point(size=m, value=v) for m, v in zip(sizes, values, strict=True)]
+        points = [CurvePoint(size=m, value=v) for m, v in zip(sizes, values, strict=True)]
         beta = fit("power_floor", points, seed=seed).parameters["beta"]
         found.append(float(true["beta"] in beta))
     return tuple(found)
@@ -300,7 +311,7 @@ def known_rates(*, constant: bool = False) -> tuple[float, ...]:
     }
     found = []
     for exponent, values in curves.values():
-        points = [Point(size=float(m), value=v) for m, v in zip(sizes, values, strict=True)]
+        points = [CurvePoint(size=float(m), value=v) for m, v in zip(sizes, values, strict=True)]
         fitted = None if constant else fit("power", points, replicates=0)
         found.append(abs((fitted.parameters["beta"].value if fitted else 0.0) - exponent))
     return tuple(found)

@@ -21,7 +21,7 @@ from shoal.core.random import generator, seed64
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["ARCHITECTURES", "VOCAB", "Setting", "Texts", "read_texts", "train"]
+__all__ = ["ARCHITECTURES", "VOCAB", "CharlmSetting", "CharlmTexts", "read_texts", "train"]
 
 ARCHITECTURES = ("lstm", "transformer")
 # Printable ASCII, newline and tab; everything else is one character.
@@ -31,7 +31,7 @@ BATCH = 32
 
 
 @dataclass(frozen=True)
-class Texts:
+class CharlmTexts:
     """Characters as numbers, and which documents they are of.
 
     Args:
@@ -75,7 +75,7 @@ def _stream(documents: Iterable[Any], length: int, seed: int) -> tuple[np.ndarra
     return np.concatenate(pieces)[:length], frozenset(names)
 
 
-def read_texts(data: Choice, *, train_chars: int, heldout_chars: int, seed: int) -> Texts:
+def read_texts(data: Choice, *, train_chars: int, heldout_chars: int, seed: int) -> CharlmTexts:
     """Training and validation text of a corpus, of different documents.
 
     Raises:
@@ -84,11 +84,11 @@ def read_texts(data: Choice, *, train_chars: int, heldout_chars: int, seed: int)
     corpus = table("corpus").build(data)
     train, train_names = _stream(corpus.documents("train"), train_chars, seed)
     heldout, heldout_names = _stream(corpus.documents("heldout"), heldout_chars, seed)
-    return Texts(train, heldout, train_names, heldout_names)
+    return CharlmTexts(train, heldout, train_names, heldout_names)
 
 
 @dataclass(frozen=True)
-class Setting:
+class CharlmSetting:
     """One run.
 
     Args:
@@ -108,7 +108,7 @@ class Setting:
     steps: int
 
 
-def _model(setting: Setting) -> nn.Module:
+def _model(setting: CharlmSetting) -> nn.Module:
     from torch import nn
 
     width = setting.width
@@ -146,7 +146,7 @@ def _model(setting: Setting) -> nn.Module:
 
 
 def train(
-    setting: Setting, texts: Texts, beat: Callable[[], None] = lambda: None
+    setting: CharlmSetting, texts: CharlmTexts, beat: Callable[[], None] = lambda: None
 ) -> tuple[float, int]:
     """Best validation loss in nats a character, and the model's parameters.
 

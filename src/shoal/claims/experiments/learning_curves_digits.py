@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.core.errors import MissingExtraError
 from shoal.core.random import generator
-from shoal.cost.scaling.curve import Point
+from shoal.cost.scaling.curve import CurvePoint
 
 __all__ = ["digits_curve"]
 
@@ -38,7 +38,7 @@ def _enlarged(images_NHW: np.ndarray, size: int, seed: int) -> tuple[np.ndarray,
 
 def digits_curve(
     seed: int, sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-) -> list[Point]:
+) -> list[CurvePoint]:
     """Error rates of a small network on held-out digits over nested training sets.
 
     Each original is the first of its kind; sets larger than their number are filled up
@@ -84,7 +84,7 @@ def digits_curve(
             wrong = network.predict(images[held].reshape(len(held), -1)) != labels[held]
             errors.append(float(wrong.mean()))
         points.append(
-            Point(
+            CurvePoint(
                 size=float(size),
                 value=float(np.mean(errors)),
                 spread=float(np.std(errors, ddof=1)),

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.longctx.peak import LongContext, LongModel, Peaks
@@ -164,15 +164,17 @@ class LongCtx(BaseClaim):
         )
         require(self.repeats >= 1, "claim.longctx.repeats", self.repeats, expected="1 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         figures = paper_figures(blind=as_baseline)
         metrics = {
-            "paper_error": Paired(
+            "paper_error": PairedSamples(
                 method=tuple(abs(ours / theirs - 1) for ours, theirs in figures.values())
             ),
-            "flop_error": Paired(method=(self._flop_error(blind=as_baseline),)),
-            "cache_byte_error": Paired(method=(self._byte_error(blind=as_baseline),)),
+            "flop_error": PairedSamples(method=(self._flop_error(blind=as_baseline),)),
+            "cache_byte_error": PairedSamples(method=(self._byte_error(blind=as_baseline),)),
         }
         details: dict[str, JsonValue] = {
             "paper": {name: [ours, theirs] for name, (ours, theirs) in figures.items()},
@@ -183,7 +185,7 @@ class LongCtx(BaseClaim):
             },
         }
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         peaks = context.remember("peaks", _peaks)
         context.progress("lengths", 0.1)
         config = self._config(2)
@@ -193,14 +195,16 @@ class LongCtx(BaseClaim):
             "variants", lambda: {name: self._variant(*kept) for name, kept in _VARIANTS.items()}
         )
         drifts, ratios = self._drifts(config, peaks, measured, blind=as_baseline)
-        metrics |= {f"{name}_drift": Paired(method=(drift,)) for name, drift in drifts.items()}
+        metrics |= {
+            f"{name}_drift": PairedSamples(method=(drift,)) for name, drift in drifts.items()
+        }
         predicted = {name: self._predicted(name, peaks, blind=as_baseline) for name in _VARIANTS}
         wrong = sum(
             (variants[a][what] > variants[b][what]) != (predicted[a][what] > predicted[b][what])
             for a, b in itertools.combinations(_VARIANTS, 2)
             for what in (0, 1)
         )
-        metrics["wrong_orders"] = Paired(method=(float(wrong),))
+        metrics["wrong_orders"] = PairedSamples(method=(float(wrong),))
         details |= {
             "peaks": {
                 "FLOP/s": peaks.flops,
@@ -217,7 +221,7 @@ class LongCtx(BaseClaim):
             f"{1e3 * measured.decode[longest]:.2f} ms, out and in "
             f"{1e3 * measured.switch[longest]:.2f} ms"
         )
-        return Samples(metrics=metrics, profile=profile, details=details)
+        return ClaimSamples(metrics=metrics, profile=profile, details=details)
 
     def _config(self, kv_heads: int) -> ModelConfig:
         from shoal.train import zoo
@@ -266,7 +270,7 @@ class LongCtx(BaseClaim):
     def _runner(self, config: ModelConfig) -> LocalRunner:
         """A runner with random weights, and a cache of the longest context."""
         from shoal.ir import ServeJob
-        from shoal.serve.cache.host import HostCopies, HostStore, Mover
+        from shoal.serve.cache.host import HostCopyHook, HostMover, HostStore
         from shoal.serve.engine.build import engine_of, prepare
         from shoal.train import zoo
 
@@ -281,8 +285,8 @@ class LongCtx(BaseClaim):
             }
         )
         _, _, runner = engine_of(job, prepare(job, zoo.random(config)))
-        mover = Mover(runner.cache, HostStore(runner.cache, runner.cache.num_blocks))
-        runner.hooks.add(HostCopies(mover))
+        mover = HostMover(runner.cache, HostStore(runner.cache, runner.cache.num_blocks))
+        runner.hooks.add(HostCopyHook(mover))
         return runner
 
     def _lengths(self, config: ModelConfig) -> _Measured:
@@ -397,8 +401,8 @@ def _decode(runner: LocalRunner, tokens: int, kept: int, repeats: int) -> float:
     """Median seconds of the next token of a context, of which ``kept`` tokens are seen."""
     import torch
 
-    from shoal.serve.cache.attention import Context as Seen
     from shoal.serve.cache.attention import PagedAttention
+    from shoal.serve.cache.attention import RequestContext as Seen
 
     model, cache = runner.model, runner.cache
     fed, place = torch.tensor([7]), torch.tensor([tokens - 1])

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import PlanError, require
 from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.memory.mapping import MAPPERS
 from shoal.plan.mapping.layout import Mapping, verify
-from shoal.plan.mapping.program import Compiled, Program, TierSpec
+from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 from shoal.plan.mapping.samples import random_program
 
 if TYPE_CHECKING:
-    from shoal.memory.mapping.trace import Traced
+    from shoal.memory.mapping.trace import TracedProgram
 
 __all__ = ["MallocGameClaim"]
 
@@ -138,7 +138,7 @@ class MallocGameClaim:
             value = getattr(self, name)
             require(1 <= value <= 1000, f"claim.malloc_game.{name}", value, expected="1 to 1000")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """The search needs a compiler, the networks torch."""
         if compiler() is None:
             return "no C++ compiler for the search"
@@ -146,7 +146,9 @@ class MallocGameClaim:
             return "no torch; install shoal-ml[run]"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         import torch
 
@@ -157,7 +159,7 @@ class MallocGameClaim:
         finally:
             torch.set_num_threads(threads)
 
-    def _run(self, context: Context, quick: bool, as_baseline: bool) -> Samples:
+    def _run(self, context: ExperimentContext, quick: bool, as_baseline: bool) -> ClaimSamples:
         rounds = 2 if quick else self.rounds
         cases = context.remember("cases", lambda: _cases(quick))
         gains: list[float] = []
@@ -172,20 +174,20 @@ class MallocGameClaim:
             rows.append(_row(found, greedy, quick or as_baseline, context.seed))
         gaps = self._exact(context, rounds, quick, as_baseline)
         metrics = {
-            "mean_gain": Paired(method=tuple(gains)),
-            "worst_gain": Paired(method=tuple(gains)),
-            "best_gain": Paired(method=tuple(gains)),
-            "over_optimum": Paired(method=gaps),
+            "mean_gain": PairedSamples(method=tuple(gains)),
+            "worst_gain": PairedSamples(method=tuple(gains)),
+            "best_gain": PairedSamples(method=tuple(gains)),
+            "over_optimum": PairedSamples(method=gaps),
         }
         details: dict[str, JsonValue] = {"programs": rows}
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         context.progress("running two mappings", 0.9)
         metrics["executed_speedup"] = self._executed(context, as_baseline, details)
-        return Samples(metrics=metrics, details=details)
+        return ClaimSamples(metrics=metrics, details=details)
 
     def _exact(
-        self, context: Context, rounds: int, quick: bool, as_baseline: bool
+        self, context: ExperimentContext, rounds: int, quick: bool, as_baseline: bool
     ) -> tuple[float, ...]:
         """How far above the optimum, of programs with few decisions."""
         gaps = []
@@ -202,12 +204,12 @@ class MallocGameClaim:
         return tuple(gaps)
 
     def _executed(
-        self, context: Context, as_baseline: bool, details: dict[str, JsonValue]
-    ) -> Paired:
+        self, context: ExperimentContext, as_baseline: bool, details: dict[str, JsonValue]
+    ) -> PairedSamples:
         """Seconds of a model in two real memories, by hybrid and by greedy, turn by turn."""
         from shoal.claims.lab.mapping_executor import execute
 
-        traced: Traced = context.remember("executed", _executed_model)
+        traced: TracedProgram = context.remember("executed", _executed_model)
         tiers = _memories(traced.program, 8, slow_bandwidth=_SLOW_BANDWIDTH)
         greedy = _map("greedy", traced.program, tiers)
         found = greedy if as_baseline else _hybrid(traced.program, tiers, self.rounds, context.seed)
@@ -225,10 +227,10 @@ class MallocGameClaim:
                 "greedy": statistics.median(taken[1]),
             },
         }
-        return Paired(method=tuple(taken[0]), baseline=tuple(taken[1]))
+        return PairedSamples(method=tuple(taken[0]), baseline=tuple(taken[1]))
 
 
-def _map(mapper: str, program: Program, tiers: TierSpec, **options: Any) -> Mapping:
+def _map(mapper: str, program: MappingProgram, tiers: TierSpec, **options: Any) -> Mapping:
     """A mapping whose promises were looked at."""
     found: Mapping = MAPPERS.build({"name": mapper, **options}).map(program, tiers)
     if verify(found) != found.ticks:
@@ -236,7 +238,9 @@ def _map(mapper: str, program: Program, tiers: TierSpec, **options: Any) -> Mapp
     return found
 
 
-def _hybrid(program: Program, tiers: TierSpec, rounds: int, seed: int, **options: Any) -> Mapping:
+def _hybrid(
+    program: MappingProgram, tiers: TierSpec, rounds: int, seed: int, **options: Any
+) -> Mapping:
     found: Mapping = MAPPERS.build({"name": "hybrid", "rounds": rounds, **options}).map(
         program, tiers, seed=seed
     )
@@ -245,13 +249,13 @@ def _hybrid(program: Program, tiers: TierSpec, rounds: int, seed: int, **options
     return found
 
 
-def _memories(program: Program, share: int, **changes: float) -> TierSpec:
+def _memories(program: MappingProgram, share: int, **changes: float) -> TierSpec:
     """Fast memory of a share of all bytes that the program touches."""
     total = sum(buffer.nbytes for buffer in program.buffers if not buffer.alias_of)
     return TierSpec.model_validate({"fast_bytes": max(256, total // share), **changes})
 
 
-def _cases(quick: bool) -> list[tuple[Program, TierSpec]]:
+def _cases(quick: bool) -> list[tuple[MappingProgram, TierSpec]]:
     """Programs and memories; the quick run has the random ones alone."""
     from shoal.memory.mapping.samples import samples
 
@@ -261,7 +265,7 @@ def _cases(quick: bool) -> list[tuple[Program, TierSpec]]:
     return [(program, _memories(program, share)) for program in samples() for share in _SHARES]
 
 
-def _small(count: int) -> Iterator[tuple[Program, TierSpec]]:
+def _small(count: int) -> Iterator[tuple[MappingProgram, TierSpec]]:
     """Random programs of at most 25 decisions."""
     found, seed = 0, 0
     while found < count:
@@ -273,7 +277,7 @@ def _small(count: int) -> Iterator[tuple[Program, TierSpec]]:
             yield program, tiers
 
 
-def _executed_model() -> Traced:
+def _executed_model() -> TracedProgram:
     from shoal.memory.mapping.samples import traced_sample
 
     return traced_sample("vit")
@@ -296,11 +300,11 @@ def _row(found: Mapping, greedy: Mapping, alone: bool, seed: int) -> JsonValue:
         "all_fast": c.all_fast / c.all_slow,
     }
     if not alone:
-        from shoal.memory.mapping.hybrid import HOT, Hybrid
+        from shoal.memory.mapping.hybrid import HOT, HybridMapper
 
         program, tiers = c.program, c.tiers
         # What the hybrid has before its agent plays.
-        row["anneal"] = share(_map("anneal", program, tiers, rounds=Hybrid.changes, hot=HOT))
+        row["anneal"] = share(_map("anneal", program, tiers, rounds=HybridMapper.changes, hot=HOT))
         # The same games from greedy's mapping, with networks that never learn.
         row["untrained"] = share(_hybrid(program, tiers, 2, seed, updates=0, changes=0))
     return row

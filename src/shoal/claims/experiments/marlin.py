@@ -23,20 +23,20 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.lab import marlin_layout
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.kernel.base import roof_s
-from shoal.kernel.calls import Linear, LinearLowbit
+from shoal.kernel.calls import LinearCall, LowbitLinearCall
 from shoal.kernel.dispatch import candidates, here, kernels_of
 from shoal.kernel.formats import weight_format
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.kernel.protocols import Packed
+    from shoal.kernel.protocols import PackedMatrix
 
 __all__ = ["ROWS", "SHAPES", "MarlinClaim"]
 
@@ -172,24 +172,26 @@ class MarlinClaim:
             expected="a multiple of 128, at least 256",
         )
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Where the 4-bit kernels cannot run."""
         kernel = kernels_of("linear_lowbit")["cpp_w4a16"]
         reason = kernel.refuses(_call(1, 256, 256))
         return None if reason is None else f"the 4-bit kernel {reason}"
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count; the full run then times products and a decoder, and measures quality."""
         metrics = {
-            "weight_bytes": Paired(
+            "weight_bytes": PairedSamples(
                 method=(_bytes(1024, 1024, as_baseline),), baseline=(_bytes(1024, 1024, True),)
             ),
-            "mean_error": Paired(method=tuple(_errors(context.seed))),
-            "inexact_sums": Paired(method=(float(_inexact(context.seed)),)),
-            "lost_places": Paired(method=(float(_lost(context.seed)),)),
+            "mean_error": PairedSamples(method=tuple(_errors(context.seed))),
+            "inexact_sums": PairedSamples(method=(float(_inexact(context.seed)),)),
+            "lost_places": PairedSamples(method=(float(_lost(context.seed)),)),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         found = self._products(context, as_baseline)
         metrics |= found.metrics
         context.progress("a decoder", 0.8)
@@ -199,20 +201,20 @@ class MarlinClaim:
         quality = context.remember("quality", lambda: self._quality(context))
         plain, nearest, gptq = quality
         chosen = nearest if as_baseline else gptq
-        metrics["perplexity_increase"] = Paired(method=(math.exp(chosen - plain) - 1,))
-        metrics["gptq_over_nearest"] = Paired(method=(chosen,), baseline=(nearest,))
+        metrics["perplexity_increase"] = PairedSamples(method=(math.exp(chosen - plain) - 1,))
+        metrics["gptq_over_nearest"] = PairedSamples(method=(chosen,), baseline=(nearest,))
         details = {
             **found.details,
             "loss": {"bf16": plain, "nearest": nearest, "gptq": gptq},
         }
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds=found.bounds,
             profile=found.profile,
             details=details,
         )
 
-    def _products(self, context: Context, as_baseline: bool) -> Samples:
+    def _products(self, context: ExperimentContext, as_baseline: bool) -> ClaimSamples:
         # One shape shows that the baseline does not pass; its times would say no more.
         shapes = SHAPES[:1] if as_baseline else SHAPES
         rows = (1, 4, 8, 16) if as_baseline else ROWS
@@ -231,21 +233,21 @@ class MarlinClaim:
                 table.append(row)
         pairs = {m: _means(each) for m, each in seconds.items()}
         metrics = {
-            f"speedup_m{m}": Paired(method=pairs[m][_INT4], baseline=pairs[m][_BF16])
+            f"speedup_m{m}": PairedSamples(method=pairs[m][_INT4], baseline=pairs[m][_BF16])
             for m in (1, 4, 8, 16)
         }
-        metrics["rounded_m16"] = Paired(method=pairs[16][_W4A8], baseline=pairs[16][_BF16])
+        metrics["rounded_m16"] = PairedSamples(method=pairs[16][_W4A8], baseline=pairs[16][_BF16])
         worst = min(
             (m for m in rows if m <= 16), key=lambda m: _gain(pairs[m][_PEER], pairs[m][_INT4])
         )
-        metrics["over_torch_int4"] = Paired(
+        metrics["over_torch_int4"] = PairedSamples(
             method=pairs[worst][_INT4], baseline=pairs[worst][_PEER]
         )
         gains = {m: _gain(pairs[m][_BF16], pairs[m][_INT4]) for m in rows}
         machine = context.machine or here()
         roofs = {m: _roofs(m, shapes, machine) for m in rows}
         shares = {m: gains[m] / (roofs[m][0] / roofs[m][1]) for m in rows}
-        metrics["roofline_share"] = Paired(method=tuple(shares.values()))
+        metrics["roofline_share"] = PairedSamples(method=tuple(shares.values()))
         bounds = {
             f"speedup_m{m}": statistics.median(pairs[m][_BF16]) / roofs[m][1] for m in (1, 4, 8, 16)
         }
@@ -267,9 +269,9 @@ class MarlinClaim:
             "rounded_gain": {str(m): _gain(pairs[m][_BF16], pairs[m][_W4A8]) for m in rows},
             "least_over_torch_int4_at": worst,
         }
-        return Samples(metrics=metrics, bounds=bounds, profile=profile, details=details)
+        return ClaimSamples(metrics=metrics, bounds=bounds, profile=profile, details=details)
 
-    def _decoder(self, context: Context, as_baseline: bool) -> Paired:
+    def _decoder(self, context: ExperimentContext, as_baseline: bool) -> PairedSamples:
         from shoal.claims.experiments.marlin_decoder import decoders
 
         plain, low = decoders(self.width, FORMAT, self.cold_bytes, context.seed)
@@ -279,9 +281,9 @@ class MarlinClaim:
             warmup=2,
             seed=context.seed,
         )
-        return Paired(method=timed.seconds[_INT4], baseline=timed.seconds[_BF16])
+        return PairedSamples(method=timed.seconds[_INT4], baseline=timed.seconds[_BF16])
 
-    def _quality(self, context: Context) -> tuple[float, float, float]:
+    def _quality(self, context: ExperimentContext) -> tuple[float, float, float]:
         from shoal.claims.experiments.marlin_decoder import losses
 
         return losses(self.model, FORMAT, context)
@@ -345,13 +347,13 @@ class _Turns:
             self._next = (self._next + 1) % len(self._ready)
 
 
-def _call(m: int, n: int, k: int, activations: str = "") -> LinearLowbit:
+def _call(m: int, n: int, k: int, activations: str = "") -> LowbitLinearCall:
     bits = weight_format(FORMAT).bits
-    return LinearLowbit(m, n, k, FORMAT, bits, "bf16", "cpu", activations)
+    return LowbitLinearCall(m, n, k, FORMAT, bits, "bf16", "cpu", activations)
 
 
-def _dense(n: int, k: int) -> Linear:
-    return Linear(1, n, k, "bf16")
+def _dense(n: int, k: int) -> LinearCall:
+    return LinearCall(1, n, k, "bf16")
 
 
 def _each(op: str, backend: str, call: Any, weights: Sequence[Any]) -> list[Any]:
@@ -359,8 +361,8 @@ def _each(op: str, backend: str, call: Any, weights: Sequence[Any]) -> list[Any]
     return [kernel.prepare(call, weight) for weight in weights]
 
 
-def _clones(packed: Packed, copies: int) -> list[Packed]:
-    from shoal.kernel.protocols import Packed as Stored
+def _clones(packed: PackedMatrix, copies: int) -> list[PackedMatrix]:
+    from shoal.kernel.protocols import PackedMatrix as Stored
 
     return [
         Stored(packed.format, packed.shape, {name: t.clone() for name, t in packed.tensors.items()})
@@ -390,8 +392,8 @@ def _roofs(m: int, shapes: Sequence[tuple[int, int]], machine: Any) -> tuple[flo
     return means[0], means[1]
 
 
-def _dense_of(m: int, n: int, k: int) -> Linear:
-    return Linear(m, n, k, "bf16")
+def _dense_of(m: int, n: int, k: int) -> LinearCall:
+    return LinearCall(m, n, k, "bf16")
 
 
 def _bytes(n: int, k: int, dense: bool) -> float:
@@ -415,7 +417,7 @@ def _errors(seed: int) -> list[float]:
         random = torch.Generator().manual_seed(seed + m)
         packed = weight_format(FORMAT).quantize(torch.randn(n, k, generator=random))
         x = torch.randn(m, k, generator=random).bfloat16().float()
-        call = LinearLowbit(m, n, k, FORMAT, 4.125, "fp32")
+        call = LowbitLinearCall(m, n, k, FORMAT, 4.125, "fp32")
         found = kernels_of("linear_lowbit")["cpp_w4a16"].prepare(call, packed)(x)
         wanted = x.double() @ weight_format(FORMAT).dequantize(packed).double().T
         errors.append(float((found - wanted).abs().mean() / wanted.abs().mean()))
@@ -426,7 +428,7 @@ def _inexact(seed: int) -> int:
     """Sums of integers that the rounding kernel does not get exactly."""
     import torch
 
-    from shoal.kernel.protocols import Packed as Stored
+    from shoal.kernel.protocols import PackedMatrix as Stored
 
     wrong = 0
     for m, n, k in ((1, 64, 512), (5, 48, 1024), (16, 96, 256)):
@@ -436,7 +438,7 @@ def _inexact(seed: int) -> int:
         packed = Stored(packed.format, packed.shape, {**packed.tensors, **ones})
         x = torch.randint(-127, 128, (m, k), generator=random).float()
         x[:, ::64] = 127.0  # so that the rows are their own codes
-        call = LinearLowbit(m, n, k, FORMAT, 4.125, "fp32", "cpu", "int8")
+        call = LowbitLinearCall(m, n, k, FORMAT, 4.125, "fp32", "cpu", "int8")
         found = kernels_of("linear_lowbit")["cpp_w4a8"].prepare(call, packed)(x)
         wanted = x.double() @ weight_format(FORMAT).dequantize(packed).double().T
         wrong += int((found.double() != wanted).sum())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.claims.protocols import Context
+from shoal.claims.protocols import ExperimentContext
 from shoal.core.parts import table
 from shoal.corpora.tokens import prepare
 from shoal.kernel.formats import weight_format
@@ -77,7 +77,7 @@ def _decoding(model: Transformer, cold_bytes: float) -> Callable[[], None]:
     return run
 
 
-def losses(name: str, fmt: str, context: Context) -> tuple[float, float, float]:
+def losses(name: str, fmt: str, context: ExperimentContext) -> tuple[float, float, float]:
     """Nats a token on held-out text: of a mini-model, of its nearest codes, of GPTQ's."""
     directory = zoo.trained(name)
     plain = read(directory).float()

@@ -18,10 +18,10 @@ from shoal.claims.experiments.decoding import (
     peer_rates,
     prompts_of,
     seconds_per_token,
+    summarize,
     target_of,
-    told,
 )
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -98,19 +98,25 @@ class MedusaClaim(BaseClaim):
             value = getattr(self, name)
             require(value >= 1, f"claim.medusa.{name}", value, expected="1 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.medusa_runs import tree_logits
 
         context.progress("trees beside their paths", 0.02)
         metrics = {
-            "tree_logits": Paired(method=tuple(tree_logits(context.seed, masked=not as_baseline)))
+            "tree_logits": PairedSamples(
+                method=tuple(tree_logits(context.seed, masked=not as_baseline))
+            )
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._full(context, metrics, as_baseline=as_baseline)
 
-    def _full(self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool) -> Samples:
+    def _full(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], *, as_baseline: bool
+    ) -> ClaimSamples:
         from shoal.claims.bench.decode import PLAIN, Bench
         from shoal.claims.experiments.medusa_runs import calibrated, equal_answers, trees
         from shoal.core.measure import num_cores
@@ -132,8 +138,8 @@ class MedusaClaim(BaseClaim):
         found = bench.interleaved(asked, self.new_tokens, rounds=self.rounds, seed=context.seed)
         timed, places = seconds_per_token(found[_MEDUSA], found[PLAIN])
         metrics["wall_clock"] = timed
-        own = told([found[_MEDUSA][0][place] for place in places])
-        metrics["tokens_per_step"] = Paired(method=(own["tokens_per_step"],))
+        own = summarize([found[_MEDUSA][0][place] for place in places])
+        metrics["tokens_per_step"] = PairedSamples(method=(own["tokens_per_step"],))
         context.progress("other trees of as many rows", 0.7)
         metrics["auto_over_fixed"], shapes = trees(
             bench, heads, asked, self.new_tokens, as_baseline=as_baseline
@@ -141,7 +147,7 @@ class MedusaClaim(BaseClaim):
         context.progress("text of the calibration", 0.8)
         metrics["calibration_error"] = calibrated(target, heads, as_baseline=as_baseline)
         context.progress("answers in float64", 0.85)
-        metrics["equal_answers"] = Paired(
+        metrics["equal_answers"] = PairedSamples(
             method=tuple(equal_answers(target, method, asked[: self.exact], self.new_tokens // 2))
         )
         context.progress("transformers", 0.95)
@@ -158,12 +164,14 @@ class MedusaClaim(BaseClaim):
             "loops": len(asked) - len(places),
             "bf16_agreement": agreement(found[_MEDUSA][0], found[PLAIN][0]),
             "medusa": own,
-            "plain": told([found[PLAIN][0][place] for place in places]),
+            "plain": summarize([found[PLAIN][0][place] for place in places]),
             "trees": shapes,
             "costs": _costs(bench) if method is not None else {},
             "heads_bytes": (Path(heads) / "drafter.safetensors").stat().st_size,
         }
-        return Samples(metrics=metrics, peers=peers, details=details, profile=_profile(details))
+        return ClaimSamples(
+            metrics=metrics, peers=peers, details=details, profile=_profile(details)
+        )
 
 
 def _costs(bench: Any) -> dict[str, float]:

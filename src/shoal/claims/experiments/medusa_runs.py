@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from shoal.claims.bench.decode import PLAIN, Bench
-from shoal.claims.experiments.decoding import root_path, told
-from shoal.claims.protocols import Paired
+from shoal.claims.experiments.decoding import root_path, summarize
+from shoal.claims.protocols import PairedSamples
 from shoal.core.parts import table
 from shoal.core.random import generator
-from shoal.ir import Calibration, Chunk, Request, SamplingParams, ServeJob
-from shoal.plan.trees.drafting import Always
+from shoal.ir import Chunk, DrafterCalibration, Request, SamplingParams, ServeJob
+from shoal.plan.trees.drafting import FixedDrafting
 
 __all__ = ["calibrated", "equal_answers", "tree_logits", "trees"]
 
@@ -72,7 +72,7 @@ def trees(
     new_tokens: int,
     *,
     as_baseline: bool,
-) -> tuple[Paired, dict[str, Any]]:
+) -> tuple[PairedSamples, dict[str, Any]]:
     """Tokens a step with the best tree of some sizes, and with fixed ones of as many nodes."""
     options = {"name": "medusa", "path": str(heads)}
     made = {"chain": "chain", "product": {"name": "cartesian", "widths": (2, 2, 1)}}
@@ -90,15 +90,17 @@ def trees(
     for name, nodes in sizes.items():
         rates = {}
         for one in (name, "auto"):
-            others.engines[one].scheduler.drafting = Always(nodes)  # type: ignore[attr-defined]
+            others.engines[one].scheduler.drafting = FixedDrafting(nodes)  # type: ignore[attr-defined]
             answers = [others.answer(one, [prompt], new_tokens) for prompt in prompts]
-            rates[one] = told(answers)["tokens_per_step"]
+            rates[one] = summarize(answers)["tokens_per_step"]
         found[f"{nodes} nodes"] = rates
         pairs.append((1.0 if as_baseline else rates["auto"], rates[name]))
-    return Paired(method=tuple(a for a, _ in pairs), baseline=tuple(b for _, b in pairs)), found
+    return PairedSamples(
+        method=tuple(a for a, _ in pairs), baseline=tuple(b for _, b in pairs)
+    ), found
 
 
-def calibrated(target: Path, heads: Path, *, as_baseline: bool) -> Paired:
+def calibrated(target: Path, heads: Path, *, as_baseline: bool) -> PairedSamples:
     """Tokens a step on the calibration's own prompts, and what its shares add up to."""
     from shoal.model import huggingface
     from shoal.model.drafters import files
@@ -114,17 +116,17 @@ def calibrated(target: Path, heads: Path, *, as_baseline: bool) -> Paired:
     )
     index = features.index
     text = features.rows("judged", range(index.judged), torch.float32).tokens.numpy()
-    shares = Calibration(files.read(heads).config.calibration)
+    shares = DrafterCalibration(files.read(heads).config.calibration)
     spec = table("tree").build("auto").build(shares, 16)
     bench = Bench(target, {_MEDUSA: {"name": "medusa", "path": str(heads)}, PLAIN: None})
-    bench.engines[_MEDUSA].scheduler.drafting = Always(len(spec))  # type: ignore[attr-defined]
+    bench.engines[_MEDUSA].scheduler.drafting = FixedDrafting(len(spec))  # type: ignore[attr-defined]
     name = PLAIN if as_baseline else _MEDUSA
     answers = [
         bench.answer(name, [row[: index.prompt].tolist()], index.seq_len - index.prompt)
         for row in text
     ]
-    measured = told(answers)["tokens_per_step"]
-    return Paired(method=(measured,), baseline=(spec.expected()[-1],))
+    measured = summarize(answers)["tokens_per_step"]
+    return PairedSamples(method=(measured,), baseline=(spec.expected()[-1],))
 
 
 def equal_answers(
@@ -139,7 +141,7 @@ def equal_answers(
     model = huggingface.read(target, torch.float64).requires_grad_(False).eval()
     bench = Bench(target, {PLAIN: None, "method": method}, precision="fp64", loaded=model)
     if method is not None:
-        bench.engines["method"].scheduler.drafting = Always(12)  # type: ignore[attr-defined]
+        bench.engines["method"].scheduler.drafting = FixedDrafting(12)  # type: ignore[attr-defined]
     same = []
     for prompt in prompts:
         plain, found = (bench.answer(name, [prompt], new_tokens) for name in (PLAIN, "method"))

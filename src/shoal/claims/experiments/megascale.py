@@ -26,11 +26,11 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.cached import own_home
 from shoal.claims.experiments.c4 import longest_waiter
-from shoal.claims.kept import own_home
 from shoal.claims.lab.bootstrap import bootstrap, groups_of
 from shoal.claims.lab.overlap_ladder import ladder
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
@@ -165,7 +165,9 @@ class MegaScaleClaim(BaseClaim):
             expected=f"a multiple of {_TP * _PP}, 256 or more",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Break, watch, repair; count; simulate; and time two processes with a slow link."""
         details: dict[str, JsonValue] = {}
         skipped: dict[str, str] = {}
@@ -175,42 +177,44 @@ class MegaScaleClaim(BaseClaim):
         else:
             named, alarms = found["named"], found["alarms"]
         metrics = {
-            "named": Paired(method=tuple(named)),
-            "false_alarms": Paired(method=(float(alarms),)),
+            "named": PairedSamples(method=tuple(named)),
+            "false_alarms": PairedSamples(method=(float(alarms),)),
         }
-        metrics["barrier_growth"] = Paired(method=(_growth(self.ranks, as_baseline, details),))
-        metrics["ladder_speedup"] = Paired(method=(_ladder(as_baseline, details),))
+        metrics["barrier_growth"] = PairedSamples(
+            method=(_growth(self.ranks, as_baseline, details),)
+        )
+        metrics["ladder_speedup"] = PairedSamples(method=(_ladder(as_baseline, details),))
         if not quick:
-            metrics["same_losses"] = Paired(
+            metrics["same_losses"] = PairedSamples(
                 method=tuple(found["unrepaired"] if as_baseline else found["same"])
             )
-            metrics["recorder_share"] = Paired(method=(found["recorder_share"],))
+            metrics["recorder_share"] = PairedSamples(method=(found["recorder_share"],))
             reason = unavailable()
             if reason is not None:
                 skipped["overlap_speedup"] = reason
-                return Samples(metrics=metrics, skipped=skipped, details=details)
+                return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
             context.progress("gradients over a slow link", 0.9)
             times = _overlapped(self.pairs, not as_baseline)
-            metrics["overlap_speedup"] = Paired(
+            metrics["overlap_speedup"] = PairedSamples(
                 method=tuple(times["during"]), baseline=tuple(times["after"])
             )
             alone = statistics.median(times["alone"])
             after = statistics.median(times["after"])
             during = statistics.median(times["during"])
             bound = after / max(alone, after - alone)
-            return Samples(
+            return ClaimSamples(
                 metrics=metrics,
                 details=details,
                 bounds={"overlap_speedup": bound},
                 profile=f"passes {1e3 * alone:.0f} ms, sums after them "
                 f"{1e3 * (after - alone):.0f} ms, together {1e3 * during:.0f} ms",
             )
-        return Samples(metrics=metrics, skipped=skipped, details=details)
+        return ClaimSamples(metrics=metrics, skipped=skipped, details=details)
 
-    def _trained(self, context: Context, details: dict[str, JsonValue]) -> dict[str, Any]:
+    def _trained(self, context: ExperimentContext, details: dict[str, JsonValue]) -> dict[str, Any]:
         return context.remember("trained", lambda: self._train(context, details))
 
-    def _train(self, context: Context, details: dict[str, JsonValue]) -> dict[str, Any]:
+    def _train(self, context: ExperimentContext, details: dict[str, JsonValue]) -> dict[str, Any]:
         """All runs: one without faults, one after the other with a fault of each kind."""
         from shoal.train.watch.robust import Robust, execute_robust
 
@@ -266,7 +270,7 @@ class MegaScaleClaim(BaseClaim):
                 same.append(statistics.fmean(losses.get(s) == v for s, v in right.items()))
                 first = min(at for _, at in plan.values())
                 unrepaired.append(first / steps)
-                told += [_told(event, plan) for event in found]
+                told += [_report(event, plan) for event in found]
                 restarts += _restart_seconds(run)
                 for i, event in enumerate(found):
                     folder = run / "faults" / str(i + 1)
@@ -285,7 +289,7 @@ class MegaScaleClaim(BaseClaim):
             "recorder_share": share,
         }
 
-    def _plan(self, context: Context, steps: int) -> TrainPlan:
+    def _plan(self, context: ExperimentContext, steps: int) -> TrainPlan:
         from shoal.cost.training.step import estimate
 
         corpus = context.work_dir / "corpus"
@@ -317,13 +321,13 @@ class MegaScaleClaim(BaseClaim):
         return TrainPlan(job=job, machine=machine, shape=shape, estimate=cost)
 
 
-def _planted(context: Context) -> dict[str, Any]:
+def _planted(context: ExperimentContext) -> dict[str, Any]:
     """What threads on a virtual clock can show: who ends, stops before a collective, or is slow."""
     return context.remember("planted", lambda: _plant(context))
 
 
-def _plant(context: Context) -> dict[str, Any]:
-    from shoal.claims.experiments.c4_ranks import Planted, run_virtual
+def _plant(context: ExperimentContext) -> dict[str, Any]:
+    from shoal.claims.experiments.c4_ranks import InjectedFault, run_virtual
 
     source = random.Random(context.seed)
     named, blamed = [], []
@@ -331,7 +335,7 @@ def _plant(context: Context) -> dict[str, Any]:
         rank = source.randrange(_WORLD)
         slow = i % 2 == 0
         kind = "non_communication_slow" if slow else "non_communication_hang"
-        fault = Planted(kind, "rank", (rank,), 2.0, 1 if slow else 10)  # type: ignore[arg-type]
+        fault = InjectedFault(kind, "rank", (rank,), 2.0, 1 if slow else 10)  # type: ignore[arg-type]
         with scratch_directory("megascale") as folder:
             evidence = run_virtual(folder, _WORLD, 14, fault, seed=context.seed + i)
         verdict = Locator().locate(evidence)
@@ -387,7 +391,7 @@ def _losses(run: Path) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in _events(run) if e["kind"] == "step"}
 
 
-def _told(event: Mapping[str, Any], plan: Mapping[int, tuple[str, int]]) -> str:
+def _report(event: Mapping[str, Any], plan: Mapping[int, tuple[str, int]]) -> str:
     kind, step = plan.get(event["place"], ("nothing", -1))
     return (
         f"{kind} from step {step}: {event['rule']} names place {event['place']} after step "

@@ -38,14 +38,16 @@ def overlapped_steps(
         pairs: steps of each way.
         overlapped: False puts the other way in its place.
     """
-    from shoal.claims.lab.measure_passes import Cheap, batch
+    from shoal.claims.lab.measure_passes import PlaceholderWeights, batch
     from shoal.model.config import ModelConfig
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
 
     keep_freed_memory()
     model = ModelConfig.model_validate(config)
     named = TrainJob.model_validate(job)
-    engine = Engine(named, check_split(named, model.shape()), Cheap(model), comm)
+    engine = ParallelEngine(
+        named, check_split(named, model.shape()), PlaceholderWeights(model), comm
+    )
     rows = batch(named, model.vocab_size)
     size = named.microbatch or len(rows.inputs)
     found: dict[str, list[float]] = {"during": [], "after": [], "alone": []}

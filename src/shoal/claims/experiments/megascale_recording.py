@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from shoal.core.scratch import scratch_directory
 from shoal.train.watch.recorder import Recorder
-from shoal.train.watch.watched import Watched
+from shoal.train.watch.watched_comm import WatchedComm
 
 __all__ = ["operation_s"]
 
@@ -33,7 +33,7 @@ def operation_s() -> float:
     bare: Any = _Nothing()
     with scratch_directory("recorder") as folder:
         recorder = Recorder(folder / "rank-0.flight", 0, 2)
-        watched = cast("Any", Watched(bare, recorder))
+        watched = cast("Any", WatchedComm(bare, recorder))
 
         def once(comm: Any) -> float:
             begin = time.perf_counter()

@@ -28,16 +28,16 @@ def break_here(kind: str, step: int) -> None:
         step: global step.
     """
     from shoal.parallel.comm.collectives import TorchComm
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import RankTrainer
 
     now = {"step": -1}
-    whole = Trainer.step
+    whole = RankTrainer.step
 
-    def counted(self: Trainer, number: int, **options: Any) -> Any:
+    def counted(self: RankTrainer, number: int, **options: Any) -> Any:
         now["step"] = number
         return whole(self, number, **options)
 
-    Trainer.step = counted  # type: ignore[method-assign]
+    RankTrainer.step = counted  # type: ignore[method-assign]
     if kind == "stall":
         from shoal.train.batches import BatchSource
 
@@ -59,18 +59,18 @@ def break_here(kind: str, step: int) -> None:
 
         TorchComm.all_reduce = hanging  # type: ignore[method-assign]
     elif kind == "slow":
-        from shoal.parallel.engine import Engine
+        from shoal.parallel.engine import ParallelEngine
 
-        backward = Engine.backward
+        backward = ParallelEngine.backward
 
-        def slow(self: Engine, *arguments: Any, **options: Any) -> Any:
+        def slow(self: ParallelEngine, *arguments: Any, **options: Any) -> Any:
             begin = time.perf_counter()
             result = backward(self, *arguments, **options)
             if now["step"] >= step:
                 time.sleep(time.perf_counter() - begin)
             return result
 
-        Engine.backward = slow  # type: ignore[method-assign]
+        ParallelEngine.backward = slow  # type: ignore[method-assign]
     elif kind == "corrupt":
         import torch
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.experiments.pipeline_ranks import profile, time_steps
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.model.config import ModelConfig
 
-__all__ = ["Megatron", "internode_bytes"]
+__all__ = ["MegatronClaim", "internode_bytes"]
 
 # The run of the paper's section 5.1: parameters, tokens, devices, FLOP/s of a device.
 _RUN = (175e9, 300e9, 1024, 140e12)
@@ -41,7 +41,7 @@ _TENSOR = (2, 4)
 
 
 @part
-class Megatron(BaseClaim):
+class MegatronClaim(BaseClaim):
     """Interleaved stages, shares of boundaries, and the calculator.
 
     Args:
@@ -104,24 +104,26 @@ class Megatron(BaseClaim):
         require(self.rounds >= 1, "claim.megatron.rounds", self.rounds, expected="at least 1")
         require(self.pairs >= 1, "claim.megatron.pairs", self.pairs, expected="at least 1")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count bytes and compute days; the full run also times schedules, for about 2 min."""
         context.progress("bytes between nodes", 0.0)
         shares = [t * internode_bytes(t, scatter=not as_baseline) for t in _TENSOR]
         whole = [internode_bytes(t, scatter=False) for t in _TENSOR]
         days = training_days(*_RUN) * (6 / 8 if as_baseline else 1)
         metrics = {
-            "internode_share": Paired(method=tuple(shares), baseline=tuple(whole)),
-            "days_175b": Paired(method=(days,)),
+            "internode_share": PairedSamples(method=tuple(shares), baseline=tuple(whole)),
+            "days_175b": PairedSamples(method=(days,)),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         keep_freed_memory()  # as the ranks of a training run do
         details: dict[str, JsonValue] = {}
         metrics["simulated_speedup"] = self._simulated(context, details, as_baseline)
         context.progress("steps of two processes", 0.4)
         metrics["two_process_speedup"], told = self._processes(context, as_baseline)
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds={"simulated_speedup": 33 / 26.25, "two_process_speedup": 20 / 18},
             profile=told,
@@ -129,8 +131,8 @@ class Megatron(BaseClaim):
         )
 
     def _simulated(
-        self, context: Context, details: dict[str, JsonValue], as_baseline: bool
-    ) -> Paired:
+        self, context: ExperimentContext, details: dict[str, JsonValue], as_baseline: bool
+    ) -> PairedSamples:
         """Simulated steps with measured passes, round by round."""
         from shoal.claims.lab.measure_passes import measure_link, measure_passes
 
@@ -152,9 +154,13 @@ class Megatron(BaseClaim):
         }
         details["message_s"] = link.seconds(0, 1, nbytes)
         details["message_bytes"] = nbytes
-        return Paired(method=tuple(baseline if as_baseline else method), baseline=tuple(baseline))
+        return PairedSamples(
+            method=tuple(baseline if as_baseline else method), baseline=tuple(baseline)
+        )
 
-    def _processes(self, context: Context, as_baseline: bool) -> tuple[Paired, str]:
+    def _processes(
+        self, context: ExperimentContext, as_baseline: bool
+    ) -> tuple[PairedSamples, str]:
         """Steps of two processes, in turn."""
         config = _model(num_layers=8, hidden=384)
         jobs = [_job(4, pp=2), _job(4, pp=2, vpp=1 if as_baseline else 2)]
@@ -164,7 +170,7 @@ class Megatron(BaseClaim):
             profile(events, title=job.parallel.schedule.name)
             for job, events in zip(jobs, found.events, strict=True)
         ]
-        return Paired(method=method, baseline=baseline), "\n".join(told)
+        return PairedSamples(method=method, baseline=baseline), "\n".join(told)
 
 
 def _model(**changes: Any) -> ModelConfig:
@@ -208,10 +214,10 @@ def internode_bytes(tp: int, *, scatter: bool) -> float:
         tp: tensor-parallel ranks of a stage.
         scatter: each sends its share of a boundary; else each sends all of it.
     """
-    from shoal.claims.lab.measure_passes import Cheap, batch
+    from shoal.claims.lab.measure_passes import PlaceholderWeights, batch
     from shoal.claims.lab.thread_ranks import run_ranks
     from shoal.core.meter import Meter
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
     from shoal.parallel.legal import check_split
 
     config = _model(num_layers=2, hidden=32)
@@ -219,7 +225,7 @@ def internode_bytes(tp: int, *, scatter: bool) -> float:
     schedule = check_split(job, config.shape())
 
     def step(comm: ThreadComm) -> None:
-        engine = Engine(job, schedule, Cheap(config), comm)
+        engine = ParallelEngine(job, schedule, PlaceholderWeights(config), comm)
         rows = batch(job, config.vocab_size)
         engine.backward(rows, 1, rows.targets.numel())
         engine.finish()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.kernel.threads import torch_threads
@@ -91,7 +91,9 @@ class MoeFoldingClaim(BaseClaim):
             value = getattr(self, name)
             require(value >= 1, f"claim.moe_folding.{name}", value, expected="1 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.moe_folding_ranks import SPLITS, errors, routed_bytes
 
@@ -102,14 +104,14 @@ class MoeFoldingClaim(BaseClaim):
         sent = routed_bytes(context.seed, fold=fold)
         context.progress("steps beside one process", 0.3)
         metrics = {
-            "off_node": Paired(method=tuple(map(float, _off_node(fold=fold)))),
-            "simulated": Paired(
+            "off_node": PairedSamples(method=tuple(map(float, _off_node(fold=fold)))),
+            "simulated": PairedSamples(
                 method=tuple(one[fold] for one in steps.values()),
                 baseline=tuple(one[False] for one in steps.values()),
             ),
-            "far_bytes": Paired(method=(sent.far,)),
-            "uncounted_bytes": Paired(method=(sent.uncounted,)),
-            "error": Paired(method=errors(SPLITS[:2] if quick else SPLITS)),
+            "far_bytes": PairedSamples(method=(sent.far,)),
+            "uncounted_bytes": PairedSamples(method=(sent.uncounted,)),
+            "error": PairedSamples(method=errors(SPLITS[:2] if quick else SPLITS)),
         }
         details: dict[str, Any] = {
             "over_inside_dp": {name: one[False] / one[True] for name, one in steps.items()},
@@ -117,12 +119,12 @@ class MoeFoldingClaim(BaseClaim):
             "rows_of_experts": list(sent.rows),
         }
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         context.progress("permuting beside the layer", 0.6)
         sizes = {"permuting": (8, self.hidden), "permuting_tiny": (16, self.tiny)}
         for name, size in sizes.items():
             metrics[name] = self._permuting(context, *size, whole=as_baseline)
-        return Samples(metrics=metrics, details=details)
+        return ClaimSamples(metrics=metrics, details=details)
 
     def _simulated(self, name: str) -> dict[bool, float]:
         """Seconds of a step on sixty-four ranks, folded and with experts inside dp."""
@@ -143,7 +145,9 @@ class MoeFoldingClaim(BaseClaim):
             found[fold] = estimate(Work(job=job, shape=find(name)), _machine()).step_s.value
         return found
 
-    def _permuting(self, context: Context, experts: int, width: int, *, whole: bool) -> Paired:
+    def _permuting(
+        self, context: ExperimentContext, experts: int, width: int, *, whole: bool
+    ) -> PairedSamples:
         """Seconds of permuting rows to experts and back, beside those of the whole layer."""
         from shoal.claims.experiments.moe_folding_ranks import layer_and_permuting
         from shoal.core.measure import interleave
@@ -155,7 +159,7 @@ class MoeFoldingClaim(BaseClaim):
                 self.rounds,
                 seed=context.seed,
             ).seconds
-        return Paired(method=timed["method"], baseline=timed["baseline"])
+        return PairedSamples(method=timed["method"], baseline=timed["baseline"])
 
 
 def _grid(*, fold: bool) -> Parallel:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.model.config import ModelConfig
 
-__all__ = ["SPLITS", "Sent", "errors", "layer_and_permuting", "routed_bytes"]
+__all__ = ["SPLITS", "SentBytes", "errors", "layer_and_permuting", "routed_bytes"]
 
 # Grids of two, four and eight ranks: experts over each axis, over several, and cut.
 SPLITS: tuple[dict[str, Any], ...] = (
@@ -24,7 +24,7 @@ SPLITS: tuple[dict[str, Any], ...] = (
 _RANKS, _PER_NODE, _TOKENS = 8, 4, 96
 
 
-class Sent(NamedTuple):
+class SentBytes(NamedTuple):
     """What eight ranks on two nodes sent to their experts and back.
 
     Args:
@@ -50,7 +50,7 @@ def _mixture(hidden: int, experts: int, width: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def routed_bytes(seed: int, *, fold: bool) -> Sent:
+def routed_bytes(seed: int, *, fold: bool) -> SentBytes:
     """Route tokens on eight ranks, some experts far more popular than others, and count."""
     import torch
 
@@ -93,7 +93,7 @@ def routed_bytes(seed: int, *, fold: bool) -> Sent:
     ]
     uncounted = sum(abs(one - other) for one, other in zip(metered, planned, strict=True))
     rows = tuple(map(sum, zip(*counts, strict=True)))
-    return Sent(metered[0], metered[1], uncounted, rows)
+    return SentBytes(metered[0], metered[1], uncounted, rows)
 
 
 def errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
@@ -119,7 +119,7 @@ def layer_and_permuting(
     import torch
 
     from shoal.claims.lab.thread_ranks import run_ranks
-    from shoal.model.permutation import Permutation
+    from shoal.model.permutation import RoutingPermutation
     from shoal.parallel.expert.dispatch import DispatchedExperts
     from shoal.parallel.protocols import ExpertRanks
 
@@ -136,7 +136,7 @@ def layer_and_permuting(
         torch.autograd.backward(layer(x_ND).sum())
 
     def permuting() -> None:
-        at = Permutation(expert_NK, experts)
+        at = RoutingPermutation(expert_NK, experts)
         torch.autograd.backward(at.unpermute(at.permute(x_ND), weight_NK).sum())
 
     return whole, permuting

@@ -33,13 +33,20 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.lab.sbp_exhaustive import least_seconds
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.placement import Mesh, Placement
-from shoal.ir.signatures import Legal
+from shoal.ir.signatures import MeshSignature
 from shoal.parallel.pipeline.actor import ActorGraph
-from shoal.plan.sbp.search import Leaf, Node, OpGraph, Problem, Rates, SbpPlan, place
+from shoal.plan.sbp.search import Leaf, MeshRates, OpGraph, OpNode, SbpPlan, SbpProblem, place
 
 __all__ = ["OneFlow", "column_row", "greedy", "random_graph"]
 
@@ -150,7 +157,9 @@ class OneFlow(BaseClaim):
             require(given >= least, where, given, expected=f"at least {least}")
         require(self.stage_s > 0, "claim.oneflow.stage_s", self.stage_s, expected="more than 0 s")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Place random graphs, blocks on ranks, and run actors; two minutes in full."""
         count = self.graphs // 10 if quick else self.graphs
         optimal = []
@@ -164,14 +173,14 @@ class OneFlow(BaseClaim):
         context.progress("registers", 0.65)
         held = [_held(regs, endless=as_baseline) for regs in (1, 2, 3)]
         metrics = {
-            "optimal": Paired(method=tuple(optimal)),
-            "column_row": Paired(method=tuple(found)),
-            "memory_over_registers": Paired(method=tuple(memory for memory, _ in held)),
-            "lead_over_registers": Paired(method=tuple(lead for _, lead in held)),
+            "optimal": PairedSamples(method=tuple(optimal)),
+            "column_row": PairedSamples(method=tuple(found)),
+            "memory_over_registers": PairedSamples(method=tuple(memory for memory, _ in held)),
+            "lead_over_registers": PairedSamples(method=tuple(lead for _, lead in held)),
         }
         details: dict[str, JsonValue] = {"graphs": count}
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         for number, block in enumerate(BLOCKS):
             context.progress(f"{block} on {self.ranks} ranks", 0.7 + 0.1 * number)
             ranks = context.remember(block, partial(self._ranks, block, context.seed))
@@ -179,7 +188,7 @@ class OneFlow(BaseClaim):
             by_dim = {dim: math.fsum(rank["dtensor"][dim] for rank in ranks) for dim in ("0", "1")}
             # The plan is the same however DTensor's weights are sharded; its better way counts.
             least = min(by_dim.values())
-            metrics[f"{block}_bytes"] = Paired(
+            metrics[f"{block}_bytes"] = PairedSamples(
                 method=(least if as_baseline else moved,), baseline=(least,)
             )
             details[block] = {
@@ -193,10 +202,10 @@ class OneFlow(BaseClaim):
         for _ in range(self.repeats):
             with_regs.append(self._seconds(1 if as_baseline else 2))
             with_one.append(self._seconds(1))
-        metrics["throughput"] = Paired(method=tuple(with_regs), baseline=tuple(with_one))
+        metrics["throughput"] = PairedSamples(method=tuple(with_regs), baseline=tuple(with_one))
         # One stage sleeps all the time: nothing can be faster. And a split by columns and rows
         # ends in one all-reduce, which is what DTensor's two gathers of attention move.
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds={"throughput": 2.0, "attention_bytes": 1.0},
             details=details,
@@ -236,13 +245,13 @@ class OneFlow(BaseClaim):
         return time.perf_counter() - begin
 
 
-def random_graph(rng: random.Random) -> tuple[OpGraph, dict[str, str], Mesh, Rates]:
+def random_graph(rng: random.Random) -> tuple[OpGraph, dict[str, str], Mesh, MeshRates]:
     """A graph of at most 7 operations, with pins, a mesh and rates."""
     mesh = rng.choice(MESHES)
     sizes = {name: rng.choice((4, 6, 8)) for name in "mn"}
     shape = (sizes["m"], sizes["n"])
     leaves = [Leaf(name="x", shape=shape), Leaf(name="y", shape=shape)]
-    ops: list[Node] = []
+    ops: list[OpNode] = []
     shapes = {"x": shape, "y": shape}
     kinds = ("matmul", "matmul", "add", "mul", "relu", "gelu", "scale", "softmax", "permute")
     for number in range(rng.randint(1, 7)):
@@ -266,10 +275,10 @@ def random_graph(rng: random.Random) -> tuple[OpGraph, dict[str, str], Mesh, Rat
                 attributes["dim" if kind == "softmax" else "factor"] = (
                     -1 if kind == "softmax" else 0.5
                 )
-        ops.append(Node(name=name, kind=kind, inputs=tuple(inputs), attributes=attributes))
+        ops.append(OpNode(name=name, kind=kind, inputs=tuple(inputs), attributes=attributes))
         shapes[name] = made
     pins = {"x": _pin(rng, mesh), ops[-1].name: _pin(rng, mesh)}
-    rates = Rates(
+    rates = MeshRates(
         flops_per_s=1e9,
         bytes_per_s=rng.choice((1e8, 1e9, 1e10)),
         latency_s=1e-8,
@@ -293,11 +302,11 @@ def _is_optimal(seed: int, number: int, as_baseline: bool) -> float:
     return float(abs(cost - least) <= 1e-9 * least)
 
 
-def greedy(graph: OpGraph, mesh: Mesh, pins: dict[str, str], rates: Rates) -> SbpPlan:
+def greedy(graph: OpGraph, mesh: Mesh, pins: dict[str, str], rates: MeshRates) -> SbpPlan:
     """Each operation in turn takes what costs least with what is there; no look ahead."""
-    problem = Problem(graph, mesh, pins, rates)
+    problem = SbpProblem(graph, mesh, pins, rates)
     held: dict[str, int] = {}
-    chosen: dict[str, Legal] = {}
+    chosen: dict[str, MeshSignature] = {}
     given: dict[str, Placement] = {}
     for op in graph.ops:
         options = problem.options[op.name]
@@ -330,7 +339,7 @@ def planned(block: str, ranks: int, *, one_by_one: bool = False) -> SbpPlan:
     found = traced(block)
     pins = {"x": "B", found.result: "B"}
     if one_by_one:
-        return greedy(found.graph, (ranks,), pins, Rates())
+        return greedy(found.graph, (ranks,), pins, MeshRates())
     both = 2 * 4 * math.prod(found.graph.shapes["x"])
     limit = MEMORY_SHARE * (found.graph.bytes_alone / ranks + both)
     return place(found.graph, (ranks,), pins=pins, memory_limit=limit)

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.claims.lab.placed.placement import RankMesh, execute
-from shoal.parallel.placed.trace import Traced, trace
+from shoal.parallel.placed.trace import TracedGraph, trace
 from shoal.plan.sbp.search import SbpPlan
 
 if TYPE_CHECKING:
     from shoal.parallel.comm.collectives import TorchComm
 
-__all__ = ["BLOCKS", "TOKENS", "WIDTH", "Attention", "Mlp", "compare", "traced"]
+__all__ = ["BLOCKS", "TOKENS", "WIDTH", "Mlp", "ProductAttention", "compare", "traced"]
 
 WIDTH, HEADS, TOKENS = 128, 8, (2, 8)
 
@@ -38,7 +38,7 @@ class Mlp(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class ProductAttention(nn.Module):
     """Attention written out in products: DTensor propagates no fused one on CPUs."""
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Attention(nn.Module):
         return out
 
 
-BLOCKS: dict[str, type[nn.Module]] = {"mlp": Mlp, "attention": Attention}
+BLOCKS: dict[str, type[nn.Module]] = {"mlp": Mlp, "attention": ProductAttention}
 
 
-def traced(block: str) -> Traced:
+def traced(block: str) -> TracedGraph:
     """The graph of a block; its input is ``x``."""
     return trace(BLOCKS[block](), [torch.empty(*TOKENS, WIDTH, device="meta")])
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.native import compiler
@@ -77,7 +77,7 @@ class ParallelAlgorithms:
             value = getattr(self, name)
             require(value >= 1, f"claim.parallel_algorithms.{name}", value, expected="1 or more")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """The loops need a compiler, and torch's threads."""
         if compiler() is None:
             return "no C++ compiler for the loops"
@@ -87,19 +87,23 @@ class ParallelAlgorithms:
             return "one core: there is nothing to share out"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         context.progress("counting", 0.02)
         metrics = {
-            "wrong_results": Paired(method=(float(_wrong(context.seed)),)),
-            "threads_of_short_range": Paired(method=(float(_threads(as_baseline)),)),
-            "sums_of_one_array": Paired(method=(float(_sums(context.seed, as_baseline)),)),
+            "wrong_results": PairedSamples(method=(float(_wrong(context.seed)),)),
+            "threads_of_short_range": PairedSamples(method=(float(_threads(as_baseline)),)),
+            "sums_of_one_array": PairedSamples(method=(float(_sums(context.seed, as_baseline)),)),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._timed(context, metrics, as_baseline)
 
-    def _timed(self, context: Context, metrics: dict[str, Paired], as_baseline: bool) -> Samples:
+    def _timed(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
+    ) -> ClaimSamples:
         from shoal.kernel.algorithms import stream
         from shoal.kernel.dispatch import here
 
@@ -117,11 +121,11 @@ class ParallelAlgorithms:
             if name == "triad":
                 runs |= _peers(held)
             timed = interleave(runs, self.pairs, seed=context.seed)
-            metrics[name] = Paired(method=timed.seconds["own"], baseline=timed.seconds["c"])
+            metrics[name] = PairedSamples(method=timed.seconds["own"], baseline=timed.seconds["c"])
             for who in ("numpy", "torch"):
                 if who in runs:
                     method = timed.seconds[who if as_baseline else "own"]
-                    pair = Paired(method=method, baseline=timed.seconds[who])
+                    pair = PairedSamples(method=method, baseline=timed.seconds[who])
                     metrics[f"triad_over_{who}"] = pair
             medians = {who: timed.median(who).value for who in runs}
             rates[name] = {who: moved * self.elements / s for who, s in medians.items()}
@@ -130,7 +134,7 @@ class ParallelAlgorithms:
                 bounds[name] = medians["c"] / roof
         context.progress("a short range", 0.95)
         metrics["short_range"], short = _short(self.pairs, context.seed, as_baseline)
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds=bounds,
             profile=f"a short range: {1e6 * short['par']:.1f} us by par, "
@@ -156,7 +160,7 @@ def _peers(held: dict[str, np.ndarray]) -> dict[str, Callable[[], object]]:
     return {"numpy": by_numpy, "torch": run}
 
 
-def _short(pairs: int, seed: int, as_baseline: bool) -> tuple[Paired, dict[str, float]]:
+def _short(pairs: int, seed: int, as_baseline: bool) -> tuple[PairedSamples, dict[str, float]]:
     """A triad of 4096 elements by par, and in line; its seconds and 3 us are the most."""
     from shoal.kernel.algorithms import par, seq, static, transform
 
@@ -171,7 +175,7 @@ def _short(pairs: int, seed: int, as_baseline: bool) -> tuple[Paired, dict[str, 
     timed = interleave(runs, pairs, seed=seed)
     each = {who: tuple(s / _CALLS for s in of) for who, of in timed.seconds.items()}
     most = tuple(s + _GRACE_S for s in each["seq"])
-    return Paired(method=each["par"], baseline=most), {
+    return PairedSamples(method=each["par"], baseline=most), {
         who: float(np.median(of)) for who, of in each.items()
     }
 

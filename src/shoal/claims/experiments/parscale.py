@@ -28,14 +28,21 @@ from pydantic import JsonValue
 
 from shoal.claims.experiments.parscale_runs import (
     Stages,
-    Trained,
+    TrainingResult,
     cache_bytes,
     configuration,
     count,
     decoded,
     wrong_tokens,
 )
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -237,23 +244,25 @@ class ParScaleClaim(BaseClaim):
         require(0 < self.late < 1, "claim.parscale.late", self.late, expected="in (0, 1)")
         require(self.faster > 0, "claim.parscale.faster", self.faster, expected="a number above 0")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Fit the law and compare tokens; then, unless it is quick, train and decode."""
-        metrics: dict[str, Paired] = {}
+        metrics: dict[str, PairedSamples] = {}
         details: dict[str, JsonValue] = {}
         self._law(context, metrics, details, as_baseline=as_baseline)
         streams = 1 if as_baseline else 4
         wrong = wrong_tokens(configuration(self.hidden, streams, self.prefix), context.seed)
-        metrics["wrong_tokens"] = Paired(method=(float(wrong),))
+        metrics["wrong_tokens"] = PairedSamples(method=(float(wrong),))
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         profile, bounds = self._train(context, metrics, details, as_baseline=as_baseline)
-        return Samples(metrics=metrics, details=details, profile=profile, bounds=bounds)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)
 
     def _law(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         *,
         as_baseline: bool,
@@ -271,13 +280,15 @@ class ParScaleClaim(BaseClaim):
             fits.append(1 - float(((true - said) ** 2).sum() / ((true - true.mean()) ** 2).sum()))
             away.append(abs(law.k - _PAPER_K[corpus]))
         rows = [self._at_1b6(law, as_baseline=as_baseline) for law in laws.values()]
-        metrics["memory_saved_1b6"] = Paired(method=tuple(row.memory_saved or 0.0 for row in rows))
-        metrics["latency_saved_1b6"] = Paired(
+        metrics["memory_saved_1b6"] = PairedSamples(
+            method=tuple(row.memory_saved or 0.0 for row in rows)
+        )
+        metrics["latency_saved_1b6"] = PairedSamples(
             method=tuple(row.latency_saved or 0.0 for row in rows)
         )
         details["increases_1b6"] = [row.model_dump() for row in rows]
-        metrics["law_r2"] = Paired(method=tuple(fits))
-        metrics["law_k"] = Paired(method=tuple(away))
+        metrics["law_r2"] = PairedSamples(method=tuple(fits))
+        metrics["law_k"] = PairedSamples(method=tuple(away))
         details["laws"] = {corpus: law.model_dump() for corpus, law in laws.items()}
 
     def _at_1b6(self, law: ParallelLaw, *, as_baseline: bool) -> EqualLoss:
@@ -293,8 +304,8 @@ class ParScaleClaim(BaseClaim):
 
     def _train(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         *,
         as_baseline: bool,
@@ -310,7 +321,7 @@ class ParScaleClaim(BaseClaim):
             data=context.remember("text", lambda: text(context.data)),
         )
 
-        def trained(hidden: int, streams: int) -> list[Trained]:
+        def trained(hidden: int, streams: int) -> list[TrainingResult]:
             found = []
             for number in range(self.seeds):
                 seed = context.seed + number
@@ -323,9 +334,9 @@ class ParScaleClaim(BaseClaim):
         found = {num: tuple(one.loss for one in arms[num]) for num in _STREAMS}
         wide = {width: trained(width, 1) for width in self.wider}
         dense = {width: tuple(one.loss for one in wide[width]) for width in self.wider}
-        metrics["loss_2"] = Paired(method=found[2], baseline=found[1])
-        metrics["loss_4"] = Paired(method=found[4], baseline=found[1])
-        metrics["loss_4_of_2"] = Paired(method=found[4], baseline=found[2])
+        metrics["loss_2"] = PairedSamples(method=found[2], baseline=found[1])
+        metrics["loss_4"] = PairedSamples(method=found[4], baseline=found[1])
+        metrics["loss_4_of_2"] = PairedSamples(method=found[4], baseline=found[2])
 
         plain = {
             width: configuration(width, 1, self.prefix) for width in (self.hidden, *self.wider)
@@ -337,7 +348,9 @@ class ParScaleClaim(BaseClaim):
         grown = configuration(self.hidden, 4, self.prefix)
         added = 4 * (count(grown) - own)
         more = added + 3 * cache_bytes(grown)
-        metrics["memory_saved"] = Paired(method=(self._growth(own, equal),), baseline=(more,))
+        metrics["memory_saved"] = PairedSamples(
+            method=(self._growth(own, equal),), baseline=(more,)
+        )
         token_s = self._decode(context, metrics, equal / own, as_baseline=as_baseline)
 
         # What the paper's streams are worth at this size, by its law of code.
@@ -384,7 +397,12 @@ class ParScaleClaim(BaseClaim):
         return 4 * (size - own) + cached * (math.sqrt(size / own) - 1)
 
     def _decode(
-        self, context: Context, metrics: dict[str, Paired], grown: float, *, as_baseline: bool
+        self,
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
+        grown: float,
+        *,
+        as_baseline: bool,
     ) -> dict[str, float]:
         """Time four streams beside the dense models around the one so many times as big.
 
@@ -402,11 +420,11 @@ class ParScaleClaim(BaseClaim):
         timed = decoded(arms, self.prefix, self.rounds, context.seed)
         between = zip(timed["below"], timed["above"], strict=True)
         as_good = tuple((1 - share) * low + share * high for low, high in between)
-        metrics["latency"] = Paired(method=timed["streams"], baseline=as_good)
+        metrics["latency"] = PairedSamples(method=timed["streams"], baseline=as_good)
         return {f"{name} ({arms[name][0]} wide)": fmean(seconds) for name, seconds in timed.items()}
 
 
-def _laws(context: Context) -> dict[str, ParallelLaw]:
+def _laws(context: ExperimentContext) -> dict[str, ParallelLaw]:
     """The law of each corpus, fitted to its published losses."""
     from shoal.cost.scaling.parscale import PUBLISHED, fit_parscale
 

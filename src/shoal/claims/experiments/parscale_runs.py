@@ -21,18 +21,26 @@ from shoal.core.random import generator
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shoal.claims.experiments.arch_training import Text
-    from shoal.claims.protocols import Context
+    from shoal.claims.experiments.arch_training import ModuleText
+    from shoal.claims.protocols import ExperimentContext
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["Stages", "Trained", "cache_bytes", "configuration", "count", "decoded", "wrong_tokens"]
+__all__ = [
+    "Stages",
+    "TrainingResult",
+    "cache_bytes",
+    "configuration",
+    "count",
+    "decoded",
+    "wrong_tokens",
+]
 
 _CONTEXT = 128
 _TOKENS = 32
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """What came of a training.
 
     Args:
@@ -60,9 +68,11 @@ class Stages:
     late: float
     prefix: int
     faster: float
-    data: Text
+    data: ModuleText
 
-    def trained(self, context: Context, hidden: int, streams: int, seed: int) -> Trained:
+    def trained(
+        self, context: ExperimentContext, hidden: int, streams: int, seed: int
+    ) -> TrainingResult:
         """A model of so many streams in the second stage; models of one seed share the first."""
         from shoal.claims.experiments.arch_training import Recipe, heldout, train
         from shoal.train.zoo import random
@@ -74,7 +84,7 @@ class Stages:
             model = random(configuration(hidden, 1, self.prefix), seed)
             return train(model, data.train, Recipe(steps=first), seed, rate=lambda done: 1.0)
 
-        def run() -> Trained:
+        def run() -> TrainingResult:
             base = context.remember(f"first {hidden} {seed}", begun)
             model, recipe = self._grown(base, streams, seed), Recipe(steps=last)
             start = time.perf_counter()
@@ -88,7 +98,7 @@ class Stages:
                 faster={".prefix": self.faster, "aggregate.": self.faster},
             )
             seconds = time.perf_counter() - start
-            return Trained(heldout(model, data.heldout, recipe), seconds / last)
+            return TrainingResult(heldout(model, data.heldout, recipe), seconds / last)
 
         return context.remember(f"trained {hidden} {streams} {seed}", run)
 

@@ -22,15 +22,22 @@ from pydantic import JsonValue
 
 from shoal.claims.experiments.peft_learning import (
     FULL,
-    Setting,
-    Tuned,
-    Tuning,
+    PeftSetting,
+    TuningLosses,
+    TuningRun,
     make_base,
     mini_model,
     texts,
     tune,
 )
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part, table
@@ -152,20 +159,22 @@ class PeftClaim(BaseClaim):
             self.hidden % 64 == 0, "claim.peft.hidden", self.hidden, expected="a multiple of 64"
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         import torch
 
         context.progress("counting", 0.02)
         metrics, details = self._counted(context, as_baseline=as_baseline)
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         threads = torch.get_num_threads()
         try:
             gains, learned = self._learned(context, as_baseline=as_baseline)
             details |= learned
             judged = [gains[name] for name in _CLASS] if not as_baseline else [0.0]
-            metrics["lora_class_gain"] = Paired(method=tuple(judged))
+            metrics["lora_class_gain"] = PairedSamples(method=tuple(judged))
             context.progress("steps beside the library", 0.85)
             metrics["step"] = self._steps(context, as_baseline=as_baseline)
             context.progress("batches of requests", 0.92)
@@ -177,22 +186,22 @@ class PeftClaim(BaseClaim):
             f"{1e3 * float(np.median(metrics[name].baseline)):.1f} ms"
             for name in ("step", "batch_of_16", "over_separate")
         )
-        return Samples(metrics=metrics, details=details, profile=profile)
+        return ClaimSamples(metrics=metrics, details=details, profile=profile)
 
     # ------------------------------------------------------------------ what is counted
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> PeftSetting:
         """Sizes of what is trained."""
-        own = {field.name for field in dataclasses.fields(Setting)} - {"every"}
-        return Setting(**{name: getattr(self, name) for name in own})
+        own = {field.name for field in dataclasses.fields(PeftSetting)} - {"every"}
+        return PeftSetting(**{name: getattr(self, name) for name in own})
 
     def _model(self, seed: int) -> Transformer:
         return mini_model(self.setting, seed)
 
     def _counted(
-        self, context: Context, *, as_baseline: bool
-    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        self, context: ExperimentContext, *, as_baseline: bool
+    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
         """Parameters, bytes and answers."""
         shares, bytes_of = [], []
         for name in _CLASS:
@@ -212,23 +221,23 @@ class PeftClaim(BaseClaim):
         kept = {name: float(self._kept(context, name)) for name in ("lora", "lora_fa")}
         wrong = self._wrong(context)
         metrics = {
-            "trained_share": Paired(method=tuple(shares)),
-            "gradient_and_optimizer_bytes": Paired(
+            "trained_share": PairedSamples(method=tuple(shares)),
+            "gradient_and_optimizer_bytes": PairedSamples(
                 method=tuple(bytes_of), baseline=(everything,) * len(bytes_of)
             ),
-            "qlora_weight_bytes": Paired(
+            "qlora_weight_bytes": PairedSamples(
                 method=(float(_linear_bytes(quantised)) * (0.5 if as_baseline else 1.0),),
                 baseline=(linears / 2,),
             ),
-            "lora_fa_activations": Paired(
+            "lora_fa_activations": PairedSamples(
                 method=(kept["lora" if as_baseline else "lora_fa"],), baseline=(kept["lora"],)
             ),
-            "wrong_answers": Paired(method=(float(wrong),)),
+            "wrong_answers": PairedSamples(method=(float(wrong),)),
         }
         details: dict[str, JsonValue] = {"kept_bytes": dict(kept), "all_step_bytes": everything}
         return metrics, details
 
-    def _kept(self, context: Context, name: str) -> int:
+    def _kept(self, context: ExperimentContext, name: str) -> int:
         """Bytes that a forward pass keeps for the backward pass, parameters not counted."""
         import torch
 
@@ -250,7 +259,7 @@ class PeftClaim(BaseClaim):
             model.loss_sum(x, x)
         return sum(kept.values())
 
-    def _wrong(self, context: Context) -> int:
+    def _wrong(self, context: ExperimentContext) -> int:
         """Requests in a mixed batch whose answer is not that of their own merged model."""
         base, places, merged = self._adapters(context, count=3)
         asked = [(prompt, n % 4 - 1) for n, prompt in enumerate(self._prompts(context, 8))]
@@ -261,12 +270,12 @@ class PeftClaim(BaseClaim):
             wrong += _answers(_engine(alone, []), [(prompt, -1)], 8)[0] != tokens
         return wrong
 
-    def _prompts(self, context: Context, count: int) -> list[list[int]]:
+    def _prompts(self, context: ExperimentContext, count: int) -> list[list[int]]:
         random = generator(context.seed, purpose="peft prompts")
         return random.integers(0, 256, (count, 24)).tolist()  # type: ignore[no-any-return]
 
     def _adapters(
-        self, context: Context, *, count: int
+        self, context: ExperimentContext, *, count: int
     ) -> tuple[Transformer, list[Path], list[Transformer]]:
         """A base with random weights, adapter directories, and its merged models."""
         import torch
@@ -292,7 +301,7 @@ class PeftClaim(BaseClaim):
     # ------------------------------------------------------------------ what is learned
 
     def _learned(
-        self, context: Context, *, as_baseline: bool
+        self, context: ExperimentContext, *, as_baseline: bool
     ) -> tuple[dict[str, float], dict[str, JsonValue]]:
         """Method -> its drop of the loss as a share of full tuning's; and how that came about."""
         if as_baseline:
@@ -310,7 +319,7 @@ class PeftClaim(BaseClaim):
             run = functools.partial(pool.submit, tune, context.work_dir, self.setting)
             context.progress("rates of learning", 0.3)
             swept = {
-                (name, lr): run(Tuning(method=name, options=options, lr=lr, seed=context.seed))
+                (name, lr): run(TuningRun(method=name, options=options, lr=lr, seed=context.seed))
                 for name, (options, rates) in _METHODS.items()
                 for lr in rates
             }
@@ -322,7 +331,7 @@ class PeftClaim(BaseClaim):
             context.progress("other seeds", 0.7)
             again = {
                 (name, seed): run(
-                    Tuning(
+                    TuningRun(
                         method=name,
                         options=_METHODS[name][0],
                         lr=best[name],
@@ -355,7 +364,7 @@ class PeftClaim(BaseClaim):
 
     # ------------------------------------------------------------------ what is timed
 
-    def _steps(self, context: Context, *, as_baseline: bool) -> Paired:
+    def _steps(self, context: ExperimentContext, *, as_baseline: bool) -> PairedSamples:
         """Training steps of one module of another library, by our LoRA and by the library's."""
         import warnings
 
@@ -369,9 +378,9 @@ class PeftClaim(BaseClaim):
                 "baseline": _library_step(True, context.seed),
             }
             times = interleave(ways, self.pairs, warmup=3, seed=context.seed)
-        return Paired(method=times.seconds["method"], baseline=times.seconds["baseline"])
+        return PairedSamples(method=times.seconds["method"], baseline=times.seconds["baseline"])
 
-    def _served(self, context: Context, *, as_baseline: bool) -> dict[str, Paired]:
+    def _served(self, context: ExperimentContext, *, as_baseline: bool) -> dict[str, PairedSamples]:
         """Batches of requests: for sixteen adapters, for one, and one request after the other."""
         import torch
 
@@ -395,8 +404,8 @@ class PeftClaim(BaseClaim):
         }
         times = interleave(ways, self.rounds, warmup=2, seed=context.seed).seconds
         return {
-            "batch_of_16": Paired(method=times["many"], baseline=times["one"]),
-            "over_separate": Paired(method=times["many"], baseline=times["apart"]),
+            "batch_of_16": PairedSamples(method=times["many"], baseline=times["one"]),
+            "over_separate": PairedSamples(method=times["many"], baseline=times["apart"]),
         }
 
 
@@ -427,12 +436,12 @@ def _linear_bytes(model: Transformer) -> int:
     import torch
 
     from shoal.train.peft.run.nf4 import NF4Linear
-    from shoal.train.peft.run.sites import Adapted, all_sites
+    from shoal.train.peft.run.sites import AdaptedLinear, all_sites
 
     total = 0
     for owner in dict.fromkeys(site.owner for site in all_sites(model)):
         module = model.get_submodule(owner)
-        base = module.base if isinstance(module, Adapted) else module
+        base = module.base if isinstance(module, AdaptedLinear) else module
         if isinstance(base, NF4Linear):
             total += base.nbytes
         else:
@@ -441,7 +450,7 @@ def _linear_bytes(model: Transformer) -> int:
     return total
 
 
-def _shown(one: Tuned) -> dict[str, JsonValue]:
+def _shown(one: TuningLosses) -> dict[str, JsonValue]:
     return dataclasses.asdict(one)
 
 

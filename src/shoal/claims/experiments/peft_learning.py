@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FULL",
-    "Setting",
-    "Texts",
-    "Tuned",
-    "Tuning",
+    "PeftSetting",
+    "PeftTexts",
+    "TuningLosses",
+    "TuningRun",
     "make_base",
     "mini_model",
     "texts",
@@ -48,7 +48,7 @@ _BASE, _DATA = "base.safetensors", "{}.npy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PeftSetting:
     """Sizes.
 
     Args:
@@ -71,7 +71,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
+class TuningRun:
     """One training of a copy.
 
     Args:
@@ -88,7 +88,7 @@ class Tuning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class TuningLosses:
     """What came of it, losses in nats a byte.
 
     Args:
@@ -105,7 +105,7 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Texts:
+class PeftTexts:
     """Bytes of each part, uint8.
 
     Args:
@@ -117,7 +117,7 @@ class Texts:
     parts: dict[str, np.ndarray]
 
 
-def mini_model(setting: Setting, seed: int) -> Transformer:
+def mini_model(setting: PeftSetting, seed: int) -> Transformer:
     """A model of bytes with fresh weights."""
     from shoal.model.config import ModelConfig
     from shoal.model.initialise import init_weights
@@ -147,7 +147,7 @@ def mini_model(setting: Setting, seed: int) -> Transformer:
 # ---------------------------------------------------------------------- text
 
 
-def texts(folder: Path | None) -> Texts:
+def texts(folder: Path | None) -> PeftTexts:
     """Documentation of installed packages, and a domain.
 
     The domain is the worded arithmetic of GSM8K where ``folder`` or ``$SHOAL_DATA`` has it, else
@@ -176,10 +176,10 @@ def texts(folder: Path | None) -> Texts:
         "test": documents[9::10],
     }
     joined = {name: np.frombuffer(b"\n".join(some), np.uint8) for name, some in dealt.items()}
-    return Texts(domain, joined)
+    return PeftTexts(domain, joined)
 
 
-def _batch(setting: Setting, data: np.ndarray, seed: int, step: int) -> tuple[Tensor, Tensor]:
+def _batch(setting: PeftSetting, data: np.ndarray, seed: int, step: int) -> tuple[Tensor, Tensor]:
     import torch
 
     random = generator(seed, purpose="peft batch", step=step)
@@ -197,7 +197,7 @@ def _bf16() -> Iterator[None]:
         yield
 
 
-def _loss(setting: Setting, model: Transformer, data: np.ndarray, most: int) -> float:
+def _loss(setting: PeftSetting, model: Transformer, data: np.ndarray, most: int) -> float:
     """Mean over pieces that lie evenly in a text, nats a byte."""
     import torch
 
@@ -217,7 +217,7 @@ def _loss(setting: Setting, model: Transformer, data: np.ndarray, most: int) -> 
 
 
 def _train(
-    setting: Setting,
+    setting: PeftSetting,
     model: Transformer,
     trained: list[nn.Parameter],
     data: np.ndarray,
@@ -266,7 +266,7 @@ def _train(
             look(step + 1)
 
 
-def make_base(setting: Setting, found: Texts, place: Path, seed: int) -> float:
+def make_base(setting: PeftSetting, found: PeftTexts, place: Path, seed: int) -> float:
     """Train the base, and leave it and the texts in a directory for :func:`tune`.
 
     Returns:
@@ -284,7 +284,7 @@ def make_base(setting: Setting, found: Texts, place: Path, seed: int) -> float:
     return _loss(setting, model, found.parts["test"], _TEST_ROWS)
 
 
-def tune(place: Path, setting: Setting, tuning: Tuning) -> Tuned:
+def tune(place: Path, setting: PeftSetting, tuning: TuningRun) -> TuningLosses:
     """Tune a copy of the base that lies in a directory, on one thread."""
     import torch
     from safetensors.torch import load_file
@@ -320,7 +320,7 @@ def tune(place: Path, setting: Setting, tuning: Tuning) -> Tuned:
     )
     if "kept" in best:
         model.load_state_dict(best["kept"])
-    return Tuned(
+    return TuningLosses(
         choose=best["choose"],
         test=_loss(setting, model, data["test"], _TEST_ROWS),
         step=best.get("step", 0),

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from shoal.model.config import ModelConfig
     from shoal.parallel.comm.collectives import TorchComm
-    from shoal.parallel.engine import Engine
-    from shoal.parallel.tensor.rows import Rows
+    from shoal.parallel.engine import ParallelEngine
+    from shoal.parallel.tensor.rows import ReplicaSequences
     from shoal.train.protocols import Updater
 
-__all__ = ["Steps", "peak_memory", "peak_of_steps", "profile", "steps_in_turn", "time_steps"]
+__all__ = ["JobSteps", "peak_memory", "peak_of_steps", "profile", "steps_in_turn", "time_steps"]
 
 _WARMUP = 2
 
 
-class Steps(NamedTuple):
+class JobSteps(NamedTuple):
     """Steps of several jobs, taken in turn.
 
     Args:
@@ -42,7 +42,7 @@ class Steps(NamedTuple):
     events: list[list[Event]]
 
 
-def time_steps(jobs: Sequence[TrainJob], config: ModelConfig, *, pairs: int, seed: int) -> Steps:
+def time_steps(jobs: Sequence[TrainJob], config: ModelConfig, *, pairs: int, seed: int) -> JobSteps:
     """Time training steps of several jobs in turn, on the same processes, one thread each.
 
     A step is forward and backward passes, sums of gradients included, the optimizer not.
@@ -63,7 +63,7 @@ def time_steps(jobs: Sequence[TrainJob], config: ModelConfig, *, pairs: int, see
         f"{__name__}:steps_in_turn", jobs[0].parallel.world, given, timeout_s=60.0 + 20.0 * pairs
     )
     each = range(len(jobs))
-    return Steps(
+    return JobSteps(
         [
             tuple(map(max, zip(*(rank["seconds"][at] for rank in found), strict=True)))
             for at in each
@@ -155,23 +155,25 @@ def profile(events: Sequence[Event], *, title: str) -> str:
 
 def _engine(
     comm: TorchComm, job: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[Engine, Rows]:
-    from shoal.claims.lab.measure_passes import Cheap, batch
+) -> tuple[ParallelEngine, ReplicaSequences]:
+    from shoal.claims.lab.measure_passes import PlaceholderWeights, batch
     from shoal.model.config import ModelConfig
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
 
     model = ModelConfig.model_validate(config)
     named = TrainJob.model_validate(job)
-    engine = Engine(named, check_split(named, model.shape()), Cheap(model), comm)
+    engine = ParallelEngine(
+        named, check_split(named, model.shape()), PlaceholderWeights(model), comm
+    )
     return engine, batch(named, model.vocab_size)
 
 
-def _clear(engine: Engine) -> None:
+def _clear(engine: ParallelEngine) -> None:
     for parameter in engine.local.parameters():
         parameter.grad = None
 
 
-def _step(engine: Engine, rows: Rows) -> None:
+def _step(engine: ParallelEngine, rows: ReplicaSequences) -> None:
     size = engine.job.microbatch or len(rows.inputs)
     engine.backward(rows, size, rows.targets.numel(), record=True)
     engine.finish()

@@ -22,10 +22,17 @@ from shoal.claims.experiments.decoding import (
     drafter_of,
     prompts_of,
     seconds_per_token,
+    summarize,
     target_of,
-    told,
 )
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost import shapes
@@ -115,26 +122,28 @@ class PpdClaim(BaseClaim):
         good = bool(self.sizes) and fewest <= min(self.sizes) and max(self.sizes) <= 64
         require(good, "claim.ppd.sizes", list(self.sizes), expected=f"sizes of {fewest} to 64 rows")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         shape = shapes.resolve(context.model or "shoal-27m")
         heads = float(_HEADS * shape.hidden * (shape.hidden + 1 + shape.vocab_size))
         own = heads if as_baseline else float(self.prompts * self.ensemble * shape.hidden)
         metrics = {
-            "bytes_of_target": Paired(method=(own,), baseline=(float(parameters(shape)),)),
-            "bytes_of_medusa": Paired(method=(own,), baseline=(heads,)),
+            "bytes_of_target": PairedSamples(method=(own,), baseline=(float(parameters(shape)),)),
+            "bytes_of_medusa": PairedSamples(method=(own,), baseline=(heads,)),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._decoded(context, metrics, as_baseline=as_baseline)
 
     def _decoded(
-        self, context: Context, metrics: dict[str, Paired], *, as_baseline: bool
-    ) -> Samples:
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], *, as_baseline: bool
+    ) -> ClaimSamples:
         from shoal.claims.bench.decode import PLAIN, Bench
         from shoal.claims.experiments.medusa_runs import equal_answers
         from shoal.core.measure import num_cores
-        from shoal.plan.trees.drafting import Paying
+        from shoal.plan.trees.drafting import ProfitableDrafting
 
         target = target_of(context)
         path, trained_s = drafter_of(
@@ -145,7 +154,7 @@ class PpdClaim(BaseClaim):
         method = None if as_baseline else method
         context.progress("tokens in fp64", 0.3)
         same = equal_answers(target, method, asked[: self.exact_texts], self.new // 2)
-        metrics["wrong_tokens"] = Paired(method=tuple(1 - one for one in same))
+        metrics["wrong_tokens"] = PairedSamples(method=tuple(1 - one for one in same))
         context.progress("decoding", 0.5)
         bench = Bench(target, {PLAIN: None, "ppd": method}, threads=self.threads or num_cores())
         found = bench.interleaved(asked, self.new, rounds=self.rounds, seed=context.seed)
@@ -156,26 +165,26 @@ class PpdClaim(BaseClaim):
         )
         details: dict[str, JsonValue] = {
             "trained_s": trained_s,
-            "ppd": dict(told([found["ppd"][0][place] for place in places])),
+            "ppd": dict(summarize([found["ppd"][0][place] for place in places])),
             "bf16_agreement": agreement(found["ppd"][0], found[PLAIN][0]),
             "loops": len(asked) - len(places),
         }
         if as_baseline:
-            metrics["predicted_speedup"] = Paired(method=(1.0,), baseline=(measured,))
-            metrics["rate_of_best"] = Paired(method=(1.0,), baseline=(1.0,))
-            return Samples(metrics=metrics, details=details)
+            metrics["predicted_speedup"] = PairedSamples(method=(1.0,), baseline=(measured,))
+            metrics["rate_of_best"] = PairedSamples(method=(1.0,), baseline=(1.0,))
+            return ClaimSamples(metrics=metrics, details=details)
         paying = bench.engines["ppd"].scheduler.drafting  # type: ignore[attr-defined]
-        assert isinstance(paying, Paying)
-        fresh = Paying(paying.expected, paying.cost)
+        assert isinstance(paying, ProfitableDrafting)
+        fresh = ProfitableDrafting(paying.expected, paying.cost)
         best = fresh.best(1)
-        metrics["predicted_speedup"] = Paired(
+        metrics["predicted_speedup"] = PairedSamples(
             method=(fresh.table()[best][2],), baseline=(measured,)
         )
         context.progress("sweep over rows", 0.8)
         texts = [asked[place] for place in places[: self.sweep_texts]]
         seconds = self._sweep(bench, texts, sorted({*self.sizes, best + 1}))
         fastest = min(seconds, key=lambda rows: statistics.median(seconds[rows]))
-        metrics["rate_of_best"] = Paired(
+        metrics["rate_of_best"] = PairedSamples(
             method=tuple(1 / one for one in seconds[best + 1]),
             baseline=tuple(1 / one for one in seconds[fastest]),
         )
@@ -191,7 +200,7 @@ class PpdClaim(BaseClaim):
             f"{rows} rows {1e3 * paying.cost.seconds(rows):.2f} ms" for rows in seconds
         )
         bound = max(paying.expected[rows - 1] for rows in seconds if rows <= len(paying.expected))
-        return Samples(
+        return ClaimSamples(
             metrics=metrics, details=details, profile=profile, bounds={"over_plain": bound}
         )
 
@@ -199,12 +208,12 @@ class PpdClaim(BaseClaim):
         self, bench: Any, texts: list[list[int]], sizes: list[int]
     ) -> dict[int, list[float]]:
         """Rows -> s of all texts together, some rounds; the first round prepares."""
-        from shoal.plan.trees.drafting import Always
+        from shoal.plan.trees.drafting import FixedDrafting
 
         seconds: dict[int, list[float]] = {rows: [] for rows in sizes}
         for turn in range(self.rounds + 1):
             for rows in sizes if turn % 2 else reversed(sizes):
-                bench.engines["ppd"].scheduler.drafting = Always(rows - 1)
+                bench.engines["ppd"].scheduler.drafting = FixedDrafting(rows - 1)
                 taken = sum(bench.answer("ppd", [text], self.new).seconds for text in texts)
                 if turn:
                     seconds[rows].append(taken)

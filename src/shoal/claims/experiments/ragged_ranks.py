@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.claims.lab.same_as_one import Fresh, same_as_one
+from shoal.claims.lab.same_as_one import SeededWeights, same_as_one
 from shoal.core.parts import table
 from shoal.cost.training.sequences import SequenceCost
 from shoal.ir import TrainJob
 from shoal.model.config import ModelConfig
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.plan.balance.sequences.assignment import Assignment, MicroStep
 from shoal.train.allocator import keep_freed_memory
 
@@ -97,7 +97,7 @@ def time_plans(
             "batching": {"name": "bytescale", "capacity_tokens": longest},
         }
     )
-    engine = Engine(job, check_split(job, model.shape()), Fresh(model, 0), comm)
+    engine = ParallelEngine(job, check_split(job, model.shape()), SeededWeights(model, 0), comm)
     cost = SequenceCost.of(model.shape(), flops_per_s, [(comm.world, 2e9)], itemsize=4)
     source = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 256, (len(lengths), longest + 1), generator=source)
@@ -112,7 +112,7 @@ def time_plans(
     for turn in range(turns + 1):
         names = list(plans) if turn % 2 else list(plans)[::-1]
         for name in names:
-            rows = Rows(ids[:, :-1], targets, documents, 0, turn, plan=plans[name])
+            rows = ReplicaSequences(ids[:, :-1], targets, documents, 0, turn, plan=plans[name])
             comm.barrier()
             begin = time.perf_counter()
             engine.backward(rows, 1, float(sum(lengths)))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.meter import Meter
 from shoal.core.parts import part
 
@@ -94,7 +94,9 @@ class RedcoClaim(BaseClaim):
         ),
     )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Trace, plan and run every family; the quick run takes three of them."""
         from shoal.parallel.autotp.families import FAMILIES
 
@@ -107,22 +109,22 @@ class RedcoClaim(BaseClaim):
             found[name] = {**seen, "sharded": 0.0, "agrees": 0.0} if as_baseline else seen
         rows = list(found.values())
         metrics = {
-            "difference": Paired(method=tuple(row["difference"] for row in rows)),
-            "sharded": Paired(method=tuple(row["sharded"] for row in rows)),
-            "all_reduces": Paired(method=tuple(row["all_reduces_a_layer"] for row in rows)),
-            "agrees": Paired(method=tuple(r["agrees"] for r in rows if r["agrees"] >= 0)),
+            "difference": PairedSamples(method=tuple(row["difference"] for row in rows)),
+            "sharded": PairedSamples(method=tuple(row["sharded"] for row in rows)),
+            "all_reduces": PairedSamples(method=tuple(row["all_reduces_a_layer"] for row in rows)),
+            "agrees": PairedSamples(method=tuple(r["agrees"] for r in rows if r["agrees"] >= 0)),
         }
         skipped = {}
         lines = _lines()
         if lines:
-            metrics["lines"] = Paired(method=tuple(float(n) for n in lines.values()))
+            metrics["lines"] = PairedSamples(method=tuple(float(n) for n in lines.values()))
         else:
             skipped["lines"] = "the examples are not installed; run from a checkout"
         details: dict[str, JsonValue] = {
             "families": {name: dict(row) for name, row in found.items()},
             "lines": dict(lines),
         }
-        return Samples(metrics=metrics, details=details, skipped=skipped)
+        return ClaimSamples(metrics=metrics, details=details, skipped=skipped)
 
 
 def run_family(name: str, tp: int, seed: int) -> dict[str, float]:

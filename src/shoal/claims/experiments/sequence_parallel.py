@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.context.ways import Split, layer_memory
 
 if TYPE_CHECKING:
-    from shoal.claims.experiments.sequence_parallel_ranks import Counted, Kind, Shape
+    from shoal.claims.experiments.sequence_parallel_ranks import Kind, RankBytes, Shape
 
 __all__ = ["SequenceParallel", "largest"]
 
@@ -124,7 +124,9 @@ class SequenceParallel(BaseClaim):
             expected="2 to 32; more would be run for long, and less holds hardly more than weights",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count; the full run counts at full width and also fills the budget, for a minute.
 
         The quick run counts a layer of a quarter of the width, and solves for what would fill it.
@@ -158,12 +160,12 @@ class SequenceParallel(BaseClaim):
             "length_ratio": (longest(sparse), longest("sequence")),
         }
         errors, table = _errors(shape, counted, shared)
-        return Samples(
+        return ClaimSamples(
             metrics={
-                "model_error": Paired(method=errors),
-                "memory_rules": Paired(method=rules),
+                "model_error": PairedSamples(method=errors),
+                "memory_rules": PairedSamples(method=rules),
                 **{
-                    name: Paired(method=(float(ours),), baseline=(float(theirs),))
+                    name: PairedSamples(method=(float(ours),), baseline=(float(theirs),))
                     for name, (ours, theirs) in found.items()
                 },
             },
@@ -208,12 +210,12 @@ def _shape(scale: int) -> Shape:
 
 
 def _counted(
-    context: Context, shape: Shape, kind: Kind, world: int, *, train: bool = True
-) -> Counted:
+    context: ExperimentContext, shape: Shape, kind: Kind, world: int, *, train: bool = True
+) -> RankBytes:
     """What is kept, counted once for the run and the A/A run."""
     from shoal.claims.experiments.sequence_parallel_ranks import count
 
-    def counted() -> Counted:
+    def counted() -> RankBytes:
         context.progress(f"{kind}, {world} ranks, {shape.batch} x {shape.length}", 0.3)
         return count(shape, kind, world, train=train)
 
@@ -225,7 +227,7 @@ def _split(kind: Kind) -> Split:
 
 
 def _errors(
-    shape: Shape, counted: dict[tuple[Kind, int], list[Counted]], shared: Kind
+    shape: Shape, counted: dict[tuple[Kind, int], list[RankBytes]], shared: Kind
 ) -> tuple[tuple[float, ...], list[JsonValue]]:
     """|counted / modelled - 1| of states and activations, and all numbers as rows."""
     errors: list[float] = []
@@ -243,7 +245,7 @@ def _errors(
     return tuple(errors), rows
 
 
-def _projected_error(context: Context, shape: Shape) -> float:
+def _projected_error(context: ExperimentContext, shape: Shape) -> float:
     """Counted activations of projected attention on 8 ranks over modelled ones, less 1."""
     found = _counted(context, shape, "projected", _MOST)
     model = layer_memory("sequence", world=_MOST, projected=shape.rows, **_sizes(shape))
@@ -260,7 +262,7 @@ def _sizes(shape: Shape) -> dict[str, int]:
     }
 
 
-def _rules(context: Context, shared: Kind) -> tuple[tuple[float, ...], list[JsonValue]]:
+def _rules(context: ExperimentContext, shared: Kind) -> tuple[tuple[float, ...], list[JsonValue]]:
     """Whether counted bytes obey the paper's rules, 20 % below and above where they turn."""
     from shoal.claims.experiments.sequence_parallel_ranks import Shape
 
@@ -279,7 +281,7 @@ def _rules(context: Context, shared: Kind) -> tuple[tuple[float, ...], list[Json
     return tuple(found), rows
 
 
-def _line(counts: Sequence[Counted]) -> tuple[float, float]:
+def _line(counts: Sequence[RankBytes]) -> tuple[float, float]:
     """Bytes of states, and of the activations of one sequence, from batches of 1 and 2."""
     one, two = (sum(c.activations.values()) for c in counts)
     return sum(counts[0].states.values()), two - one
@@ -292,7 +294,7 @@ def _far_batch(lines: Sequence[tuple[float, float]], budget: float, world: int =
     return int((budget - states) / each)
 
 
-def _solved_batch(context: Context, shape: Shape, kind: Kind, *, budget: float) -> int:
+def _solved_batch(context: ExperimentContext, shape: Shape, kind: Kind, *, budget: float) -> int:
     """The largest batch on 8 ranks by what was counted of 1 and 2 sequences."""
     states, each = _line(
         [
@@ -303,7 +305,7 @@ def _solved_batch(context: Context, shape: Shape, kind: Kind, *, budget: float) 
     return int((budget - states) / each)
 
 
-def _filled_batch(context: Context, shape: Shape, kind: Kind, *, budget: float) -> int:
+def _filled_batch(context: ExperimentContext, shape: Shape, kind: Kind, *, budget: float) -> int:
     """The same, run: one sequence more does not fit."""
     states = sum(_counted(context, shape, kind, _MOST).states.values())
 
@@ -314,7 +316,7 @@ def _filled_batch(context: Context, shape: Shape, kind: Kind, *, budget: float) 
     return largest(fits, _solved_batch(context, shape, kind, budget=budget))
 
 
-def _solved_length(context: Context, shape: Shape, kind: Kind, *, budget: float) -> int:
+def _solved_length(context: ExperimentContext, shape: Shape, kind: Kind, *, budget: float) -> int:
     """The longest sequence on 8 ranks by what was counted of three short ones."""
     lengths = [shape.length * times for times in (1, 2, 4)]
     totals = [_counted(context, shape._replace(length=n), kind, _MOST).total for n in lengths]
@@ -326,7 +328,7 @@ def _solved_length(context: Context, shape: Shape, kind: Kind, *, budget: float)
     return int(most) // _MOST * _MOST
 
 
-def _filled_length(context: Context, shape: Shape, kind: Kind, *, budget: float) -> int:
+def _filled_length(context: ExperimentContext, shape: Shape, kind: Kind, *, budget: float) -> int:
     """The same, run: a sequence that is one token a rank longer does not fit."""
 
     def fits(length: int) -> bool:

@@ -17,12 +17,12 @@ from shoal.claims.lab.projected import projected_attention
 from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
-from shoal.parallel.tensor.linear import ColumnLinear, Linear, RowLinear
+from shoal.parallel.tensor.linear import ColumnLinear, RowLinear, WholeLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PARTS", "Counted", "Kind", "Layer", "Shape", "count"]
+__all__ = ["PARTS", "BertLayer", "Kind", "RankBytes", "Shape", "count"]
 
 Kind = Literal["sequence", "tensor", "projected", "ring"]
 PARTS = ("attention", "mlp", "norms")
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
     rows: int = 64
 
 
-class Counted(NamedTuple):
+class RankBytes(NamedTuple):
     """Bytes of the rank that has most.
 
     Args:
@@ -91,7 +91,7 @@ class _Saved:
             yield
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     """Attention, MLP with GELU, and a norm after each residual sum: BERT without dropout.
 
     Args:
@@ -108,7 +108,7 @@ class Layer(nn.Module):
         hidden, world = shape.hidden, comm.world
         share = world if kind == "tensor" else 1
         self.heads = shape.heads // share
-        into, out = (ColumnLinear, RowLinear) if kind == "tensor" else (Linear, Linear)
+        into, out = (ColumnLinear, RowLinear) if kind == "tensor" else (WholeLinear, WholeLinear)
         alone = comm.split([[rank] for rank in range(world)])
         self.group = alone if kind == "tensor" else comm
         self.qkv = into.of(nn.Linear(hidden, 3 * hidden // share), comm)
@@ -166,7 +166,7 @@ class Layer(nn.Module):
         return through("norms", lambda x: self.norm2(x + fed), middle), saved.bytes
 
 
-def count(shape: Shape, kind: Kind, world: int, *, train: bool = True) -> Counted:
+def count(shape: Shape, kind: Kind, world: int, *, train: bool = True) -> RankBytes:
     """Run the layer on threads in place of ranks, and count.
 
     Args:
@@ -177,12 +177,12 @@ def count(shape: Shape, kind: Kind, world: int, *, train: bool = True) -> Counte
             states are empty.
     """
 
-    def rank(comm: ThreadComm) -> Counted:
-        layer = Layer(shape, kind, comm)
+    def rank(comm: ThreadComm) -> RankBytes:
+        layer = BertLayer(shape, kind, comm)
         tokens = shape.length if kind == "tensor" else shape.length // world
         out, saved = layer.count(torch.ones(shape.batch, tokens, shape.hidden))
         if not train:
-            return Counted(dict.fromkeys(PARTS, 0.0), saved)
+            return RankBytes(dict.fromkeys(PARTS, 0.0), saved)
         optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
         torch.autograd.backward(out, torch.ones_like(out))
         optimizer.step()
@@ -197,6 +197,6 @@ def count(shape: Shape, kind: Kind, world: int, *, train: bool = True) -> Counte
             )
             for name, parameters in layer.parts().items()
         }
-        return Counted(states, saved)
+        return RankBytes(states, saved)
 
     return max(run_ranks(world, rank, timeout_s=300.0), key=lambda found: found.total)

@@ -18,13 +18,13 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.cost.network.collectives import jittered
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import WITHIN, Flows, Paths, lower_bound_s, worst_bytes
+from shoal.cost.network.flows import WITHIN, FlowPaths, Flows, lower_bound_s, worst_bytes
 from shoal.cost.network.simulate import simulate
 from shoal.plan.paths import PATH_PLANNERS
 from shoal.plan.paths.lp import least_worst
@@ -101,7 +101,9 @@ class SinglePath(BaseClaim):
             expected=f"{len(FABRICS)} to 100000",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Plan and simulate; every permutation is a phase, so that a fabric's go together."""
         fabrics = _QUICK if quick else FABRICS
         each = 4 if quick else -(-self.permutations // len(fabrics))
@@ -122,12 +124,12 @@ class SinglePath(BaseClaim):
         if not quick and not as_baseline:
             context.progress("where it breaks", 0.95)
             details["breaks"] = _breaks(context.seed)
-        return Samples(
+        return ClaimSamples(
             metrics={
-                "congestion": Paired(method=tuple(seen.congestion)),
-                "over_least": Paired(method=tuple(seen.least)),
-                "ecmp_time": Paired(method=tuple(seen.ecmp)),
-                "jitter": Paired(method=tuple(seen.jitter)),
+                "congestion": PairedSamples(method=tuple(seen.congestion)),
+                "over_least": PairedSamples(method=tuple(seen.least)),
+                "ecmp_time": PairedSamples(method=tuple(seen.ecmp)),
+                "jitter": PairedSamples(method=tuple(seen.jitter)),
             },
             details=details,
         )
@@ -157,7 +159,7 @@ def _permutations(fabric: LeafSpine, count: int, seed: int) -> Flows:
     return Flows.of(src, np.concatenate(to), 1e9, phase=np.repeat(np.arange(count), hosts))
 
 
-def _planned(name: str, flows: Flows, fabric: LeafSpine, seed: int) -> Paths:
+def _planned(name: str, flows: Flows, fabric: LeafSpine, seed: int) -> FlowPaths:
     planner: PathPlanner = PATH_PLANNERS.build(name)
     return planner.paths(flows, fabric, seed=seed)
 

@@ -23,13 +23,20 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.kernel.threads import torch_threads
 from shoal.plan.routes.conflicts import random_routes
-from shoal.plan.routes.network import REGIONS, Network
-from shoal.plan.routes.plan import Planned, RouteTask, plan
+from shoal.plan.routes.network import REGIONS, WanNetwork
+from shoal.plan.routes.plan import RoutePlan, RouteTask, plan
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -48,11 +55,11 @@ CONTEXT = 128
 BATCH = 32
 
 
-def networks() -> tuple[Network, ...]:
+def networks() -> tuple[WanNetwork, ...]:
     """Twenty nodes dealt to eight regions, and to ten."""
     return (
-        Network.wan(NODES, EIGHT).model_copy(update={"name": "eight regions"}),
-        Network.wan(NODES).model_copy(update={"name": "ten regions"}),
+        WanNetwork.wan(NODES, EIGHT).model_copy(update={"name": "eight regions"}),
+        WanNetwork.wan(NODES).model_copy(update={"name": "ten regions"}),
     )
 
 
@@ -172,7 +179,9 @@ class SkipPipeClaim(BaseClaim):
         require(self.steps >= 20, "claim.skippipe.steps", self.steps, expected="at least 20")
         require(0 < self.lr < 1, "claim.skippipe.lr", self.lr, expected="a number between 0 and 1")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Plan and simulate, compare gradients, and train; see the module's description."""
         planned = context.remember("planned", lambda: _planned(context))
         full, skips = planned[STAGES], planned[KEEP]
@@ -182,14 +191,14 @@ class SkipPipeClaim(BaseClaim):
         )
         times = [found.timeline.makespan for found in chosen]
         metrics = {
-            "full_over_skippipe": Paired(
+            "full_over_skippipe": PairedSamples(
                 method=tuple(times), baseline=tuple(found.timeline.makespan for found in full)
             ),
-            "random_over_skippipe": Paired(
+            "random_over_skippipe": PairedSamples(
                 method=tuple(drawn if as_baseline else np.repeat(times, DRAWS).tolist()),
                 baseline=tuple(drawn),
             ),
-            "gradient_error": Paired(method=(_gradient_error(plain=as_baseline),)),
+            "gradient_error": PairedSamples(method=(_gradient_error(plain=as_baseline),)),
         }
         details: dict[str, JsonValue] = {
             "networks": [found.network.name for found in chosen],
@@ -207,15 +216,19 @@ class SkipPipeClaim(BaseClaim):
                 if as_baseline
                 else context.remember("kept", lambda: self._trained(context, skips[0], 0.6))
             )
-            metrics["loss_difference"] = Paired(method=(kept["whole"],), baseline=(whole["whole"],))
-            metrics["inflation_ratio"] = Paired(
+            metrics["loss_difference"] = PairedSamples(
+                method=(kept["whole"],), baseline=(whole["whole"],)
+            )
+            metrics["inflation_ratio"] = PairedSamples(
                 method=(math.exp(kept["left"] - kept["whole"]),),
                 baseline=(math.exp(whole["left"] - whole["whole"]),),
             )
             details |= {"trained_fully": dict(whole), "trained_skipping": dict(kept)}
-        return Samples(metrics=metrics, details=details)
+        return ClaimSamples(metrics=metrics, details=details)
 
-    def _trained(self, context: Context, planned: Planned, done: float) -> dict[str, float]:
+    def _trained(
+        self, context: ExperimentContext, planned: RoutePlan, done: float
+    ) -> dict[str, float]:
         """Held-out losses of a model that was trained on these routes."""
         from shoal.claims.experiments.learning_curves_charlm import read_texts
 
@@ -243,8 +256,8 @@ class SkipPipeClaim(BaseClaim):
             )
 
 
-def _planned(context: Context) -> dict[int, list[Planned]]:
-    found: dict[int, list[Planned]] = {}
+def _planned(context: ExperimentContext) -> dict[int, list[RoutePlan]]:
+    found: dict[int, list[RoutePlan]] = {}
     for keep in (STAGES, KEEP):
         for network in networks():
             context.progress(f"routes through {keep} of {STAGES} stages", 0.0)
@@ -252,12 +265,12 @@ def _planned(context: Context) -> dict[int, list[Planned]]:
     return found
 
 
-def _drawn(skips: Planned) -> list[float]:
+def _drawn(skips: RoutePlan) -> list[float]:
     """Seconds of a step by random paths through the same arrangement of nodes."""
     times = []
     for seed in range(DRAWS):
         routes = random_routes(skips.problem, seed=seed)
-        drawn = Planned(
+        drawn = RoutePlan(
             skips.network, skips.task, skips.stages, skips.problem, skips.tick_s, routes
         )
         times.append(drawn.timeline.makespan)
@@ -307,7 +320,7 @@ def model_config(width: int, *, layers: int = STAGES, context: int = CONTEXT) ->
 
 
 def train_routes(
-    planned: Planned,
+    planned: RoutePlan,
     train: np.ndarray,
     heldout: np.ndarray,
     *,
@@ -338,7 +351,7 @@ def train_routes(
     from shoal.claims.lab.masked import layer_routes, masked_backward
     from shoal.core.random import generator
     from shoal.model.initialise import empty, init_weights
-    from shoal.parallel.tensor.rows import Rows
+    from shoal.parallel.tensor.rows import ReplicaSequences
 
     config = model_config(width)
     routes = layer_routes(config.shape(), planned.schedule)
@@ -353,7 +366,7 @@ def train_routes(
         for group in optimizer.param_groups:
             group["lr"] = lr * warm * (1 - 0.9 * step / steps)
         optimizer.zero_grad()
-        masked_backward(model, Rows(rows[:, :-1], rows[:, 1:], None, 0, step), routes)
+        masked_backward(model, ReplicaSequences(rows[:, :-1], rows[:, 1:], None, 0, step), routes)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 20 == 0:

@@ -21,7 +21,7 @@ from pydantic import JsonValue
 from scipy.sparse import csr_array
 
 from shoal.claims.lab.rmat import grid, rmat
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
@@ -90,7 +90,7 @@ class Smash:
             value = getattr(self, name)
             require(value >= 1, f"claim.smash.{name}", value, expected="1 or more")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """The kernels need a compiler and torch."""
         if compiler() is None:
             return "no C++ compiler for the products"
@@ -98,24 +98,26 @@ class Smash:
             return "no torch; install shoal-ml[run]"
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         method = "outer" if as_baseline else "hash"
         context.progress("counting", 0.02)
         metrics = {
-            "wrong_products": Paired(method=(float(_wrong(context.seed, method)),)),
+            "wrong_products": PairedSamples(method=(float(_wrong(context.seed, method)),)),
             "memory_share": self._memory(context, method),
-            "probes": Paired(method=_probes(method)),
+            "probes": PairedSamples(method=_probes(method)),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         return self._timed(context, metrics, method)
 
-    def _graph(self, context: Context, scale: int) -> csr_array:
+    def _graph(self, context: ExperimentContext, scale: int) -> csr_array:
         made = functools.partial(rmat, scale, self.edge_factor, seed=context.seed)
         return context.remember(f"rmat {scale}", made)
 
-    def _memory(self, context: Context, method: str) -> Paired:
+    def _memory(self, context: ExperimentContext, method: str) -> PairedSamples:
         """Bytes beyond the matrices, beside those of all products."""
         from shoal.claims.lab.spgemm.product import multiply
         from shoal.kernel.spgemm.csr import from_any
@@ -123,9 +125,11 @@ class Smash:
         graph = from_any("graph", self._graph(context, self.inner_scale))
         found = multiply(graph, graph, kernel=method).counters
         assert found is not None
-        return Paired(method=(found.table_bytes,), baseline=(12.0 * found.multiplies,))
+        return PairedSamples(method=(found.table_bytes,), baseline=(12.0 * found.multiplies,))
 
-    def _timed(self, context: Context, metrics: dict[str, Paired], method: str) -> Samples:
+    def _timed(
+        self, context: ExperimentContext, metrics: dict[str, PairedSamples], method: str
+    ) -> ClaimSamples:
         from shoal.kernel.spgemm.hash import Hash
 
         times: dict[str, Any] = {}
@@ -159,9 +163,9 @@ class Smash:
                 context, near, {"method": method, "scipy": None}
             )
 
-        def pair(graph_name: str, method_name: str, baseline: str) -> Paired:
+        def pair(graph_name: str, method_name: str, baseline: str) -> PairedSamples:
             seconds = times[graph_name].seconds
-            return Paired(method=seconds[method_name], baseline=seconds[baseline])
+            return PairedSamples(method=seconds[method_name], baseline=seconds[baseline])
 
         slow = sorted(("inner", "outer"), key=lambda way: times["small"].median(way).value)
         metrics["over_faster"] = pair("small", "method", slow[0])
@@ -198,11 +202,13 @@ class Smash:
             f"{name}: " + ", ".join(f"{way} {1e3 * s:.1f} ms" for way, s in of.items())
             for name, of in medians.items()
         )
-        return Samples(
+        return ClaimSamples(
             metrics=metrics, skipped=skipped, bounds=bounds, profile=profile, details=details
         )
 
-    def _interleaved(self, context: Context, matrix: csr_array, ways: dict[str, Any]) -> Any:
+    def _interleaved(
+        self, context: ExperimentContext, matrix: csr_array, ways: dict[str, Any]
+    ) -> Any:
         """Each way from matrix to matrix, SciPy's left unsorted as it is."""
         from shoal.claims.lab.spgemm import spgemm
 
@@ -241,7 +247,7 @@ def _neighbours(points: int, seed: int) -> csr_array:
     return found
 
 
-def _roof_s(context: Context, matrix: csr_array) -> float:
+def _roof_s(context: ExperimentContext, matrix: csr_array) -> float:
     """Seconds in which memory can give A and B and take C."""
     from shoal.claims.lab.spgemm.product import multiply
     from shoal.kernel.base import roof_s

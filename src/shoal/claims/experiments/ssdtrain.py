@@ -19,14 +19,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
-    from shoal.claims.bench.activations import Way
+    from shoal.claims.bench.activations import ActivationSetup
     from shoal.memory.activations.cache import TensorCache
 
 __all__ = ["SSDTrainClaim"]
@@ -100,12 +107,14 @@ class SSDTrainClaim(BaseClaim):
             expected="a multiple of 64",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         with torch_threads(1):
             return self._run(context, quick, as_baseline)
 
-    def _run(self, context: Context, quick: bool, as_baseline: bool) -> Samples:
+    def _run(self, context: ExperimentContext, quick: bool, as_baseline: bool) -> ClaimSamples:
         ways = {
             name: self._way(context, name, waits=quick)
             for name in ("keep", "recompute", "ssdtrain")
@@ -127,9 +136,9 @@ class SSDTrainClaim(BaseClaim):
         assert cache is not None
         left += cache.disk.stats.used
         metrics = {
-            "peak": Paired(method=(float(mine),), baseline=(float(peaks["keep"]),)),
-            "wrong_gradients": Paired(method=(float(wrong),)),
-            "left_behind": Paired(method=(float(left),)),
+            "peak": PairedSamples(method=(float(mine),), baseline=(float(peaks["keep"]),)),
+            "wrong_gradients": PairedSamples(method=(float(wrong),)),
+            "left_behind": PairedSamples(method=(float(left),)),
         }
         details: dict[str, JsonValue] = {
             "peak_bytes": {name: float(peak) for name, peak in peaks.items()},
@@ -138,7 +147,7 @@ class SSDTrainClaim(BaseClaim):
         }
         if quick:
             _close(ways)
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         from shoal.memory.activations.ssdtrain import lifetime_years
 
         context.progress("timing", 0.4)
@@ -149,8 +158,8 @@ class SSDTrainClaim(BaseClaim):
             runs["ssdtrain"] = self._way(context, "keep").step
         times = interleave(runs, self.pairs, warmup=1, seed=context.seed)
         seconds = times.seconds
-        metrics["step_time"] = Paired(method=seconds["ssdtrain"], baseline=seconds["keep"])
-        metrics["over_recompute"] = Paired(
+        metrics["step_time"] = PairedSamples(method=seconds["ssdtrain"], baseline=seconds["keep"])
+        metrics["over_recompute"] = PairedSamples(
             method=seconds["ssdtrain"], baseline=seconds["recompute"]
         )
         medians = {name: times.median(name).value for name in seconds}
@@ -163,14 +172,16 @@ class SSDTrainClaim(BaseClaim):
         if written:
             details["years_of_600_tb"] = lifetime_years(600e12, written, medians["ssdtrain"])
         _close(ways)
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds={"over_recompute": medians["recompute"] / medians["keep"], "step_time": 1.0},
             profile=", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in medians.items()),
             details=details,
         )
 
-    def _way(self, context: Context, name: str, *, waits: bool = False) -> Way:
+    def _way(
+        self, context: ExperimentContext, name: str, *, waits: bool = False
+    ) -> ActivationSetup:
         from shoal.claims.bench.activations import way
         from shoal.memory.activations.ssdtrain import SSDTrain
         from shoal.model.config import ModelConfig
@@ -198,7 +209,7 @@ def _written(cache: TensorCache, *_: Any) -> None:
     cache.written()
 
 
-def _close(ways: dict[str, Way]) -> None:
+def _close(ways: dict[str, ActivationSetup]) -> None:
     for way in ways.values():
         if way.cache is not None:
             way.cache.close()

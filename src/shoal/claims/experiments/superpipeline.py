@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -29,7 +29,7 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.memory.streaming.superpipeline import Superpipeline
+    from shoal.memory.streaming.superpipeline import SuperpipelineModel
 
 __all__ = ["SuperpipelineClaim"]
 
@@ -106,16 +106,18 @@ class SuperpipelineClaim(BaseClaim):
             value = getattr(self, name)
             require(value >= 1, f"claim.superpipeline.{name}", value, expected="at least 1")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         hidden = 128 if quick else self.hidden
         metrics, details = self._counted(context, hidden, as_baseline)
         context.progress("windows of every size", 0.2)
         falls, peaks = self._rising(context, as_baseline, 4 if quick else 1)
-        metrics["peaks_not_rising"] = Paired(method=(float(falls),))
+        metrics["peaks_not_rising"] = PairedSamples(method=(float(falls),))
         details["peaks_by_k"] = [float(peak) for peak in peaks]
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         return self._timed(context, metrics, details, as_baseline)
 
     def _model(self, kind: str, hidden: int, seed: int) -> nn.Module:
@@ -137,10 +139,10 @@ class SuperpipelineClaim(BaseClaim):
         return torch.randn(1, 3, 64, 64, generator=source)
 
     def _counted(
-        self, context: Context, hidden: int, as_baseline: bool
-    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        self, context: ExperimentContext, hidden: int, as_baseline: bool
+    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
         """Peaks, outputs and loads of both models."""
-        metrics: dict[str, Paired] = {}
+        metrics: dict[str, PairedSamples] = {}
         details: dict[str, JsonValue] = {}
         wrong, loads = [], []
         for kind, (blocks, k, step) in _WINDOWS.items():
@@ -151,15 +153,17 @@ class SuperpipelineClaim(BaseClaim):
                 k, step = blocks, 1
             model = self._model(kind, hidden, context.seed)
             peak, found, each, told = _peak(model, given, k, step)
-            metrics[f"peak_{kind}"] = Paired(method=(peak,), baseline=(whole,))
+            metrics[f"peak_{kind}"] = PairedSamples(method=(peak,), baseline=(whole,))
             wrong.append(float(not all(map(_equal(expected[0]), [*expected, *found]))))
             loads.append(each / blocks)
             details[kind] = told
-        metrics["wrong_outputs"] = Paired(method=tuple(wrong))
-        metrics["loads_per_block"] = Paired(method=tuple(loads))
+        metrics["wrong_outputs"] = PairedSamples(method=tuple(wrong))
+        metrics["loads_per_block"] = PairedSamples(method=tuple(loads))
         return metrics, details
 
-    def _rising(self, context: Context, as_baseline: bool, by: int) -> tuple[int, list[int]]:
+    def _rising(
+        self, context: ExperimentContext, as_baseline: bool, by: int
+    ) -> tuple[int, list[int]]:
         """Windows whose peak is not above that of the next smaller one, and all peaks."""
         blocks = _WINDOWS["language"][0]
         model = self._model("language", 64, context.seed)
@@ -170,11 +174,11 @@ class SuperpipelineClaim(BaseClaim):
 
     def _timed(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         as_baseline: bool,
-    ) -> Samples:
+    ) -> ClaimSamples:
         import torch
 
         from shoal.memory.streaming.superpipeline import wrap
@@ -190,7 +194,7 @@ class SuperpipelineClaim(BaseClaim):
         }
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        wrapped: list[Superpipeline] = []
+        wrapped: list[SuperpipelineModel] = []
         runs: dict[str, Callable[[], object]] = {}
         try:
             for name, (size, moved, overlap) in ways.items():
@@ -218,15 +222,15 @@ class SuperpipelineClaim(BaseClaim):
                 one.close()
             torch.set_num_threads(threads)
         seconds = times.seconds
-        metrics["over_whole_windows"] = Paired(
+        metrics["over_whole_windows"] = PairedSamples(
             method=seconds["method"], baseline=seconds["whole windows"]
         )
         peers = {}
         if not skipped:
-            metrics["over_single_blocks"] = Paired(
+            metrics["over_single_blocks"] = PairedSamples(
                 method=seconds["method"], baseline=seconds["single blocks"]
             )
-            peers["over_single_blocks"] = Paired(
+            peers["over_single_blocks"] = PairedSamples(
                 method=tuple(1 / s for s in seconds["single blocks"]),
                 baseline=tuple(1 / s for s in seconds["accelerate"]),
             )
@@ -235,7 +239,7 @@ class SuperpipelineClaim(BaseClaim):
         floor = max(medians["resident"], blocks_bytes / self.bytes_per_s)
         details["seconds"] = dict(medians)
         details["link_s"] = blocks_bytes / self.bytes_per_s
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             skipped=skipped,
             bounds={
@@ -268,9 +272,9 @@ def _peak(
     """Three passes on a counted device: peak bytes, outputs, loads of the last pass, the report."""
     from shoal.memory.streaming.superpipeline import wrap
     from shoal.memory.tiers.device import DeviceScope
-    from shoal.memory.tiers.tier import MemoryTier
+    from shoal.memory.tiers.tier import BudgetedTier
 
-    tier = MemoryTier("device", 2**31)
+    tier = BudgetedTier("device", 2**31)
     with wrap(model, k, k_prime, tier=tier) as wrapped:
         found: list[Any] = []
         loads = 0

@@ -18,11 +18,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.meter import Meter
 from shoal.core.parts import part
-from shoal.cost.t3.sublayers import MODELS, Compared, compare, sublayers
+from shoal.cost.t3.sublayers import MODELS, SublayerComparison, compare, sublayers
 from shoal.machine.emulate import emulate, unavailable
 
 if TYPE_CHECKING:
@@ -142,45 +149,49 @@ class T3(BaseClaim):
             )
         require(self.repeats >= 3, "claim.t3.repeats", self.repeats, expected="at least 3")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Simulate, and count bytes; the full run also times two processes, for a minute."""
         found = context.remember("simulated", lambda: _simulated(context))
         metrics = {
-            "simulated_speedup": Paired(
+            "simulated_speedup": PairedSamples(
                 method=(1.0 if as_baseline else _geomean([c.speedup for c in found]),)
             ),
-            "simulated_movement": Paired(
+            "simulated_movement": PairedSamples(
                 method=(0.0 if as_baseline else _geomean([1 + c.movement for c in found]) - 1,)
             ),
-            "over_bound": Paired(
+            "over_bound": PairedSamples(
                 method=tuple(
                     (c.product_s + c.reduce_scatter_s if as_baseline else c.fused.seconds)
                     / c.bound_s
                     for c in found
                 )
             ),
-            "missing_updates": Paired(
+            "missing_updates": PairedSamples(
                 method=tuple(
                     max(abs(n - c.sublayer.product.tp) for n in c.fused.updates) for c in found
                 )
             ),
-            "bytes_over_ring": Paired(method=tuple(_bytes_over_ring(n) for n in (2, 3, 4))),
+            "bytes_over_ring": PairedSamples(method=tuple(_bytes_over_ring(n) for n in (2, 3, 4))),
         }
         details: dict[str, JsonValue] = {"sublayers": [_row(c) for c in found]}
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         reason = unavailable()
         if reason is not None:
-            return Samples(metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason))
+            return ClaimSamples(
+                metrics=metrics, details=details, skipped=dict.fromkeys(_REAL, reason)
+            )
         return self._real(context, metrics, details, as_baseline)
 
     def _real(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         as_baseline: bool,
-    ) -> Samples:
+    ) -> ClaimSamples:
         from shoal.parallel.comm.processes import run_processes
         from shoal.parallel.overlap import TILES
 
@@ -208,8 +219,8 @@ class T3(BaseClaim):
             return tuple(max(turn) for turn in zip(*(r[form] for r in ranks), strict=True))
 
         after, library = seconds("scatter_after"), seconds("library")
-        metrics["scatter_speedup"] = Paired(method=seconds("scatter"), baseline=after)
-        metrics["gather_speedup"] = Paired(
+        metrics["scatter_speedup"] = PairedSamples(method=seconds("scatter"), baseline=after)
+        metrics["gather_speedup"] = PairedSamples(
             method=seconds("gather"), baseline=seconds("gather_after")
         )
         # Messages begin after the first tile, or end before the last.
@@ -223,12 +234,12 @@ class T3(BaseClaim):
             "difference": max(float(r[_APART]) for r in ranks),
         }
         messages = middle["scatter_after"] - product
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             details=details,
             bounds=dict.fromkeys(_REAL, bound),
             peers={
-                "scatter_speedup": Paired(
+                "scatter_speedup": PairedSamples(
                     method=tuple(1 / s for s in after), baseline=tuple(1 / s for s in library)
                 )
             },
@@ -240,7 +251,7 @@ class T3(BaseClaim):
 _APART = "difference"
 
 
-def _simulated(context: Context) -> list[Compared]:
+def _simulated(context: ExperimentContext) -> list[SublayerComparison]:
     found = []
     for index, (model, sizes) in enumerate(MODELS.items()):
         context.progress(f"simulating {model}", 0.2 * index / len(MODELS))
@@ -271,7 +282,7 @@ def _bytes_over_ring(world: int) -> float:
     return sent / ((world - 1) * rows * width * 4)
 
 
-def _row(found: Compared) -> dict[str, JsonValue]:
+def _row(found: SublayerComparison) -> dict[str, JsonValue]:
     layer = found.sublayer
     return {
         "model": layer.model,

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -30,7 +30,7 @@ from shoal.kernel.strided.canonical import StridedBlock, canonical, rewritten
 from shoal.kernel.strided.datatype import (
     Datatype,
     Dense,
-    Stream,
+    StridedStream,
     contiguous,
     hindexed,
     hvector,
@@ -219,24 +219,26 @@ class Tempi:
         ):
             require(value >= least, f"claim.tempi.{name}", value, expected=f"at least {least}")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Needs a compiler for the kernels; MPI and a GPU are skipped by themselves."""
         from shoal.core.native import compiler
 
         return None if compiler() else "no C++ compiler here (apt install g++)"
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Check types; the full run also times packing for a minute, and 60 messages."""
         nests = min(self.nests, 40) if quick else self.nests
         context.progress("types", 0.0)
         metrics = {
-            "wrong_types": Paired(method=(_wrong(nests, context.seed, as_baseline),)),
-            "one_form": Paired(
+            "wrong_types": PairedSamples(method=(_wrong(nests, context.seed, as_baseline),)),
+            "one_form": PairedSamples(
                 method=tuple(_one_form(spelled, as_baseline) for spelled in objects())
             ),
         }
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         from shoal.parallel.comm.processes import run_processes
 
         context.progress("packing", 0.1)
@@ -266,7 +268,7 @@ class Tempi:
         )
         samples = _timings(packed, as_baseline, context)
         metrics |= samples.metrics
-        metrics["fastest_method"] = Paired(
+        metrics["fastest_method"] = PairedSamples(
             method=tuple(_is_fastest(row, as_baseline) for row in sent)
         )
         skipped = dict(samples.skipped)
@@ -290,7 +292,7 @@ class Tempi:
         )
 
 
-def _timings(packed: dict[str, Any], as_baseline: bool, context: Context) -> Samples:
+def _timings(packed: dict[str, Any], as_baseline: bool, context: ExperimentContext) -> ClaimSamples:
     """The worst case of each comparison, and what memory would allow there."""
     from shoal.kernel.dispatch import here
 
@@ -307,7 +309,7 @@ def _timings(packed: dict[str, Any], as_baseline: bool, context: Context) -> Sam
             continue
         case = min(cases, key=lambda case: _speedup(seconds[case], ours, peer))
         taken = seconds[case]
-        metrics[name] = Paired(method=tuple(taken[ours]), baseline=tuple(taken[peer]))
+        metrics[name] = PairedSamples(method=tuple(taken[ours]), baseline=tuple(taken[peer]))
         worst[name] = case
         if bandwidth:
             roof = packed["moved"][case] / bandwidth
@@ -316,7 +318,7 @@ def _timings(packed: dict[str, Any], as_baseline: bool, context: Context) -> Sam
     if packed["skipped"]:
         skipped = dict.fromkeys(("mpi_speedup", "mpi_wrong_bytes"), packed["skipped"])
     else:
-        metrics["mpi_wrong_bytes"] = Paired(method=(float(packed["wrong"]),))
+        metrics["mpi_wrong_bytes"] = PairedSamples(method=(float(packed["wrong"]),))
     rates = {
         case: {way: packed["bytes"][case] / statistics.median(t) / 1e9 for way, t in taken.items()}
         for case, taken in seconds.items()
@@ -331,7 +333,7 @@ def _timings(packed: dict[str, Any], as_baseline: bool, context: Context) -> Sam
         f"{case}: " + ", ".join(f"{way} {rate:.2f} GB/s" for way, rate in row.items())
         for case, row in rates.items()
     )
-    return Samples(
+    return ClaimSamples(
         metrics=metrics, bounds=bounds, skipped=skipped, profile=profile, details=details
     )
 
@@ -400,7 +402,7 @@ def _wrong(nests: int, seed: int, as_baseline: bool) -> float:
 def _is_vector(datatype: Datatype) -> bool:
     """Whether it is blocks of a primitive type at one stride, as spelled."""
     node, streams = datatype.node, 0
-    while isinstance(node, Stream):
+    while isinstance(node, StridedStream):
         streams, node = streams + 1, node.child
     return isinstance(node, Dense) and streams <= 2
 
@@ -469,7 +471,7 @@ def objects() -> list[list[Datatype]]:
     ]
 
 
-def _gpu(as_baseline: bool, pairs: int, seed: int) -> Paired | str:
+def _gpu(as_baseline: bool, pairs: int, seed: int) -> PairedSamples | str:
     """Blocks of 4 bytes on a GPU: the kernel, and a copy each, which is timed on few of them."""
     import torch
 
@@ -495,4 +497,4 @@ def _gpu(as_baseline: bool, pairs: int, seed: int) -> Paired | str:
     timed = interleave({"kernel": kernel, "copies": copies}, pairs, seed=seed)
     each = [seconds * blocks / sample for seconds in timed.seconds["copies"]]
     ours = each if as_baseline else timed.seconds["kernel"]
-    return Paired(method=tuple(ours), baseline=tuple(each))
+    return PairedSamples(method=tuple(ours), baseline=tuple(each))

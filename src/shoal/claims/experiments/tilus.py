@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.kernel.base import roof_s
-from shoal.kernel.calls import Linear, LinearLowbit
+from shoal.kernel.calls import LinearCall, LowbitLinearCall
 from shoal.kernel.dispatch import here, kernels_of
 from shoal.kernel.formats import weight_format
 from shoal.kernel.tile.types import NARROW, TileType, tile_type
@@ -162,33 +162,37 @@ class Tilus:
             expected="at least 1e6",
         )
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Where the program's C++ cannot run."""
         reason = kernels_of("linear_lowbit")["anybit"].refuses(_call("int4-g128", 256))
         return None if reason is None else f"the program's C++ {reason}"
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Compile types and compare; the full run compiles all of them, and times some."""
         types = [tile_type(name) for name in _QUICK] if quick else list(NARROW)
         wrong = context.remember("wrong", lambda: _wrong(types, context))
         # What has no width of its own has no product of its own.
         lacking = [dtype for dtype in types if as_baseline and dtype.bits not in (4, 8)]
         metrics = {
-            "wrong_types": Paired(method=(float(len(wrong) + len(lacking)),)),
-            "stored_bytes": Paired(method=tuple(_stored(dtype, as_baseline) for dtype in types)),
+            "wrong_types": PairedSamples(method=(float(len(wrong) + len(lacking)),)),
+            "stored_bytes": PairedSamples(
+                method=tuple(_stored(dtype, as_baseline) for dtype in types)
+            ),
         }
         details: dict[str, JsonValue] = {"types": len(types), "wrong": list(wrong)}
         if quick:
-            return Samples(metrics=metrics, details=details)
+            return ClaimSamples(metrics=metrics, details=details)
         timed = self._timed(context, as_baseline)
-        return Samples(
+        return ClaimSamples(
             metrics=metrics | timed.metrics,
             bounds=timed.bounds,
             profile=timed.profile,
             details=details | timed.details,
         )
 
-    def _timed(self, context: Context, as_baseline: bool) -> Samples:
+    def _timed(self, context: ExperimentContext, as_baseline: bool) -> ClaimSamples:
         import torch
 
         context.progress("weights", 0.4)
@@ -206,18 +210,20 @@ class Tilus:
         ).seconds
         four = found["int4-g128"]
         metrics = {
-            "bits3_over_bits8": Paired(method=found["int3-g128"], baseline=found["int8-g128"]),
-            "speedup_bf16": Paired(method=four, baseline=found[_BF16]),
-            "time_over_hand_written": Paired(method=four, baseline=found[_HAND]),
-            "speedup_over_generic": Paired(method=four, baseline=found[_GENERIC]),
+            "bits3_over_bits8": PairedSamples(
+                method=found["int3-g128"], baseline=found["int8-g128"]
+            ),
+            "speedup_bf16": PairedSamples(method=four, baseline=found[_BF16]),
+            "time_over_hand_written": PairedSamples(method=four, baseline=found[_HAND]),
+            "speedup_over_generic": PairedSamples(method=four, baseline=found[_GENERIC]),
         }
         if as_baseline:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         machine = context.machine or here()
 
         def roof(name: str) -> float:
             made = (
-                Linear(1, self.edge, self.edge, "bf16")
+                LinearCall(1, self.edge, self.edge, "bf16")
                 if name == _BF16
                 else _call("int4-g128" if name in (_HAND, _GENERIC) else name, self.edge)
             )
@@ -243,7 +249,7 @@ class Tilus:
             name: {"seconds": seconds, "roof_seconds": roof(name)}
             for name, seconds in middle.items()
         }
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds=bounds,
             profile=profile,
@@ -272,7 +278,7 @@ class _Layer:
         self.methods: dict[str, Callable[[], None]] = {name: self.made(name) for name in _FORMATS}
         self.methods[_BF16] = self._turns(
             dense.nbytes,
-            lambda: plain.prepare(Linear(1, edge, edge, "bf16"), dense.clone()),
+            lambda: plain.prepare(LinearCall(1, edge, edge, "bf16"), dense.clone()),
         )
         self.methods[_HAND] = self._turns(four.nbytes, lambda: hand.prepare(call, four))
         slow = prepare(call, four, None, "generic")
@@ -301,8 +307,8 @@ class _Turns:
         self._next = (self._next + 1) % len(self._ready)
 
 
-def _call(text: str, edge: int) -> LinearLowbit:
-    return LinearLowbit(1, edge, edge, text, weight_format(text).bits, "bf16")
+def _call(text: str, edge: int) -> LowbitLinearCall:
+    return LowbitLinearCall(1, edge, edge, text, weight_format(text).bits, "bf16")
 
 
 def _stored(dtype: TileType, fixed: bool) -> float:
@@ -320,7 +326,7 @@ def _stored(dtype: TileType, fixed: bool) -> float:
     return math.prod(tile.shape) / dtype.packed_bytes(_STEP * _EDGE)
 
 
-def _wrong(types: Sequence[TileType], context: Context) -> list[str]:
+def _wrong(types: Sequence[TileType], context: ExperimentContext) -> list[str]:
     """Names of the types of which a product is not what the interpreter says."""
     found: list[str] = []
     for first in range(0, len(types), _TOGETHER):

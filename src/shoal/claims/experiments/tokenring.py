@@ -24,20 +24,20 @@ from typing import ClassVar, Literal
 from pydantic import JsonValue
 
 from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.context.traffic import tokenring_traffic
 from shoal.ir.mask import Mask
 
-__all__ = ["Passes", "Setting", "TokenRing", "passes"]
+__all__ = ["LayerPasses", "TokenRingClaim", "TokenRingSetting", "passes"]
 
 _BANDWIDTH = 20e9
 _ITEMSIZE = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TokenRingSetting:
     """What is sent, and over what.
 
     Args:
@@ -70,7 +70,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
+class LayerPasses:
     """What both passes of one layer took.
 
     Args:
@@ -89,7 +89,7 @@ class Passes:
         return self.forward_s + self.backward_s
 
 
-def passes(name: str, setting: Setting, *, seed: int = 0) -> Passes:
+def passes(name: str, setting: TokenRingSetting, *, seed: int = 0) -> LayerPasses:
     """Run attention and its backward pass on ranks with links, and read their clocks.
 
     Args:
@@ -124,11 +124,11 @@ def passes(name: str, setting: Setting, *, seed: int = 0) -> Passes:
         duplex=setting.duplex,
     )
     forward, step, sent = zip(*run_linked(setting.world, rank, links), strict=True)
-    return Passes(forward_s=max(forward), backward_s=max(step) - max(forward), sent=sent)
+    return LayerPasses(forward_s=max(forward), backward_s=max(step) - max(forward), sent=sent)
 
 
 @part
-class TokenRing(BaseClaim):
+class TokenRingClaim(BaseClaim):
     """Four ranks on a mesh of full-duplex links, and where a ring is the better one.
 
     Args:
@@ -202,9 +202,11 @@ class TokenRing(BaseClaim):
             expected="a share of a message's seconds, 0 or more",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Read the clocks; the full run also tries other precisions, wirings and rank numbers."""
-        whole = Setting(
+        whole = TokenRingSetting(
             tokens=self.tokens,
             heads=self.heads,
             kv_heads=self.heads,
@@ -217,24 +219,24 @@ class TokenRing(BaseClaim):
             "physical_ring_speedup": replace(whole, shape="ring"),
         }
         ours = "zigzag" if as_baseline else "tokenring"
-        metrics: dict[str, Paired] = {}
+        metrics: dict[str, PairedSamples] = {}
         rows: dict[str, JsonValue] = {}
         errors: list[float] = []
         for number, (name, setting) in enumerate(judged.items()):
             context.progress(name.replace("_", " "), number / 8)
             part_, ring = _pair(context, ours, setting)
-            metrics[name] = Paired(method=(part_.step_s,), baseline=(ring.step_s,))
+            metrics[name] = PairedSamples(method=(part_.step_s,), baseline=(ring.step_s,))
             rows[name.removesuffix("_speedup")] = _row(part_, ring)
             errors += [abs(sent / _formula(setting) - 1) for sent in part_.sent]
-        metrics["byte_error"] = Paired(method=tuple(errors))
+        metrics["byte_error"] = PairedSamples(method=tuple(errors))
         if not quick and not as_baseline:
             for number, (name, setting) in enumerate(_others(whole).items()):
                 context.progress(name, 3 / 8 + number / 16)
                 rows[name] = _row(*_pair(context, ours, setting))
-        return Samples(metrics=metrics, bounds={"step_speedup": 2.0}, details={"steps": rows})
+        return ClaimSamples(metrics=metrics, bounds={"step_speedup": 2.0}, details={"steps": rows})
 
 
-def _others(whole: Setting) -> dict[str, Setting]:
+def _others(whole: TokenRingSetting) -> dict[str, TokenRingSetting]:
     grouped = replace(whole, kv_heads=whole.heads // 8)
     return {
         "bf16": replace(whole, precision="bf16"),
@@ -248,7 +250,9 @@ def _others(whole: Setting) -> dict[str, Setting]:
     }
 
 
-def _pair(context: Context, ours: str, setting: Setting) -> tuple[Passes, Passes]:
+def _pair(
+    context: ExperimentContext, ours: str, setting: TokenRingSetting
+) -> tuple[LayerPasses, LayerPasses]:
     """What ``ours`` and the ring took; each of them is run once."""
     found = [
         context.remember(f"{name} {setting}", partial(passes, name, setting, seed=context.seed))
@@ -257,7 +261,7 @@ def _pair(context: Context, ours: str, setting: Setting) -> tuple[Passes, Passes
     return found[0], found[1]
 
 
-def _formula(setting: Setting) -> float:
+def _formula(setting: TokenRingSetting) -> float:
     """Bytes that one rank sends in both passes, by the part's closed form."""
     form = tokenring_traffic(
         setting.tokens, setting.heads, setting.kv_heads, setting.head_dim, setting.world
@@ -266,7 +270,7 @@ def _formula(setting: Setting) -> float:
     return float(form.forward.num_bytes(itemsize) + form.backward.num_bytes(itemsize))
 
 
-def _row(ours: Passes, ring: Passes) -> dict[str, JsonValue]:
+def _row(ours: LayerPasses, ring: LayerPasses) -> dict[str, JsonValue]:
     return {
         "forward_speedup": ring.forward_s / ours.forward_s,
         "backward_speedup": ring.backward_s / ours.backward_s,

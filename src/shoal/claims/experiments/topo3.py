@@ -19,7 +19,14 @@ import functools
 import statistics
 from typing import Any, ClassVar
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 
@@ -103,7 +110,9 @@ class Topo3Claim(BaseClaim):
             value = getattr(self, name)
             require(value >= 1, f"claim.topo3.{name}", value, expected="1 or more")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.topo3_ranks import errors, node_bytes, uncounted
 
@@ -117,15 +126,15 @@ class Topo3Claim(BaseClaim):
         told = context.remember("simulated", self._simulated)
         context.progress("steps beside one process", 0.15)
         metrics = {
-            "of_zero3": Paired(method=(exact,), baseline=(zero3,)),
-            "of_zeropp": Paired(method=(half,), baseline=(zeropp,)),
-            "simulated": Paired(
+            "of_zero3": PairedSamples(method=(exact,), baseline=(zero3,)),
+            "of_zeropp": PairedSamples(method=(half,), baseline=(zeropp,)),
+            "simulated": PairedSamples(
                 method=tuple(told["zeropp" if as_baseline else "topo3"]),
                 baseline=tuple(told["zeropp"]),
             ),
-            "uncounted_memory": Paired(method=uncounted(_BF16)),
-            "error": Paired(method=errors(_SWITCHES[:1] if quick else _SWITCHES)),
-            "rounded": Paired(method=_rounded(context.seed)),
+            "uncounted_memory": PairedSamples(method=uncounted(_BF16)),
+            "error": PairedSamples(method=errors(_SWITCHES[:1] if quick else _SWITCHES)),
+            "rounded": PairedSamples(method=_rounded(context.seed)),
         }
         details: dict[str, Any] = {"simulated_s": told}
         if not as_baseline and not quick:
@@ -146,16 +155,16 @@ class Topo3Claim(BaseClaim):
         bounds = {"simulated": statistics.median(step / least for step, least in most)}
         profile = ", ".join(f"{name} {min(seconds):.1f} s a step" for name, seconds in told.items())
         if quick:
-            return Samples(metrics=metrics, details=details, bounds=bounds, profile=profile)
+            return ClaimSamples(metrics=metrics, details=details, bounds=bounds, profile=profile)
         losses = self._losses(context)
         ours = losses["exact" if as_baseline else "quantised"]
-        metrics["loss_gap"] = Paired(
+        metrics["loss_gap"] = PairedSamples(
             method=tuple(a - b for a, b in zip(ours, losses["exact"], strict=True))
         )
         details["heldout_loss"] = losses
-        return Samples(metrics=metrics, details=details, bounds=bounds, profile=profile)
+        return ClaimSamples(metrics=metrics, details=details, bounds=bounds, profile=profile)
 
-    def _losses(self, context: Context) -> dict[str, list[float]]:
+    def _losses(self, context: ExperimentContext) -> dict[str, list[float]]:
         """Held-out loss by kind and seed, nats a byte."""
         from shoal.claims.experiments.topo3_ranks import learn
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.claims.lab.thread_ranks import ThreadComm
     from shoal.ir import TrainJob
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
 
 __all__ = ["RANKS", "errors", "learn", "node_bytes", "uncounted"]
 
@@ -45,23 +45,23 @@ def _stepped(shard: Any, microbatches: int, look: Any) -> list[Any]:
     """One training step on eight ranks, two nodes of two packages of two; what ``look`` saw."""
     import torch
 
-    from shoal.claims.lab.same_as_one import Fresh, tokens
+    from shoal.claims.lab.same_as_one import SeededWeights, tokens
     from shoal.claims.lab.thread_ranks import run_ranks
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
     from shoal.parallel.legal import check_split
-    from shoal.parallel.tensor.rows import Rows
+    from shoal.parallel.tensor.rows import ReplicaSequences
 
     config = _config()
     job = _job(shard, microbatches=microbatches)
     schedule = check_split(job, config.shape())
-    weights = Fresh(config)
+    weights = SeededWeights(config)
 
     def on(comm: ThreadComm) -> Any:
-        engine = Engine(job, schedule, weights, comm)
+        engine = ParallelEngine(job, schedule, weights, comm)
         adam = torch.optim.AdamW(list(engine.sharded.owned().values()))
         rows = tokens(job, config.vocab_size, 0, documents=False)
         mine = slice(comm.rank * microbatches, (comm.rank + 1) * microbatches)
-        rows = Rows(rows.inputs[mine], rows.targets[mine], None, mine.start, 0)
+        rows = ReplicaSequences(rows.inputs[mine], rows.targets[mine], None, mine.start, 0)
         engine.backward(rows, 1, float(job.global_batch * job.seq_len))
         held = look(engine)
         engine.finish()
@@ -92,7 +92,7 @@ def uncounted(shard: Any) -> tuple[float, ...]:
     count = parameters(_config().shape())
     g0, g1 = shard["levels"]
 
-    def look(engine: Engine) -> dict[str, int]:
+    def look(engine: ParallelEngine) -> dict[str, int]:
         found: dict[str, int] = engine.sharded.held_bytes()  # type: ignore[attr-defined]
         return found
 
@@ -141,9 +141,9 @@ def learn(shard: Any, seed: int, steps: int, ranks: int) -> float:
 
     def on(comm: ThreadComm) -> float:
         from shoal.claims.experiments.arch_training import heldout
-        from shoal.claims.experiments.co2_ranks import Worker
+        from shoal.claims.experiments.co2_ranks import CO2Worker
 
-        worker = Worker(comm, job, mini(64, 3), known.train, steps)
+        worker = CO2Worker(comm, job, mini(64, 3), known.train, steps)
         for _ in range(steps):
             worker.step()
         whole = worker.engine.whole

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, Context, Metric, Paired, Samples
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.plan.tune import TUNERS
 from shoal.plan.tune.landscape import Landscape, transfer_gain
-from shoal.plan.tune.protocols import Axis, Config, Outcome, Space, Tuner
+from shoal.plan.tune.protocols import Axis, Config, SearchSpace, TrialOutcome, Tuner
 from shoal.plan.tune.serving import serving_space
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _SHOAL = serving_space(
         "block_size": (8, 32),
     }
 )
-_GENERATE = Space(
+_GENERATE = SearchSpace(
     axes=(
         Axis(name="batch", values=(2, 4, 8, 12, 16, 24, 32)),
         Axis(name="padding", values=("longest", "sorted", "full")),
@@ -193,7 +193,7 @@ class TuneServing:
             )
         require(0 < self.noise < 1, "claim.tune_serving.noise", self.noise, expected="in (0, 1)")
 
-    def refuses(self, context: Context) -> str | None:
+    def refuses(self, context: ExperimentContext) -> str | None:
         """Engines, two cores, and a way to keep to one of them."""
         for package in ("torch", "transformers"):
             if importlib.util.find_spec(package) is None:
@@ -204,11 +204,13 @@ class TuneServing:
             )
         return None
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         metrics = self._on_known(context.seed, as_baseline=as_baseline)
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         lands = context.remember("landscapes", lambda: self._landscapes(context))
         gains: list[float] = []
         most: list[float] = []
@@ -242,47 +244,47 @@ class TuneServing:
             }
         metrics |= {
             # Moved settings in the place of tuned ones: no gain at all.
-            "retuned_vs_moved": Paired(
+            "retuned_vs_moved": PairedSamples(
                 method=tuple(1.0 if as_baseline else 1 + gain for gain in gains)
             ),
-            "significant_turns": Paired(
+            "significant_turns": PairedSamples(
                 method=(float(sum(len(land.turns()) for land in lands.values())),)
             ),
-            "best_over_worst": Paired(method=tuple(land.ratio for land in lands.values())),
-            "search_share": Paired(method=tuple(shares)),
+            "best_over_worst": PairedSamples(method=tuple(land.ratio for land in lands.values())),
+            "search_share": PairedSamples(method=tuple(shares)),
         }
         spreads = [land.noise[0] for land in lands.values()]
         profile = f"noise of one measurement {min(spreads):.1%} to {max(spreads):.1%}"
-        return Samples(
+        return ClaimSamples(
             metrics=metrics,
             bounds={"retuned_vs_moved": float(np.mean(most))},
             profile=profile,
             details=details,
         )
 
-    def _on_known(self, seed: int, *, as_baseline: bool) -> dict[str, Paired]:
+    def _on_known(self, seed: int, *, as_baseline: bool) -> dict[str, PairedSamples]:
         """Searches of the known landscape, and its peaks as they are seen through noise."""
         top = max(map(_known, _KNOWN.configs()))
         shares, wrong = [], []
         for index in range(_SEARCHES):
             draw = generator(seed, purpose="known landscape", index=index)
 
-            def objective(config: Config, draw: np.random.Generator = draw) -> Outcome:
+            def objective(config: Config, draw: np.random.Generator = draw) -> TrialOutcome:
                 if float(config["max_running"]) * float(config["max_step_tokens"]) > 2**14:
-                    return Outcome(failure="out of memory")
+                    return TrialOutcome(failure="out of memory")
                 seen = [
                     _known(config) * (1 + self.noise * float(draw.standard_normal()))
                     for _ in range(3)
                 ]
-                return Outcome(value=float(np.mean(seen)), samples=tuple(seen))
+                return TrialOutcome(value=float(np.mean(seen)), samples=tuple(seen))
 
             study = _tuner(as_baseline).tune(_KNOWN, objective, _KNOWN.size, seed=seed + index)
             good = [_known(trial.config) >= 0.95 * top for trial in study.trials]
             shares.append((good.index(True) + 1) / _KNOWN.size)
             wrong.append(float(Landscape.of(study).peaks() != _KNOWN_PEAKS))
         return {
-            "known_search_share": Paired(method=tuple(shares)),
-            "known_peaks_missed_or_false": Paired(method=tuple(wrong)),
+            "known_search_share": PairedSamples(method=tuple(shares)),
+            "known_peaks_missed_or_false": PairedSamples(method=tuple(wrong)),
         }
 
     def _shares(self, land: Landscape, seed: int, *, as_baseline: bool) -> list[float]:
@@ -290,11 +292,11 @@ class TuneServing:
         level = {row: float(np.mean(values)) for row, values in land.samples.items()}
         top = max(level.values())
 
-        def objective(config: Config) -> Outcome:
+        def objective(config: Config) -> TrialOutcome:
             row = land.space.row(config)
             if row not in level:
-                return Outcome(failure="failed on this machine")
-            return Outcome(value=level[row], samples=tuple(land.samples[row]))
+                return TrialOutcome(failure="failed on this machine")
+            return TrialOutcome(value=level[row], samples=tuple(land.samples[row]))
 
         found = []
         for index in range(5):
@@ -305,7 +307,7 @@ class TuneServing:
             found.append((good.index(True) + 1) / land.space.size)
         return found
 
-    def _landscapes(self, context: Context) -> dict[tuple[str, str, int], Landscape]:
+    def _landscapes(self, context: ExperimentContext) -> dict[tuple[str, str, int], Landscape]:
         """(engine, model, cores) -> what every setting gave, in rounds."""
         runners = self._runners(context)
         workloads = {model: self._workload(context, model) for model in self.models}
@@ -346,7 +348,7 @@ class TuneServing:
             for who, found in seen.items()
         }
 
-    def _runners(self, context: Context) -> Mapping[tuple[str, str, int], Measure]:
+    def _runners(self, context: ExperimentContext) -> Mapping[tuple[str, str, int], Measure]:
         """(engine, model, cores) -> what serves."""
         from shoal.claims.bench.serving.generate import GenerateRunner
         from shoal.ir import ServeJob
@@ -373,7 +375,7 @@ class TuneServing:
                     found["generate", model, cores] = GenerateRunner.load(str(where), threads=cores)
         return found
 
-    def _workload(self, context: Context, model: str) -> Sequence[Arrival]:
+    def _workload(self, context: ExperimentContext, model: str) -> Sequence[Arrival]:
         """Requests that are all there at once: prompts of 16 to 384 tokens, answers of 8 to 64."""
         from shoal.ir import Arrival
         from shoal.train import zoo

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import SHARED_MEMORY, scratch_directory
@@ -36,7 +36,7 @@ from shoal.core.scratch import SHARED_MEMORY, scratch_directory
 if TYPE_CHECKING:
     from shoal.checkpoint.universal.spec import UniversalSpec
 
-__all__ = ["UniversalCheckpoint"]
+__all__ = ["UniversalCheckpointClaim"]
 
 _RANKS = "shoal.claims.experiments.universal_checkpoint_ranks"
 _NAIVE = "fragments put behind each other"
@@ -49,7 +49,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @part
-class UniversalCheckpoint(BaseClaim):
+class UniversalCheckpointClaim(BaseClaim):
     """Sixteen pairs of layouts, time of saves, memory of taking files apart.
 
     Args:
@@ -132,11 +132,15 @@ class UniversalCheckpoint(BaseClaim):
             expected="a multiple of 64 up to 4096",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         if quick:
             context.progress("cutting and putting together", 0.1)
-            return Samples(metrics={"wrong_elements": _cut_and_join(context.work_dir, as_baseline)})
+            return ClaimSamples(
+                metrics={"wrong_elements": _cut_and_join(context.work_dir, as_baseline)}
+            )
         context.progress("training in four layouts", 0.05)
         truth, losses = context.remember("sources", lambda: self._sources(context))
         context.progress("putting together", 0.3)
@@ -151,13 +155,15 @@ class UniversalCheckpoint(BaseClaim):
         context.progress("timing saves", 0.75)
         seconds, memory, skipped = self._cost(context, as_baseline)
         metrics = {
-            "wrong_elements": Paired(method=tuple(float(n) for n in wrong.values())),
-            "loss_difference": Paired(method=tuple(apart.values())),
-            "same_layout_difference": Paired(method=tuple(same.values())),
-            "save_time": Paired(method=tuple(seconds["with"]), baseline=tuple(seconds["without"])),
+            "wrong_elements": PairedSamples(method=tuple(float(n) for n in wrong.values())),
+            "loss_difference": PairedSamples(method=tuple(apart.values())),
+            "same_layout_difference": PairedSamples(method=tuple(same.values())),
+            "save_time": PairedSamples(
+                method=tuple(seconds["with"]), baseline=tuple(seconds["without"])
+            ),
         }
         if memory:
-            metrics["extract_memory"] = Paired(
+            metrics["extract_memory"] = PairedSamples(
                 method=(memory["peak"],), baseline=(memory["largest"],)
             )
         details: dict[str, JsonValue] = {
@@ -166,9 +172,9 @@ class UniversalCheckpoint(BaseClaim):
             "losses": {name: [found[0], found[-1]] for name, found in losses.items()},
             "memory": dict(memory),
         }
-        return Samples(metrics=metrics, details=details, skipped=skipped)
+        return ClaimSamples(metrics=metrics, details=details, skipped=skipped)
 
-    def _sources(self, context: Context) -> tuple[Path, dict[str, list[float]]]:
+    def _sources(self, context: ExperimentContext) -> tuple[Path, dict[str, list[float]]]:
         from shoal.parallel.comm.processes import run_processes
 
         root = context.work_dir / "sources"
@@ -184,7 +190,7 @@ class UniversalCheckpoint(BaseClaim):
         return root, ranks[0]
 
     def _resumed(
-        self, context: Context, places: dict[str, Path], as_baseline: bool
+        self, context: ExperimentContext, places: dict[str, Path], as_baseline: bool
     ) -> dict[str, list[float]]:
         from shoal.parallel.comm.processes import run_processes
 
@@ -208,7 +214,7 @@ class UniversalCheckpoint(BaseClaim):
         return found
 
     def _cost(
-        self, context: Context, as_baseline: bool
+        self, context: ExperimentContext, as_baseline: bool
     ) -> tuple[dict[str, list[float]], dict[str, float], dict[str, str]]:
         from shoal.parallel.comm.processes import run_processes
 
@@ -294,7 +300,7 @@ def _consolidated(root: Path, as_baseline: bool) -> tuple[dict[str, Path], dict[
     from safetensors import safe_open
 
     from shoal.checkpoint.formats.deepspeed import DeepSpeedDumps
-    from shoal.checkpoint.universal.atomic import Universal
+    from shoal.checkpoint.universal.atomic import UniversalCheckpoint
     from shoal.checkpoint.universal.convert import consolidate
 
     places: dict[str, Path] = {}
@@ -305,7 +311,7 @@ def _consolidated(root: Path, as_baseline: bool) -> tuple[dict[str, Path], dict[
         assert spec is not None
         out = root / f"{name}.{'naive' if as_baseline else 'universal'}"
         place = consolidate(source, out, spec=_naive(spec) if as_baseline else spec)
-        found = Universal(place)
+        found = UniversalCheckpoint(place)
         with safe_open(root / f"{name}.truth.safetensors", framework="pt") as truth:
             names = list(truth.keys())
             wrong[name] = sum(
@@ -315,7 +321,7 @@ def _consolidated(root: Path, as_baseline: bool) -> tuple[dict[str, Path], dict[
     return places, wrong
 
 
-def _cut_and_join(folder: Path, as_baseline: bool) -> Paired:
+def _cut_and_join(folder: Path, as_baseline: bool) -> PairedSamples:
     """Whole states, written for several meshes and put together again: elements that differ."""
     import torch
 
@@ -323,9 +329,9 @@ def _cut_and_join(folder: Path, as_baseline: bool) -> Paired:
     from shoal.checkpoint.formats.deepspeed import DeepSpeedDumps
     from shoal.checkpoint.formats.transfer import open_any
     from shoal.checkpoint.store import Store
-    from shoal.checkpoint.universal.atomic import Universal
+    from shoal.checkpoint.universal.atomic import UniversalCheckpoint
     from shoal.checkpoint.universal.convert import consolidate
-    from shoal.checkpoint.universal.protocols import Layout
+    from shoal.checkpoint.universal.protocols import RankLayout
     from shoal.core.random import generator
     from shoal.model.config import ModelConfig
     from shoal.parallel.tensor.slices import whole_shapes
@@ -343,10 +349,10 @@ def _cut_and_join(folder: Path, as_baseline: bool) -> Paired:
     for zero, mesh in ((1, "dp=4"), (1, "dp=2,tp=2"), (2, "tp=2,pp=2"), (3, "dp=2,tp=2")):
         place = folder / f"{kind}-{zero}-{mesh}"
         writer = FORMATS.build({"name": "deepspeed", "zero": zero})
-        writer.write(place, open_any(store), mesh=Layout.parse(mesh))
+        writer.write(place, open_any(store), mesh=RankLayout.parse(mesh))
         dumps = DeepSpeedDumps(place)
         spec = dumps.spec()
         assert spec is not None
-        found = Universal(consolidate(dumps, spec=_naive(spec) if as_baseline else spec))
+        found = UniversalCheckpoint(consolidate(dumps, spec=_naive(spec) if as_baseline else spec))
         wrong.append(sum(int((found.tensor(k) != v).sum()) for k, v in state.items()))
-    return Paired(method=tuple(map(float, wrong)))
+    return PairedSamples(method=tuple(map(float, wrong)))

@@ -16,16 +16,16 @@ from torch import Tensor
 from shoal.checkpoint.formats.deepspeed import DeepSpeedDumps
 from shoal.checkpoint.formats.deepspeed_dump import dump
 from shoal.checkpoint.store import MODEL, OPTIMIZER
-from shoal.checkpoint.universal.atomic import Universal
+from shoal.checkpoint.universal.atomic import UniversalCheckpoint
 from shoal.checkpoint.universal.extract import extract
 from shoal.checkpoint.universal.protocols import Fragment
 from shoal.claims.lab.same_as_one import assemble
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.ir import TrainJob
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.parallel.tensor.slices import whole_shapes
 from shoal.train.build import FreshWeights
 from shoal.train.state import fill
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.train.protocols import Updater
 
-__all__ = ["Training", "extract_memory", "resume", "sources", "time_saves"]
+__all__ = ["RankTraining", "extract_memory", "resume", "sources", "time_saves"]
 
 _CORPUS_BYTES = 4 * 2**20
 
@@ -51,7 +51,7 @@ def corpus() -> np.ndarray:
     return np.concatenate(found).astype(np.int64) + 1
 
 
-class Training:
+class RankTraining:
     """A model in training on one rank.
 
     Args:
@@ -67,7 +67,7 @@ class Training:
         self.config = config
         self.text = text
         schedule = check_split(job, config.shape())
-        self.engine = Engine(job, schedule, FreshWeights(config, job.seed), comm)
+        self.engine = ParallelEngine(job, schedule, FreshWeights(config, job.seed), comm)
         optimizer = table("optimizer").build(job.optimizer)
         self.updater: Updater = optimizer.build(self.engine.sharded.owned())
 
@@ -82,7 +82,7 @@ class Training:
         ids = torch.from_numpy(np.stack([self.text[s : s + job.seq_len + 1] for s in starts]))
         share = job.global_batch // engine.replicas
         mine = ids[engine.replica * share : (engine.replica + 1) * share]
-        rows = Rows(mine[:, :-1], mine[:, 1:], None, engine.replica * share, step)
+        rows = ReplicaSequences(mine[:, :-1], mine[:, 1:], None, engine.replica * share, step)
         count = job.global_batch * job.seq_len
         loss = engine.backward(rows, job.microbatch or share, count)
         engine.finish()
@@ -143,7 +143,7 @@ def sources(
     model, text = ModelConfig.model_validate(config), corpus()
     found = {}
     for name, job in jobs.items():
-        run = Training(comm, TrainJob.model_validate(job), model, text)
+        run = RankTraining(comm, TrainJob.model_validate(job), model, text)
         run.steps(0, steps)
         run.dump(Path(root) / name, steps)
         truth = run.truth()
@@ -176,8 +176,8 @@ def resume(
     model, text = ModelConfig.model_validate(config), corpus()
     found = {}
     for name, place, job in pairs:
-        run = Training(comm, TrainJob.model_validate(job), model, text)
-        saved = Universal(Path(place))
+        run = RankTraining(comm, TrainJob.model_validate(job), model, text)
+        saved = UniversalCheckpoint(Path(place))
         fill(run.engine, run.updater, saved)
         found[name] = run.steps(saved.step, saved.step + after)
     return found
@@ -207,7 +207,7 @@ def time_saves(
     from shoal.model.config import ModelConfig
 
     model = ModelConfig.model_validate(config)
-    run = Training(comm, TrainJob.model_validate(job), model, corpus())
+    run = RankTraining(comm, TrainJob.model_validate(job), model, corpus())
     run.steps(0, 1)
     folder = Path(root)
 

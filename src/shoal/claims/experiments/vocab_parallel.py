@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.experiments.pipeline_ranks import peak_memory, profile, time_steps
-from shoal.claims.protocols import BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -36,7 +36,7 @@ from shoal.plan.partition import partition, stages_for, uniform_stages
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
-    from shoal.claims.lab.measure_passes import Measured
+    from shoal.claims.lab.measure_passes import MeasuredPasses
     from shoal.model.config import ModelConfig
 
 __all__ = ["VocabParallel", "in_flight", "parameter_share", "recut"]
@@ -154,18 +154,20 @@ class VocabParallel(BaseClaim):
         require(self.rounds >= 1, f"{where}.rounds", self.rounds, expected="at least 1")
         require(self.pairs >= 1, f"{where}.pairs", self.pairs, expected="at least 1")
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """Count parameters and micro-batches; the full run also times, for about 3 min."""
         context.progress("parameters and micro-batches in flight", 0.0)
         vocab = "none" if as_baseline else "pp"
         shares = [parameter_share(size, vocab) for size in _VOCABULARIES]
         schedule = "gpipe" if as_baseline else "1f1b"
-        metrics = {"parameter_imbalance": Paired(method=tuple(shares))}
+        metrics = {"parameter_imbalance": PairedSamples(method=tuple(shares))}
         for barriers, name in ((1, "in_flight_one_barrier"), (2, "in_flight_two_barriers")):
             most = in_flight(schedule, barriers)
-            metrics[name] = Paired(method=tuple(float(number) for number in most))
+            metrics[name] = PairedSamples(method=tuple(float(number) for number in most))
         if quick:
-            return Samples(metrics=metrics)
+            return ClaimSamples(metrics=metrics)
         keep_freed_memory()  # as the ranks of a training run do
         details: dict[str, JsonValue] = {}
         metrics |= self._simulated(context, details, as_baseline)
@@ -174,11 +176,11 @@ class VocabParallel(BaseClaim):
         context.progress("steps of two processes", 0.5)
         told = self._processes(context, metrics, details, as_baseline)
         bound = _bound(details["passes_s"])
-        return Samples(metrics=metrics, profile=told, details=details, bounds=bound)
+        return ClaimSamples(metrics=metrics, profile=told, details=details, bounds=bound)
 
     def _simulated(
-        self, context: Context, details: dict[str, JsonValue], as_baseline: bool
-    ) -> dict[str, Paired]:
+        self, context: ExperimentContext, details: dict[str, JsonValue], as_baseline: bool
+    ) -> dict[str, PairedSamples]:
         """Simulated steps with measured passes, round by round."""
         from shoal.claims.lab.measure_passes import measure_link
 
@@ -213,10 +215,10 @@ class VocabParallel(BaseClaim):
         found = {}
         for name, baseline in (("simulated_speedup", plain), ("redistributed_speedup", uneven)):
             samples = baseline if as_baseline else method
-            found[name] = Paired(method=tuple(samples), baseline=tuple(baseline))
+            found[name] = PairedSamples(method=tuple(samples), baseline=tuple(baseline))
         return found
 
-    def _passes(self, context: Context, vocab_size: int) -> list[Measured]:
+    def _passes(self, context: ExperimentContext, vocab_size: int) -> list[MeasuredPasses]:
         """Measured passes without and with a split vocabulary."""
         from shoal.claims.lab.measure_passes import measure_passes
 
@@ -228,7 +230,9 @@ class VocabParallel(BaseClaim):
             lambda: measure_passes(jobs, config, rounds=self.rounds),
         )
 
-    def _busy(self, context: Context, details: dict[str, JsonValue], vocab: str) -> Paired:
+    def _busy(
+        self, context: ExperimentContext, details: dict[str, JsonValue], vocab: str
+    ) -> PairedSamples:
         """Busy seconds of the busiest rank over the mean, by size of the vocabulary."""
         found = []
         for size in _VOCABULARIES:
@@ -238,12 +242,12 @@ class VocabParallel(BaseClaim):
             busy = simulate(schedule_of(_job(_MICROBATCHES, vocab)), costs).busy
             details[f"busy_s {size}"] = list(busy)
             found.append(max(busy) / float(np.mean(busy)))
-        return Paired(method=tuple(found))
+        return PairedSamples(method=tuple(found))
 
     def _processes(
         self,
-        context: Context,
-        metrics: dict[str, Paired],
+        context: ExperimentContext,
+        metrics: dict[str, PairedSamples],
         details: dict[str, JsonValue],
         as_baseline: bool,
     ) -> str:
@@ -254,12 +258,12 @@ class VocabParallel(BaseClaim):
             jobs[1] = jobs[0]
         found = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
         baseline, method = found.seconds
-        metrics["two_process_speedup"] = Paired(method=method, baseline=baseline)
+        metrics["two_process_speedup"] = PairedSamples(method=method, baseline=baseline)
         context.progress("peak memory", 0.9)
         peaks = [[peak_memory(job, config) for job in jobs] for _ in range(3)]
         details["peak_bytes"] = [[list(peak) for peak in pair] for pair in peaks]
         worst = [[float(max(peak)) for peak in pair] for pair in peaks]
-        metrics["peak_memory"] = Paired(
+        metrics["peak_memory"] = PairedSamples(
             method=tuple(after for _, after in worst), baseline=tuple(before for before, _ in worst)
         )
         return "\n".join(
@@ -371,7 +375,7 @@ def parameter_share(vocab_size: int, vocab: str) -> float:
     """
     import torch
 
-    from shoal.claims.lab.measure_passes import Alone
+    from shoal.claims.lab.measure_passes import SingleRankComm
     from shoal.parallel.comm.ranks import ranks_of
     from shoal.parallel.pipeline.stage import LocalModel
     from shoal.parallel.vocab.passes import VocabShard
@@ -381,7 +385,7 @@ def parameter_share(vocab_size: int, vocab: str) -> float:
     layers = uniform_stages(config.num_layers, _RANKS)
     sizes = []
     for rank in range(_RANKS):
-        comms = ranks_of(Alone(rank, _RANKS), job.parallel)
+        comms = ranks_of(SingleRankComm(rank, _RANKS), job.parallel)
         local = LocalModel(
             config,
             {rank: layers[rank]},
@@ -405,16 +409,16 @@ def in_flight(schedule: str, barriers: int) -> list[int]:
         schedule: the schedule to which the vocabulary's passes are added.
         barriers: meetings of the ranks in a micro-batch.
     """
-    from shoal.claims.lab.measure_passes import Cheap, batch
+    from shoal.claims.lab.measure_passes import PlaceholderWeights, batch
     from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
-    from shoal.parallel.engine import Engine
+    from shoal.parallel.engine import ParallelEngine
 
     config = _model(256, _RANKS)
     job = _job(_MICROBATCHES, "pp", schedule=schedule, barriers=barriers, seq_len=8)
     plan = check_split(job, config.shape())
 
     def step(comm: ThreadComm) -> int:
-        engine = Engine(job, plan, Cheap(config), comm)
+        engine = ParallelEngine(job, plan, PlaceholderWeights(config), comm)
         rows = batch(job, config.vocab_size)
         engine.backward(rows, 1, rows.targets.numel(), record=True)
         engine.finish()

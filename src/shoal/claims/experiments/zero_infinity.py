@@ -17,13 +17,20 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, BaseClaim, Context, Metric, Paired, Samples
+from shoal.claims.protocols import (
+    Attempt,
+    BaseClaim,
+    ClaimSamples,
+    ExperimentContext,
+    Metric,
+    PairedSamples,
+)
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.kernel.threads import torch_threads
 
-__all__ = ["ZeroInfinity"]
+__all__ = ["ZeroInfinityClaim"]
 
 _MIB = 2**20
 # Elements fetched ahead: fewer than a layer has, so that both runs read the same.
@@ -32,7 +39,7 @@ _PLAIN = "PyTorch, everything on the device"
 
 
 @part
-class ZeroInfinity(BaseClaim):
+class ZeroInfinityClaim(BaseClaim):
     """Sizes, fetches, overlap and predicted peaks.
 
     Args:
@@ -109,22 +116,24 @@ class ZeroInfinity(BaseClaim):
             expected="above 0",
         )
 
-    def run(self, context: Context, *, quick: bool, as_baseline: bool = False) -> Samples:
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         with torch_threads(1):
             metrics, details = self._sizes(context, quick=quick, as_baseline=as_baseline)
             if quick:
-                return Samples(metrics=metrics, details=details)
+                return ClaimSamples(metrics=metrics, details=details)
             context.progress("fetches of two ranks", 0.5)
             metrics["fetch"] = self._fetches(context, as_baseline=as_baseline)
             context.progress("overlap", 0.7)
             metrics["overlap"], profile = self._overlap(context, as_baseline=as_baseline)
         bounds = {"fetch": 2.0, "overlap": 2.0}
-        return Samples(metrics=metrics, bounds=bounds, profile=profile, details=details)
+        return ClaimSamples(metrics=metrics, bounds=bounds, profile=profile, details=details)
 
     def _sizes(
-        self, context: Context, *, quick: bool, as_baseline: bool
-    ) -> tuple[dict[str, Paired], dict[str, JsonValue]]:
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool
+    ) -> tuple[dict[str, PairedSamples], dict[str, JsonValue]]:
         """The largest models that train three steps, and their peaks beside the predicted."""
         import torch
 
@@ -134,8 +143,8 @@ class ZeroInfinity(BaseClaim):
         budgets = runs.Budgets(self.device_mib * _MIB // share, self.host_mib * _MIB // share)
         seed = context.seed
 
-        def largest_plain() -> runs.Trained:
-            best: runs.Trained | None = None
+        def largest_plain() -> runs.OffloadRunResult:
+            best: runs.OffloadRunResult | None = None
             for width in range(64, self.widest + 1, 64):
                 made = runs.plain(runs.model_of(width), budgets.device, steps=3, seed=seed)
                 if made is None:
@@ -144,7 +153,7 @@ class ZeroInfinity(BaseClaim):
             assert best is not None
             return best
 
-        def largest_streamed() -> runs.Trained:
+        def largest_streamed() -> runs.OffloadRunResult:
             widest = int(self.widest / math.sqrt(share)) // 128 * 128
             for width in range(widest, 0, -128):
                 context.progress(f"{width} wide", 0.2)
@@ -166,8 +175,8 @@ class ZeroInfinity(BaseClaim):
         plain = context.remember(f"plain {share}", largest_plain)
         best = plain if as_baseline else largest_streamed()
         metrics = {
-            "parameters": Paired(method=(best.parameters,), baseline=(plain.parameters,)),
-            "state_over_device": Paired(method=(16.0 * best.parameters / budgets.device,)),
+            "parameters": PairedSamples(method=(best.parameters,), baseline=(plain.parameters,)),
+            "state_over_device": PairedSamples(method=(16.0 * best.parameters / budgets.device,)),
         }
         small = runs.model_of(128)
         steps = 20
@@ -178,7 +187,7 @@ class ZeroInfinity(BaseClaim):
         assert one is not None
         assert two is not None
         differ = sum(int((two.values[n] != value).sum()) for n, value in one.values.items())
-        metrics["differing_bits"] = Paired(method=(float(differ),))
+        metrics["differing_bits"] = PairedSamples(method=(float(differ),))
         errors, over, peaks = [], [], []
         # Widths and lengths such that each of the formula's moments is the largest once.
         source = generator(seed, purpose="zero infinity peaks")
@@ -204,8 +213,8 @@ class ZeroInfinity(BaseClaim):
                 errors.append(abs(found[tier] / predicted - 1))
                 over.append(found[tier] / predicted)
             peaks.append({"width": width, "tokens": tokens, **found})
-        metrics["peak_error"] = Paired(method=tuple(errors))
-        metrics["peak_over_estimate"] = Paired(method=tuple(over))
+        metrics["peak_error"] = PairedSamples(method=tuple(errors))
+        metrics["peak_over_estimate"] = PairedSamples(method=tuple(over))
         torch.set_num_threads(1)
         details: dict[str, JsonValue] = {
             "parameters": best.parameters,
@@ -215,7 +224,7 @@ class ZeroInfinity(BaseClaim):
         }
         return metrics, details
 
-    def _fetches(self, context: Context, *, as_baseline: bool) -> Paired:
+    def _fetches(self, context: ExperimentContext, *, as_baseline: bool) -> PairedSamples:
         """Seconds until parameters are there: both ranks read a part, or one reads all."""
         from shoal.claims.experiments import zero_infinity_runs as runs
 
@@ -228,16 +237,18 @@ class ZeroInfinity(BaseClaim):
                 rounds=self.pairs,
             )
 
-        return Paired(method=measured(owner=as_baseline), baseline=measured(owner=True))
+        return PairedSamples(method=measured(owner=as_baseline), baseline=measured(owner=True))
 
-    def _overlap(self, context: Context, *, as_baseline: bool) -> tuple[Paired, str]:
+    def _overlap(
+        self, context: ExperimentContext, *, as_baseline: bool
+    ) -> tuple[PairedSamples, str]:
         """Seconds of steps, fetched ahead or not, where computing takes as long as reading."""
         from shoal.claims.experiments import zero_infinity_runs as runs
         from shoal.memory.tiers.mover import EmulatedLink
 
         config, tokens = runs.model_of(self.width), 128
 
-        def step(ahead: int, links: dict[str, EmulatedLink], steps: int) -> runs.Trained:
+        def step(ahead: int, links: dict[str, EmulatedLink], steps: int) -> runs.OffloadRunResult:
             made = runs.streamed(
                 config,
                 runs.Budgets(2**29, 2**29),
@@ -266,5 +277,5 @@ class ZeroInfinity(BaseClaim):
             f"a step takes {min(free.seconds[1:]):.3f} s without waiting; the disk reads "
             f"{rate / 1e6:.0f} MB/s"
         )
-        paired = Paired(method=tuple(found["method"]), baseline=tuple(found["baseline"]))
+        paired = PairedSamples(method=tuple(found["method"]), baseline=tuple(found["baseline"]))
         return paired, profile

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.claims.lab.measure_passes import Cheap
+from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import TierFullError
 from shoal.core.random import generator
 from shoal.ir import TrainJob, Work
-from shoal.memory.streaming.build import Wanted, offloaded
+from shoal.memory.streaming.build import TierAssignment, offloaded
 from shoal.memory.streaming.needs import needs
 from shoal.memory.streaming.offloaded import OffloadedModel
 from shoal.memory.tiers.device import DeviceScope
 from shoal.memory.tiers.mover import EmulatedLink
-from shoal.memory.tiers.tier import MemoryTier
+from shoal.memory.tiers.tier import BudgetedTier
 from shoal.model.config import ModelConfig
 from shoal.model.initialise import empty
 from shoal.model.transformer import Transformer
@@ -30,7 +30,7 @@ from shoal.train.optimizers.adamw import AdamW
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
 
-__all__ = ["Budgets", "Trained", "fetch_seconds", "model_of", "plain", "streamed"]
+__all__ = ["Budgets", "OffloadRunResult", "fetch_seconds", "model_of", "plain", "streamed"]
 
 VOCAB = 256
 LAYERS = 4
@@ -47,7 +47,7 @@ class Budgets:
 
 
 @dataclass(frozen=True)
-class Trained:
+class OffloadRunResult:
     """What a run came to.
 
     Args:
@@ -93,11 +93,11 @@ def _count(config: ModelConfig) -> int:
 
 def plain(
     config: ModelConfig, device_bytes: int, *, steps: int, seed: int, keep: bool = False
-) -> Trained | None:
+) -> OffloadRunResult | None:
     """PyTorch with everything on the device; None where that has no room."""
-    tier = MemoryTier("device", device_bytes)
+    tier = BudgetedTier("device", device_bytes)
     scope = DeviceScope(tier)
-    weights = Cheap(config)
+    weights = PlaceholderWeights(config)
     model = empty(config)
     try:
         for name, parameter in list(model.named_parameters()):
@@ -116,7 +116,7 @@ def plain(
     except TierFullError:
         return None
     values = {n: p.detach() for n, p in model.named_parameters()} if keep else {}
-    return Trained(_count(config), values, {"device": tier.stats.peak}, {})
+    return OffloadRunResult(_count(config), values, {"device": tier.stats.peak}, {})
 
 
 def _job(tokens: int) -> TrainJob:
@@ -137,10 +137,10 @@ def streamed(
     tiled: bool = False,
     links: dict[str, EmulatedLink] | None = None,
     tokens: int = TOKENS,
-) -> Trained | None:
+) -> OffloadRunResult | None:
     """ZeRO-Infinity, parameters on disk; None where the budgets have no room."""
 
-    def train(comm: Comm) -> Trained:
+    def train(comm: Comm) -> OffloadRunResult:
         model = empty(config)
         made = _offloaded(
             model,
@@ -164,7 +164,7 @@ def streamed(
                 seconds.append(time.perf_counter() - begin)
             values = {n: h.tensor.clone() for n, h in made.held().items()} if keep else {}
         peaks = {tier: float(peak) for tier, peak in made.tiers.peaks().items()}
-        return Trained(_count(config), values, peaks, told, tuple(seconds))
+        return OffloadRunResult(_count(config), values, peaks, told, tuple(seconds))
 
     found = needs(
         Work(shape=config.shape(), job=_job(tokens)),
@@ -194,7 +194,7 @@ def _offloaded(
     tiles: int = 1,
     links: dict[str, EmulatedLink],
 ) -> OffloadedModel:
-    wanted = Wanted(
+    wanted = TierAssignment(
         device_bytes=budgets.device,
         host_bytes=budgets.host,
         param="disk",
@@ -208,7 +208,7 @@ def _offloaded(
         links=links,
     )
     rule = AdamW(lr=_LR, fused=False)
-    return offloaded(model, comm, rule, wanted, values=Cheap(model.config).whole)
+    return offloaded(model, comm, rule, wanted, values=PlaceholderWeights(model.config).whole)
 
 
 def fetch_seconds(

@@ -4,8 +4,8 @@ A static site without any outside request. Start reading at ``papers.py`` (what 
 shown), then ``pages.py`` (how) and ``publish.py`` (where).
 """
 
-from shoal.claims.gallery.pages import Places, render_index, render_row
+from shoal.claims.gallery.pages import GalleryPaths, render_index, render_row
 from shoal.claims.gallery.papers import Paper, index_rows
 from shoal.claims.gallery.publish import write_gallery
 
-__all__ = ["Paper", "Places", "index_rows", "render_index", "render_row", "write_gallery"]
+__all__ = ["GalleryPaths", "Paper", "index_rows", "render_index", "render_row", "write_gallery"]

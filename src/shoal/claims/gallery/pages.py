@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.claims.gallery.papers import EVIDENCE, MEANINGS, Paper, counts, needs
-from shoal.claims.gallery.pictures import Glance, samples_chart
-from shoal.core.web import Link, Site
+from shoal.claims.gallery.pictures import MetricOverview, samples_chart
+from shoal.core.web import NavigationLink, WebSite
 
-__all__ = ["GROUPS", "Places", "facets", "render_index", "render_row", "site"]
+__all__ = ["GROUPS", "GalleryPaths", "facets", "render_index", "render_row", "site"]
 
 PACKAGE = "shoal.claims.gallery"
 
@@ -19,7 +19,7 @@ GROUPS = {"status": "Status", "room": "Room", "evidence": "Evidence"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class GalleryPaths:
     """Where the pages lie, as the links say it.
 
     Args:
@@ -49,17 +49,17 @@ class Places:
 
 
 @functools.cache
-def site() -> Site:
+def site() -> WebSite:
     """Templates and assets of the static gallery."""
     nav = (
-        Link("All papers", "index.html"),
-        Link("Works", "status-works.html"),
-        Link("Falls short", "status-falls-short.html"),
-        Link("Noisy", "status-noisy.html"),
-        Link("Planned", "status-planned.html"),
-        Link("Published runs", "scoreboard.html"),
+        NavigationLink("All papers", "index.html"),
+        NavigationLink("Works", "status-works.html"),
+        NavigationLink("Falls short", "status-falls-short.html"),
+        NavigationLink("Noisy", "status-noisy.html"),
+        NavigationLink("Planned", "status-planned.html"),
+        NavigationLink("Published runs", "scoreboard.html"),
     )
-    return Site(PACKAGE, assets="assets/", nav=nav)
+    return WebSite(PACKAGE, assets="assets/", nav=nav)
 
 
 def facets(papers: Sequence[Paper]) -> dict[str, dict[str, int]]:
@@ -77,8 +77,8 @@ def render_index(
     *,
     every: Sequence[Paper] | None = None,
     group: tuple[str, str] | None = None,
-    pages: Site | None = None,
-    places: Places | None = None,
+    pages: WebSite | None = None,
+    places: GalleryPaths | None = None,
 ) -> str:
     """The list of papers as a page.
 
@@ -89,7 +89,7 @@ def render_index(
         pages: site whose base page is used.
         places: where links lead.
     """
-    places = places or Places()
+    places = places or GalleryPaths()
     here = places.of_group(*group) if group else places.index
     return (pages or site()).render(
         "gallery_index.html",
@@ -107,7 +107,11 @@ def render_index(
 
 
 def render_row(
-    paper: Paper, *, pages: Site | None = None, places: Places | None = None, here: str = ""
+    paper: Paper,
+    *,
+    pages: WebSite | None = None,
+    places: GalleryPaths | None = None,
+    here: str = "",
 ) -> str:
     """A paper's page.
 
@@ -124,10 +128,10 @@ def render_row(
         meanings=MEANINGS,
         grades=EVIDENCE,
         needs=needs,
-        places=places or Places(),
+        places=places or GalleryPaths(),
         here=here,
     )
 
 
-def _glance(paper: Paper) -> Glance | None:
-    return Glance(paper.measured, paper.row.name) if paper.measured else None
+def _glance(paper: Paper) -> MetricOverview | None:
+    return MetricOverview(paper.measured, paper.row.name) if paper.measured else None

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from shoal.claims.catalogue import Row, Standing, standings
+from shoal.claims.catalogue import CatalogueRow, CatalogueStatus, standings
 from shoal.claims.protocols import (
     PAIRED_STATISTICS,
     Evidence,
     Metric,
     MetricVerdict,
-    Paired,
+    PairedSamples,
     Status,
 )
-from shoal.claims.record import Fault, Record
+from shoal.claims.record import ClaimRecord, RecordFault
 from shoal.core.config import Value
 from shoal.core.web.site import number
 
 __all__ = [
     "EVIDENCE",
     "MEANINGS",
-    "Measured",
+    "MeasuredMetric",
     "Paper",
-    "Skipped",
+    "SkippedMetric",
     "counts",
     "index_rows",
     "needs",
@@ -66,7 +66,7 @@ assert set(get_args(Status)) <= set(MEANINGS)
 assert set(get_args(Evidence)) == set(EVIDENCE)
 
 
-class Measured(Value):
+class MeasuredMetric(Value):
     """One metric of a results file, with the samples behind it.
 
     Args:
@@ -80,10 +80,10 @@ class Measured(Value):
 
     metric: Metric
     verdict: MetricVerdict
-    samples: Paired
-    aa: Paired | None = None
+    samples: PairedSamples
+    aa: PairedSamples | None = None
     bound: float | None = None
-    peer: Paired | None = None
+    peer: PairedSamples | None = None
 
     @property
     def title(self) -> str:
@@ -120,7 +120,7 @@ class Measured(Value):
         return f"{number(self.verdict.low)} … {number(self.verdict.high)}"
 
 
-class Skipped(Value):
+class SkippedMetric(Value):
     """A metric that could not be measured.
 
     Args:
@@ -145,13 +145,13 @@ class Paper(Value):
         fault: why it cannot be believed.
     """
 
-    row: Row
+    row: CatalogueRow
     status: str
     metrics: tuple[Metric, ...] = ()
-    measured: tuple[Measured, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
-    record: Record | None = None
-    fault: Fault | None = None
+    measured: tuple[MeasuredMetric, ...] = ()
+    skipped: tuple[SkippedMetric, ...] = ()
+    record: ClaimRecord | None = None
+    fault: RecordFault | None = None
 
     @property
     def says(self) -> str:
@@ -233,7 +233,7 @@ def needs(metric: Metric) -> str:
     return f"{sign} {metric.threshold:g}{unit}"
 
 
-def per_sample(metric: Metric, paired: Paired) -> list[float]:
+def per_sample(metric: Metric, paired: PairedSamples) -> list[float]:
     """What each sample says of the metric, before its statistic."""
     if metric.statistic not in PAIRED_STATISTICS or not paired.baseline:
         return list(paired.method)
@@ -252,7 +252,7 @@ def _tied(text: str) -> str:
     return text.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
-def _paper(standing: Standing) -> Paper:
+def _paper(standing: CatalogueStatus) -> Paper:
     from shoal.claims import CLAIMS
 
     row, record, fault = standing.row, standing.record, standing.fault
@@ -267,7 +267,7 @@ def _paper(standing: Standing) -> Paper:
         status=record.verdict.status,
         metrics=record.metrics,
         measured=tuple(
-            Measured(
+            MeasuredMetric(
                 metric=by_name[verdict.name],
                 verdict=verdict,
                 samples=record.samples.metrics[verdict.name],
@@ -278,7 +278,7 @@ def _paper(standing: Standing) -> Paper:
             for verdict in record.verdict.metrics
         ),
         skipped=tuple(
-            Skipped(metric=by_name[name], reason=reason)
+            SkippedMetric(metric=by_name[name], reason=reason)
             for name, reason in record.verdict.skipped.items()
         ),
         record=record,

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from shoal.claims.gallery.papers import Measured, per_sample
+from shoal.claims.gallery.papers import MeasuredMetric, per_sample
 from shoal.claims.protocols import Metric
 from shoal.core.svg import Band, Chart, Series
 from shoal.core.web.site import number
 
-__all__ = ["Glance", "samples_chart"]
+__all__ = ["MetricOverview", "samples_chart"]
 
 _WIDTH, _ROW, _PAD = 132, 13, 5
 _MIDDLE = _WIDTH / 2
 
 
-def samples_chart(measured: Measured) -> Chart | None:
+def samples_chart(measured: MeasuredMetric) -> Chart | None:
     """Each sample in the order taken, the part first and its A/A run beside it.
 
     Returns:
@@ -73,7 +73,7 @@ def samples_chart(measured: Measured) -> Chart | None:
 
 
 @dataclass(frozen=True)
-class Glance:
+class MetricOverview:
     """All metrics of a claim as a strip each: the shaded side is where it holds.
 
     A dot holds, a cross does not, so nothing depends on colour.
@@ -83,7 +83,7 @@ class Glance:
         name: of the paper, for screen readers.
     """
 
-    measured: Sequence[Measured]
+    measured: Sequence[MeasuredMetric]
     name: str
 
     def render(self) -> str:
@@ -103,7 +103,7 @@ class Glance:
             out += self._strip(one, _PAD + _ROW * (index + 0.5))
         return "".join([*out, "</svg>"])
 
-    def _strip(self, one: Measured, y: float) -> list[str]:
+    def _strip(self, one: MeasuredMetric, y: float) -> list[str]:
         metric = one.metric
         low, high = {">=": (_MIDDLE, _WIDTH), "<=": (0.0, _MIDDLE)}.get(
             metric.comparison, (0.3 * _WIDTH, 0.7 * _WIDTH)

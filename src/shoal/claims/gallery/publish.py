@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from shoal.claims.gallery.pages import GROUPS, Places, facets, render_index, render_row
+from shoal.claims.gallery.pages import GROUPS, GalleryPaths, facets, render_index, render_row
 from shoal.claims.gallery.pages import site as gallery_site
 from shoal.claims.gallery.papers import Paper, index_rows
 from shoal.claims.gallery.scoreboard import SCOREBOARD, render_scoreboard
@@ -32,7 +32,7 @@ def gallery_files(results: Path) -> Iterator[tuple[str, bytes]]:
     """
     papers = _papers(results)
     names = []
-    for name, content in _files(papers, Places(), results):
+    for name, content in _files(papers, GalleryPaths(), results):
         names.append(name)
         yield name, content()
     about = {"format": 1, "papers": len(papers), "files": sorted(names)}
@@ -48,7 +48,7 @@ def gallery_names(results: Path) -> list[str]:
     Raises:
         ConfigError: there is no such directory.
     """
-    return [*(name for name, _ in _files(_papers(results), Places(), results)), MARKER]
+    return [*(name for name, _ in _files(_papers(results), GalleryPaths(), results)), MARKER]
 
 
 def write_gallery(results: Path, out: Path) -> Path:
@@ -89,7 +89,7 @@ def write_gallery(results: Path, out: Path) -> Path:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     shutil.rmtree(aside, ignore_errors=True)
-    return out / Places().index
+    return out / GalleryPaths().index
 
 
 def _papers(results: Path) -> list[Paper]:
@@ -104,7 +104,7 @@ def _papers(results: Path) -> list[Paper]:
 
 
 def _files(
-    papers: list[Paper], places: Places, results: Path
+    papers: list[Paper], places: GalleryPaths, results: Path
 ) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """Path of each file, and what makes its content."""
     yield places.index, lambda: render_index(papers).encode()

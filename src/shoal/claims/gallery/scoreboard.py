@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from shoal.core.web import Site
-from shoal.cost.published.board import CLOSE, Board, scatter, share_within
+from shoal.core.web import WebSite
+from shoal.cost.published.board import CLOSE, Scoreboard, scatter, share_within
 from shoal.cost.published.scoreboard import score_training
 from shoal.cost.published.serving_scoreboard import score_serving
 
@@ -17,12 +17,12 @@ _SHOWN = 12
 
 
 @functools.cache
-def _boards() -> tuple[Board, ...]:
+def _boards() -> tuple[Scoreboard, ...]:
     """Of the rows that travel with the package: the same in every process."""
     return score_training(), score_serving()
 
 
-def render_scoreboard(pages: Site) -> str:
+def render_scoreboard(pages: WebSite) -> str:
     """Predicted beside reported for every published run, the publication left out.
 
     Args:

@@ -17,12 +17,12 @@ from typing import NamedTuple
 from shoal.core.errors import RankError, require
 from shoal.ir import Parallel
 
-__all__ = ["Counted", "Group", "bootstrap", "groups_of"]
+__all__ = ["BootstrapCost", "Group", "bootstrap", "groups_of"]
 
 Group = tuple[int, ...]
 
 
-class Counted(NamedTuple):
+class BootstrapCost(NamedTuple):
     """What making the groups has cost.
 
     Args:
@@ -64,7 +64,7 @@ def groups_of(parallel: Parallel) -> list[Group]:
     return list(found)
 
 
-def bootstrap(world: int, orders: Sequence[Sequence[Group]], *, everyone: bool) -> Counted:
+def bootstrap(world: int, orders: Sequence[Sequence[Group]], *, everyone: bool) -> BootstrapCost:
     """Let ``world`` ranks make their groups against a store, one turn each, and count.
 
     Args:
@@ -108,4 +108,4 @@ def bootstrap(world: int, orders: Sequence[Sequence[Group]], *, everyone: bool) 
                 f"groups are made in different orders, so {len(running)} ranks wait for each "
                 f"other: {', '.join(f'rank {n} for {w[0]}' for n, w in stuck.items() if w)}"
             )
-    return Counted(len(made), store.arrivals, store.operations)
+    return BootstrapCost(len(made), store.arrivals, store.operations)

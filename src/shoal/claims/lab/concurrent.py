@@ -2,8 +2,8 @@
 
 A batch has a prompt and W streams in columns of their own. What a token sees, and how far behind
 the first token of each block it stands, follows from the step in which every token was written:
-the view of :class:`~shoal.serve.decode.hogwild.contiguous.Contiguous` at that time. The model is
-the one transformer; queries are turned for each block, as they are when such workers are served.
+the view of :class:`~shoal.serve.decode.hogwild.contiguous.ContiguousLayout` at that time. The model
+is the one transformer; queries are turned for each block, as they are when such workers are served.
 
 Shapes: B texts, T columns, N = B T tokens, G = W + 1 blocks, H query heads, K key/value heads,
 d head_dim.
@@ -26,11 +26,11 @@ from shoal.core.errors import DataError, require
 from shoal.model.rope import rotate, tables_at
 from shoal.model.transformer import Transformer
 
-__all__ = ["Streams", "Text", "batch_of", "loss_of", "scores_of"]
+__all__ = ["ConcurrentText", "TextBatch", "batch_of", "loss_of", "scores_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ConcurrentText:
     """What workers wrote on one prompt.
 
     Args:
@@ -45,7 +45,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class TextBatch:
     """A batch of texts.
 
     Args:
@@ -65,7 +65,7 @@ class Streams:
     widths: tuple[int, ...]
 
 
-def batch_of(texts: Sequence[Text]) -> Streams:
+def batch_of(texts: Sequence[ConcurrentText]) -> TextBatch:
     """Texts side by side.
 
     Raises:
@@ -122,7 +122,7 @@ def batch_of(texts: Sequence[Text]) -> Streams:
     written = steps < np.iinfo(np.int64).max
     others = written[:, None, :] & (steps[:, None, :] <= steps[:, :, None])
     seen = np.where(same, causal, others & (block[:, None] > 0))
-    return Streams(
+    return TextBatch(
         torch.from_numpy(tokens),
         torch.from_numpy(targets),
         torch.from_numpy(np.broadcast_to(places, (size, columns)).copy()),
@@ -135,7 +135,7 @@ def batch_of(texts: Sequence[Text]) -> Streams:
 class _Mixer:
     """A :class:`~shoal.model.attention.Mixer` of a batch, with gradients."""
 
-    def __init__(self, model: Transformer, batch: Streams, dtype: torch.dtype) -> None:
+    def __init__(self, model: Transformer, batch: TextBatch, dtype: torch.dtype) -> None:
         self._batch = batch
         frequencies, _ = model.unstretched
         self._turns = []
@@ -162,7 +162,7 @@ class _Mixer:
         return out.transpose(1, 2).reshape(q_NHd.shape)
 
 
-def scores_of(model: Transformer, batch: Streams) -> Tensor:
+def scores_of(model: Transformer, batch: TextBatch) -> Tensor:
     """Scores behind every token [B, T, V]."""
     dtype = model.weight.dtype
     if torch.is_autocast_enabled("cpu"):
@@ -173,7 +173,7 @@ def scores_of(model: Transformer, batch: Streams) -> Tensor:
     return model.logits(hidden).view(*batch.tokens.shape, -1)
 
 
-def loss_of(model: Transformer, batch: Streams) -> Tensor:
+def loss_of(model: Transformer, batch: TextBatch) -> Tensor:
     """Mean cross-entropy of what the workers write, nats."""
     scores = scores_of(model, batch).flatten(0, 1).float()
     return F.cross_entropy(scores, batch.targets.reshape(-1))

@@ -52,7 +52,7 @@ from shoal.claims.lab.gpipe_boundary import (
 from shoal.core.errors import ConfigError, require
 from shoal.core.meter import Meter
 from shoal.core.random import seed64
-from shoal.parallel.pipeline.runtime import Boundary, Runtime
+from shoal.parallel.pipeline.runtime import Runtime, StageBoundary
 from shoal.plan.partition import partition
 from shoal.plan.schedules.gpipe import GPipe
 
@@ -149,7 +149,7 @@ class Pipeline(nn.Module):
             GPipe().build(len(cells), m),
             {rank: cast("Any", self._stage)},
             comm,
-            cast("Boundary", self.boundary),
+            cast("StageBoundary", self.boundary),
             recompute="stage" if recompute else "none",
         )
         self._forms: dict[Any, tuple[Form | None, Form | None]] = {}

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from shoal.core.errors import PlanError, require
-from shoal.memory.mapping.trace import Traced, is_item, is_view
+from shoal.memory.mapping.trace import TracedProgram, is_item, is_view
 from shoal.memory.tiers.mover import EmulatedLink, Mover, Ticket
-from shoal.memory.tiers.tier import Block, MemoryTier
-from shoal.plan.mapping.layout import DROP, Mapping, Moved, Rectangle, verify
+from shoal.memory.tiers.tier import BudgetedTier, TierBlock
+from shoal.plan.mapping.layout import DROP, CopyTime, Mapping, Rectangle, verify
 
-__all__ = ["Executed", "execute"]
+__all__ = ["ExecutionResult", "execute"]
 
 
 @dataclass(frozen=True)
-class Executed:
+class ExecutionResult:
     """One run.
 
     Args:
@@ -43,7 +43,7 @@ class Executed:
     copied: int
 
 
-def execute(traced: Traced, mapping: Mapping) -> Executed:
+def execute(traced: TracedProgram, mapping: Mapping) -> ExecutionResult:
     """Run a program as it is mapped; slow memory has the bandwidth of the mapping's tiers.
 
     Args:
@@ -69,19 +69,19 @@ def execute(traced: Traced, mapping: Mapping) -> Executed:
 
 
 class _Run:
-    def __init__(self, traced: Traced, mapping: Mapping, mover: Mover) -> None:
+    def __init__(self, traced: TracedProgram, mapping: Mapping, mover: Mover) -> None:
         c = mapping.compiled
         self.traced, self.mapping, self.c, self.mover = traced, mapping, c, mover
         self.nodes = {node.name: node for node in traced.graph.graph.nodes}
         self.place = {name: b for b, name in enumerate(c.names)}
-        self.fast = MemoryTier("fast", max(256, c.tiers.fast_bytes))
+        self.fast = BudgetedTier("fast", max(256, c.tiers.fast_bytes))
         self.slow: dict[int, Tensor] = {}
         self.link = EmulatedLink(c.tiers.slow_bandwidth)
         self.read = self.copied = 0
         # What of every buffer has been copied: chunks of one copy follow each other.
         self.done: dict[int, int] = defaultdict(int)
         self.at = {(int(c.slot[k]), int(c.buffer[k])): k for k in range(c.decisions)}
-        self.pieces: dict[int, list[Moved]] = defaultdict(list)
+        self.pieces: dict[int, list[CopyTime]] = defaultdict(list)
         for piece in sorted(mapping.moved, key=lambda one: one.slot):
             self.pieces[piece.slot].append(piece)
         self.last = {piece.decision: piece for piece in sorted(mapping.moved, key=_slot)}
@@ -93,7 +93,7 @@ class _Run:
             if node.name in self.place:
                 self.slow[self.place[node.name]] = _like(value).copy_(value)
 
-    def run(self) -> Executed:
+    def run(self) -> ExecutionResult:
         steps = self.traced.program.instructions
         begin = time.perf_counter()
         for slot, step in enumerate(steps):
@@ -103,7 +103,7 @@ class _Run:
             ticket.wait()
         seconds = time.perf_counter() - begin
         found = tuple(self._resolve(self.nodes[name], -1) for name in self.traced.outputs)
-        return Executed(seconds, found, self.read, self.copied)
+        return ExecutionResult(seconds, found, self.read, self.copied)
 
     def _step(self, slot: int, node: Node) -> None:
         """One instruction and the copies beside it; it ends when all are done."""
@@ -132,7 +132,7 @@ class _Run:
         """The bytes of a stay in fast memory."""
         start = stay.address * self.c.tiers.alignment
         name = self.c.names[stay.buffer]
-        return self.fast.view(Block(start, nbytes, name), torch.uint8, (nbytes,))
+        return self.fast.view(TierBlock(start, nbytes, name), torch.uint8, (nbytes,))
 
     def _stay(self, b: int, slot: int) -> Rectangle:
         return next(
@@ -181,7 +181,7 @@ class _Run:
             self.slow[b] = _like(one)
             self._root(b, slot).copy_(one)
 
-    def _copy(self, piece: Moved) -> Ticket:
+    def _copy(self, piece: CopyTime) -> Ticket:
         """A chunk of a copy, on the mover's thread."""
         c, b = self.c, piece.buffer
         slow = self.slow[b]
@@ -208,5 +208,5 @@ def _like(value: Tensor) -> Tensor:
     return torch.empty_like(value, memory_format=torch.preserve_format)
 
 
-def _slot(piece: Moved) -> int:
+def _slot(piece: CopyTime) -> int:
     return piece.slot

@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shoal.claims.lab.same_as_one import Comparison, Fresh, Outcome, compare, on_rank, one_process
+from shoal.claims.lab.same_as_one import (
+    Comparison,
+    SeededWeights,
+    TrainingOutcome,
+    compare,
+    on_rank,
+    one_process,
+)
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 from shoal.plan.partition import cells_for
 
 if TYPE_CHECKING:
@@ -60,7 +67,7 @@ def layer_routes(shape: ModelShape, schedule: Schedule) -> tuple[tuple[int, ...]
 
 def masked_backward(
     model: Transformer,
-    rows: Rows,
+    rows: ReplicaSequences,
     routes: Sequence[Sequence[int]],
     *,
     replicas: int = 1,
@@ -117,13 +124,13 @@ def _together(
 
 
 def one_process_masked(
-    job: TrainJob, weights: Fresh, *, steps: int = 3, documents: bool = False
-) -> Outcome:
+    job: TrainJob, weights: SeededWeights, *, steps: int = 3, documents: bool = False
+) -> TrainingOutcome:
     """The reference of :func:`same_as_masked`."""
     schedule = check_split(job, weights.config.shape())
     routes = layer_routes(weights.config.shape(), schedule)
 
-    def backward(model: Transformer, rows: Rows, dropout: Dropout | None) -> float:
+    def backward(model: Transformer, rows: ReplicaSequences, dropout: Dropout | None) -> float:
         return masked_backward(model, rows, routes, replicas=job.parallel.dp, dropout=dropout)
 
     return one_process(job, weights, steps=steps, documents=documents, backward=backward)
@@ -151,10 +158,10 @@ def same_as_masked(
     """
     from shoal.claims.lab.thread_ranks import run_ranks
 
-    weights = Fresh(config, job.seed, dtype)
+    weights = SeededWeights(config, job.seed, dtype)
     one = one_process_masked(job, weights, steps=steps, documents=documents)
 
-    def on(comm: Comm) -> Outcome:
+    def on(comm: Comm) -> TrainingOutcome:
         return on_rank(job, weights, comm, steps=steps, documents=documents, dtype=dtype)
 
     return compare(one, run_ranks(job.parallel.world, on)[0], dtype)

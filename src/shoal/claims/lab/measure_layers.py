@@ -3,7 +3,7 @@
 A block is timed between two others, the embedding before one block and the output layer after
 one, for several numbers of sequences and degrees of tensor parallelism; of the latter a rank
 computes its part, and nobody else is there
-(:class:`~shoal.claims.lab.measure_passes.Alone`). Links are timed between the ranks
+(:class:`~shoal.claims.lab.measure_passes.SingleRankComm`). Links are timed between the ranks
 themselves. The fits are :mod:`shoal.cost.training.layer_fit`'s.
 
 Source: Miao et al., Galvatron, 2023, section 3.4.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.claims.lab.measure_passes import Alone, Cheap
+from shoal.claims.lab.measure_passes import PlaceholderWeights, SingleRankComm
 from shoal.core.parts import table
 from shoal.cost.training.layer_fit import (
     LayerProfile,
@@ -153,8 +153,8 @@ def _row(
 def _stages(config: ModelConfig, tp: int) -> dict[str, Stage]:
     """A middle stage, one with the embedding and one with the output layer."""
     parallel = Parallel(tp=tp)
-    ranks = ranks_of(Alone(0, tp), parallel)
-    weights = Cheap(config)
+    ranks = ranks_of(SingleRankComm(0, tp), parallel)
+    weights = PlaceholderWeights(config)
     last = config.num_layers - 1
     cuts = {
         "middle": (range(1, 1 + _BLOCKS), False, False),
@@ -300,7 +300,7 @@ def _slowdowns(
 
 def _update(config: ModelConfig, optimizer: str, repeats: int) -> float:
     """Seconds of the update of one parameter, with the norm and the scaling of its gradient."""
-    weights = Cheap(config)
+    weights = PlaceholderWeights(config)
     names = [f"blocks.0.{n}" for n in ("attention.o_proj.weight", "mlp.down_proj.weight")]
     parameters = {name: torch.nn.Parameter(weights.whole(name)) for name in names}
     updater = table("optimizer").build(optimizer).build(parameters)

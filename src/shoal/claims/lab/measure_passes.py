@@ -27,9 +27,9 @@ from shoal.ir.schedule import Event, OpCosts
 from shoal.kernel.threads import torch_threads
 from shoal.parallel.comm.calls import check_partition, check_peer
 from shoal.parallel.comm.processes import run_processes
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending
 
 __all__ = [
-    "Alone",
-    "Cheap",
-    "Measured",
+    "MeasuredPasses",
+    "PlaceholderWeights",
+    "SingleRankComm",
     "batch",
     "measure_link",
     "measure_passes",
@@ -60,7 +60,7 @@ class _Done:
 _DONE = _Done()
 
 
-class Alone:
+class SingleRankComm:
     """One rank of several whose peers are not there; a :class:`~shoal.parallel.protocols.Comm`.
 
     Sends and sums cost nothing, and receives give a constant at once: for timing what one rank
@@ -86,7 +86,7 @@ class Alone:
             RankError: some rank is in none of the groups, or in two.
         """
         group = next(g for g in check_partition(groups, self.world) if self.rank in g)
-        return Alone(group.index(self.rank), len(group))
+        return SingleRankComm(group.index(self.rank), len(group))
 
     def all_reduce(self, x: Tensor, *, tag: str, op: Literal["sum", "max"] = "sum") -> Pending:
         """Leaves ``x`` as it is."""
@@ -132,7 +132,7 @@ class Alone:
         """Nobody to wait for."""
 
 
-class Cheap:
+class PlaceholderWeights:
     """Weights that are made in no time, for runs that are timed; the same on every rank.
 
     Args:
@@ -165,14 +165,14 @@ class Cheap:
         return model
 
 
-def batch(job: TrainJob, vocab_size: int) -> Rows:
+def batch(job: TrainJob, vocab_size: int) -> ReplicaSequences:
     """One global batch of random tokens, all of which count; of a job with dp = 1."""
     source = generator(job.seed, purpose="batch of a measurement")
     ids = torch.from_numpy(source.integers(0, vocab_size, (job.global_batch, job.seq_len + 1)))
-    return Rows(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, 0, 0)
+    return ReplicaSequences(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, 0, 0)
 
 
-class Measured(NamedTuple):
+class MeasuredPasses(NamedTuple):
     """What the passes of one job cost.
 
     Args:
@@ -196,7 +196,7 @@ class Measured(NamedTuple):
 
 def measure_passes(
     jobs: Sequence[TrainJob], config: ModelConfig, *, rounds: int = 5, warmup: int = 1
-) -> list[Measured]:
+) -> list[MeasuredPasses]:
     """Time the passes of every rank of every job, in this process and with one thread.
 
     Args:
@@ -222,11 +222,11 @@ def measure_passes(
     with torch_threads(1):
         engines = [
             [
-                Engine(
+                ParallelEngine(
                     job,
                     check_split(job, config.shape()),
-                    Cheap(config),
-                    Alone(rank, job.parallel.pp),
+                    PlaceholderWeights(config),
+                    SingleRankComm(rank, job.parallel.pp),
                 )
                 for rank in range(job.parallel.pp)
             ]
@@ -248,10 +248,10 @@ def measure_passes(
             tuple(sum(p.nbytes for p in engine.local.parameters()) for engine in pipeline)
             for pipeline in engines
         ]
-    return [Measured(tuple(costs), size) for costs, size in zip(found, held, strict=True)]
+    return [MeasuredPasses(tuple(costs), size) for costs, size in zip(found, held, strict=True)]
 
 
-def _step(engine: Engine, job: TrainJob, rows: Rows) -> None:
+def _step(engine: ParallelEngine, job: TrainJob, rows: ReplicaSequences) -> None:
     for parameter in engine.local.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()

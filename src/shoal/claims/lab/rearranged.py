@@ -12,13 +12,13 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
-from shoal.plan.placement.protocols import Again, Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.protocols import Again, Devices, Flags, Floats, Ints, LinkBudget
 
-__all__ = ["Rearranged"]
+__all__ = ["RearrangedPlacement"]
 
 
 @dataclass(frozen=True)
-class Rearranged:
+class RearrangedPlacement:
     """One owner an expert; whoever gets another takes its optimizer state along.
 
     Args:
@@ -47,7 +47,7 @@ class Rearranged:
         return new_E if after < before else now_E
 
     def place(
-        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: LinkBudget | None = None
     ) -> Flags:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return only_owners(owner_E, devices)

@@ -19,17 +19,17 @@ from shoal.core.errors import require
 from shoal.plan.placement.fssdp import sender
 from shoal.plan.placement.owners import only_owners
 from shoal.plan.placement.protocols import (
-    Budget,
     Devices,
-    Expected,
     ExpertPlacer,
     Flags,
     Floats,
     Ints,
+    LinkBudget,
+    LoadForecast,
 )
 from shoal.plan.placement.routing import routed
 
-__all__ = ["ExpertCosts", "Replayed", "gini", "replay"]
+__all__ = ["ExpertCosts", "ReplayResult", "gini", "replay"]
 
 # Of a forward pass, what a backward pass computes.
 _BACKWARD = 2.0
@@ -62,10 +62,10 @@ class ExpertCosts:
             require(getattr(self, name) > 0, f"costs.{name}", getattr(self, name), expected="> 0")
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> LinkBudget:
         """Of links, while attention computes."""
         size = self.expert_bytes
-        return Budget(self.attention_s, size / self.near, size / self.far)
+        return LinkBudget(self.attention_s, size / self.near, size / self.far)
 
     def wire_s(self, bytes_NN: Floats, devices: Devices) -> float:
         """S until everybody has sent and received so many bytes [from, to]."""
@@ -76,7 +76,7 @@ class ExpertCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     """What a trace took.
 
     Args:
@@ -96,7 +96,7 @@ class Replayed:
 
 def replay(
     counts_SLDE: Ints, placer: ExpertPlacer, devices: Devices, costs: ExpertCosts
-) -> Replayed:
+) -> ReplayResult:
     """Route a recorded trace again with a placer, which knows of each step only those before it.
 
     Args:
@@ -115,7 +115,7 @@ def replay(
         f"{sources} devices",
         expected=f"{devices.count}, as many as experts are placed on",
     )
-    known = [Expected(experts) for _ in range(layers)]
+    known = [LoadForecast(experts) for _ in range(layers)]
     owner_LE = np.stack([placer.owners(one.loads_E, devices) for one in known])
     imbalance, copies = np.ones((steps, layers)), np.zeros((steps, layers), dtype=np.int64)
     seconds = np.zeros(steps)
@@ -147,7 +147,7 @@ def replay(
             copies[step, layer] = held_EN.sum() - experts
             gathered += fetched.sum()
             one.see(counts_DE.sum(0))
-    return Replayed(imbalance, seconds, copies, float(gathered), float(moved))
+    return ReplayResult(imbalance, seconds, copies, float(gathered), float(moved))
 
 
 def _carried(old_E: Ints, new_E: Ints, devices: Devices) -> Floats:

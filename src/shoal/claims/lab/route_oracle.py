@@ -20,7 +20,7 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["BIG", "SKIP", "SMALL", "Found", "best", "difficulty", "patterns", "search"]
+__all__ = ["BIG", "SKIP", "SMALL", "OracleResult", "best", "difficulty", "patterns", "search"]
 
 BIG, SMALL, SKIP = 0, 1, 2
 _MOST = 3**8
@@ -60,24 +60,24 @@ def _check(num_layers: int, big: int | None) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class OracleResult:
     """What a search has found.
 
     Args:
         routes: int64 [N, L].
         losses: [N], of these routes.
-        asked: patterns that were evaluated, of each token.
+        evaluations: patterns that were evaluated, of each token.
     """
 
     routes: np.ndarray
     losses: np.ndarray
-    asked: int
+    evaluations: int
 
 
-def best(losses_KN: np.ndarray, patterns_KL: np.ndarray) -> Found:
+def best(losses_KN: np.ndarray, patterns_KL: np.ndarray) -> OracleResult:
     """The best of these patterns for each token; the first of equals."""
     chosen = losses_KN.argmin(0)
-    return Found(
+    return OracleResult(
         patterns_KL[chosen], losses_KN[chosen, np.arange(losses_KN.shape[1])], len(patterns_KL)
     )
 
@@ -96,7 +96,7 @@ def search(
     big: int | None = None,
     method: Literal["exhaustive", "beam", "descent"] = "exhaustive",
     width: int = 4,
-) -> Found:
+) -> OracleResult:
     """The best routes of every token.
 
     Args:
@@ -134,7 +134,7 @@ def search(
             values = np.take_along_axis(found, order, 0)
         if np.array_equal(values.min(0), before):
             break
-    return Found(kept[0], values[0], asked)
+    return OracleResult(kept[0], values[0], asked)
 
 
 def _with(kept_KNL: np.ndarray, layer: int, route: int) -> np.ndarray:

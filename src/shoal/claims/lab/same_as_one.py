@@ -1,7 +1,7 @@
 """The proof that a split equals one process: same loss, gradients and updated parameters.
 
 One process computes the whole batch with the plain transformer and steps AdamW with
-clipping by the global norm; the ranks do the same through :class:`Engine`. Gradients and
+clipping by the global norm; the ranks do the same through :class:`ParallelEngine`. Gradients and
 parameters of the ranks are put together to whole tensors by the boxes that each of them
 says it holds; what several ranks hold must agree, and every element must be held.
 """
@@ -19,19 +19,27 @@ from torch import Tensor
 from shoal.core.random import generator
 from shoal.ir.hooks import TrainStep
 from shoal.kernel.tensors import local
-from shoal.parallel.engine import Engine
+from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
-from shoal.parallel.tensor.rows import Rows
+from shoal.parallel.tensor.rows import ReplicaSequences
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.dropout import Dropout
     from shoal.model.transformer import Transformer
-    from shoal.parallel.protocols import Comm, Held
+    from shoal.parallel.protocols import Comm, LocalParameter
 
-__all__ = ["Comparison", "Fresh", "Outcome", "compare", "one_process", "same_as_one", "tokens"]
+__all__ = [
+    "Comparison",
+    "SeededWeights",
+    "TrainingOutcome",
+    "compare",
+    "one_process",
+    "same_as_one",
+    "tokens",
+]
 
 # Relative errors allowed: of a tensor's largest element, by dtype of the weights.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
@@ -43,7 +51,7 @@ LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 EPS = {torch.float64: 1e-8, torch.float32: 1e-6}
 
 
-class Fresh:
+class SeededWeights:
     """Fresh weights of a configuration, the same on every rank.
 
     Args:
@@ -84,7 +92,7 @@ class Fresh:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """What some steps of training did.
 
     Args:
@@ -132,7 +140,7 @@ class Comparison:
         )
 
 
-def tokens(job: TrainJob, vocab_size: int, step: int, *, documents: bool) -> Rows:
+def tokens(job: TrainJob, vocab_size: int, step: int, *, documents: bool) -> ReplicaSequences:
     """A whole global batch of random tokens, ragged: each row counts a number of its own."""
     source = generator(job.seed, purpose="check tokens", step=step)
     size, length = job.global_batch, job.seq_len
@@ -144,14 +152,16 @@ def tokens(job: TrainJob, vocab_size: int, step: int, *, documents: bool) -> Row
     if documents:
         jumps = source.random((size, length)) < 0.15
         found = torch.from_numpy(jumps.cumsum(1)).to(torch.int32)
-    return Rows(inputs, targets, found, 0, step)
+    return ReplicaSequences(inputs, targets, found, 0, step)
 
 
-def _share(rows: Rows, replicas: int, replica: int) -> Rows:
+def _share(rows: ReplicaSequences, replicas: int, replica: int) -> ReplicaSequences:
     size = len(rows.inputs) // replicas
     part = slice(replica * size, (replica + 1) * size)
     documents = None if rows.documents is None else rows.documents[part]
-    return Rows(rows.inputs[part], rows.targets[part], documents, replica * size, rows.step)
+    return ReplicaSequences(
+        rows.inputs[part], rows.targets[part], documents, replica * size, rows.step
+    )
 
 
 def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -160,7 +170,7 @@ def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=eps, weight_decay=DECAY)
 
 
-Backward: TypeAlias = "Callable[[Transformer, Rows, Dropout | None], float]"
+Backward: TypeAlias = "Callable[[Transformer, ReplicaSequences, Dropout | None], float]"
 """Forward and backward passes of a whole batch, and its mean loss."""
 
 
@@ -170,7 +180,7 @@ def _plainly(job: TrainJob) -> Backward:
 
     routing = StepRouting(job.seed, 0, 0, job.global_batch)
 
-    def backward(model: Transformer, rows: Rows, dropout: Dropout | None) -> float:
+    def backward(model: Transformer, rows: ReplicaSequences, dropout: Dropout | None) -> float:
         count = int((rows.targets != -100).sum())
         loss = model.loss_sum(
             rows.inputs,
@@ -187,12 +197,12 @@ def _plainly(job: TrainJob) -> Backward:
 
 def one_process(
     job: TrainJob,
-    weights: Fresh,
+    weights: SeededWeights,
     *,
     steps: int = 3,
     documents: bool = False,
     backward: Backward | None = None,
-) -> Outcome:
+) -> TrainingOutcome:
     """The reference: the plain transformer on the whole batch, or with other passes."""
     from shoal.model.dropout import Dropout
 
@@ -218,21 +228,23 @@ def one_process(
         optimizer.step()
         routers.finish()
         routers.published(TrainStep(step, steps))
-    return Outcome(losses, norms, gradients, {n: p.detach() for n, p in model.named_parameters()})
+    return TrainingOutcome(
+        losses, norms, gradients, {n: p.detach() for n, p in model.named_parameters()}
+    )
 
 
 def on_rank(
     job: TrainJob,
-    weights: Fresh,
+    weights: SeededWeights,
     comm: Comm,
     *,
     steps: int = 3,
     documents: bool = False,
     dtype: torch.dtype = torch.float64,
-) -> Outcome:
+) -> TrainingOutcome:
     """The same on one rank of a split; every rank returns the whole outcome."""
     schedule = check_split(job, weights.config.shape())
-    engine = Engine(job, schedule, weights, comm, dtype=dtype)
+    engine = ParallelEngine(job, schedule, weights, comm, dtype=dtype)
     owned = engine.sharded.owned()
     # Detached: the local part of a distributed tensor is no leaf, and shares its memory.
     updated = {name: local(p).detach() for name, p in owned.items()}
@@ -266,11 +278,11 @@ def on_rank(
         losses.append(float(loss) / count)
         norms.append(float(norm))
     parameters = assemble(engine.held(), shapes, comm, dtype)
-    return Outcome(losses, norms, gradients, parameters)
+    return TrainingOutcome(losses, norms, gradients, parameters)
 
 
 def assemble(
-    boxes: Mapping[str, list[Held]],
+    boxes: Mapping[str, list[LocalParameter]],
     shapes: Mapping[str, tuple[int, ...]],
     comm: Comm,
     dtype: torch.dtype,
@@ -309,7 +321,7 @@ def _scale(dtype: torch.dtype) -> float:
     return 1.0 if dtype == torch.float64 else 1e7
 
 
-def compare(one: Outcome, many: Outcome, dtype: torch.dtype) -> Comparison:
+def compare(one: TrainingOutcome, many: TrainingOutcome, dtype: torch.dtype) -> Comparison:
     """Relative differences of two outcomes."""
 
     def apart(a: Tensor, b: Tensor) -> float:
@@ -338,7 +350,7 @@ def same_as_one(
     steps: int = 3,
     documents: bool = False,
     dtype: torch.dtype = torch.float64,
-    run: Callable[[Callable[[Comm], Outcome]], Outcome] | None = None,
+    run: Callable[[Callable[[Comm], TrainingOutcome]], TrainingOutcome] | None = None,
 ) -> Comparison:
     """Train with the split of ``job`` and with one process, and compare.
 
@@ -356,10 +368,10 @@ def same_as_one(
     """
     from shoal.claims.lab.thread_ranks import run_ranks
 
-    weights = Fresh(config, job.seed, dtype)
+    weights = SeededWeights(config, job.seed, dtype)
     one = one_process(job, weights, steps=steps, documents=documents)
 
-    def on(comm: Comm) -> Outcome:
+    def on(comm: Comm) -> TrainingOutcome:
         return on_rank(job, weights, comm, steps=steps, documents=documents, dtype=dtype)
 
     check_split(job, config.shape())

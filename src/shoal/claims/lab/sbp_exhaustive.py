@@ -19,8 +19,8 @@ from shoal.ir.placement import (
     local_box,
     parse_placement,
 )
-from shoal.ir.signatures import Legal, legal, operation
-from shoal.plan.sbp.search import OpGraph, Rates
+from shoal.ir.signatures import MeshSignature, legal, operation
+from shoal.plan.sbp.search import MeshRates, OpGraph
 
 __all__ = ["least_seconds", "transitions"]
 
@@ -53,7 +53,7 @@ def least_seconds(
     mesh: Mesh,
     *,
     pins: Mapping[str, str] | None = None,
-    rates: Rates | None = None,
+    rates: MeshRates | None = None,
     start: float = math.inf,
 ) -> float:
     """The least seconds of any placement of ``graph``.
@@ -65,7 +65,7 @@ def least_seconds(
         rates: how fast the ranks are.
         start: a cost that some combination is known to have; dearer ones are cut off sooner.
     """
-    rates, shapes = rates or Rates(), graph.shapes
+    rates, shapes = rates or MeshRates(), graph.shapes
     pinned = {name: parse_placement(text) for name, text in (pins or {}).items()}
     maxima = any(op.kind == "amax" for op in graph.ops)
     reductions: tuple[Reduction, ...] = ("sum", "max") if maxima else ("sum",)
@@ -82,7 +82,7 @@ def least_seconds(
         elements = local_box(shapes[leaf], placement, mesh, corner).volume
         return elements * graph.itemsizes[leaf] / rates.read_bytes_per_s
 
-    choices: list[list[tuple[float, Legal, Placement]]] = []
+    choices: list[list[tuple[float, MeshSignature, Placement]]] = []
     for op in graph.ops:
         found = []
         for signature in legal(op.kind, [shapes[n] for n in op.inputs], op.attributes, mesh):

@@ -27,10 +27,10 @@ from shoal.core.random import generator
 from shoal.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from shoal.claims.lab.concurrent import Text
+    from shoal.claims.lab.concurrent import ConcurrentText
     from shoal.model.transformer import Transformer
 
-__all__ = ["CONFIG", "END", "MOST", "TAGS", "Problem", "problem", "read", "trained", "written"]
+__all__ = ["CONFIG", "END", "MOST", "TAGS", "SumsProblem", "problem", "read", "trained", "written"]
 
 MOST = 8
 """Most sums of a prompt."""
@@ -64,7 +64,7 @@ _ALONE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SumsProblem:
     """Sums to share out.
 
     Args:
@@ -76,7 +76,7 @@ class Problem:
     results: dict[int, tuple[int, ...]]
 
 
-def problem(source: np.random.Generator, number: int) -> Problem:
+def problem(source: np.random.Generator, number: int) -> SumsProblem:
     """A prompt with so many sums, at most :data:`MOST`."""
     prompt, results = [_BEGIN], {}
     for place in source.permutation(MOST)[:number].tolist():
@@ -84,10 +84,10 @@ def problem(source: np.random.Generator, number: int) -> Problem:
         prompt += [_ADDEND + 20 * place + a, _ADDEND + 20 * place + 10 + b]
         digits = [_DIGIT + int(digit) for digit in str(a + b)]
         results[_LABEL + place] = (_LABEL + place, *digits)
-    return Problem((*prompt, _GO), results)
+    return SumsProblem((*prompt, _GO), results)
 
 
-def read(given: Problem, tokens: list[int]) -> list[tuple[int, int]]:
+def read(given: SumsProblem, tokens: list[int]) -> list[tuple[int, int]]:
     """The sums that a worker has done right: label, and how many tokens it had written then."""
     done = []
     for place, token in enumerate(tokens):
@@ -97,12 +97,14 @@ def read(given: Problem, tokens: list[int]) -> list[tuple[int, int]]:
     return done
 
 
-def written(source: np.random.Generator, given: Problem, workers: tuple[int, ...]) -> Text:
+def written(
+    source: np.random.Generator, given: SumsProblem, workers: tuple[int, ...]
+) -> ConcurrentText:
     """What these of the two workers write, each at a speed of its own.
 
     A worker chooses its next token when it has written one, by all that is written then.
     """
-    from shoal.claims.lab.concurrent import Text
+    from shoal.claims.lab.concurrent import ConcurrentText
 
     tokens: list[list[int]] = [[] for _ in TAGS]
     steps: list[list[int]] = [[] for _ in TAGS]
@@ -126,7 +128,7 @@ def written(source: np.random.Generator, given: Problem, workers: tuple[int, ...
                 chosen = given.results[left[source.integers(len(left))]] if left else (END,)
                 coming[worker] = list(chosen)
         now += 1
-    return Text(given.prompt, tokens, steps)
+    return ConcurrentText(given.prompt, tokens, steps)
 
 
 def _train(seed: int, tell: Callable[[str], None]) -> Transformer:

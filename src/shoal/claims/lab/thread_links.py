@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from shoal.claims.lab.thread_ranks import Meeting, Post, ThreadComm, ThreadWorld
+from shoal.claims.lab.thread_ranks import PendingCollective, PendingMessage, ThreadComm, ThreadWorld
 from shoal.core.errors import require
 from shoal.core.meter import Meter
 from shoal.parallel.protocols import Pending
@@ -243,7 +243,7 @@ class LinkComm(ThreadComm):
             self.links.issue(message, self.now, self.links.number(self.number))
         return message
 
-    def _posted(self, post: Post, peer: int, what: str, *, sends: bool) -> Pending:
+    def _posted(self, post: PendingMessage, peer: int, what: str, *, sends: bool) -> Pending:
         def ended() -> float | None:
             message: _Message | None = post.times
             if message is None or not post.done:
@@ -252,7 +252,9 @@ class LinkComm(ThreadComm):
 
         return _LinkPending(self, lambda: ended() is not None, what, lambda: ended() or 0.0)
 
-    def _carried(self, meeting: Meeting, op: str, tag: str, sizes: list[int], root: int) -> Pending:
+    def _carried(
+        self, meeting: PendingCollective, op: str, tag: str, sizes: list[int], root: int
+    ) -> Pending:
         """Send this rank's messages of the collective, each when what it depends on is there."""
         rank = self.rank
         with self.shared.changed:

@@ -31,14 +31,14 @@ from shoal.parallel.comm.calls import (
     like,
     shown,
 )
-from shoal.parallel.comm.wire import Wire, ring_all_reduce_bytes, ring_gather_bytes
+from shoal.parallel.comm.wire import TrafficCounter, ring_all_reduce_bytes, ring_gather_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.parallel.protocols import Pending
 
-__all__ = ["Meeting", "Post", "ThreadComm", "ThreadWorld", "run_ranks"]
+__all__ = ["PendingCollective", "PendingMessage", "ThreadComm", "ThreadWorld", "run_ranks"]
 
 _T = TypeVar("_T")
 
@@ -79,7 +79,7 @@ class _StoppedError(RankError):
 
 
 @dataclass
-class Meeting:
+class PendingCollective:
     """A collective that not all ranks have come to."""
 
     first: int
@@ -91,7 +91,7 @@ class Meeting:
 
 
 @dataclass
-class Post:
+class PendingMessage:
     """One end of a message."""
 
     tensor: Tensor
@@ -103,12 +103,12 @@ class Post:
 class _Group:
     """What the members of one communicator share."""
 
-    meetings: dict[int, Meeting] = field(default_factory=dict)
+    meetings: dict[int, PendingCollective] = field(default_factory=dict)
     # (source, target, tag) -> ends that wait for their other end.
-    sends: defaultdict[tuple[int, int, str], deque[Post]] = field(
+    sends: defaultdict[tuple[int, int, str], deque[PendingMessage]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    receives: defaultdict[tuple[int, int, str], deque[Post]] = field(
+    receives: defaultdict[tuple[int, int, str], deque[PendingMessage]] = field(
         default_factory=lambda: defaultdict(deque)
     )
 
@@ -254,7 +254,12 @@ class ThreadComm:
     """
 
     def __init__(
-        self, shared: ThreadWorld, group: _Group, rank: int, ranks: tuple[int, ...], wire: Wire
+        self,
+        shared: ThreadWorld,
+        group: _Group,
+        rank: int,
+        ranks: tuple[int, ...],
+        wire: TrafficCounter,
     ) -> None:
         self.shared = shared
         self.group = group
@@ -273,7 +278,7 @@ class ThreadComm:
     ) -> Self:
         """The communicator of all ranks, as ``rank`` sees it."""
         ranks = tuple(range(shared.size))
-        wire = Wire(meter, rank, ranks, scope="loopback", ranks_per_node=ranks_per_node)
+        wire = TrafficCounter(meter, rank, ranks, scope="loopback", ranks_per_node=ranks_per_node)
         return cls(shared, shared.group, rank, ranks, wire)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Self:
@@ -370,7 +375,7 @@ class ThreadComm:
         """Send ``x`` to rank ``target``; done when it has been received."""
         check_peer(target, self.rank, self.world)
         self.wire.pair("send", x.nbytes, tag, target)
-        post = Post(x.detach())
+        post = PendingMessage(x.detach())
         post.times = self._sent(target, x.nbytes)
         key = (self.rank, target, tag)
         with self.shared.changed:
@@ -382,7 +387,7 @@ class ThreadComm:
     def receive(self, out: Tensor, source: int, *, tag: str) -> Pending:
         """Receive into ``out`` what rank ``source`` sends with this tag."""
         check_peer(source, self.rank, self.world)
-        post = Post(out.detach())
+        post = PendingMessage(out.detach())
         key = (source, self.rank, tag)
         with self.shared.changed:
             self.shared.check()
@@ -422,7 +427,9 @@ class ThreadComm:
             self.wire.ring(op, formula(nbytes, self.world), tag)
         return self._carried(self._meet(op, tag, call, part, act), op, tag, [nbytes], root)
 
-    def _carried(self, meeting: Meeting, op: str, tag: str, sizes: list[int], root: int) -> Pending:
+    def _carried(
+        self, meeting: PendingCollective, op: str, tag: str, sizes: list[int], root: int
+    ) -> Pending:
         """What a collective of so many bytes returns; links take their time here."""
         return self._later(meeting, f"{op} {tag!r}" if tag else op)
 
@@ -430,11 +437,11 @@ class ThreadComm:
         """A message leaves; links take their time here."""
         return None
 
-    def _posted(self, post: Post, peer: int, what: str, *, sends: bool) -> Pending:
+    def _posted(self, post: PendingMessage, peer: int, what: str, *, sends: bool) -> Pending:
         """What an end of a message returns."""
         return _Later(self, lambda: post.done, what)
 
-    def _later(self, meeting: Meeting, what: str) -> Pending:
+    def _later(self, meeting: PendingCollective, what: str) -> Pending:
         return _Later(self, lambda: meeting.done, f"{what} of ranks {list(self.ranks)}")
 
     def _meet(
@@ -444,13 +451,13 @@ class ThreadComm:
         call: tuple[Any, ...],
         part: Any,
         act: Callable[[list[Any]], Any],
-    ) -> Meeting:
+    ) -> PendingCollective:
         """Come to the next collective; who comes last carries it out for all."""
         call = (op, tag, *call)
         with self.shared.changed:
             self.shared.check()
             meetings = self.group.meetings
-            meeting = meetings.setdefault(self._turn, Meeting(self.rank, call))
+            meeting = meetings.setdefault(self._turn, PendingCollective(self.rank, call))
             if meeting.call != call:
                 raise RankError(
                     f"asks for {_spelled(call)} where rank {self.ranks[meeting.first]} asks for "

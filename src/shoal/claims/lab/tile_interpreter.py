@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.ir import Expr, Global, Program, Register, Shared
+from shoal.kernel.tile.ir import Expr, Global, Register, Shared, TileProgram
 from shoal.kernel.tile.types import TileType
 from shoal.kernel.tile.verify import places
 
@@ -99,7 +99,7 @@ def _converted(values: Tensor, source: TileType, target: TileType) -> Tensor:
 
 
 def interpret(
-    program: Program, pointers: Mapping[str, Tensor], scalars: Mapping[str, int] | None = None
+    program: TileProgram, pointers: Mapping[str, Tensor], scalars: Mapping[str, int] | None = None
 ) -> None:
     """Run a program on tensors, whose memory it changes.
 
@@ -133,7 +133,7 @@ def interpret(
 
 
 class _Run:
-    def __init__(self, program: Program, pointers: Mapping[str, Tensor], block: _Block) -> None:
+    def __init__(self, program: TileProgram, pointers: Mapping[str, Tensor], block: _Block) -> None:
         self.program, self.pointers, self.block = program, pointers, block
 
     def fail(self, one: ir.Instruction, why: str) -> KernelError:

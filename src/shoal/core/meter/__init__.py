@@ -7,15 +7,15 @@ TensorBoard.
 
 from shoal.core.meter.events import EventTail, read_events
 from shoal.core.meter.meter import Meter
-from shoal.core.meter.protocols import Sink, Writer
+from shoal.core.meter.protocols import Sink, SinkWriter
 from shoal.core.parts import PartTable
 
-__all__ = ["SINKS", "EventTail", "Meter", "Sink", "Writer", "read_events"]
+__all__ = ["SINKS", "EventTail", "Meter", "Sink", "SinkWriter", "read_events"]
 
 SINKS = PartTable(
     "sink",
     {
-        "jsonl": "shoal.core.meter.jsonl:Jsonl",
+        "jsonl": "shoal.core.meter.jsonl:JsonlSink",
         "prometheus": "shoal.core.meter.prometheus:Prometheus",
         "tensorboard": "shoal.core.meter.tensorboard:TensorBoard",
     },

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 from shoal.core.errors import StoreError
 from shoal.core.parts import part
 
-__all__ = ["Jsonl"]
+__all__ = ["JsonlSink"]
 
 
 @part
-class Jsonl:
+class JsonlSink:
     """Append each event to a file.
 
     Args:
@@ -40,7 +40,7 @@ class Jsonl:
 
 
 class JsonlWriter:
-    """The open file of a :class:`Jsonl` sink."""
+    """The open file of a :class:`JsonlSink` sink."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shoal.core.meter.protocols import Sink, Writer, spelled
+from shoal.core.meter.protocols import Sink, SinkWriter, spelled
 
 __all__ = ["Meter"]
 
@@ -37,7 +37,7 @@ class Meter:
         self._lock = threading.Lock()
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
-        self._writers: list[Writer] = []
+        self._writers: list[SinkWriter] = []
         self._closed = False
         with ExitStack() as undo:
             for sink in sinks:

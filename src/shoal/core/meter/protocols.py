@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Sink", "Writer", "spelled"]
+__all__ = ["Sink", "SinkWriter", "spelled"]
 
 
 @runtime_checkable
-class Writer(Protocol):
+class SinkWriter(Protocol):
     """The open end of a sink. Nothing is called after :meth:`close`."""
 
     def event(self, record: Mapping[str, Any], labels: Mapping[str, str]) -> None:
@@ -40,7 +40,7 @@ class Writer(Protocol):
 class Sink(Protocol):
     """A part of kind ``sink``: where the meter's numbers go."""
 
-    def open(self) -> Writer:
+    def open(self) -> SinkWriter:
         """Start writing.
 
         Raises:

@@ -7,9 +7,9 @@ Open a pool and use it; the calls and results are the same for every part::
 """
 
 from shoal.core.parts import PartTable
-from shoal.core.pool.protocols import Actor, Needs, Pool, PoolPart
+from shoal.core.pool.protocols import Actor, ActorResources, Pool, PoolPart
 
-__all__ = ["POOLS", "Actor", "Needs", "Pool", "PoolPart"]
+__all__ = ["POOLS", "Actor", "ActorResources", "Pool", "PoolPart"]
 
 POOLS = PartTable(
     "pool",

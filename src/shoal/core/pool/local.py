@@ -28,7 +28,7 @@ from shoal.core.child import die_with_parent
 from shoal.core.errors import RankError, require
 from shoal.core.measure import num_cores
 from shoal.core.parts import part
-from shoal.core.pool.protocols import START_S, Needs, await_object, ordered_map
+from shoal.core.pool.protocols import START_S, ActorResources, await_object, ordered_map
 from shoal.core.pool.remote import (
     construct,
     name_of,
@@ -60,7 +60,7 @@ class LocalPool:
         """Check the options."""
         require(self.workers >= 0, "pool.local.workers", self.workers, expected="0 or more")
 
-    def open(self, needs: Needs = Needs()) -> LocalWorkers:  # noqa: B008 - one machine
+    def open(self, needs: ActorResources = ActorResources()) -> LocalWorkers:  # noqa: B008 - one machine
         """Start the processes; they get ready in the background."""
         return LocalWorkers(self.workers or num_cores())
 

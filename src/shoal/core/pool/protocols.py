@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from shoal.core.errors import RankError
 
-__all__ = ["START_S", "Actor", "Needs", "Pool", "PoolPart", "await_object", "ordered_map"]
+__all__ = ["START_S", "Actor", "ActorResources", "Pool", "PoolPart", "await_object", "ordered_map"]
 
 START_S = 600.0
 """s that a process may take to import what it needs and to make the object of an actor."""
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class ActorResources:
     """What each actor of a pool takes from the machine on which it is placed.
 
     Args:
@@ -98,7 +98,7 @@ class Pool(Protocol):
 class PoolPart(Protocol):
     """A part of kind ``pool``: says where the workers are, and starts them."""
 
-    def open(self, needs: Needs = Needs()) -> Pool:
+    def open(self, needs: ActorResources = ActorResources()) -> Pool:
         """Start the workers.
 
         Args:

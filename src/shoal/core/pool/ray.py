@@ -26,7 +26,7 @@ from shoal.core.errors import RankError, require
 from shoal.core.extras import import_extra
 from shoal.core.measure import num_cores
 from shoal.core.parts import part
-from shoal.core.pool.protocols import Needs, await_object, ordered_map
+from shoal.core.pool.protocols import ActorResources, await_object, ordered_map
 from shoal.core.pool.remote import (
     construct,
     name_of,
@@ -35,7 +35,7 @@ from shoal.core.pool.remote import (
     run_method,
     unpack_outcome,
 )
-from shoal.core.pool.session import Session
+from shoal.core.pool.session import PoolSession
 
 __all__ = ["RayPool"]
 
@@ -72,7 +72,7 @@ class RayPool:
             value = getattr(self, key)
             require(value is None or value >= 0, f"pool.ray.{key}", value, expected="0 or more")
 
-    def open(self, needs: Needs = Needs()) -> RayWorkers:  # noqa: B008 - frozen
+    def open(self, needs: ActorResources = ActorResources()) -> RayWorkers:  # noqa: B008 - frozen
         """Join or start the cluster.
 
         Args:
@@ -84,18 +84,18 @@ class RayPool:
         """
         cpus = needs.cpus if self.cpus_per_actor is None else self.cpus_per_actor
         gpus = needs.gpus if self.gpus_per_actor is None else self.gpus_per_actor
-        return RayWorkers(self, Needs(cpus=cpus, gpus=gpus))
+        return RayWorkers(self, ActorResources(cpus=cpus, gpus=gpus))
 
 
 class RayWorkers:
     """A cluster in use."""
 
-    def __init__(self, pool: RayPool, needs: Needs) -> None:
+    def __init__(self, pool: RayPool, needs: ActorResources) -> None:
         # Nothing is reported to anybody, whatever the cluster's default is.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._ray = import_extra("ray", extra="cluster", purpose="the ray pool")
         self._owns = not self._ray.is_initialized()
-        self._session: Session | None = None
+        self._session: PoolSession | None = None
         if self._owns:
             self._begin(pool)
         self._room_s = pool.room_s
@@ -117,7 +117,7 @@ class RayWorkers:
             if address:
                 self._ray.init(address=address, log_to_driver=False, logging_level="WARNING")
                 return
-            self._session = Session()
+            self._session = PoolSession()
             self._ray.init(
                 num_cpus=pool.workers or num_cores(),
                 include_dashboard=False,

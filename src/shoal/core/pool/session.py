@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shoal.core import children
 
-__all__ = ["Session", "end_those_in"]
+__all__ = ["PoolSession", "end_those_in"]
 
 # Names of sockets below it have some 68 characters, and a socket's path has at most 107.
 _LONGEST = 36
@@ -29,7 +29,7 @@ _LEAVE_S = 20.0
 _GRACE_S = 3.0
 
 
-class Session:
+class PoolSession:
     """A directory that only its user can enter, while this process lives.
 
     Attributes:

@@ -5,6 +5,6 @@ needs (style sheet, scripts, icon) is a file of a package, so a page never asks 
 machine for anything. See ``site.py``.
 """
 
-from shoal.core.web.site import Link, Site, asset, render
+from shoal.core.web.site import NavigationLink, WebSite, asset, render
 
-__all__ = ["Link", "Site", "asset", "render"]
+__all__ = ["NavigationLink", "WebSite", "asset", "render"]

@@ -4,7 +4,7 @@ A package with pages has two directories: ``templates/`` (Jinja, ``*.html``) and
 ``assets/`` (what pages link). A template of it says ``{% extends "base.html" %}`` and
 fills the blocks ``title``, ``head``, ``main`` and ``scripts``::
 
-    site = Site("shoal.app.dash", assets="/assets/", nav=(Link("Runs", "/runs"),))
+    site = WebSite("shoal.app.dash", assets="/assets/", nav=(NavigationLink("Runs", "/runs"),))
     html = site.render("runs.html", here="/runs", runs=runs)
     css = site.asset("style.css")
 
@@ -28,7 +28,7 @@ from markupsafe import Markup
 
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["Drawing", "Link", "Site", "asset", "render"]
+__all__ = ["Drawing", "NavigationLink", "WebSite", "asset", "render"]
 
 _HERE = Path(__file__).parent
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9]+)+")
@@ -52,7 +52,7 @@ class Drawing(Protocol):
 
 
 @dataclass(frozen=True)
-class Link:
+class NavigationLink:
     """An entry of the page's navigation.
 
     Args:
@@ -64,7 +64,7 @@ class Link:
     href: str
 
 
-class Site:
+class WebSite:
     """Pages and assets of some packages, over those of this one.
 
     Args:
@@ -80,7 +80,7 @@ class Site:
         self,
         *packages: str,
         assets: str = "assets/",
-        nav: Sequence[Link] = (),
+        nav: Sequence[NavigationLink] = (),
         home: str = "index.html",
         filters: Mapping[str, Callable[..., object]] | None = None,
     ) -> None:
@@ -153,12 +153,12 @@ class Site:
 
 
 def render(template: str, *, package: str | None = None, **values: object) -> str:
-    """Render a template of ``package``, or one of the shared ones; see :meth:`Site.render`."""
+    """Render a template of ``package``, or one of the shared ones; see :meth:`WebSite.render`."""
     return _site(package).render(template, **values)
 
 
 def asset(name: str, *, package: str | None = None) -> bytes:
-    """An asset of ``package``, or a shared one; see :meth:`Site.asset`."""
+    """An asset of ``package``, or a shared one; see :meth:`WebSite.asset`."""
     return _site(package).asset(name)
 
 
@@ -215,8 +215,8 @@ def _draw(drawing: Drawing | Iterable[Drawing]) -> Markup:
 
 
 @functools.cache
-def _site(package: str | None) -> Site:
-    return Site(package) if package else Site()
+def _site(package: str | None) -> WebSite:
+    return WebSite(package) if package else WebSite()
 
 
 def _root(package: str) -> Path:

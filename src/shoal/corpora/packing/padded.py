@@ -20,11 +20,11 @@ from shoal.ir.plan import Work
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSplit
 
-__all__ = ["Padded"]
+__all__ = ["PaddedPacking"]
 
 
 @part
-class Padded:
+class PaddedPacking:
     """A window is a document, for short ones that are learned as question and answer.
 
     It begins with the document's first token. What the document leaves is filled with the end of

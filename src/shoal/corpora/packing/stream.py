@@ -20,11 +20,11 @@ from shoal.ir.plan import Work
 if TYPE_CHECKING:
     from shoal.corpora.tokens import TokenSplit
 
-__all__ = ["Stream"]
+__all__ = ["StreamPacking"]
 
 
 @part
-class Stream:
+class StreamPacking:
     """No token is padding, and attention runs across the ends of documents.
 
     Window w of an epoch starts at ``offset + w * T``, so neighbours share one token

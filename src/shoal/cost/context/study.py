@@ -15,7 +15,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.sizes import human_bytes
 from shoal.core.tables import Table
-from shoal.cost.context.ways import Advice, Duplex, Links, advise_context
+from shoal.cost.context.ways import ContextOption, Duplex, Links, advise_context
 from shoal.ir import Explanation, Link, Machine, Progress
 
 __all__ = ["ContextStudy"]
@@ -128,12 +128,12 @@ class ContextStudy:
             },
         )
 
-    def _parallel(self, row: Advice) -> dict[str, Any]:
+    def _parallel(self, row: ContextOption) -> dict[str, Any]:
         context = {"name": row.name, **row.options} if row.options else row.name
         return {"cp": self.cp, "context": context}
 
 
-def _row(place: int, row: Advice) -> tuple[str, ...]:
+def _row(place: int, row: ContextOption) -> tuple[str, ...]:
     name = " ".join((row.name, *(f"{key}={str(row.options[key]).lower()}" for key in row.options)))
     numbers: tuple[str, ...] = ("", "", "", "")
     if row.possible:

@@ -31,8 +31,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "Sent",
-    "Traffic",
+    "ContextTraffic",
+    "SentElements",
     "ring_traffic",
     "tokenring_traffic",
     "ulysses_traffic",
@@ -46,7 +46,7 @@ def wide_bytes(itemsize: int) -> int:
     return max(itemsize, 4)
 
 
-class Sent(NamedTuple):
+class SentElements(NamedTuple):
     """Elements that one rank sends in one pass.
 
     Args:
@@ -79,7 +79,7 @@ class Sent(NamedTuple):
         )
 
 
-class Traffic(NamedTuple):
+class ContextTraffic(NamedTuple):
     """What one rank sends for one layer.
 
     Args:
@@ -89,13 +89,15 @@ class Traffic(NamedTuple):
         hidden: whether they travel while blocks are computed.
     """
 
-    forward: Sent
-    backward: Sent
+    forward: SentElements
+    backward: SentElements
     messages: int
     hidden: bool = True
 
 
-def ring_traffic(tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+def ring_traffic(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+) -> ContextTraffic:
     """Chunks of keys and values go round, and in the backward pass their gradients.
 
     A gradient starts at the first rank after its owner, which adds its own share at home, so
@@ -103,41 +105,47 @@ def ring_traffic(tokens: int, heads: int, kv_heads: int, head_dim: int, world: i
     """
     del heads
     moved = (world - 1) * 2 * tokens * kv_heads * head_dim
-    return Traffic(Sent(moved), Sent(moved, moved), messages=3 * (world - 1))
+    return ContextTraffic(SentElements(moved), SentElements(moved, moved), messages=3 * (world - 1))
 
 
-def tokenring_traffic(tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+def tokenring_traffic(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+) -> ContextTraffic:
     """Queries go onward, results come back; keys and values stay."""
     del kv_heads
     moved = (world - 1) * tokens * heads * head_dim
     statistics = (world - 1) * tokens * heads
-    return Traffic(
-        Sent(moved, 0, moved, statistics),
-        Sent(2 * moved, 2 * statistics, moved),
+    return ContextTraffic(
+        SentElements(moved, 0, moved, statistics),
+        SentElements(2 * moved, 2 * statistics, moved),
         messages=4 * (world - 1),
     )
 
 
-def ulysses_traffic(tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+def ulysses_traffic(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+) -> ContextTraffic:
     """Heads are swapped for sequence and the output back; nothing is computed meanwhile.
 
     With fewer key/value heads than ranks each rank gets one, which several ranks get.
     """
     kv_each = max(1, kv_heads // world)
     moved = (world - 1) * tokens * head_dim * (2 * (heads // world) + 2 * kv_each)
-    return Traffic(Sent(moved), Sent(moved), messages=4 * (world - 1), hidden=False)
+    return ContextTraffic(
+        SentElements(moved), SentElements(moved), messages=4 * (world - 1), hidden=False
+    )
 
 
 def usp_traffic(
     tokens: int, heads: int, kv_heads: int, head_dim: int, world: int, group: int
-) -> Traffic:
+) -> ContextTraffic:
     """Ulysses among ``group`` ranks and a ring of ``world / group`` groups."""
     swap = ulysses_traffic(tokens, heads, kv_heads, head_dim, group)
     kv_each = max(1, kv_heads // group)
     ring = ring_traffic(tokens * group, heads // group, kv_each, head_dim, world // group)
-    return Traffic(
-        Sent(swap.forward.data + ring.forward.data),
-        Sent(swap.backward.data + ring.backward.data, ring.backward.wide),
+    return ContextTraffic(
+        SentElements(swap.forward.data + ring.forward.data),
+        SentElements(swap.backward.data + ring.backward.data, ring.backward.wide),
         messages=swap.messages + ring.messages,
         hidden=world > group,
     )

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.context.traffic import (
-    Traffic,
+    ContextTraffic,
     ring_traffic,
     tokenring_traffic,
     ulysses_traffic,
@@ -22,7 +22,7 @@ from shoal.cost.context.traffic import (
 from shoal.ir.machine import Link
 
 __all__ = [
-    "Advice",
+    "ContextOption",
     "Duplex",
     "Links",
     "SplitMemory",
@@ -256,7 +256,7 @@ def _shorter_ways(world: int) -> tuple[int, int]:
     return up * (up + 1) // 2, down * (down + 1) // 2
 
 
-class Advice(NamedTuple):
+class ContextOption(NamedTuple):
     """One way of sharing sequences.
 
     Args:
@@ -294,7 +294,7 @@ def advise_context(
     itemsize: int = 2,
     causal: bool = True,
     flops_per_s: float | None = None,
-) -> list[Advice]:
+) -> list[ContextOption]:
     """Every way of sharing one sequence, cheapest first; what is impossible comes last.
 
     Args:
@@ -374,7 +374,7 @@ def advise_context(
                 f"its last rank has {(2 * world - 1) / world:.2f} times the mean causal work"
             )
         ranked.append(
-            Advice(
+            ContextOption(
                 name,
                 options,
                 possible,
@@ -393,7 +393,7 @@ def advise_context(
     )
 
 
-_Candidate = tuple[str, dict[str, int | bool], bool, Traffic, float, list[str]]
+_Candidate = tuple[str, dict[str, int | bool], bool, ContextTraffic, float, list[str]]
 
 
 def _candidates(

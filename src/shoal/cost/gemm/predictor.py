@@ -31,7 +31,7 @@ from shoal.core.random import generator
 from shoal.core.safetensors_header import encode_header, read_header
 from shoal.cost.gemm.features import Roofs, features, roofs
 from shoal.cost.gemm.forest import Forest, fit_forest
-from shoal.cost.price.rates import Rates
+from shoal.cost.price.rates import RankRates
 from shoal.ir import Interval, Machine, Parallel
 from shoal.machine.probes.gemm_table import TILES, GemmPoint, GemmShape, GemmTable, telling
 
@@ -342,7 +342,7 @@ def by_rates(shape: GemmShape, machine: Machine) -> GemmPrediction:
     Raises:
         MachineError: the machine has no rate for matrix products.
     """
-    rates = Rates(machine, Parallel(), shape.threads if machine.device.kind == "cpu" else 0)
+    rates = RankRates(machine, Parallel(), shape.threads if machine.device.kind == "cpu" else 0)
     edge = (shape.M * shape.N * shape.K) ** (1 / 3)
     # A product waits for memory, not for the framework's elementwise operators.
     described = any(tier.read_bandwidth for tier in machine.device.own_memory)

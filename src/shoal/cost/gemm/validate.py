@@ -73,9 +73,11 @@ class HeldOut(Value):
         }
 
 
-def r2(real: np.ndarray, told: np.ndarray) -> float:
+def r2(real: np.ndarray, predicted: np.ndarray) -> float:
     """Share of the variance that is explained."""
-    return float(1 - ((real - told) ** 2).sum() / max(((real - real.mean()) ** 2).sum(), 1e-30))
+    return float(
+        1 - ((real - predicted) ** 2).sum() / max(((real - real.mean()) ** 2).sum(), 1e-30)
+    )
 
 
 def _parts(

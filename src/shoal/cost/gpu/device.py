@@ -1,6 +1,6 @@
 """What the kernels of a step need to know of an accelerator and of its links.
 
-A :class:`Gpu` is a :class:`~shoal.ir.Machine` in plain floats, with what its generation
+A :class:`Accelerator` is a :class:`~shoal.ir.Machine` in plain floats, with what its generation
 adds: the number of units that share a product's tiles, and what an attention kernel reaches.
 
 Sources: NVIDIA A100, H100 and Blackwell architecture papers, AMD CDNA 2 and 3 papers (units);
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from shoal.core.errors import MachineError
 from shoal.ir import Machine
 
-__all__ = ["CALIBRATED", "Calibration", "Generation", "Gpu", "generation_of", "gpu_of"]
+__all__ = ["CALIBRATED", "Accelerator", "Generation", "GpuCalibration", "generation_of", "gpu_of"]
 
 
 @dataclass(frozen=True)
-class Calibration:
+class GpuCalibration:
     """The constants that measurements set; all else in this room is counted or cited.
 
     Args:
@@ -40,7 +40,9 @@ class Calibration:
 
 
 # What the five named rows of the scoreboard give (shoal.cost.published.calibration.fitted).
-CALIBRATED = Calibration(gemm=0.8404, gemm_low=0.9021, stream=0.7997, wire=0.8288, host=7.726e-06)
+CALIBRATED = GpuCalibration(
+    gemm=0.8404, gemm_low=0.9021, stream=0.7997, wire=0.8288, host=7.726e-06
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def generation_of(name: str) -> Generation:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Accelerator:
     """One accelerator among others, in plain numbers.
 
     Args:
@@ -156,7 +158,7 @@ class Gpu:
         )
 
 
-def gpu_of(machine: Machine) -> Gpu:
+def gpu_of(machine: Machine) -> Accelerator:
     """The accelerator of a machine.
 
     Raises:
@@ -172,7 +174,7 @@ def gpu_of(machine: Machine) -> Gpu:
     near, far = machine.link("device"), machine.link("node")
     either = near or far
     rates = {**device.peak_flops, **device.matmul_flops}
-    return Gpu(
+    return Accelerator(
         name=machine.name,
         peak=tuple(sorted(device.peak_flops.items())),
         matmul=tuple(sorted(rates.items())),

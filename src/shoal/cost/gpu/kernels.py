@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 
-from shoal.cost.gpu.device import Calibration, Gpu
+from shoal.cost.gpu.device import Accelerator, GpuCalibration
 
 __all__ = ["attention_s", "gemm_s", "stream_s"]
 
@@ -38,8 +38,8 @@ def gemm_s(
     M: float,
     N: float,
     K: float,
-    gpu: Gpu,
-    k: Calibration,
+    gpu: Accelerator,
+    k: GpuCalibration,
     dtype: str = "bf16",
     groups: int = 1,
     adds: float = 0.0,
@@ -81,7 +81,7 @@ def aligned(side: float) -> float:
     return ALIGNED[math.gcd(whole, 64)] if whole == side and whole > 0 else 1.0
 
 
-def stream_s(moved: float, gpu: Gpu, k: Calibration) -> float:
+def stream_s(moved: float, gpu: Accelerator, k: GpuCalibration) -> float:
     """Seconds of elementwise kernels that read and write ``moved`` bytes."""
     return moved / (k.stream * gpu.stream)
 
@@ -94,8 +94,8 @@ def attention_s(
     head_dim: float,
     value_dim: float,
     kernel: str,
-    gpu: Gpu,
-    k: Calibration,
+    gpu: Accelerator,
+    k: GpuCalibration,
     backward: bool,
     causal: bool = True,
 ) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from shoal.cost.gpu.device import Calibration, Gpu
+from shoal.cost.gpu.device import Accelerator, GpuCalibration
 from shoal.cost.gpu.kernels import attention_s, gemm_s, stream_s
 from shoal.cost.gpu.network import all_to_all_s, ring_s
 from shoal.cost.gpu.spec import Run, latent_of
 
-__all__ = ["Pass", "block", "head"]
+__all__ = ["GpuPass", "block", "head"]
 
 # Tile of a grouped product is shared by no two experts, and its rows are gathered.
 GROUPED = 0.85
@@ -25,7 +25,7 @@ BACK = 1.8
 
 
 @dataclass(frozen=True)
-class Pass:
+class GpuPass:
     """Seconds of one pass of one micro-batch on one rank, by cause.
 
     Args:
@@ -56,8 +56,8 @@ class Pass:
         """All seconds."""
         return self.device + self.tensor + self.expert + self.context + self.host
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
+    def __add__(self, other: GpuPass) -> GpuPass:
+        return GpuPass(
             self.matmul + other.matmul,
             self.attention + other.attention,
             self.memory + other.memory,
@@ -67,9 +67,9 @@ class Pass:
             self.host + other.host,
         )
 
-    def times(self, factor: float) -> Pass:
+    def times(self, factor: float) -> GpuPass:
         """Every cause times ``factor``."""
-        return Pass(
+        return GpuPass(
             self.matmul * factor,
             self.attention * factor,
             self.memory * factor,
@@ -94,7 +94,7 @@ CAST = {"fp8": 4.0, "mxfp8": 4.0, "fp8-rows": 10.0, "fp4": 6.0, "nvfp4": 6.0}
 class _Sum:
     """Adds up the kernels of a forward and a backward pass."""
 
-    def __init__(self, run: Run, gpu: Gpu, k: Calibration, dtype: str) -> None:
+    def __init__(self, run: Run, gpu: Accelerator, k: GpuCalibration, dtype: str) -> None:
         self.run, self.gpu, self.k, self.dtype = run, gpu, k, dtype
         self.cast = CAST.get(run.precision, 4.0) if dtype in ("fp8", "fp4") else 0.0
         self.forward = [0.0, 0.0, 0.0]
@@ -132,7 +132,7 @@ class _Sum:
 
 
 @functools.lru_cache(maxsize=16384)
-def block(run: Run, gpu: Gpu, k: Calibration, sparse: bool) -> tuple[Pass, Pass]:
+def block(run: Run, gpu: Accelerator, k: GpuCalibration, sparse: bool) -> tuple[GpuPass, GpuPass]:
     """Forward and backward pass of one block for one micro-batch, recomputation included.
 
     Args:
@@ -209,8 +209,10 @@ def block(run: Run, gpu: Gpu, k: Calibration, sparse: bool) -> tuple[Pass, Pass]
     if sparse:
         calls += CALLS_EXPERTS[engine.fused_experts]
         calls += 0 if engine.fused_experts else CALLS_EXPERT[s.cast > 0] * local
-    ahead = Pass(s.forward[0], core_f, s.forward[2], tensor, forward_wire, max(0.0, ring - core_f))
-    back = Pass(
+    ahead = GpuPass(
+        s.forward[0], core_f, s.forward[2], tensor, forward_wire, max(0.0, ring - core_f)
+    )
+    back = GpuPass(
         s.backward[0], core_b, s.backward[2], tensor, backward_wire, max(0.0, 2 * ring - core_b)
     )
     again = _again(run, ahead, core_f)
@@ -219,25 +221,25 @@ def block(run: Run, gpu: Gpu, k: Calibration, sparse: bool) -> tuple[Pass, Pass]
     return ahead, back
 
 
-def _paced(own: Pass, calls: float, run: Run, k: Calibration) -> Pass:
+def _paced(own: GpuPass, calls: float, run: Run, k: GpuCalibration) -> GpuPass:
     """``own`` with the time that the device waits for the host's launches."""
     if run.engine.graphs:
         return own
-    return own + Pass(host=max(0.0, calls * k.host - own.total))
+    return own + GpuPass(host=max(0.0, calls * k.host - own.total))
 
 
-def _again(run: Run, ahead: Pass, core: float) -> Pass:
+def _again(run: Run, ahead: GpuPass, core: float) -> GpuPass:
     if run.recompute in ("full", "stage"):
         return ahead
     if run.recompute == "half":
         # Attention is kept; every other product and all elementwise operators run again.
-        return Pass(matmul=0.5 * ahead.matmul, memory=ahead.memory)
+        return GpuPass(matmul=0.5 * ahead.matmul, memory=ahead.memory)
     if run.recompute == "selective" and run.engine.attention == "plain":
-        return Pass(attention=core)
-    return Pass()
+        return GpuPass(attention=core)
+    return GpuPass()
 
 
-def _ring(run: Run, gpu: Gpu, k: Calibration, n: float, kv: float, c: float) -> float:
+def _ring(run: Run, gpu: Accelerator, k: GpuCalibration, n: float, kv: float, c: float) -> float:
     """Seconds in which keys and values go round the context ranks, one block forward."""
     if run.cp == 1:
         return 0.0
@@ -294,7 +296,7 @@ def _attention(s: _Sum, n: float, frozen: bool) -> tuple[float, float, float, fl
 
 
 @functools.lru_cache(maxsize=4096)
-def head(run: Run, gpu: Gpu, k: Calibration) -> tuple[Pass, Pass]:
+def head(run: Run, gpu: Accelerator, k: GpuCalibration) -> tuple[GpuPass, GpuPass]:
     """Forward and backward pass of output layer and loss for one micro-batch."""
     shape = run.shape
     n = run.micro_batch * run.seq_len / run.cp
@@ -307,6 +309,6 @@ def head(run: Run, gpu: Gpu, k: Calibration) -> tuple[Pass, Pass]:
     s.stream(0.6 * run.engine.loss_bytes * n * V, 0.4 * run.engine.loss_bytes * n * V)
     tensor = ring_s(2.0 * n * D, ranks, 1, gpu, k) if ranks > 1 else 0.0
     return (
-        Pass(s.forward[0], 0.0, s.forward[2], tensor),
-        Pass(s.backward[0], 0.0, s.backward[2], tensor),
+        GpuPass(s.forward[0], 0.0, s.forward[2], tensor),
+        GpuPass(s.backward[0], 0.0, s.backward[2], tensor),
     )

@@ -11,7 +11,7 @@ section 3.2.2 (all-to-all across domains and inside).
 
 from __future__ import annotations
 
-from shoal.cost.gpu.device import Calibration, Gpu
+from shoal.cost.gpu.device import Accelerator, GpuCalibration
 
 __all__ = ["all_to_all_s", "ring_s", "send_s"]
 
@@ -19,12 +19,12 @@ __all__ = ["all_to_all_s", "ring_s", "send_s"]
 HOP = 0.35
 
 
-def _members(gpu: Gpu, ranks: int, stride: int) -> int:
+def _members(gpu: Accelerator, ranks: int, stride: int) -> int:
     """Members of one group that share a domain."""
     return max(1, min(ranks, gpu.domain // max(1, stride)))
 
 
-def ring_s(size: float, ranks: int, stride: int, gpu: Gpu, k: Calibration) -> float:
+def ring_s(size: float, ranks: int, stride: int, gpu: Accelerator, k: GpuCalibration) -> float:
     """Seconds of an all-gather to, or a reduce-scatter of, ``size`` bytes; half an all-reduce."""
     if ranks <= 1 or size <= 0:
         return 0.0
@@ -37,7 +37,9 @@ def ring_s(size: float, ranks: int, stride: int, gpu: Gpu, k: Calibration) -> fl
     return size * (ranks - 1) / ranks / (k.wire * rate) + HOP * hops + gpu.near_s
 
 
-def all_to_all_s(size: float, ranks: int, stride: int, gpu: Gpu, k: Calibration) -> float:
+def all_to_all_s(
+    size: float, ranks: int, stride: int, gpu: Accelerator, k: GpuCalibration
+) -> float:
     """Seconds until every rank has sent ``size`` bytes, equally to all ranks."""
     if ranks <= 1 or size <= 0:
         return 0.0
@@ -47,7 +49,7 @@ def all_to_all_s(size: float, ranks: int, stride: int, gpu: Gpu, k: Calibration)
     return max(inside, outside) + (gpu.far_s if local < ranks else gpu.near_s)
 
 
-def send_s(size: float, stride: int, gpu: Gpu, k: Calibration) -> float:
+def send_s(size: float, stride: int, gpu: Accelerator, k: GpuCalibration) -> float:
     """Seconds to send ``size`` bytes to the rank ``stride`` devices away."""
     near = stride < gpu.domain
     rate = gpu.inside if near else gpu.outside

@@ -13,7 +13,7 @@ from typing import Literal
 
 from shoal.ir import ModelShape
 
-__all__ = ["Engine", "Latent", "Run", "latent_of"]
+__all__ = ["EngineSpec", "Latent", "Run", "latent_of"]
 
 Recompute = Literal["none", "selective", "half", "full", "stage"]
 
@@ -52,7 +52,7 @@ def latent_of(shape: ModelShape) -> Latent | None:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSpec:
     """How a program runs a step: settings that its documentation or its code states.
 
     Args:
@@ -116,7 +116,7 @@ class Run:
     seq_len: int
     micro_batch: int
     global_batch: int
-    engine: Engine
+    engine: EngineSpec
     dp: int = 1
     tp: int = 1
     pp: int = 1

@@ -12,14 +12,14 @@ import math
 from dataclasses import dataclass
 
 from shoal.cost.arithmetic import linears, mixture_layers
-from shoal.cost.gpu.device import Calibration, Gpu
+from shoal.cost.gpu.device import Accelerator, GpuCalibration
 from shoal.cost.gpu.kernels import stream_s
-from shoal.cost.gpu.layer import Pass, block, head
+from shoal.cost.gpu.layer import GpuPass, block, head
 from shoal.cost.gpu.network import ring_s, send_s
 from shoal.cost.gpu.spec import Run, latent_of
 from shoal.ir import ModelShape
 
-__all__ = ["Step", "block_weights", "price"]
+__all__ = ["GpuStep", "block_weights", "price"]
 
 # Share of a pass behind which traffic of data-parallel ranks can hide.
 HIDES = 0.85
@@ -30,7 +30,7 @@ ONCE_S = 5e-3
 
 
 @dataclass(frozen=True)
-class Step:
+class GpuStep:
     """What a step takes.
 
     Args:
@@ -40,8 +40,8 @@ class Step:
     """
 
     terms: dict[str, float]
-    forward: Pass
-    backward: Pass
+    forward: GpuPass
+    backward: GpuPass
 
     @property
     def seconds(self) -> float:
@@ -70,12 +70,12 @@ def block_weights(shape: ModelShape) -> tuple[float, float, float]:
     return float(dense), float(rest), float(by.get("expert_in", 0) + by.get("expert_out", 0))
 
 
-def price(run: Run, gpu: Gpu, k: Calibration) -> Step:
+def price(run: Run, gpu: Accelerator, k: GpuCalibration) -> GpuStep:
     """Seconds of one step, by cause."""
     shape = run.shape
     sparse = mixture_layers(shape)
     dense = shape.num_layers - sparse
-    nothing = (Pass(), Pass())
+    nothing = (GpuPass(), GpuPass())
     plain = block(run, gpu, k, False) if dense else nothing
     mixed = block(run, gpu, k, True) if sparse else nothing
     ends = head(run, gpu, k)
@@ -119,10 +119,12 @@ def price(run: Run, gpu: Gpu, k: Calibration) -> Step:
         "optimizer": update,
     }
     assert slowest > 0
-    return Step(terms, ahead if run.pp > 1 else tail_f, back if run.pp > 1 else tail_b)
+    return GpuStep(terms, ahead if run.pp > 1 else tail_f, back if run.pp > 1 else tail_b)
 
 
-def _stages(run: Run, one: tuple[Pass, Pass], ends: tuple[Pass, Pass]) -> tuple[float, float]:
+def _stages(
+    run: Run, one: tuple[GpuPass, GpuPass], ends: tuple[GpuPass, GpuPass]
+) -> tuple[float, float]:
     """Blocks of an ordinary and of the last stage.
 
     Blocks that divide evenly are so divided; others are placed so that the slowest stage,
@@ -143,7 +145,7 @@ def _stages(run: Run, one: tuple[Pass, Pass], ends: tuple[Pass, Pass]) -> tuple[
     return best[1], best[2]
 
 
-def _hop(run: Run, gpu: Gpu, k: Calibration) -> float:
+def _hop(run: Run, gpu: Accelerator, k: GpuCalibration) -> float:
     """Seconds in which one micro-batch's activations cross to the next stage and back."""
     if run.pp == 1:
         return 0.0
@@ -161,7 +163,9 @@ def _local(run: Run, share: float) -> tuple[float, float]:
     return common / run.tp, sparse * experts * share / run.ep
 
 
-def _data(run: Run, gpu: Gpu, k: Calibration, layers: float, ahead: Pass, back: Pass) -> float:
+def _data(
+    run: Run, gpu: Accelerator, k: GpuCalibration, layers: float, ahead: GpuPass, back: GpuPass
+) -> float:
     """Exposed seconds of what data-parallel ranks exchange in a step."""
     if run.tuned == "lora" and run.zero < 3:
         return 0.0
@@ -200,7 +204,7 @@ def _data(run: Run, gpu: Gpu, k: Calibration, layers: float, ahead: Pass, back: 
     return exposed + CROWDED * min(scatter + gather, HIDES * (ahead.total + back.total))
 
 
-def _update(run: Run, gpu: Gpu, k: Calibration, share: float) -> float:
+def _update(run: Run, gpu: Accelerator, k: GpuCalibration, share: float) -> float:
     """Seconds of the optimizer's pass over its state."""
     if run.tuned == "lora":
         return 0.0

@@ -1,6 +1,6 @@
 """imports: what other engines' logs say, as measured quantities. Torch-free.
 
-The door: the table of log formats. ``protocols`` says what one promises, ``log`` holds what
+The table of log formats. ``protocols`` says what one promises, ``log`` holds what
 they share, and ``measure`` finds the format of a file and sets it beside a plan.
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.core.errors import DataError
 from shoal.core.parts import part
-from shoal.cost.imports.log import Entry, Log, head, is_last, lines, number, refuse
+from shoal.cost.imports.log import Log, LogEntry, head, is_last, lines, number, refuse
 
 __all__ = ["AccelerateLog"]
 
@@ -46,7 +46,7 @@ class AccelerateLog:
         """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         if path.suffix == ".json":
             return self._state(path)
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         totals: dict[str, float] = {}
         step = 0
         for place, line in lines(path):
@@ -56,7 +56,7 @@ class AccelerateLog:
                 if rate > 0 and int(bar[1]) > step:
                     step = int(bar[1])
                     seconds = rate if bar[3] == "s/it" else 1 / rate
-                    entries.append(Entry(step, place, {"step_s": seconds}))
+                    entries.append(LogEntry(step, place, {"step_s": seconds}))
             match = _DICT.search(line)
             if match is None:
                 if _OPEN.search(line) and not is_last(path, place):
@@ -66,7 +66,7 @@ class AccelerateLog:
             values, sums = _quantities(said, path, place)
             totals |= sums
             if values:
-                entries.append(Entry(max(step, len(entries) + 1), place, values))
+                entries.append(LogEntry(max(step, len(entries) + 1), place, values))
         if not entries and not totals:
             raise refuse(path, "accelerate", SAMPLE)
         return Log("accelerate", path, "train", tuple(entries), totals)
@@ -86,13 +86,13 @@ class AccelerateLog:
             raise DataError(
                 f"{path}, line 1: no list log_history; give the trainer_state.json of a checkpoint"
             )
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         totals: dict[str, float] = {}
         for item in history:
             values, sums = _quantities(item, path, 1)
             totals |= sums
             if values:
-                entries.append(Entry(int(item.get("step", len(entries) + 1)), 0, values))
+                entries.append(LogEntry(int(item.get("step", len(entries) + 1)), 0, values))
         return Log("accelerate", path, "train", tuple(entries), totals)
 
 

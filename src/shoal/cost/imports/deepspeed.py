@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from shoal.core.parts import part
-from shoal.cost.imports.log import GIB, Entry, Log, head, is_last, lines, number, refuse
+from shoal.cost.imports.log import GIB, Log, LogEntry, head, is_last, lines, number, refuse
 
 __all__ = ["DeepSpeedLog"]
 
@@ -34,7 +34,7 @@ class DeepSpeedLog:
 
     def read(self, path: Path) -> Log:
         """See :class:`~shoal.cost.imports.protocols.LogReader`."""
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         loss: float | None = None
         for place, line in lines(path):
             match = _LINE.search(line)
@@ -53,7 +53,7 @@ class DeepSpeedLog:
                 values["memory_bytes"] = GIB * number(memory[1], path, place, "MaxMemAllocated")
             if loss is not None:
                 values["loss"] = loss
-            entries.append(Entry(int(match[1]), place, values))
+            entries.append(LogEntry(int(match[1]), place, values))
         if not entries:
             raise refuse(path, "deepspeed", SAMPLE)
         return Log("deepspeed", path, "train", tuple(entries))

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from shoal.core.parts import part
-from shoal.cost.imports.log import Entry, Log, head, lines, number, refuse
+from shoal.cost.imports.log import Log, LogEntry, head, lines, number, refuse
 
 __all__ = ["LlamaCppLog"]
 
@@ -35,7 +35,7 @@ class LlamaCppLog:
 
     def read(self, path: Path) -> Log:
         """See :class:`~shoal.cost.imports.protocols.LogReader`."""
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         for place, line in lines(path):
             values: dict[str, float] = {}
             prompt, output, bench = (p.search(line) for p in (_PROMPT, _OUTPUT, _BENCH))
@@ -56,7 +56,7 @@ class LlamaCppLog:
                 if bench[1] == "tg" and rate > 0:
                     values["tpot_p50_s"] = 1 / rate
             if values:
-                entries.append(Entry(len(entries), place, values))
+                entries.append(LogEntry(len(entries), place, values))
         if not entries:
             raise refuse(path, "llamacpp", SAMPLE)
         return Log("llamacpp", path, "serve", tuple(entries))

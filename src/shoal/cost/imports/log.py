@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 from shoal.core.errors import DataError
 
 __all__ = [
-    "Entry",
     "Log",
+    "LogEntry",
     "head",
     "is_last",
     "lines",
@@ -51,7 +51,7 @@ PACES = (
 WARM = 1.25
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """What the log says at one step, or at one time.
 
     Args:
@@ -82,7 +82,7 @@ class Log:
     format: str
     path: Path
     job: Literal["train", "serve"]
-    entries: tuple[Entry, ...]
+    entries: tuple[LogEntry, ...]
     totals: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -164,14 +164,14 @@ def stamp(line: str) -> float | None:
     return whole + (float(f"0.{part}") if part else 0.0)
 
 
-def paced(entries: Iterable[Entry], times: Iterable[float | None]) -> tuple[Entry, ...]:
+def paced(entries: Iterable[LogEntry], times: Iterable[float | None]) -> tuple[LogEntry, ...]:
     """The entries with ``step_s`` from the clock where they have no pace of their own.
 
     Args:
         entries: in order.
         times: when each was written, s; None where that is not known.
     """
-    found: list[Entry] = []
+    found: list[LogEntry] = []
     before: tuple[int, float] | None = None
     for entry, now in zip(entries, times, strict=True):
         values = dict(entry.values)
@@ -212,7 +212,7 @@ def steady(log: Log) -> tuple[dict[str, float], int]:
     return {**found, **log.totals}, len(kept)
 
 
-def _warm_up(entries: list[Entry]) -> int:
+def _warm_up(entries: list[LogEntry]) -> int:
     """Entries at the start that are not steady yet."""
     for name, faster in PACES:
         values = [(i, e.values[name]) for i, e in enumerate(entries) if e.values.get(name)]

@@ -12,11 +12,11 @@ from shoal.cost.imports import LOGS
 from shoal.cost.imports.log import Log, steady
 from shoal.ir import Plan, Report, TrainPlan, errors_of, kind_of, predictions
 
-__all__ = ["Measured", "measure", "read", "report"]
+__all__ = ["SteadyState", "measure", "read", "report"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class SteadyState:
     """The steady state of a log.
 
     Args:
@@ -74,7 +74,7 @@ def _first_line(path: Path) -> tuple[int, str]:
     return next(((place, text.strip()) for place, text in lines(path) if text.strip()), (1, ""))
 
 
-def measure(log: Log, plan: Plan[Any] | None = None) -> Measured:
+def measure(log: Log, plan: Plan[Any] | None = None) -> SteadyState:
     """The log's steady state; with a plan, also what follows from its batch and its ranks.
 
     Raises:
@@ -82,7 +82,7 @@ def measure(log: Log, plan: Plan[Any] | None = None) -> Measured:
     """
     found, used = steady(log)
     if plan is None:
-        return Measured(log, found, used)
+        return SteadyState(log, found, used)
     _same_job(log, plan)
     before = set(found)
     if isinstance(plan, TrainPlan):
@@ -97,7 +97,7 @@ def measure(log: Log, plan: Plan[Any] | None = None) -> Measured:
                 found["step_s"] = job.global_batch / found["samples_per_s"]
         if found.get("step_s") and "tokens_per_s" not in found:
             found["tokens_per_s"] = tokens / found["step_s"]
-    return Measured(log, found, used, tuple(sorted(set(found) - before)))
+    return SteadyState(log, found, used, tuple(sorted(set(found) - before)))
 
 
 def _same_job(log: Log, plan: Plan[Any]) -> None:
@@ -117,7 +117,7 @@ def _same_job(log: Log, plan: Plan[Any]) -> None:
             )
 
 
-def report(measured: Measured, plan: Plan[Any]) -> Report[Any]:
+def report(measured: SteadyState, plan: Plan[Any]) -> Report[Any]:
     """Prediction beside measurement, for the score.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.core.errors import DataError
 from shoal.core.parts import part
-from shoal.cost.imports.log import Entry, Log, head, is_last, lines, number, refuse
+from shoal.cost.imports.log import Log, LogEntry, head, is_last, lines, number, refuse
 
 __all__ = ["MegatronLog"]
 
@@ -37,7 +37,7 @@ class MegatronLog:
 
     def read(self, path: Path) -> Log:
         """See :class:`~shoal.cost.imports.protocols.LogReader`."""
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         facts: dict[str, tuple[float, int]] = {}
         totals: dict[str, float] = {}
         for place, line in lines(path):
@@ -61,7 +61,7 @@ class MegatronLog:
                 values["loss"] = number(loss[1], path, place, "lm loss")
             if batch:
                 facts["global_batch"] = (number(batch[1], path, place, "global batch size"), place)
-            entries.append(Entry(int(match[1]), place, values))
+            entries.append(LogEntry(int(match[1]), place, values))
         if not entries:
             raise refuse(path, "megatron", SAMPLE)
         return Log("megatron", path, "train", tuple(entries), totals, facts)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.core.parts import part
 from shoal.cost.imports.benchmark import has_summary, saved, summary
-from shoal.cost.imports.log import Entry, Log, head, is_last, lines, number, refuse
+from shoal.cost.imports.log import Log, LogEntry, head, is_last, lines, number, refuse
 
 __all__ = ["SGLangLog"]
 
@@ -38,7 +38,7 @@ class SGLangLog:
         """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         if path.suffix in (".json", ".jsonl"):
             return Log("sglang", path, "serve", (), saved(path))
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         totals: dict[str, float] = {}
         for place, line in lines(path):
             totals |= summary(line, path, place)
@@ -47,7 +47,7 @@ class SGLangLog:
             entering = _INPUT.search(line)
             if entering:
                 rate = number(entering[1], path, place, "input throughput")
-                entries.append(Entry(len(entries), place, {"prompt_tokens_per_s": rate}))
+                entries.append(LogEntry(len(entries), place, {"prompt_tokens_per_s": rate}))
             if _LINE.search(line) is None:
                 continue
             output = _OUTPUT.search(line)
@@ -56,7 +56,7 @@ class SGLangLog:
                     break
                 raise refuse(path, "sglang", SAMPLE)
             rate = number(output[1], path, place, "gen throughput")
-            entries.append(Entry(len(entries), place, {"tokens_per_s": rate}))
+            entries.append(LogEntry(len(entries), place, {"tokens_per_s": rate}))
         if not entries and not totals:
             raise refuse(path, "sglang", SAMPLE)
         return Log("sglang", path, "serve", tuple(entries), totals)

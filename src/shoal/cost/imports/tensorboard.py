@@ -15,7 +15,7 @@ from pathlib import Path
 from shoal.core.errors import DataError
 from shoal.core.parts import part
 from shoal.cost.imports.curves import known
-from shoal.cost.imports.log import Entry, Log, paced
+from shoal.cost.imports.log import Log, LogEntry, paced
 
 __all__ = ["TensorBoardLog", "scalars"]
 
@@ -53,7 +53,7 @@ class TensorBoardLog:
                 "file of a training run"
             )
         order = sorted(steps)
-        entries = [Entry(step, 0, steps[step]) for step in order]
+        entries = [LogEntry(step, 0, steps[step]) for step in order]
         return Log("tensorboard", path, "train", paced(entries, [times[step] for step in order]))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from shoal.core.parts import part
 from shoal.cost.imports.log import (
     GIB,
-    Entry,
     Log,
+    LogEntry,
     head,
     is_last,
     lines,
@@ -60,7 +60,7 @@ class TorchtitanLog:
             memory = _MEMORY.search(line)
             if memory:
                 values["memory_bytes"] = GIB * number(memory[1], path, place, "memory")
-            entries.append(Entry(int(match[1]), place, values))
+            entries.append(LogEntry(int(match[1]), place, values))
             times.append(stamp(line))
         if not entries:
             raise refuse(path, "torchtitan", SAMPLE)

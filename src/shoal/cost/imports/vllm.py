@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.core.parts import part
 from shoal.cost.imports.benchmark import has_summary, saved, summary
-from shoal.cost.imports.log import Entry, Log, head, is_last, lines, number, refuse
+from shoal.cost.imports.log import Log, LogEntry, head, is_last, lines, number, refuse
 
 __all__ = ["VLLMLog"]
 
@@ -33,7 +33,7 @@ class VLLMLog:
         """See :class:`~shoal.cost.imports.protocols.LogReader`."""
         if path.suffix in (".json", ".jsonl"):
             return Log("vllm", path, "serve", (), saved(path))
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         totals: dict[str, float] = {}
         for place, line in lines(path):
             totals |= summary(line, path, place)
@@ -49,7 +49,7 @@ class VLLMLog:
                 "prompt_tokens_per_s": number(prompt[1], path, place, "prompt throughput"),
                 "tokens_per_s": number(output[1], path, place, "generation throughput"),
             }
-            entries.append(Entry(len(entries), place, values))
+            entries.append(LogEntry(len(entries), place, values))
         if not entries and not totals:
             raise refuse(path, "vllm", SAMPLE)
         return Log("vllm", path, "serve", tuple(entries), totals)

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.core.errors import DataError
 from shoal.core.parts import part
 from shoal.cost.imports.curves import known
-from shoal.cost.imports.log import Entry, Log, head, lines, number, paced, refuse
+from shoal.cost.imports.log import Log, LogEntry, head, lines, number, paced, refuse
 
 __all__ = ["WandbLog"]
 
@@ -65,7 +65,7 @@ class WandbLog:
                     f"{path}, line {place}: no step; expected a column or key of {', '.join(STEPS)}"
                 )
             if values:
-                entries.append(Entry(step, place, values))
+                entries.append(LogEntry(step, place, values))
                 times.append(clock)
         if not entries:
             if columns:

@@ -30,8 +30,8 @@ __all__ = [
     "Convention",
     "LongContext",
     "LongModel",
-    "Needed",
     "Peaks",
+    "RequiredReduction",
     "lengths",
 ]
 
@@ -204,7 +204,7 @@ class Peaks:
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class RequiredReduction:
     """By what the cost at a long context must fall to be that at a short one.
 
     Args:
@@ -311,7 +311,7 @@ class LongContext:
         """S of moving one context's cache to the host or back, one way."""
         return self.model.cache_bytes(_checked(tokens)) / self.device.link
 
-    def needed(self, long: float, short: float) -> tuple[Needed, ...]:
+    def needed(self, long: float, short: float) -> tuple[RequiredReduction, ...]:
         """What must fall, and by what factor, for ``long`` to cost what ``short`` costs.
 
         Weights cost the same at any length, so every factor is that of the cache alone; what
@@ -323,10 +323,10 @@ class LongContext:
             long, self.attention
         )
         return (
-            Needed("concurrency", cache, "cache"),
-            Needed("prefill", min(1.0, flops), "FLOP"),
-            Needed("decode", cache, "cache"),
-            Needed("switch", cache, "cache"),
+            RequiredReduction("concurrency", cache, "cache"),
+            RequiredReduction("prefill", min(1.0, flops), "FLOP"),
+            RequiredReduction("decode", cache, "cache"),
+            RequiredReduction("switch", cache, "cache"),
         )
 
     def on(self, device: Peaks) -> Self:

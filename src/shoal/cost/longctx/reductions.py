@@ -23,8 +23,8 @@ from shoal.ir import ModelShape
 __all__ = [
     "AXES",
     "REDUCTIONS",
-    "Chosen",
     "Reduction",
+    "ReductionChoice",
     "choose",
     "factor_of",
     "reaching",
@@ -174,7 +174,7 @@ REDUCTIONS = _of(
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ReductionChoice:
     """A way with its number."""
 
     way: Reduction
@@ -184,13 +184,13 @@ class Chosen:
         return f"{self.way.name}={self.number:g}"
 
 
-def choose(words: Sequence[str]) -> tuple[Chosen, ...]:
+def choose(words: Sequence[str]) -> tuple[ReductionChoice, ...]:
     """The ways that ``name`` or ``name=number`` spell; one of each axis at most.
 
     Raises:
         ConfigError: an unknown way, a wrong number, or two of one axis.
     """
-    found: list[Chosen] = []
+    found: list[ReductionChoice] = []
     for word in words:
         name, given, number = word.partition("=")
         if name not in REDUCTIONS:
@@ -220,11 +220,11 @@ def choose(words: Sequence[str]) -> tuple[Chosen, ...]:
                 f"{other}, {word}",
                 expected=f"one way of an axis; both reduce {way.axis}",
             )
-        found.append(Chosen(way, value))
+        found.append(ReductionChoice(way, value))
     return tuple(found)
 
 
-def factor_of(chosen: Sequence[Chosen], shape: ModelShape, tokens: float) -> float:
+def factor_of(chosen: Sequence[ReductionChoice], shape: ModelShape, tokens: float) -> float:
     """What all of them together leave of a cache."""
     left = 1.0
     for one in chosen:
@@ -233,7 +233,7 @@ def factor_of(chosen: Sequence[Chosen], shape: ModelShape, tokens: float) -> flo
 
 
 def reduced(
-    model: LongModel, chosen: Sequence[Chosen], shape: ModelShape, tokens: float
+    model: LongModel, chosen: Sequence[ReductionChoice], shape: ModelShape, tokens: float
 ) -> LongModel:
     """The model with a smaller cache; at contexts of ``tokens``, where it depends on them.
 
@@ -252,18 +252,21 @@ def reduced(
 
 def reaching(
     setting: LongContext, shape: ModelShape, *, long: float, short: float
-) -> list[tuple[float, tuple[Chosen, ...]]]:
+) -> list[tuple[float, tuple[ReductionChoice, ...]]]:
     """Ways and compositions that make a cache at ``long`` as small as it is at ``short``.
 
     One way of each axis at most, each with its default number. (What is left, ways), those of
     the fewest ways first; of others only if none of their parts is enough.
     """
     wanted = next(one.factor for one in setting.needed(long, short) if one.of == "cache")
-    by_axis: list[list[Chosen | None]] = [
-        [None, *(Chosen(one, one.default) for one in REDUCTIONS.values() if one.axis == axis)]
+    by_axis: list[list[ReductionChoice | None]] = [
+        [
+            None,
+            *(ReductionChoice(one, one.default) for one in REDUCTIONS.values() if one.axis == axis),
+        ]
         for axis in AXES
     ]
-    found: list[tuple[float, tuple[Chosen, ...]]] = []
+    found: list[tuple[float, tuple[ReductionChoice, ...]]] = []
     sets = [tuple(one for one in some if one is not None) for some in itertools.product(*by_axis)]
     for some in sorted(sets, key=len):
         left = factor_of(some, shape, long)

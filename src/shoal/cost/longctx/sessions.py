@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.longctx.peak import LongContext
-from shoal.cost.serving.simulator import Predicted
+from shoal.cost.serving.simulator import SimulatedRunner
 from shoal.ir import HostLink, Request, SamplingParams, Scheduler
 
 __all__ = ["PeakCost", "Sessions", "host_link_of", "session_throughput", "simulate_sessions"]
@@ -147,7 +147,7 @@ def simulate_sessions(
     Raises:
         ServeError: a session can never run.
     """
-    runner = Predicted(PeakCost(setting), host_link_of(setting, block_size))
+    runner = SimulatedRunner(PeakCost(setting), host_link_of(setting, block_size))
     # (when, user, session, round): the next thing that each user does.
     coming = [(0.0, user, 0, 0) for user in range(sessions.users)]
     heapq.heapify(coming)

@@ -27,7 +27,15 @@ from shoal.core.random import generator
 from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.flows import Flows
 
-__all__ = ["ALGORITHMS", "PLACEMENTS", "Collective", "collective", "jittered", "place", "together"]
+__all__ = [
+    "ALGORITHMS",
+    "PLACEMENTS",
+    "CollectiveFlows",
+    "collective",
+    "jittered",
+    "place",
+    "together",
+]
 
 PLACEMENTS = ("packed", "strided", "random")
 
@@ -36,7 +44,7 @@ _Steps = list[tuple[np.ndarray, np.ndarray, float, int]]
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveFlows:
     """A collective as flows.
 
     Args:
@@ -110,7 +118,7 @@ def collective(
     *,
     algorithm: str | None = None,
     fabric: LeafSpine | None = None,
-) -> Collective:
+) -> CollectiveFlows:
     """The flows of a collective.
 
     Args:
@@ -164,10 +172,10 @@ def collective(
         phase=np.repeat(np.arange(len(steps)), lengths),
     )
     repeats = np.array([step[3] for step in steps], np.float64)
-    return Collective(name, chosen, flows, repeats, float(size))
+    return CollectiveFlows(name, chosen, flows, repeats, float(size))
 
 
-def together(collectives: Sequence[Collective]) -> tuple[Flows, np.ndarray]:
+def together(collectives: Sequence[CollectiveFlows]) -> tuple[Flows, np.ndarray]:
     """One-phase collectives of several jobs at the same time, and the job of each flow.
 
     A ring's steps are alike and follow each other closely, so a job's ring is one phase in

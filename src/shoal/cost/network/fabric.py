@@ -26,12 +26,12 @@ from shoal.core.config import Value
 from shoal.core.errors import MachineError, require
 from shoal.ir.machine import Fabric
 
-__all__ = ["Health", "LeafSpine"]
+__all__ = ["DegradedLink", "LeafSpine"]
 
 _MOST_HOSTS = 1 << 20
 
 
-class Health(Value):
+class DegradedLink(Value):
     """A pair of links between a leaf and a spine that is not as good as the others.
 
     Args:
@@ -71,7 +71,7 @@ class LeafSpine(Value):
     rails: PositiveInt = 1
     ports: PositiveInt = 1
     latency_s: NonNegativeFloat = Field(default=5e-6, le=10.0)
-    health: tuple[Health, ...] = ()
+    health: tuple[DegradedLink, ...] = ()
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

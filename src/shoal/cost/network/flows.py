@@ -14,8 +14,8 @@ from shoal.cost.network.fabric import LeafSpine
 __all__ = [
     "SPRAYED",
     "WITHIN",
+    "FlowPaths",
     "Flows",
-    "Paths",
     "demand",
     "link_bytes",
     "lower_bound_s",
@@ -151,7 +151,7 @@ class Flows:
 
 
 @dataclass(frozen=True)
-class Paths:
+class FlowPaths:
     """Where each piece of each flow goes.
 
     Args:
@@ -183,7 +183,7 @@ class Paths:
         src_port: np.ndarray | int = 0,
         dst_port: np.ndarray | int = 0,
         notes: tuple[str, ...] = (),
-    ) -> Paths:
+    ) -> FlowPaths:
         """Paths from columns; single numbers hold for every piece."""
         flow = np.asarray(flow, np.int64)
 
@@ -204,7 +204,7 @@ class Paths:
     def __len__(self) -> int:
         return len(self.flow)
 
-    def take(self, chosen: np.ndarray) -> Paths:
+    def take(self, chosen: np.ndarray) -> FlowPaths:
         """Some of the pieces."""
         return replace(
             self,
@@ -306,7 +306,7 @@ def demand(flows: Flows, fabric: LeafSpine) -> np.ndarray:
     return out
 
 
-def link_bytes(flows: Flows, paths: Paths, fabric: LeafSpine) -> tuple[np.ndarray, np.ndarray]:
+def link_bytes(flows: Flows, paths: FlowPaths, fabric: LeafSpine) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that cross each uplink and each downlink in all phases, [L, S] each."""
     size = flows.size[paths.flow] * paths.share
     first, last = paths.ends(flows, fabric)
@@ -325,7 +325,7 @@ def link_bytes(flows: Flows, paths: Paths, fabric: LeafSpine) -> tuple[np.ndarra
     return out[0], out[1]
 
 
-def worst_bytes(flows: Flows, paths: Paths, fabric: LeafSpine) -> np.ndarray:
+def worst_bytes(flows: Flows, paths: FlowPaths, fabric: LeafSpine) -> np.ndarray:
     """Bytes on the busiest link between leaf and spine in each phase, [phases]."""
     out = np.zeros(flows.num_phases)
     order = np.argsort(paths.flow, kind="stable")

@@ -17,16 +17,16 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.cost.network.fabric import LeafSpine
 from shoal.cost.network.fair import max_min_rates
-from shoal.cost.network.flows import Flows, Paths
+from shoal.cost.network.flows import FlowPaths, Flows
 
-__all__ = ["Outcome", "simulate"]
+__all__ = ["NetworkOutcome", "simulate"]
 
 # Rows that are advanced together: few enough for the processor's cache.
 _ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NetworkOutcome:
     """When things ended.
 
     Args:
@@ -42,12 +42,12 @@ class Outcome:
 
 def simulate(
     flows: Flows,
-    paths: Paths,
+    paths: FlowPaths,
     fabric: LeafSpine,
     *,
     resolution: float = 0.0,
     progress: Callable[[float], None] = lambda share: None,
-) -> Outcome:
+) -> NetworkOutcome:
     """Let flows pass over their paths.
 
     Args:
@@ -108,7 +108,7 @@ def simulate(
     np.maximum.at(flow_s, paths.flow, piece_s)
     phase_s = np.zeros(flows.num_phases)
     np.maximum.at(phase_s, flows.phase, flow_s)
-    return Outcome(flow_s, phase_s + fabric.latency_s, events)
+    return NetworkOutcome(flow_s, phase_s + fabric.latency_s, events)
 
 
 def _advance(

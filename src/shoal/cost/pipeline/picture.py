@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 
 from shoal.core.errors import PlanError, require
-from shoal.core.web import Site
+from shoal.core.web import WebSite
 from shoal.cost.pipeline.simulator import Timeline
 from shoal.ir.schedule import KINDS
 
@@ -233,7 +233,7 @@ def page(timelines: Mapping[str, Timeline], *, title: str, unit: str = "s") -> s
     Raises:
         PlanError: there is no pass, or there are too many to draw.
     """
-    site = Site("shoal.cost")
+    site = WebSite("shoal.cost")
 
     def asset(name: str) -> Markup:
         # Files of this package, which stand in the page as they are.

@@ -46,7 +46,7 @@ from shoal.ir.placement import (
     show_placement,
 )
 
-__all__ = ["Boxing", "Step", "boxing", "is_view", "step_elements", "step_weight", "weighed"]
+__all__ = ["Boxing", "BoxingStep", "boxing", "is_view", "step_elements", "step_weight", "weighed"]
 
 # Among ways of equal bytes the one with fewest steps is taken: elements weigh most, then steps
 # that send, of which an exchange between all ranks is worth one on each axis and between.
@@ -54,7 +54,7 @@ _WEIGHT = 4096
 _SENDS = 64
 
 
-class Step(NamedTuple):
+class BoxingStep(NamedTuple):
     """One collective, or one local change, of a transition.
 
     Args:
@@ -92,7 +92,7 @@ class Step(NamedTuple):
 
 def step_weight(source: Placement, target: Placement, elements: float) -> float:
     """What a step adds to the weight of a way; see ``Boxing.elements`` and ``Boxing.sends``."""
-    steps = 2 * len(Step(source, target, 0).axes) - 1
+    steps = 2 * len(BoxingStep(source, target, 0).axes) - 1
     return elements * _WEIGHT + (steps * _SENDS if elements else 1)
 
 
@@ -106,7 +106,7 @@ def step_elements(
     shape: tuple[int, ...], mesh: Mesh, source: Placement, target: Placement
 ) -> int | None:
     """Elements that travel where one step does it; None where one cannot."""
-    step = Step(source, target, 0)
+    step = BoxingStep(source, target, 0)
     axes = step.axes
     if not axes:
         return 0
@@ -124,7 +124,7 @@ def step_elements(
 def _partial_step(
     shape: tuple[int, ...], mesh: Mesh, source: Placement, target: Placement
 ) -> int | None:
-    axes = Step(source, target, 0).axes
+    axes = BoxingStep(source, target, 0).axes
     if len(axes) != 1:
         return None
     axis = axes[0]
@@ -178,18 +178,18 @@ class Boxing:
         """
         return int(self.elements[self._at(source), self._at(target)])
 
-    def route(self, source: Placement, target: Placement) -> tuple[Step, ...]:
+    def route(self, source: Placement, target: Placement) -> tuple[BoxingStep, ...]:
         """The steps of the cheapest way, in order; none where nothing changes.
 
         Raises:
             PlanError: one of them is no placement of this tensor.
         """
         first, here = self._at(source), self._at(target)
-        steps: list[Step] = []
+        steps: list[BoxingStep] = []
         while here != first:
             before = int(self._before[first, here])
             moved = int(self._direct[before, here] // _WEIGHT)
-            steps.append(Step(self.placements[before], self.placements[here], moved))
+            steps.append(BoxingStep(self.placements[before], self.placements[here], moved))
             here = before
         return tuple(reversed(steps))
 
@@ -213,7 +213,7 @@ class Boxing:
             for j, target in enumerate(self.placements):
                 if i == j:
                     continue
-                axes = Step(source, target, 0).axes
+                axes = BoxingStep(source, target, 0).axes
                 changed = [*(source[a] for a in axes), *(target[a] for a in axes)]
                 moved: float | None
                 if any(isinstance(entry, Partial) for entry in changed):

@@ -37,12 +37,12 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["Exchange", "by_node", "exchange", "holders", "hops", "routed"]
+__all__ = ["ExpertExchange", "by_node", "exchange", "holders", "hops", "routed"]
 
 _Groups = tuple[tuple[int, ...], ...]
 
 
-class Exchange(NamedTuple):
+class ExpertExchange(NamedTuple):
     """Bytes that the busiest rank sends or gets in one direction of one layer and micro-batch.
 
     Args:
@@ -112,7 +112,7 @@ def holders(dispatch: str, nodes: int, local: int) -> tuple[NDArray[np.int64], .
 
 def exchange(
     groups: Sequence[Sequence[int]], row_bytes: float, rows: float, per_node: int | None
-) -> Exchange:
+) -> ExpertExchange:
     """What ranks send that spread their rows evenly over their group.
 
     Args:
@@ -121,10 +121,10 @@ def exchange(
         rows: of a rank, before it is known where they go.
         per_node: ranks of a node; None for one node.
     """
-    most = Exchange(0.0, 0.0, 0)
+    most = ExpertExchange(0.0, 0.0, 0)
     for size, far in _reached(tuple(map(tuple, groups)), per_node):
         each = rows * row_bytes / size
-        found = Exchange(each * (size - 1 - far), each * far, size - 1)
+        found = ExpertExchange(each * (size - 1 - far), each * far, size - 1)
         most = max(most, found, key=lambda one: (one.far, one.near))
     return most
 
@@ -146,7 +146,7 @@ def hops(
     rows: float,
     per_node: int | None,
     dispatch: str = "flat",
-) -> list[Exchange]:
+) -> list[ExpertExchange]:
     """What the busiest rank sends or gets in every hop, of ranks that spread their rows evenly.
 
     Args:
@@ -167,14 +167,14 @@ def hops(
     there = each * (nodes - 1) * local
     if dispatch == "2dh":
         return [
-            Exchange(each * nodes * (local - 1), 0.0, local - 1),
-            Exchange(0.0, there, nodes - 1),
+            ExpertExchange(each * nodes * (local - 1), 0.0, local - 1),
+            ExpertExchange(0.0, there, nodes - 1),
         ]
     # A node's first rank gets what the others have for other nodes, beside what stays.
     return [
-        Exchange((each + there) * (local - 1), 0.0, local - 1),
-        Exchange(0.0, there * local, nodes - 1),
-        Exchange(there * (local - 1), 0.0, local - 1),
+        ExpertExchange((each + there) * (local - 1), 0.0, local - 1),
+        ExpertExchange(0.0, there * local, nodes - 1),
+        ExpertExchange(there * (local - 1), 0.0, local - 1),
     ]
 
 

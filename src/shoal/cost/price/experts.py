@@ -14,7 +14,7 @@ import math
 from collections import Counter
 
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
-from shoal.cost.price.expert_hops import Exchange, hops
+from shoal.cost.price.expert_hops import ExpertExchange, hops
 from shoal.cost.price.ops import stage_share
 from shoal.cost.price.rates import ranks_per_host
 from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
@@ -42,7 +42,7 @@ def held_parameters(shape: ModelShape, split: Parallel) -> tuple[float, float]:
     return experts * share / (split.ep * split.etp), rest
 
 
-def exchange_s(sent: Exchange, machine: Machine) -> float:
+def exchange_s(sent: ExpertExchange, machine: Machine) -> float:
     """Seconds of an exchange: what goes far and what stays near travel at the same time."""
     near, far = machine.link("device") or machine.link("loopback"), machine.link("node")
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""The ledger: what one rank's forward and backward pass of one micro-batch consists of.
+"""Operators of one rank's forward and backward pass of one micro-batch.
 
 Every entry is a group of equal operators with its matrix products or its traffic. The
 traffic is counted operator by operator, as reads and writes of whole tensors, in the
@@ -20,13 +20,13 @@ from typing import Literal
 from shoal.cost.arithmetic import expert_parameters, linears, mixture_layers, parameters
 from shoal.ir import ModelShape
 
-__all__ = ["Op", "Style", "ledger", "stage_share"]
+__all__ = ["OpGroup", "Style", "operators", "stage_share"]
 
 Style = Literal["cpu", "gpu", "fused"]
 
 
 @dataclass(frozen=True)
-class Passes:
+class MemoryPasses:
     """Whole-tensor reads and writes of a group of operators, and how many operators it has."""
 
     forward: float
@@ -39,27 +39,27 @@ class Passes:
 
 # Counted from the model's operators, in widths of their input; ``special`` counts those
 # lanes that evaluate a transcendental function (silu, exp), see SPECIAL.
-PASSES: dict[Style, dict[str, Passes]] = {
+PASSES: dict[Style, dict[str, MemoryPasses]] = {
     "cpu": {
-        "norm": Passes(5, 10, 6, 8),
-        "rotary": Passes(5, 5, 4, 5),
-        "residual": Passes(3, 3, 1, 1),
-        "gate": Passes(6, 16, 2, 5, 1, 1),
-        "activation": Passes(2, 3, 1, 1, 1, 1),
+        "norm": MemoryPasses(5, 10, 6, 8),
+        "rotary": MemoryPasses(5, 5, 4, 5),
+        "residual": MemoryPasses(3, 3, 1, 1),
+        "gate": MemoryPasses(6, 16, 2, 5, 1, 1),
+        "activation": MemoryPasses(2, 3, 1, 1, 1, 1),
     },
     "gpu": {
-        "norm": Passes(2, 4, 1, 2),
-        "rotary": Passes(5, 5, 4, 5),
-        "residual": Passes(3, 3, 1, 1),
-        "gate": Passes(5, 13, 2, 5),
-        "activation": Passes(2, 3, 1, 1),
+        "norm": MemoryPasses(2, 4, 1, 2),
+        "rotary": MemoryPasses(5, 5, 4, 5),
+        "residual": MemoryPasses(3, 3, 1, 1),
+        "gate": MemoryPasses(5, 13, 2, 5),
+        "activation": MemoryPasses(2, 3, 1, 1),
     },
     "fused": {
-        "norm": Passes(2, 4, 1, 1),
-        "rotary": Passes(2, 2, 1, 1),
-        "residual": Passes(1, 1, 0, 0),
-        "gate": Passes(3, 5, 1, 1),
-        "activation": Passes(2, 3, 1, 1),
+        "norm": MemoryPasses(2, 4, 1, 1),
+        "rotary": MemoryPasses(2, 2, 1, 1),
+        "residual": MemoryPasses(1, 1, 0, 0),
+        "gate": MemoryPasses(3, 5, 1, 1),
+        "activation": MemoryPasses(2, 3, 1, 1),
     },
 }
 
@@ -72,7 +72,7 @@ SPECIAL = {"fp32": 2.0, "bf16": 4.0}
 TILED = {"fp32": (24.0, 42.0), "bf16": (20.0, 70.0)}
 # Passes of the compute type over all of the [T, T] weights where attention's backward
 # pass is plain products: mask, softmax, its gradient, and what the products write.
-PLAIN_BACKWARD = Passes(0, 9, 0, 22, 0, 1)
+PLAIN_BACKWARD = MemoryPasses(0, 9, 0, 22, 0, 1)
 # Scores of one sequence beyond which the tiled kernel runs backward too.
 MOST_PLAIN_SCORES = 2**25
 # Logits that are held at a time.
@@ -80,7 +80,7 @@ LOGITS_CHUNK = 2**24
 
 
 @dataclass(frozen=True)
-class Op:
+class OpGroup:
     """A group of equal operators.
 
     Args:
@@ -126,7 +126,7 @@ def stage_share(shape: ModelShape, pp: int) -> float:
     return -(-shape.num_layers // pp) / shape.num_layers
 
 
-def ledger(
+def operators(
     shape: ModelShape,
     *,
     seq_len: int,
@@ -137,7 +137,7 @@ def ledger(
     pp: int = 1,
     vocab: int | None = None,
     experts: tuple[int, int] | None = None,
-) -> tuple[Op, ...]:
+) -> tuple[OpGroup, ...]:
     """Everything that the fullest pipeline stage of one tensor rank runs for one micro-batch.
 
     Args:
@@ -164,11 +164,11 @@ def ledger(
     q = shape.num_heads * shape.head_dim / tp
     kv = shape.num_kv_heads * shape.head_dim / max(1, min(tp, shape.num_kv_heads))
     D = shape.hidden
-    ops: list[Op] = []
+    ops: list[OpGroup] = []
 
-    def memory(name: str, width: float, bytes_per: float, count: float, what: Passes) -> None:
+    def memory(name: str, width: float, bytes_per: float, count: float, what: MemoryPasses) -> None:
         ops.append(
-            Op(
+            OpGroup(
                 name,
                 "memory",
                 count=count,
@@ -195,7 +195,7 @@ def ledger(
         if linear.role == "expert":
             column = linear.name == "expert_in"
             ops.append(
-                Op(
+                OpGroup(
                     linear.name,
                     "matmul",
                     count=linear.layers * linear.copies / ep * share,
@@ -210,7 +210,7 @@ def ledger(
         column = linear.name in ("qkv", "ffn_in", "shared_in")
         row = linear.name in ("attention_out", "ffn_out", "shared_out")
         ops.append(
-            Op(
+            OpGroup(
                 linear.name,
                 "matmul",
                 count=linear.layers * linear.copies * share,
@@ -237,7 +237,7 @@ def ledger(
     if shape.qk_norm:
         memory("qk_norm", q + kv, c, layers, passes["norm"])
     memory("rotary", q + kv, c, layers, passes["rotary"])
-    memory("values", kv, c, layers, Passes(2, 2, 1, 1))
+    memory("values", kv, c, layers, MemoryPasses(2, 2, 1, 1))
     memory("residual", D, c, 2 * layers, passes["residual"])
     sparse = mixture_layers(shape)
     act = passes["gate"] if shape.gated else passes["activation"]
@@ -247,10 +247,10 @@ def ledger(
         met = shape.top_k + shape.num_shared_experts
         memory("gate", shape.expert_hidden * met / tp, c, sparse * share, act)
         own = 1 if experts is None else tp
-        memory("dispatch", D * met / own, c, sparse * share, Passes(6, 8, 4, 6))
+        memory("dispatch", D * met / own, c, sparse * share, MemoryPasses(6, 8, 4, 6))
         # Each expert is a handful of small operators of its own.
         ops.append(
-            Op(
+            OpGroup(
                 "experts",
                 "memory",
                 count=sparse * share,
@@ -264,7 +264,7 @@ def ledger(
     if low:
         # Autocast copies every matrix to bf16 once a forward pass; gradients come back.
         ops.append(
-            Op(
+            OpGroup(
                 "weight_cast",
                 "memory",
                 forward_bytes=6.0 * local,
@@ -276,7 +276,7 @@ def ledger(
             )
         )
     ops.append(
-        Op(
+        OpGroup(
             "gradient_sum",
             "memory",
             backward_bytes=12.0 * local,
@@ -300,7 +300,7 @@ def _attention(
     layers: float,
     tp: int,
     c: float,
-) -> list[Op]:
+) -> list[OpGroup]:
     """Attention of all blocks: the tiled kernel, backward as plain products on a CPU in bf16."""
     T, d = float(seq_len), shape.head_dim
     heads = microbatch * shape.num_heads / tp
@@ -310,7 +310,7 @@ def _attention(
     plain = (
         style == "cpu" and precision == "bf16" and shape.num_heads / tp * T * T <= MOST_PLAIN_SCORES
     )
-    tiled = Op(
+    tiled = OpGroup(
         "attention",
         "attention",
         count=layers,
@@ -331,7 +331,7 @@ def _attention(
     width = heads * T * d
     return [
         tiled,
-        Op(
+        OpGroup(
             "attention_backward",
             "attention",
             count=layers,
@@ -346,7 +346,7 @@ def _attention(
 
 def _ends(
     shape: ModelShape, *, n: float, c: float, low: bool, vocab: int, style: Style
-) -> list[Op]:
+) -> list[OpGroup]:
     """Embedding, final norm, logits and loss; of a pipeline, the last stage's, which is fuller.
 
     Loss and gradient of the logits are made together, in the forward pass, a chunk at a
@@ -359,7 +359,7 @@ def _ends(
     pieces = max(1.0, cells / 2**18) if style == "cpu" else chunks
     exact = 8.0 + (4.0 * SPECIAL["fp32"] if style == "cpu" else 0.0)
     return [
-        Op(
+        OpGroup(
             "embedding",
             "memory",
             forward_bytes=(8.0 + (6.0 if low else 0.0)) * n * D,
@@ -367,7 +367,7 @@ def _ends(
             size_bytes=8.0 * n * D,
             recomputed=False,
         ),
-        Op(
+        OpGroup(
             "final_norm",
             "memory",
             forward_bytes=norm.forward * c * n * D,
@@ -377,8 +377,8 @@ def _ends(
             backward_calls=norm.backward_calls,
             recomputed=False,
         ),
-        Op("logits", "matmul", count=3, M=n, N=V, K=D, backward_share=0.0, recomputed=False),
-        Op(
+        OpGroup("logits", "matmul", count=3, M=n, N=V, K=D, backward_share=0.0, recomputed=False),
+        OpGroup(
             "loss",
             "memory",
             forward_bytes=(exact + (6.0 + 6.0 if low else 8.0 + 8.0)) * cells

@@ -1,4 +1,4 @@
-"""Seconds of one entry of the ledger, forward and backward, by the rates of a machine.
+"""Seconds of one group of operators, forward and backward, by the rates of a machine.
 
 Source: Williams et al., Roofline, 2009.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shoal.cost.price.ops import Op
-from shoal.cost.price.rates import REPACKED, Curve, Kernels
+from shoal.cost.price.ops import OpGroup
+from shoal.cost.price.rates import REPACKED, Curve, KernelRates
 
-__all__ = ["Pass", "op_pass"]
+__all__ = ["PassTime", "op_pass"]
 
 # On a CPU an operator of a step finds its operands displaced from the caches and writes to
 # memory fresh from the allocator; the probe repeats one operator on the same arrays. The
@@ -19,7 +19,7 @@ __all__ = ["Pass", "op_pass"]
 DISPLACED = 1.75
 
 
-class Pass(NamedTuple):
+class PassTime(NamedTuple):
     """Seconds of one micro-batch on one rank, one direction.
 
     Args:
@@ -39,17 +39,21 @@ class Pass(NamedTuple):
         """Seconds that the device computes."""
         return self.matmul + self.attention + self.memory
 
-    def shared(self, ranks: int) -> Pass:
+    def shared(self, ranks: int) -> PassTime:
         """The same with its tokens shared by so many ranks; every rank makes every call."""
-        return Pass(self.matmul / ranks, self.attention / ranks, self.memory / ranks, self.calls)
+        return PassTime(
+            self.matmul / ranks, self.attention / ranks, self.memory / ranks, self.calls
+        )
 
-    def times(self, factor: float) -> Pass:
+    def times(self, factor: float) -> PassTime:
         """The same, so much longer, with as many calls."""
-        return Pass(self.matmul * factor, self.attention * factor, self.memory * factor, self.calls)
+        return PassTime(
+            self.matmul * factor, self.attention * factor, self.memory * factor, self.calls
+        )
 
-    def __add__(self, other: Pass) -> Pass:  # type: ignore[override]
+    def __add__(self, other: PassTime) -> PassTime:  # type: ignore[override]
         """Both, one after the other."""
-        return Pass(
+        return PassTime(
             self.matmul + other.matmul,
             self.attention + other.attention,
             self.memory + other.memory,
@@ -58,9 +62,9 @@ class Pass(NamedTuple):
 
 
 def op_pass(
-    op: Op, backward: bool, matmul: Curve, stream: Curve, precision: str, cpu: bool
-) -> Pass:
-    """Seconds of one entry of the ledger in one direction.
+    op: OpGroup, backward: bool, matmul: Curve, stream: Curve, precision: str, cpu: bool
+) -> PassTime:
+    """Seconds of one group of operators in one direction.
 
     Args:
         op: the entry.
@@ -75,22 +79,22 @@ def op_pass(
     displaced = DISPLACED if cpu else 1.0
     if op.kind == "memory":
         seconds = displaced * traffic / stream(max(1.0, op.size_bytes))
-        return Pass(memory=op.count * seconds, calls=calls)
+        return PassTime(memory=op.count * seconds, calls=calls)
     if op.kind == "attention":
         flops = op.backward_flops if backward else op.forward_flops
-        if isinstance(matmul, Kernels):
+        if isinstance(matmul, KernelRates):
             seconds = matmul.attention_s(flops, op.keys, backward=backward)
         else:
             seconds = flops / matmul(256.0)
         seconds += traffic / stream(op.size_bytes)
-        return Pass(attention=op.count * seconds, calls=calls)
-    if isinstance(matmul, Kernels):
+        return PassTime(attention=op.count * seconds, calls=calls)
+    if isinstance(matmul, KernelRates):
         once = matmul.product_s(op.M, op.N, op.K)
         if not backward:
-            return Pass(matmul=op.count * once, calls=calls)
+            return PassTime(matmul=op.count * once, calls=calls)
         inner = matmul.product_s(op.M, op.K, op.N)
         outer = matmul.product_s(op.N, op.K, op.M, adds=4.0)
-        return Pass(matmul=op.count * op.backward_share * (inner + outer), calls=calls)
+        return PassTime(matmul=op.count * op.backward_share * (inner + outer), calls=calls)
     width = 2.0 if precision == "bf16" else 4.0
     flops = 2.0 * op.M * op.N * op.K
     touched = width * (op.M * op.K + op.N * op.K + op.M * op.N)
@@ -101,6 +105,6 @@ def op_pass(
     repacked = REPACKED.get(precision, 1.0)
     weight = flops / (repacked * matmul(edge)) + traffic
     if not backward:
-        return Pass(matmul=op.count * once, calls=calls)
+        return PassTime(matmul=op.count * once, calls=calls)
     # The gradients of the input and of the weight; the latter multiplies a transpose.
-    return Pass(matmul=op.count * op.backward_share * (once + weight), calls=calls)
+    return PassTime(matmul=op.count * op.backward_share * (once + weight), calls=calls)

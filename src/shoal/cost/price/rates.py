@@ -15,14 +15,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.core.errors import MachineError
-from shoal.cost.gpu.device import CALIBRATED, Gpu, gpu_of
+from shoal.cost.gpu.device import CALIBRATED, Accelerator, gpu_of
 from shoal.cost.gpu.kernels import HALF_RATE, gemm_s
 from shoal.ir import Link, Machine, Measurement, MemoryTier, Parallel
 
 __all__ = [
     "Curve",
-    "Kernels",
-    "Rates",
+    "KernelRates",
+    "RankRates",
     "context_link",
     "data_link",
     "neighbours_link",
@@ -60,7 +60,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Kernels(Curve):
+class KernelRates(Curve):
     """The same of an accelerator, whose products and attention are priced kernel by kernel.
 
     Args:
@@ -68,7 +68,7 @@ class Kernels(Curve):
         dtype: of the operands.
     """
 
-    gpu: Gpu
+    gpu: Accelerator
     dtype: str
 
     def product_s(self, M: float, N: float, K: float, *, adds: float = 0.0) -> float:
@@ -111,7 +111,7 @@ def _tokens(text: str) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Rates:
+class RankRates:
     """Rates of one rank.
 
     Args:
@@ -189,7 +189,7 @@ class Rates:
                 # A declared rate is that of large products; small ones fill few tiles.
                 curve = Curve(((256.0, 0.1 * rate_or_none), (2048.0, rate_or_none)))
             if curve is not None:
-                return Kernels(curve.points, gpu_of(self.machine), dtype)
+                return KernelRates(curve.points, gpu_of(self.machine), dtype)
         if dtype != "fp32":
             return self.matmul_curve("fp32")
         raise MachineError(

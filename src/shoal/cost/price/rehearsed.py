@@ -17,7 +17,7 @@ from shoal.core.traits import traits
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 from shoal.machine.rehearsals import REHEARSALS, REHEARSED
 
-__all__ = ["Parts", "Rehearsed", "events"]
+__all__ = ["OperatorTimes", "RehearsedRates", "events"]
 
 # Which rehearsals tell about which split.
 _TELL = {
@@ -31,7 +31,7 @@ _TELL = {
 _LEAST, _MOST = 0.5, 3.0
 
 
-class Parts(NamedTuple):
+class OperatorTimes(NamedTuple):
     """A step by operators alone.
 
     Args:
@@ -70,7 +70,7 @@ def events(job: TrainJob, shape: ModelShape) -> dict[str, float]:
     return found
 
 
-class Rehearsed:
+class RehearsedRates:
     """What the rehearsals of a machine say.
 
     Args:
@@ -78,14 +78,14 @@ class Rehearsed:
         told: seconds of a job by its operators alone.
     """
 
-    def __init__(self, machine: Machine, told: Callable[[Work], Parts]) -> None:
+    def __init__(self, machine: Machine, measured: Callable[[Work], OperatorTimes]) -> None:
         self._took = {
             m.note: m.median
             for m in machine.measurements
             if m.probe == "steps" and m.plausible and m.note in REHEARSALS
         }
         self._told = {
-            name: told(Work(shape=REHEARSED, job=REHEARSALS[name])) for name in self._took
+            name: measured(Work(shape=REHEARSED, job=REHEARSALS[name])) for name in self._took
         }
         self._cores = machine.device.num_cores or 1
         self._factors: dict[str, float] = {

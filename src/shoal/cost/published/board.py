@@ -12,7 +12,7 @@ from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.core.svg import Chart, Series
 
-__all__ = ["CLOSE", "Board", "Scored", "half_width", "scatter", "share_within", "widths"]
+__all__ = ["CLOSE", "Scoreboard", "ScoredRow", "half_width", "scatter", "share_within", "widths"]
 
 # Share of the rows of a new publication that an interval is to hold; a row counts as a hit
 # where the error is at most CLOSE.
@@ -22,7 +22,7 @@ CLOSE = 0.25
 ENOUGH = 4
 
 
-class Scored(Value):
+class ScoredRow(Value):
     """One row: what was reported and what Shoal says.
 
     Args:
@@ -72,7 +72,7 @@ class Scored(Value):
         return self.low <= self.reported <= self.high
 
 
-class Board(Value):
+class Scoreboard(Value):
     """All rows of one table.
 
     Args:
@@ -82,7 +82,7 @@ class Board(Value):
     """
 
     kind: str
-    rows: tuple[Scored, ...]
+    rows: tuple[ScoredRow, ...]
     skipped: Mapping[str, str] = {}
 
     @property
@@ -108,7 +108,7 @@ class Board(Value):
     def scaled_error(self, name: str) -> float:
         """The same once one factor on its speed makes the named rows right, in their middle."""
 
-        def slower(row: Scored) -> float:
+        def slower(row: ScoredRow) -> float:
             ratio = row.baselines[name] / row.reported
             return ratio if row.metric == "step_s" else 1.0 / ratio
 
@@ -126,7 +126,7 @@ class Board(Value):
         return tuple(sorted(names, key=lambda g: (-sum(r.group == g for r in self.rows), g)))
 
 
-def share_within(rows: Iterable[Scored], limit: float = CLOSE) -> float:
+def share_within(rows: Iterable[ScoredRow], limit: float = CLOSE) -> float:
     """Share of rows whose error is at most ``limit``."""
     found = [abs(row.error) <= limit for row in rows]
     return sum(found) / len(found) if found else 0.0
@@ -185,7 +185,7 @@ def _family(device: str) -> str:
     return next((name for pattern, name in _FAMILIES if re.search(pattern, device)), "AMD, TPU")
 
 
-def scatter(board: Board) -> Chart:
+def scatter(board: Scoreboard) -> Chart:
     """Predicted over reported of every row, by device."""
     series = []
     for family in (*(name for _, name in _FAMILIES), "AMD, TPU"):

@@ -16,9 +16,9 @@ from dataclasses import asdict
 import numpy as np
 
 from shoal.core.errors import require
-from shoal.cost.gpu.device import Calibration
+from shoal.cost.gpu.device import GpuCalibration
 from shoal.cost.published.plan import predict
-from shoal.cost.published.rows import Row, read, replay
+from shoal.cost.published.rows import PublishedRow, read, replay
 
 __all__ = ["NAMED", "PRIOR", "at_most_five", "calibrate", "calibration_for", "fit", "fitted"]
 
@@ -34,7 +34,7 @@ NAMED = (
 # 15 % below a short probe's; stream: a fused kernel's share of the data sheet (STREAM on GPUs
 # reaches 0.9, chains of kernels with reductions less); wire: bus bandwidth of NCCL's tests over
 # the link's; host: seconds for one kernel of an eager framework.
-PRIOR = Calibration(gemm=0.86, gemm_low=0.80, stream=0.75, wire=0.72, host=6e-6)
+PRIOR = GpuCalibration(gemm=0.86, gemm_low=0.80, stream=0.75, wire=0.72, host=6e-6)
 ROW_SPREAD, PRIOR_SPREAD = 0.05, 0.20
 
 
@@ -80,7 +80,7 @@ def at_most_five(number: int) -> None:
     require(number <= 5, "rows to calibrate on", number, expected="at most 5")
 
 
-def calibrate(rows: Iterable[Row], prior: Calibration = PRIOR) -> Calibration:
+def calibrate(rows: Iterable[PublishedRow], prior: GpuCalibration = PRIOR) -> GpuCalibration:
     """The constants that ``rows`` ask for, starting from ``prior``.
 
     Raises:
@@ -91,13 +91,13 @@ def calibrate(rows: Iterable[Row], prior: Calibration = PRIOR) -> Calibration:
     replays = [replay(row) for row in chosen]
 
     def errors(values: dict[str, float]) -> list[float]:
-        k = Calibration(**values)
+        k = GpuCalibration(**values)
         return [math.log(predict(r, k).value / r.row.value) for r in replays]
 
-    return Calibration(**fit(asdict(prior), errors))
+    return GpuCalibration(**fit(asdict(prior), errors))
 
 
-def calibration_for(group: str, rows: tuple[Row, ...] | None = None) -> Calibration:
+def calibration_for(group: str, rows: tuple[PublishedRow, ...] | None = None) -> GpuCalibration:
     """The constants for the rows of one publication, set without any of them."""
     table = read() if rows is None else rows
     named = [row for row in table if row.id in NAMED and row.group != group]
@@ -105,10 +105,10 @@ def calibration_for(group: str, rows: tuple[Row, ...] | None = None) -> Calibrat
 
 
 @functools.lru_cache(maxsize=64)
-def _fitted(rows: tuple[tuple[str, float, Row], ...]) -> Calibration:
+def _fitted(rows: tuple[tuple[str, float, PublishedRow], ...]) -> GpuCalibration:
     return calibrate(row for _, _, row in rows)
 
 
-def fitted() -> Calibration:
+def fitted() -> GpuCalibration:
     """The constants by all named rows: what plans are priced with."""
     return calibration_for("")

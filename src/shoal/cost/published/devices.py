@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass
 
 from shoal.core.errors import MachineError, nearest
-from shoal.cost.gpu.device import Gpu, generation_of
+from shoal.cost.gpu.device import Accelerator, generation_of
 
 __all__ = ["DEVICES", "Sheet", "gpu"]
 
@@ -102,7 +102,7 @@ _SAME = {"A100": "A100-80GB", "V100-32GB": "V100", "MI250X (GCD)": "MI250X"}
 
 
 @functools.cache
-def gpu(name: str, *, domain: int = 0, outside: float = 0.0) -> Gpu:
+def gpu(name: str, *, domain: int = 0, outside: float = 0.0) -> Accelerator:
     """The device of a row.
 
     Args:
@@ -125,7 +125,7 @@ def gpu(name: str, *, domain: int = 0, outside: float = 0.0) -> Gpu:
         matmul["fp8"] = sheet.low_reach * sheet.low
     if sheet.least:
         matmul["fp4"] = sheet.low_reach * sheet.least * 0.8
-    return Gpu(
+    return Accelerator(
         name=name,
         peak=tuple(sorted(peak.items())),
         matmul=tuple(sorted(matmul.items())),

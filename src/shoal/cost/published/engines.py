@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from shoal.cost.gpu.spec import Engine
+from shoal.cost.gpu.spec import EngineSpec
 
 __all__ = ["ENGINES", "engine_of", "group_of"]
 
-_MEGATRON_21 = Engine(
+_MEGATRON_21 = EngineSpec(
     "Megatron-LM 2021",
     attention="plain",
     data_overlap=False,
@@ -17,10 +17,10 @@ _MEGATRON_21 = Engine(
     grad_bytes=4.0,
     loss_bytes=48.0,
 )
-_MCORE = Engine(
+_MCORE = EngineSpec(
     "Megatron-Core", attention="best", tensor_overlap=0.6, pipe_overlap=True, dedup=True
 )
-ENGINES: dict[str, Engine] = {
+ENGINES: dict[str, EngineSpec] = {
     "megatron-2021": _MEGATRON_21,
     "megatron-2022": replace(_MEGATRON_21, name="Megatron-LM 2022"),
     "megatron-core": _MCORE,
@@ -34,18 +34,20 @@ ENGINES: dict[str, Engine] = {
     "bridge": replace(_MCORE, name="Megatron-Bridge"),
     "bridge-2025": replace(_MCORE, name="Megatron-Bridge before 26.04", fused_experts=False),
     "mlperf": replace(_MCORE, name="NeMo MLPerf", graphs=True),
-    "torchtitan": Engine("torchtitan", fused=False, attention="flash2", loss_bytes=40.0),
-    "torchtitan-compile": Engine(
+    "torchtitan": EngineSpec("torchtitan", fused=False, attention="flash2", loss_bytes=40.0),
+    "torchtitan-compile": EngineSpec(
         "torchtitan, compiled", fused=True, attention="flash2", loss_bytes=24.0
     ),
-    "composer": Engine(
+    "composer": EngineSpec(
         "Composer, FSDP", fused=False, attention="flash1", loss_bytes=32.0, grad_bytes=2.0
     ),
-    "nanotron": Engine("nanotron", fused=True, attention="flash2", data_overlap=False),
-    "deepspeed": Engine("Megatron-DeepSpeed", attention="plain", grad_bytes=2.0, loss_bytes=48.0),
-    "llm.c": Engine("llm.c", attention="best", loss_bytes=8.0, grad_bytes=2.0, graphs=True),
-    "compiled": Engine("PyTorch, compiled", attention="best", loss_bytes=16.0, grad_bytes=2.0),
-    "xla": Engine(
+    "nanotron": EngineSpec("nanotron", fused=True, attention="flash2", data_overlap=False),
+    "deepspeed": EngineSpec(
+        "Megatron-DeepSpeed", attention="plain", grad_bytes=2.0, loss_bytes=48.0
+    ),
+    "llm.c": EngineSpec("llm.c", attention="best", loss_bytes=8.0, grad_bytes=2.0, graphs=True),
+    "compiled": EngineSpec("PyTorch, compiled", attention="best", loss_bytes=16.0, grad_bytes=2.0),
+    "xla": EngineSpec(
         "XLA on TPUs",
         attention="best",
         tensor_overlap=0.7,
@@ -53,7 +55,7 @@ ENGINES: dict[str, Engine] = {
         loss_bytes=24.0,
         grad_bytes=2.0,
     ),
-    "fairscale": Engine("metaseq, fairscale FSDP", attention="plain", grad_bytes=2.0),
+    "fairscale": EngineSpec("metaseq, fairscale FSDP", attention="plain", grad_bytes=2.0),
 }
 
 _GROUPS = (
@@ -111,7 +113,7 @@ def group_of(source: str) -> str:
     return next((name for start, name in _GROUPS if source.startswith(start)), source[:40])
 
 
-def engine_of(source: str, row_id: str) -> Engine:
+def engine_of(source: str, row_id: str) -> EngineSpec:
     """The engine of a row."""
     group = group_of(source)
     if group == "torchtitan":

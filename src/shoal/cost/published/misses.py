@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from shoal.cost.arithmetic import mixture_layers
-from shoal.cost.published.rows import Replay
+from shoal.cost.published.rows import TrainReplay
 
 __all__ = ["reason_of"]
 
@@ -39,7 +39,7 @@ _KNOWN = (
 )
 
 
-def reason_of(item: Replay, error: float) -> str:
+def reason_of(item: TrainReplay, error: float) -> str:
     """What may explain an error, in a clause."""
     row = item.row
     for pattern, text in _KNOWN:

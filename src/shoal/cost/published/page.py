@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_atomic, write_json
-from shoal.cost.gpu.device import Calibration
+from shoal.cost.gpu.device import GpuCalibration
 from shoal.cost.gpu.serve import ServeCalibration
 from shoal.cost.published.baselines import BASELINES
-from shoal.cost.published.board import CLOSE, Board, Scored, scatter, share_within
+from shoal.cost.published.board import CLOSE, Scoreboard, ScoredRow, scatter, share_within
 from shoal.cost.published.calibration import NAMED, PRIOR, fitted
 from shoal.cost.published.scoreboard import alternatives
 from shoal.cost.published.serving_calibration import (
@@ -37,7 +37,7 @@ written with all rows in sight; only its constants are held out.
 """
 
 
-def results(*boards: Board) -> dict[str, Any]:
+def results(*boards: Scoreboard) -> dict[str, Any]:
     """What ``results/published.json`` holds."""
     return {
         board.kind: {
@@ -73,14 +73,16 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["| " + " | ".join(head) + " |", line, *body, ""]
 
 
-def _constants(prior: Calibration | ServeCalibration, now: Calibration | ServeCalibration) -> str:
+def _constants(
+    prior: GpuCalibration | ServeCalibration, now: GpuCalibration | ServeCalibration
+) -> str:
     return ", ".join(
         f"`{name}` {getattr(now, name):.4g} (from {value:.4g})"
         for name, value in vars(prior).items()
     )
 
 
-def _summary(board: Board) -> list[str]:
+def _summary(board: Scoreboard) -> list[str]:
     close = share_within(board.rows)
     whole = close * len(board.rows) / board.total
     out = [
@@ -127,7 +129,7 @@ def _summary(board: Board) -> list[str]:
     return out
 
 
-def _row(row: Scored) -> tuple[str, ...]:
+def _row(row: ScoredRow) -> tuple[str, ...]:
     mark = " *" if row.named else ""
     return (
         row.id + mark,
@@ -140,7 +142,7 @@ def _row(row: Scored) -> tuple[str, ...]:
     )
 
 
-def markdown(*boards: Board, picture: str = "") -> str:
+def markdown(*boards: Scoreboard, picture: str = "") -> str:
     """The page.
 
     Args:
@@ -186,7 +188,7 @@ def markdown(*boards: Board, picture: str = "") -> str:
     return "\n".join(out).rstrip() + "\n"
 
 
-def write(page: Path, pictures: Path, table: Path, *boards: Board) -> None:
+def write(page: Path, pictures: Path, table: Path, *boards: Scoreboard) -> None:
     """Write the page, its pictures and the table of results.
 
     Args:

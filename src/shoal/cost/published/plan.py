@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shoal.cost.gpu.device import Calibration
+from shoal.cost.gpu.device import GpuCalibration
 from shoal.cost.gpu.memory import memory_bytes
 from shoal.cost.gpu.spec import Run
-from shoal.cost.gpu.step import Step, price
+from shoal.cost.gpu.step import GpuStep, price
 from shoal.cost.published.quantity import reported
-from shoal.cost.published.rows import Replay
+from shoal.cost.published.rows import TrainReplay
 
-__all__ = ["Predicted", "predict"]
+__all__ = ["PublishedPrediction", "predict"]
 
 _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -21,7 +21,7 @@ _CHUNKS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PublishedPrediction:
     """What the model says of a row.
 
     Args:
@@ -32,10 +32,10 @@ class Predicted:
 
     value: float
     run: Run
-    step: Step
+    step: GpuStep
 
 
-def _options(replay: Replay) -> Iterator[Run]:
+def _options(replay: TrainReplay) -> Iterator[Run]:
     run = replay.run
     shape, world = run.shape, run.devices
     splits = [run]
@@ -62,7 +62,7 @@ def _options(replay: Replay) -> Iterator[Run]:
                     yield replace(split, micro_batch=size, vpp=vpp)
 
 
-def predict(replay: Replay, k: Calibration) -> Predicted:
+def predict(replay: TrainReplay, k: GpuCalibration) -> PublishedPrediction:
     """The prediction for a row: of open choices the fastest that fits, or that lacks least."""
     options = list(_options(replay))
     if len(options) > 1:
@@ -74,4 +74,4 @@ def predict(replay: Replay, k: Calibration) -> Predicted:
         key=lambda found: found[0].seconds,
     )
     peak = dict(replay.gpu.peak)["bf16"]
-    return Predicted(reported(replay.row, run, step.seconds, peak), run, step)
+    return PublishedPrediction(reported(replay.row, run, step.seconds, peak), run, step)

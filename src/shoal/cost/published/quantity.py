@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.gpu.spec import Run, latent_of
 from shoal.cost.gpu.step import block_weights
-from shoal.cost.published.rows import Row
+from shoal.cost.published.rows import PublishedRow
 
 __all__ = ["reported"]
 
@@ -29,7 +29,7 @@ def model_flops(run: Run, *, square: bool = True) -> float:
     return 2.0 * weights + attention
 
 
-def reported(row: Row, run: Run, seconds: float, peak: float) -> float:
+def reported(row: PublishedRow, run: Run, seconds: float, peak: float) -> float:
     """The quantity of a row for a step of ``seconds``."""
     tokens = float(run.global_batch * run.seq_len)
     if row.metric == "step_s":

@@ -16,21 +16,21 @@ from importlib import resources
 from pathlib import Path
 
 from shoal.core.errors import ConfigError, ModelError, require
-from shoal.cost.gpu.device import Gpu
+from shoal.cost.gpu.device import Accelerator
 from shoal.cost.gpu.spec import Run
 from shoal.cost.published import devices
 from shoal.cost.published.engines import engine_of, group_of
 from shoal.cost.shapes import find
 from shoal.ir import ModelShape
 
-__all__ = ["Row", "read", "replay"]
+__all__ = ["PublishedRow", "read", "replay"]
 
 _NEEDED = ("id", "source", "model", "device", "reported_metric", "reported_value")
 METRICS = ("tokens_per_s_per_gpu", "step_s", "mfu", "hfu", "tflops_per_gpu")
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PublishedRow:
     """One published measurement.
 
     Args:
@@ -57,7 +57,7 @@ class Row:
         return int(float(text)) if text else 0
 
 
-def read(path: Path | None = None) -> tuple[Row, ...]:
+def read(path: Path | None = None) -> tuple[PublishedRow, ...]:
     """All rows of the shipped table, or of another file of its form.
 
     Raises:
@@ -67,12 +67,12 @@ def read(path: Path | None = None) -> tuple[Row, ...]:
 
 
 @functools.cache
-def _shipped() -> tuple[Row, ...]:
+def _shipped() -> tuple[PublishedRow, ...]:
     text = resources.files("shoal.cost.published").joinpath("training.csv")
     return _parse(text.read_text(encoding="utf-8"), "training.csv")
 
 
-def _parse(text: str, where: str) -> tuple[Row, ...]:
+def _parse(text: str, where: str) -> tuple[PublishedRow, ...]:
     reader = csv.DictReader(text.splitlines())
     missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
     require(not missing, where, missing, expected="a table of runs with these columns")
@@ -91,7 +91,7 @@ def _parse(text: str, where: str) -> tuple[Row, ...]:
         metric = cells["reported_metric"]
         require(metric in METRICS, f"{at}: reported_metric", metric, expected=", ".join(METRICS))
         rows.append(
-            Row(
+            PublishedRow(
                 cells["id"],
                 group_of(cells["source"]),
                 cells["source"],
@@ -105,7 +105,7 @@ def _parse(text: str, where: str) -> tuple[Row, ...]:
 
 
 @dataclass(frozen=True)
-class Replay:
+class TrainReplay:
     """A row as a run.
 
     Args:
@@ -116,9 +116,9 @@ class Replay:
         open: what a search still has to choose.
     """
 
-    row: Row
+    row: PublishedRow
     run: Run
-    gpu: Gpu
+    gpu: Accelerator
     filled: tuple[str, ...]
     open: frozenset[str] = frozenset()
 
@@ -162,7 +162,7 @@ _SIZED = {
 }
 
 
-def shape_of(row: Row, filled: list[str]) -> ModelShape:
+def shape_of(row: PublishedRow, filled: list[str]) -> ModelShape:
     """The model of a row."""
     number = row.number
     model = row.raw["model"]
@@ -251,7 +251,7 @@ _PRECISION = {
 }
 
 
-def _window(row: Row) -> tuple[int, float]:
+def _window(row: PublishedRow) -> tuple[int, float]:
     """Keys that a query sees at most, and the share of layers where that holds."""
     if "gpt-oss" in row.raw["model"]:
         return 128, 0.5
@@ -259,7 +259,7 @@ def _window(row: Row) -> tuple[int, float]:
     return (1024, 1.0) if row.group == "modded-nanogpt" and row.number("seq_len") > 1024 else (0, 0)
 
 
-def replay(row: Row) -> Replay:
+def replay(row: PublishedRow) -> TrainReplay:
     """The run that a row describes.
 
     Raises:
@@ -356,4 +356,4 @@ def replay(row: Row) -> Replay:
     )
     if row.group == "torchtitan" and run.pp > 1 and "interleaved" in row.raw.get("schedule", ""):
         run = replace(run, vpp=2)
-    return Replay(row, run, gpu, tuple(filled), frozenset(open_))
+    return TrainReplay(row, run, gpu, tuple(filled), frozenset(open_))

@@ -14,18 +14,18 @@ from statistics import median
 
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.published.baselines import BASELINES
-from shoal.cost.published.board import CLOSE, Board, Scored, widths
+from shoal.cost.published.board import CLOSE, Scoreboard, ScoredRow, widths
 from shoal.cost.published.calibration import NAMED, PRIOR, calibration_for
 from shoal.cost.published.devices import gpu
 from shoal.cost.published.misses import reason_of
-from shoal.cost.published.plan import Predicted, predict
+from shoal.cost.published.plan import PublishedPrediction, predict
 from shoal.cost.published.quantity import reported
-from shoal.cost.published.rows import Replay, Row, UnplayableError, read, replay
+from shoal.cost.published.rows import PublishedRow, TrainReplay, UnplayableError, read, replay
 
 __all__ = ["alternatives", "score_training"]
 
 
-def _short(run: Predicted) -> str:
+def _short(run: PublishedPrediction) -> str:
     r = run.run
     degrees = {"tp": r.tp, "pp": r.pp, "vpp": r.vpp, "cp": r.cp, "ep": r.ep, "dp": r.dp}
     parts = [f"{name}{number}" for name, number in degrees.items() if number > 1]
@@ -36,13 +36,13 @@ def _short(run: Predicted) -> str:
     return " ".join(parts)
 
 
-def _bound(found: Predicted) -> str:
+def _bound(found: PublishedPrediction) -> str:
     terms = {k: v for k, v in found.step.terms.items() if k != "matmul"}
     name = max(terms, key=lambda k: terms[k])
     return f"{name} {terms[name] / found.step.seconds:.0%}"
 
 
-def _kind(item: Replay) -> str:
+def _kind(item: TrainReplay) -> str:
     return "experts" if mixture_layers(item.run.shape) else "dense"
 
 
@@ -63,28 +63,28 @@ def alternatives() -> dict[str, tuple[float, float]]:
             item = replace(item, gpu=gpu(row.raw["device"]))
         sheet.append(abs(predict(item, calibration_for(row.group)).value / row.value - 1.0))
     return {
-        "no row calibrates": _told(plain),
-        "the data sheet for every device": _told(sheet),
+        "no row calibrates": _describe(plain),
+        "the data sheet for every device": _describe(sheet),
     }
 
 
-def _told(errors: list[float]) -> tuple[float, float]:
+def _describe(errors: list[float]) -> tuple[float, float]:
     return median(errors), sum(error <= CLOSE for error in errors) / len(errors)
 
 
-def score_training(rows: tuple[Row, ...] | None = None) -> Board:
+def score_training(rows: tuple[PublishedRow, ...] | None = None) -> Scoreboard:
     """Score all rows of the shipped table, or of another."""
     return _shipped() if rows is None else _score(rows)
 
 
 @functools.cache
-def _shipped() -> Board:
+def _shipped() -> Scoreboard:
     return _score(read())
 
 
-def _score(rows: tuple[Row, ...]) -> Board:
+def _score(rows: tuple[PublishedRow, ...]) -> Scoreboard:
     skipped: dict[str, str] = {}
-    found: list[tuple[Replay, Predicted]] = []
+    found: list[tuple[TrainReplay, PublishedPrediction]] = []
     for row in rows:
         try:
             item = replay(row)
@@ -103,7 +103,7 @@ def _score(rows: tuple[Row, ...]) -> Board:
         peak = dict(item.gpu.peak)["bf16"]
         error = p.value / row.value - 1.0
         scored.append(
-            Scored(
+            ScoredRow(
                 id=row.id,
                 group=row.group,
                 device=row.raw["device"],
@@ -125,4 +125,4 @@ def _score(rows: tuple[Row, ...]) -> Board:
                 },
             )
         )
-    return Board(kind="training", rows=tuple(scored), skipped=skipped)
+    return Scoreboard(kind="training", rows=tuple(scored), skipped=skipped)

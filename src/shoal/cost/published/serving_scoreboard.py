@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from shoal.cost.published.board import CLOSE, Board, Scored, widths
+from shoal.cost.published.board import CLOSE, Scoreboard, ScoredRow, widths
 from shoal.cost.published.rows import UnplayableError
 from shoal.cost.published.serving import (
     ServeReplay,
@@ -19,13 +19,13 @@ from shoal.cost.published.serving_calibration import SERVE_NAMED, serving_calibr
 __all__ = ["score_serving"]
 
 
-def score_serving(rows: tuple[ServeRow, ...] | None = None) -> Board:
+def score_serving(rows: tuple[ServeRow, ...] | None = None) -> Scoreboard:
     """Score all rows of the shipped table, or of another."""
     return _shipped() if rows is None else _score(rows)
 
 
 @functools.cache
-def _shipped() -> Board:
+def _shipped() -> Scoreboard:
     return _score(read_serving())
 
 
@@ -61,7 +61,7 @@ def _run(item: ServeReplay) -> str:
     return " ".join([*parts, item.row.raw["precision"] or "bf16", load])
 
 
-def _score(rows: tuple[ServeRow, ...]) -> Board:
+def _score(rows: tuple[ServeRow, ...]) -> Scoreboard:
     skipped: dict[str, str] = {}
     found: list[tuple[ServeReplay, float]] = []
     for row in rows:
@@ -78,7 +78,7 @@ def _score(rows: tuple[ServeRow, ...]) -> Board:
         spread = math.exp(spreads[row.group, _kind(item)])
         far = abs(value / row.value - 1.0) > CLOSE
         scored.append(
-            Scored(
+            ScoredRow(
                 id=row.id,
                 group=row.group,
                 device=row.raw["device"],
@@ -96,4 +96,4 @@ def _score(rows: tuple[ServeRow, ...]) -> Board:
                 reason=_reason(item) if far else "",
             )
         )
-    return Board(kind="serving", rows=tuple(scored), skipped=skipped)
+    return Scoreboard(kind="serving", rows=tuple(scored), skipped=skipped)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from shoal.core.errors import DataError, require
 from shoal.core.parts import table
-from shoal.cost.scaling.curve import Point
-from shoal.cost.scaling.fit import Fitted, fit
+from shoal.cost.scaling.curve import CurvePoint
+from shoal.cost.scaling.fit import FittedLaw, fit
 from shoal.ir import Interval
 
 __all__ = ["data_needed", "fit_best"]
@@ -19,7 +19,9 @@ __all__ = ["data_needed", "fit_best"]
 CURVE_LAWS = ("power", "power_floor", "three_regime")
 
 
-def fit_best(points: Sequence[Point], *, laws: Sequence[str] = CURVE_LAWS, seed: int = 0) -> Fitted:
+def fit_best(
+    points: Sequence[CurvePoint], *, laws: Sequence[str] = CURVE_LAWS, seed: int = 0
+) -> FittedLaw:
     """The law with the smallest corrected Akaike criterion; the simplest if all are undefined.
 
     Laws that need more points than there are do not take part.
@@ -36,7 +38,7 @@ def fit_best(points: Sequence[Point], *, laws: Sequence[str] = CURVE_LAWS, seed:
     return fit(best.law, points, seed=seed)
 
 
-def data_needed(fitted: Fitted, target: float) -> Interval | None:
+def data_needed(fitted: FittedLaw, target: float) -> Interval | None:
     """Data at which the error falls to ``target``; None if the floor is above it.
 
     Raises:

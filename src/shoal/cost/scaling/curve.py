@@ -11,10 +11,10 @@ from pydantic import PositiveInt
 from shoal.core.config import Value
 from shoal.core.errors import DataError, require
 
-__all__ = ["Point", "checked"]
+__all__ = ["CurvePoint", "checked"]
 
 
-class Point(Value):
+class CurvePoint(Value):
     """One measured error.
 
     Args:
@@ -35,7 +35,7 @@ class Point(Value):
 
 
 def checked(
-    points: Sequence[Point], *, minimum: int = 4, inputs: int = 1, increasing: bool = False
+    points: Sequence[CurvePoint], *, minimum: int = 4, inputs: int = 1, increasing: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Places [n, k], values [n] and weights [n] of a curve that a law can be fitted to.
 
@@ -122,7 +122,7 @@ def checked(
     return x_nk, y_n, w_n / w_n.mean()
 
 
-def _weight(point: Point, value: float) -> float:
+def _weight(point: CurvePoint, value: float) -> float:
     spread = point.spread
     if point.trials is not None and value < 1:
         binomial = math.sqrt(value * (1 - value) / point.trials)

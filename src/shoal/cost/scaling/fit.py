@@ -22,13 +22,13 @@ from shoal.core.config import Value
 from shoal.core.errors import DataError
 from shoal.core.parts import Choice, table
 from shoal.core.random import generator
-from shoal.cost.scaling.curve import Point, checked
+from shoal.cost.scaling.curve import CurvePoint, checked
 from shoal.ir import Interval
 
 if TYPE_CHECKING:
     from shoal.cost.scaling.protocols import Law
 
-__all__ = ["Fitted", "fit", "invert"]
+__all__ = ["FittedLaw", "fit", "invert"]
 
 REPLICATES = 200
 _STEPS = 60
@@ -36,7 +36,7 @@ _STEPS = 60
 _BOUND = 80.0
 
 
-class Fitted(Value):
+class FittedLaw(Value):
     """A law with its parameters, their 95 % intervals, and what it left unexplained.
 
     Args:
@@ -175,8 +175,8 @@ def _solve(
 
 
 def fit(
-    law: Choice | str, points: Sequence[Point], *, seed: int = 0, replicates: int = REPLICATES
-) -> Fitted:
+    law: Choice | str, points: Sequence[CurvePoint], *, seed: int = 0, replicates: int = REPLICATES
+) -> FittedLaw:
     """Fit one law.
 
     Args:
@@ -224,7 +224,7 @@ def fit(
             + 2 * parameters_counted
             + 2 * parameters_counted * (parameters_counted + 1) / correction
         )
-    return Fitted(
+    return FittedLaw(
         law=choice,
         parameters=intervals,
         samples=tuple(tuple(map(float, sample)) for sample in samples),

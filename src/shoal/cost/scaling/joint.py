@@ -13,11 +13,11 @@ import numpy as np
 
 from shoal.core.parts import part
 
-__all__ = ["Joint"]
+__all__ = ["JointLaw"]
 
 
 @part
-class Joint:
+class JointLaw:
     """One law for planning: what a larger model and more data are each worth."""
 
     parameters: ClassVar[tuple[str, ...]] = ("E", "A", "a", "B", "b")

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shoal.core.svg import Band, Chart, Series
-from shoal.cost.scaling.curve import Point
-from shoal.cost.scaling.fit import Fitted
+from shoal.cost.scaling.curve import CurvePoint
+from shoal.cost.scaling.fit import FittedLaw
 
 __all__ = ["picture"]
 
 
 def picture(
-    curves: Mapping[str, tuple[Sequence[Point], Fitted | None]],
+    curves: Mapping[str, tuple[Sequence[CurvePoint], FittedLaw | None]],
     *,
     title: str = "Learning curve",
     x_label: str = "training examples",

@@ -12,11 +12,11 @@ import numpy as np
 
 from shoal.core.parts import part
 
-__all__ = ["Power"]
+__all__ = ["PowerLaw"]
 
 
 @part
-class Power:
+class PowerLaw:
     """The middle of a learning curve; choose it where neither plateau nor floor shows."""
 
     parameters: ClassVar[tuple[str, ...]] = ("alpha", "beta")

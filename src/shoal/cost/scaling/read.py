@@ -7,15 +7,15 @@ from pathlib import Path
 
 from shoal.core.config import parse
 from shoal.core.errors import DataError, UnknownKeyError
-from shoal.cost.scaling.curve import Point
+from shoal.cost.scaling.curve import CurvePoint
 
 __all__ = ["read_curve"]
 
 MAX_ROWS = 100_000
 
 
-def read_curve(path: Path) -> list[Point]:
-    """Points of a CSV file whose first line names the columns of :class:`Point`.
+def read_curve(path: Path) -> list[CurvePoint]:
+    """Points of a CSV file whose first line names the columns of :class:`CurvePoint`.
 
     ``size`` and ``value`` are needed; ``spread``, ``trials``, ``model`` and ``metric`` are
     optional, and so is every cell of theirs.
@@ -42,7 +42,7 @@ def read_curve(path: Path) -> list[Point]:
                 if None in row:
                     raise UnknownKeyError(f"{where}: more cells than columns; remove the last")
                 cells = {key: cell for key, cell in row.items() if cell not in ("", None)}
-                points.append(parse(Point, cells, where=where))
+                points.append(parse(CurvePoint, cells, where=where))
             return points
     except UnicodeDecodeError as cause:
         raise DataError(f"{path}: not text in UTF-8; give a CSV file") from cause

@@ -21,16 +21,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from shoal.core.errors import require
-from shoal.cost.serving.simulator import Predicted, Served, quantities, request_of
+from shoal.cost.serving.simulator import ServedRequest, SimulatedRunner, quantities, request_of
 from shoal.cost.step_cost.cooling import Cooling, Warmth
 from shoal.ir import Arrival, Request, Scheduler, Step, StepCost, StepResult
-from shoal.ir.phases import Dispatcher, Fetching, Handing
+from shoal.ir.phases import DecodePhaseScheduler, Dispatcher, PrefillPhaseScheduler
 
-__all__ = ["FleetSimulation", "Instance", "Move", "Wire", "attainment", "simulate_fleet"]
+__all__ = [
+    "FleetSimulation",
+    "KVTransferLink",
+    "SimulatedInstance",
+    "SimulatedTransfer",
+    "attainment",
+    "simulate_fleet",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class SimulatedInstance:
     """A scheduler without requests, and what its steps take.
 
     Args:
@@ -49,7 +56,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class KVTransferLink:
     """How keys and values come to a decode instance.
 
     Args:
@@ -78,7 +85,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SimulatedTransfer:
     """One request on its way to a decode instance.
 
     Args:
@@ -108,8 +115,8 @@ class FleetSimulation:
         busy_s: s in which each instance was in a step, prefill instances first.
     """
 
-    served: list[Served] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    served: list[ServedRequest] = field(default_factory=list)
+    moves: list[SimulatedTransfer] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
 
     def quantities(self) -> dict[str, float]:
@@ -117,7 +124,7 @@ class FleetSimulation:
         return quantities(self.served)
 
 
-def attainment(served: Sequence[Served], *, ttft: float, tpot: float) -> float:
+def attainment(served: Sequence[ServedRequest], *, ttft: float, tpot: float) -> float:
     """Share of requests that meet both targets; one that did not finish meets none.
 
     Args:
@@ -133,12 +140,12 @@ def attainment(served: Sequence[Served], *, ttft: float, tpot: float) -> float:
 
 
 def simulate_fleet(
-    prefill: Sequence[Instance],
-    decode: Sequence[Instance],
+    prefill: Sequence[SimulatedInstance],
+    decode: Sequence[SimulatedInstance],
     dispatcher: Dispatcher,
     arrivals: Sequence[Arrival],
     *,
-    wire: Wire | None = None,
+    wire: KVTransferLink | None = None,
     crowding: float = 0.0,
 ) -> FleetSimulation:
     """Serve ``arrivals`` in virtual time.
@@ -184,11 +191,11 @@ def simulate_fleet(
 class _Running:
     """An instance at work."""
 
-    def __init__(self, instance: Instance, phase: str) -> None:
+    def __init__(self, instance: SimulatedInstance, phase: str) -> None:
         self.scheduler = instance.scheduler
         self.phase = phase
         self.requests: dict[str, Request] = {}
-        self.runner = Predicted(instance.cost)
+        self.runner = SimulatedRunner(instance.cost)
         # When each stage has done what was begun; the next step begins when the first is free.
         self.stages = [0.0] * instance.stages
         self.warmth = Warmth(instance.cooling) if instance.cooling else None
@@ -209,10 +216,10 @@ class _Fleet:
 
     def __init__(
         self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
+        prefill: Sequence[SimulatedInstance],
+        decode: Sequence[SimulatedInstance],
         dispatcher: Dispatcher,
-        wire: Wire | None,
+        wire: KVTransferLink | None,
         crowding: float,
     ) -> None:
         phase = "prefill" if decode else "both"
@@ -228,7 +235,7 @@ class _Fleet:
         self.seen = FleetSimulation()
         self._events: list[tuple[float, int, _Event, Any]] = []
         self._number = 0
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedRequest] = {}
         # Request -> (where its prompt is computed, when that began, when it ended or will end).
         self._prompt: dict[str, tuple[_Running, float, float]] = {}
         self._preempted: dict[str, int] = {}
@@ -261,7 +268,7 @@ class _Fleet:
         request = request_of(name, arrival)
         front.scheduler.add(request)
         front.requests[name] = request
-        served = Served(name, arrival.at, request.n_prompt)
+        served = ServedRequest(name, arrival.at, request.n_prompt)
         self.seen.served.append(served)
         self._served[name] = served
         return [front]
@@ -298,11 +305,11 @@ class _Fleet:
         if running.predicted != number:
             return []
         _, step, result = self._crowd[id(running)]
-        self._foretell(now, leaves=running)
+        self._predict(now, leaves=running)
         running.stages[0] = now
         return self._ended(now, (running, step, result))
 
-    def _foretell(
+    def _predict(
         self,
         now: float,
         *,
@@ -330,12 +337,12 @@ class _Fleet:
     def _free(self, now: float, what: _Running) -> list[_Running]:
         return [what]
 
-    def _fetched(self, now: float, what: tuple[_Running, Move]) -> list[_Running]:
+    def _fetched(self, now: float, what: tuple[_Running, SimulatedTransfer]) -> list[_Running]:
         back, move = what
         front, _, _ = self._prompt[move.request_id]
         del front.requests[move.request_id]
-        cast(Handing, front.scheduler).release(move.request_id)
-        cast(Fetching, back.scheduler).arrived(move.request_id)
+        cast(PrefillPhaseScheduler, front.scheduler).release(move.request_id)
+        cast(DecodePhaseScheduler, back.scheduler).arrived(move.request_id)
         self.seen.moves.append(move)
         return [front, back]
 
@@ -357,7 +364,7 @@ class _Fleet:
 
     def _go_on(self, running: _Running, now: float) -> None:
         if running.phase == "decode":
-            for request in cast(Fetching, running.scheduler).accept():
+            for request in cast(DecodePhaseScheduler, running.scheduler).accept():
                 self._fetch(running, request, now)
         if running.stages[0] > now:
             return
@@ -370,7 +377,7 @@ class _Fleet:
             result = replace(result, seconds=result.seconds + longer)
         if self.crowding:
             running.stages[0] = math.inf  # until it is over
-            self._foretell(now, joins=(running, step, result))
+            self._predict(now, joins=(running, step, result))
             return
         share = result.seconds / len(running.stages)
         end = now
@@ -387,7 +394,7 @@ class _Fleet:
                 self._prompt[request.id] = running, now, end
                 if self._overlaps and chunk.yields and request.params.max_tokens > 1:
                     back = self._announce(request)
-                    for one in cast(Fetching, back.scheduler).accept():
+                    for one in cast(DecodePhaseScheduler, back.scheduler).accept():
                         self._fetch(back, one, now)
 
     def _fetch(self, back: _Running, request: Request, now: float) -> None:
@@ -402,5 +409,5 @@ class _Fleet:
         begun = max(now, back.link_free, first)
         done = max(begun + seconds, ready + seconds / wire.layers)
         back.link_free = done
-        move = Move(request.id, request.n_prompt, nbytes, ready, begun, done)
+        move = SimulatedTransfer(request.id, request.n_prompt, nbytes, ready, begun, done)
         self._push(done, self._fetched, (back, move))

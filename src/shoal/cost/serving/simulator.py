@@ -29,8 +29,8 @@ from shoal.ir import (
 )
 
 __all__ = [
-    "Predicted",
-    "Served",
+    "ServedRequest",
+    "SimulatedRunner",
     "Simulation",
     "Speculation",
     "StepRecord",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequest:
     """What happened to one request, in s on one clock.
 
     Args:
@@ -108,7 +108,7 @@ class Simulation:
         busy_s: s in which it computed, or each of several on average.
     """
 
-    served: list[Served] = field(default_factory=list)
+    served: list[ServedRequest] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     busy_s: float = 0.0
 
@@ -130,7 +130,7 @@ class Speculation:
     guess_s: float
 
 
-class Predicted:
+class SimulatedRunner:
     """A runner that computes nothing: it takes the predicted time and gives token 0.
 
     Transfers go over a link with a lane for each direction, one after another, beside the
@@ -263,9 +263,9 @@ def simulate(
         ServeError: a request that can never run.
         ConfigError: arrivals that are not in the order of time.
     """
-    runner = runner or Predicted(cost, link, speculation)
+    runner = runner or SimulatedRunner(cost, link, speculation)
     seen = Simulation()
-    live: dict[str, tuple[Request, Served]] = {}
+    live: dict[str, tuple[Request, ServedRequest]] = {}
     now, place, total = 0.0, 0, len(arrivals)
     for index in range(1, total):
         require(
@@ -280,7 +280,7 @@ def simulate(
             arrival = arrivals[place]
             request = request_of(str(place), arrival)
             scheduler.add(request)
-            served = Served(request.id, arrival.at, request.n_prompt)
+            served = ServedRequest(request.id, arrival.at, request.n_prompt)
             seen.served.append(served)
             live[request.id] = request, served
             place += 1
@@ -303,7 +303,7 @@ def simulate(
     return seen
 
 
-class Steps(Protocol):
+class StepPlanner(Protocol):
     """Plans while steps are under way, and commits in order: ``plan.batching.ahead.Ahead``."""
 
     depth: int
@@ -319,7 +319,7 @@ class Steps(Protocol):
 
 def simulate_ahead(
     scheduler: Scheduler,
-    ahead: Steps,
+    ahead: StepPlanner,
     cost: StepCost,
     arrivals: Sequence[Arrival],
     *,
@@ -340,9 +340,9 @@ def simulate_ahead(
     Raises:
         ServeError: a request that can never run, or something is swapped.
     """
-    runner = Predicted(cost)
+    runner = SimulatedRunner(cost)
     seen = Simulation()
-    live: dict[str, tuple[Request, Served]] = {}
+    live: dict[str, tuple[Request, ServedRequest]] = {}
     under_way: deque[tuple[float, Step, StepResult]] = deque()
     free = [0.0] * stages
     now, place = 0.0, 0
@@ -350,7 +350,7 @@ def simulate_ahead(
         while place < len(arrivals) and arrivals[place].at <= now:
             request = request_of(str(place), arrivals[place])
             scheduler.add(request)
-            served = Served(request.id, arrivals[place].at, request.n_prompt)
+            served = ServedRequest(request.id, arrivals[place].at, request.n_prompt)
             seen.served.append(served)
             live[request.id] = request, served
             place += 1
@@ -382,7 +382,7 @@ def simulate_ahead(
     return seen
 
 
-def _note(served: Served, request: Request, output: Output, now: float) -> None:
+def _note(served: ServedRequest, request: Request, output: Output, now: float) -> None:
     """What a request got ``now``."""
     if served.n_output == 0:
         served.first, served.n_cached = now, request.n_cached
@@ -392,7 +392,7 @@ def _note(served: Served, request: Request, output: Output, now: float) -> None:
         served.preemptions, served.switch_s = request.preemptions, request.switch_s
 
 
-def quantities(served: Sequence[Served]) -> dict[str, float]:
+def quantities(served: Sequence[ServedRequest]) -> dict[str, float]:
     """Quantities of a served workload, simulated or measured, keyed as ``ServePlan.predicted``.
 
     ``tokens_per_s`` (output) and ``requests_per_s`` over ``total_s``, from the first arrival

@@ -17,7 +17,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from shoal.core.config import Value
 from shoal.core.errors import require
-from shoal.cost.step_cost.fitted import FEATURES, FEWEST, Fitted, Sample, features, fit
+from shoal.cost.step_cost.fitted import FEATURES, FEWEST, FittedStepCost, StepSample, features, fit
 
 __all__ = ["Cooling", "Warmth", "fit_cooling"]
 
@@ -58,7 +58,7 @@ class Warmth:
         return longer
 
 
-def fit_cooling(runs: Sequence[Sequence[Sample]]) -> tuple[Fitted, Cooling]:
+def fit_cooling(runs: Sequence[Sequence[StepSample]]) -> tuple[FittedStepCost, Cooling]:
     """A line through steps, and what pauses add to it, by relative errors.
 
     Args:
@@ -92,7 +92,7 @@ def fit_cooling(runs: Sequence[Sequence[Sample]]) -> tuple[Fitted, Cooling]:
                 least = error
                 *line, cold_s = map(float, found / size)
                 best = (
-                    Fitted(**dict(zip(FEATURES, line, strict=True)), samples=len(steps)),
+                    FittedStepCost(**dict(zip(FEATURES, line, strict=True)), samples=len(steps)),
                     unit.model_copy(update={"cold_s": cold_s}),
                 )
     return best

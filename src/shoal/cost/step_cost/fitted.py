@@ -17,7 +17,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from shoal.core.config import Value
 from shoal.core.errors import ConfigError, require
 
-__all__ = ["FEATURES", "Fitted", "Sample", "features", "fit", "scaled"]
+__all__ = ["FEATURES", "FittedStepCost", "StepSample", "features", "fit", "scaled"]
 
 FEATURES = ("step", "token", "prompt_pair", "decode_key", "chunk")
 """What a step is made of, in the order of the coefficients."""
@@ -26,7 +26,7 @@ FEATURES = ("step", "token", "prompt_pair", "decode_key", "chunk")
 FEWEST = 2 * len(FEATURES)
 
 
-class Sample(Value):
+class StepSample(Value):
     """One measured step.
 
     Args:
@@ -40,7 +40,7 @@ class Sample(Value):
     pause_s: NonNegativeFloat = 0.0
 
 
-class Fitted(Value):
+class FittedStepCost(Value):
     """Seconds of a step by a fitted line.
 
     Args:
@@ -97,13 +97,13 @@ def features(chunks: Sequence[tuple[int, int]]) -> tuple[float, float, float, fl
 
 
 def fit(
-    samples: Sequence[Sample],
+    samples: Sequence[StepSample],
     *,
     machine: str = "",
     model: str = "",
     precision: str = "",
     threads: NonNegativeInt = 0,
-) -> Fitted:
+) -> FittedStepCost:
     """The line that fits measured steps best, by their relative errors.
 
     Args:
@@ -141,7 +141,7 @@ def fit(
     found, _ = nnls(weighted / size, np.ones(len(samples)))
     coefficients = found / size
     errors = np.abs(rows @ coefficients / measured - 1)
-    return Fitted(
+    return FittedStepCost(
         **dict(zip(FEATURES, map(float, coefficients), strict=True)),
         error_p50=float(np.percentile(errors, 50)),
         error_p90=float(np.percentile(errors, 90)),
@@ -153,6 +153,6 @@ def fit(
     )
 
 
-def scaled(line: Fitted, factor: float) -> Fitted:
+def scaled(line: FittedStepCost, factor: float) -> FittedStepCost:
     """A line by which every step takes so many times as long."""
     return line.model_copy(update={name: factor * getattr(line, name) for name in FEATURES})

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from shoal.core.errors import require
 from shoal.cost.arithmetic import linears, parameters
-from shoal.cost.price.ops import TILED, ledger
-from shoal.cost.price.rates import Rates
+from shoal.cost.price.ops import TILED, operators
+from shoal.cost.price.rates import RankRates
 from shoal.ir import Machine, ModelShape, Parallel
 
 __all__ = ["BYTES", "Roofline", "Terms", "activation_bytes", "cache_bytes_per_token"]
@@ -115,7 +115,7 @@ class Roofline:
     ) -> None:
         require(precision in BYTES, "precision", precision, expected=" or ".join(BYTES))
         self.machine, self.shape, self.precision = machine, shape, precision
-        self._rates = Rates(machine, Parallel(tp=ranks), threads)
+        self._rates = RankRates(machine, Parallel(tp=ranks), threads)
         self._matmul = self._rates.matmul_curve(precision)
         self._stream = self._rates.stream_curve()
         self._cpu = self._rates.is_cpu
@@ -201,7 +201,7 @@ class Roofline:
                 )
                 matmul += flops
                 memory += weights
-            for op in ledger(
+            for op in operators(
                 self.shape,
                 seq_len=tokens,
                 microbatch=1,
@@ -254,7 +254,7 @@ class Roofline:
         return found if found is not None else self._stream(2.0**30)
 
 
-# Entries of a training step's ledger that a serving step has not, or that are counted here.
+# Operators of a training step that a serving step has not, or that are counted here.
 _TRAINING = frozenset(
     {"attention", "attention_backward", "weight_cast", "gradient_sum", "logits", "loss"}
 )

@@ -16,13 +16,13 @@ from shoal.cost.price.collectives import all_reduce_s, send_s
 from shoal.cost.step_cost.roofline import BYTES, Roofline, Terms
 from shoal.ir import Link
 
-__all__ = ["Sharded"]
+__all__ = ["ShardedStepCost"]
 
 _LENGTH = itemgetter(1)
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedStepCost:
     """A step's time on ``tp`` ranks that share every layer and ``pp`` that share the layers.
 
     It is that of all stages, one after the other; each has a share of 1 / ``pp`` of it.

@@ -39,12 +39,12 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from shoal.core.config import Value
 from shoal.core.errors import require
 
-__all__ = ["Device", "Overlapped", "Product", "fuse", "product_alone"]
+__all__ = ["OverlapResult", "PartialProduct", "RingDevice", "fuse", "product_alone"]
 
 Policy = Literal["compute_first", "round_robin"]
 
 
-class Device(Value):
+class RingDevice(Value):
     """One device of the ring; by default one of the size that such papers simulate.
 
     The paper's own table of its simulator was not at hand: the defaults are those of a data
@@ -81,7 +81,7 @@ class Device(Value):
     tile_n: PositiveInt = 128
 
 
-class Product(Value):
+class PartialProduct(Value):
     """A device's summand of a row-split layer's output.
 
     Args:
@@ -104,7 +104,7 @@ class Product(Value):
         return self.tokens * self.n * self.bytes_per_value / self.tp
 
 
-class Overlapped(Value):
+class OverlapResult(Value):
     """What a simulation of product and reduce-scatter saw.
 
     Args:
@@ -149,7 +149,7 @@ class _Stages:
     tile_bytes: float
 
 
-def _grid(product: Product) -> tuple[int, int]:
+def _grid(product: PartialProduct) -> tuple[int, int]:
     """Chunks of the output by rows and by columns: the blocks that are nearest to square.
 
     Squares share most of what they read. An all-reduce may scatter any blocks.
@@ -158,7 +158,7 @@ def _grid(product: Product) -> tuple[int, int]:
     return min(pairs, key=lambda pair: product.tokens / pair[0] + product.n / pair[1])
 
 
-def _stages(product: Product, device: Device, *, bypass: bool) -> _Stages:
+def _stages(product: PartialProduct, device: RingDevice, *, bypass: bool) -> _Stages:
     """Cut a product in stages, and say what each of them reads past the cache.
 
     Tiles of a chunk are taken column by column in bands, so high that a stage is nearly square.
@@ -266,8 +266,8 @@ class _Ring:
 
     def __init__(
         self,
-        product: Product,
-        device: Device,
+        product: PartialProduct,
+        device: RingDevice,
         *,
         overlapped: bool,
         bypass: bool,
@@ -443,8 +443,11 @@ class _Ring:
 
 
 def fuse(
-    product: Product, device: Device | None = None, *, slow: Mapping[int, float] | None = None
-) -> Overlapped:
+    product: PartialProduct,
+    device: RingDevice | None = None,
+    *,
+    slow: Mapping[int, float] | None = None,
+) -> OverlapResult:
     """Simulate a product whose stores trigger its reduce-scatter.
 
     Args:
@@ -462,7 +465,7 @@ def fuse(
         product.tokens,
         expected=f"at least {product.tp}, a row for each device",
     )
-    ring = _Ring(product, device or Device(), overlapped=True, bypass=True, slow=slow or {})
+    ring = _Ring(product, device or RingDevice(), overlapped=True, bypass=True, slow=slow or {})
     ring.run()
     last = product.tp - 1
     updates = [
@@ -471,7 +474,7 @@ def fuse(
         for region, size in enumerate(ring.sizes)
     ]
     first = ring.devices[0]
-    return Overlapped(
+    return OverlapResult(
         seconds=ring.now,
         product_s=max(state.product_s for state in ring.devices),
         operand_reads=first.counts["operands"],
@@ -485,7 +488,7 @@ def fuse(
 
 
 def product_alone(
-    product: Product, device: Device | None = None, *, bypass: bool = False
+    product: PartialProduct, device: RingDevice | None = None, *, bypass: bool = False
 ) -> tuple[float, float]:
     """Seconds and operand bytes of the product with nothing beside it.
 
@@ -494,6 +497,6 @@ def product_alone(
         device: what all of them are.
         bypass: its stores leave the cache to the operands.
     """
-    ring = _Ring(product, device or Device(), overlapped=False, bypass=bypass, slow={})
+    ring = _Ring(product, device or RingDevice(), overlapped=False, bypass=bypass, slow={})
     ring.run()
     return ring.now, ring.devices[0].counts["operands"]

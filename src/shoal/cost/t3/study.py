@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.core.tables import Table
-from shoal.cost.t3.sublayers import Compared, Device, compare, sublayers
+from shoal.cost.t3.sublayers import RingDevice, SublayerComparison, compare, sublayers
 from shoal.ir import Explanation, Progress
 
 __all__ = ["T3Study"]
@@ -39,7 +39,7 @@ class T3Study:
     hidden: int = 4256
     tp: int = 8
     tokens: int = 8192
-    device: Device = Device()
+    device: RingDevice = RingDevice()
 
     def explain(self, machine: None, progress: Progress) -> Explanation:
         """The four products of a layer that end in an all-reduce."""
@@ -61,7 +61,7 @@ class T3Study:
         return Explanation(blocks=(shown,), data=data)
 
 
-def _row(one: Compared) -> tuple[str, ...]:
+def _row(one: SublayerComparison) -> tuple[str, ...]:
     alone = (one.product_s, one.reduce_scatter_s, one.all_gather_s)
     return (
         one.sublayer.name,

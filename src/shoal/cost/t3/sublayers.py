@@ -22,16 +22,16 @@ from __future__ import annotations
 
 from shoal.core.config import Value
 from shoal.core.errors import require
-from shoal.cost.t3.ring import Device, Overlapped, Product, fuse, product_alone
+from shoal.cost.t3.ring import OverlapResult, PartialProduct, RingDevice, fuse, product_alone
 
 __all__ = [
     "MODELS",
-    "Compared",
-    "Device",
-    "Overlapped",
-    "Product",
+    "MemoryTraffic",
+    "OverlapResult",
+    "PartialProduct",
+    "RingDevice",
     "Sublayer",
-    "Traffic",
+    "SublayerComparison",
     "all_gather_s",
     "compare",
     "fuse",
@@ -53,7 +53,7 @@ class Sublayer(Value):
 
     model: str
     name: str
-    product: Product
+    product: PartialProduct
 
 
 MODELS: dict[str, tuple[int, int]] = {
@@ -89,13 +89,13 @@ def sublayers(model: str, hidden: int, tokens: int, tp: int) -> list[Sublayer]:
         Sublayer(
             model=model,
             name=name,
-            product=Product(tokens=tokens, k=factor * hidden // tp, n=hidden, tp=tp),
+            product=PartialProduct(tokens=tokens, k=factor * hidden // tp, n=hidden, tp=tp),
         )
         for name, factor in _SUBLAYERS.items()
     ]
 
 
-class Traffic(Value):
+class MemoryTraffic(Value):
     """Bytes between a device and its memory.
 
     Args:
@@ -124,7 +124,9 @@ class Traffic(Value):
         )
 
 
-def reduce_scatter_s(product: Product, device: Device, *, near_memory: bool = False) -> float:
+def reduce_scatter_s(
+    product: PartialProduct, device: RingDevice, *, near_memory: bool = False
+) -> float:
     """Seconds of a ring reduce-scatter by itself.
 
     Args:
@@ -141,14 +143,14 @@ def reduce_scatter_s(product: Product, device: Device, *, near_memory: bool = Fa
     return steps * step + end
 
 
-def all_gather_s(product: Product, device: Device) -> float:
+def all_gather_s(product: PartialProduct, device: RingDevice) -> float:
     """Seconds of a ring all-gather of the summed rows."""
     chunk = product.chunk_bytes
     step = max(chunk / device.link_bandwidth, 2 * chunk / device.dram_bandwidth)
     return (product.tp - 1) * (step + device.link_latency_s)
 
 
-class Compared(Value):
+class SublayerComparison(Value):
     """A sublayer in every way: product, reduce-scatter and all-gather.
 
     Args:
@@ -175,9 +177,9 @@ class Compared(Value):
     ideal_s: float
     ideal_near_memory_s: float
     bound_s: float
-    sequential: Traffic
-    t3: Traffic
-    fused: Overlapped
+    sequential: MemoryTraffic
+    t3: MemoryTraffic
+    fused: OverlapResult
 
     @property
     def speedup(self) -> float:
@@ -190,13 +192,13 @@ class Compared(Value):
         return self.t3.total / self.sequential.total - 1.0
 
 
-def compare(sublayer: Sublayer, device: Device | None = None) -> Compared:
+def compare(sublayer: Sublayer, device: RingDevice | None = None) -> SublayerComparison:
     """Simulate a sublayer with T3, and price the ways without it.
 
     Raises:
         ConfigError: as for :func:`fuse`.
     """
-    device = device or Device()
+    device = device or RingDevice()
     product = sublayer.product
     chunk, tp = product.chunk_bytes, product.tp
     fused = fuse(product, device)
@@ -205,7 +207,7 @@ def compare(sublayer: Sublayer, device: Device | None = None) -> Compared:
     scatter, gather = reduce_scatter_s(product, device), all_gather_s(product, device)
     near = reduce_scatter_s(product, device, near_memory=True)
     gathered = 2 * (tp - 1) * chunk
-    return Compared(
+    return SublayerComparison(
         sublayer=sublayer,
         product_s=alone,
         reduce_scatter_s=scatter,
@@ -215,14 +217,14 @@ def compare(sublayer: Sublayer, device: Device | None = None) -> Compared:
         ideal_s=max(alone, scatter) + gather,
         ideal_near_memory_s=max(alone, near) + gather,
         bound_s=max(bypassed, (tp - 1) * chunk / device.link_bandwidth),
-        sequential=Traffic(
+        sequential=MemoryTraffic(
             operand_reads=operands,
             product_writes=tp * chunk,
             scatter_reads=(2 * tp - 1) * chunk,
             scatter_writes=tp * chunk,
             gather=gathered,
         ),
-        t3=Traffic(
+        t3=MemoryTraffic(
             operand_reads=fused.operand_reads,
             product_writes=fused.product_writes,
             scatter_reads=fused.scatter_reads,

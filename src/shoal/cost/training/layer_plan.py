@@ -17,7 +17,7 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.pipeline.simulator import MachineLinks, simulate
 from shoal.cost.training.layer_fit import LayerProfile
-from shoal.cost.training.layers import Layer, LayerCost, Strategy, layers_of
+from shoal.cost.training.layers import LayerCost, ModelLayer, Strategy, layers_of
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.cost.training.memory import ALLOCATOR_SLACK, RUNTIME_BYTES
 from shoal.cost.training.step import Pricer, microbatch_of
@@ -126,7 +126,7 @@ def in_flight(schedule: str, stage: int, pp: int, microbatches: int) -> int:
 
 def stage_cost(
     pricer: LayerPricer,
-    layers: Sequence[Layer],
+    layers: Sequence[ModelLayer],
     strategies: Sequence[Strategy],
     *,
     end: str,
@@ -166,7 +166,7 @@ def end_of(stage: int, pp: int) -> str:
 
 
 def stage_costs(
-    pricer: LayerPricer, layers: Sequence[Layer], plan: LayerPlan
+    pricer: LayerPricer, layers: Sequence[ModelLayer], plan: LayerPlan
 ) -> tuple[StageCost, ...]:
     """The cost of every stage."""
     schedule = pricer.job.parallel.schedule.name
@@ -184,7 +184,7 @@ def stage_costs(
     )
 
 
-class Timed(Protocol):
+class TimedStage(Protocol):
     """What the closed form reads of a stage."""
 
     @property
@@ -198,7 +198,7 @@ class Timed(Protocol):
         ...
 
 
-def seconds_of(stages: Sequence[Timed], microbatches: int) -> float:
+def seconds_of(stages: Sequence[TimedStage], microbatches: int) -> float:
     """Seconds of a step by the closed form of 1F1B."""
     micro = [stage.micro_s for stage in stages]
     once = max(stage.once_s for stage in stages)
@@ -322,7 +322,7 @@ def estimate_layers(
     machine: Machine,
     *,
     pricer: LayerPricer | None = None,
-    layers: Sequence[Layer] = (),
+    layers: Sequence[ModelLayer] = (),
 ) -> Estimate:
     """Time, memory and traffic of one step of a job whose layers run in different ways.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shoal.cost.price.passes import Pass
+from shoal.cost.price.passes import PassTime
 from shoal.ir import ModelShape
 
-__all__ = ["Layer", "LayerCost", "Strategy", "layers_of"]
+__all__ = ["LayerCost", "ModelLayer", "Strategy", "layers_of"]
 
 
 @dataclass(frozen=True, order=True)
@@ -39,7 +39,7 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """A layer of a model: a block.
 
     Args:
@@ -71,8 +71,8 @@ class LayerCost:
         sent_bytes: what a rank sends in a step of one micro-batch.
     """
 
-    forward: Pass
-    backward: Pass
+    forward: PassTime
+    backward: PassTime
     overhead_s: float
     wire_s: float
     extra_s: float
@@ -109,12 +109,12 @@ class LayerCost:
         return sum(self.states_bytes.values())
 
 
-def layers_of(shape: ModelShape) -> tuple[Layer, ...]:
+def layers_of(shape: ModelShape) -> tuple[ModelLayer, ...]:
     """The blocks of a model, first to last: dense ones, then, in a mixture, sparse ones."""
     dense = shape.num_dense_layers if shape.num_experts else shape.num_layers
     one = {"num_layers": 1, "vocab_size": 1}
-    plain = Layer(
+    plain = ModelLayer(
         "block", shape.model_copy(update={**one, "num_experts": 0, "num_dense_layers": 0})
     )
-    sparse = Layer("experts", shape.model_copy(update={**one, "num_dense_layers": 0}))
+    sparse = ModelLayer("experts", shape.model_copy(update={**one, "num_dense_layers": 0}))
     return (plain,) * dense + (sparse,) * (shape.num_layers - dense)

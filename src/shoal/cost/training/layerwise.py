@@ -1,6 +1,6 @@
 """What one layer costs under one strategy: seconds, bytes, and what a change between two costs.
 
-Computation comes from the ledger of operators and the machine's rates, or, where they were
+Computation comes from the list of operators and the machine's rates, or, where they were
 measured, from fits (:mod:`shoal.cost.training.layer_fit`). With b sequences of a micro-batch on the
 ranks of a stage, a layer's pass takes::
 
@@ -32,16 +32,16 @@ from shoal.cost.arithmetic import (
     parameters,
 )
 from shoal.cost.price.collectives import ring_bytes
-from shoal.cost.price.ops import MOST_PLAIN_SCORES, Op, Style, ledger
-from shoal.cost.price.passes import Pass, op_pass
-from shoal.cost.price.rates import Rates, data_link
+from shoal.cost.price.ops import MOST_PLAIN_SCORES, OpGroup, Style, operators
+from shoal.cost.price.passes import PassTime, op_pass
+from shoal.cost.price.rates import RankRates, data_link
 from shoal.cost.training.layer_fit import LayerProfile
-from shoal.cost.training.layers import Layer, LayerCost, Strategy
+from shoal.cost.training.layers import LayerCost, ModelLayer, Strategy
 from shoal.ir import Link, Machine, ModelShape, Parallel, TrainJob, Work
 
 __all__ = ["LayerPricer"]
 
-# Operators of the ledger that belong to the ends of the model, not to a block.
+# Operators that belong to the ends of the model, not to a block.
 _ENDS = {"embedding": "embed", "final_norm": "head", "logits": "head", "loss": "head"}
 _WEIGHTS = ("weight_cast", "gradient_sum")
 # What a rank holds only its share of, by sharding.
@@ -93,11 +93,11 @@ class LayerPricer:
 
     # Rates and links ---------------------------------------------------------------------
 
-    def _rates_of(self, world: int) -> Rates:
+    def _rates_of(self, world: int) -> RankRates:
         split = self.job.parallel.model_copy(
             update={"dp": world, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}
         )
-        return Rates(self.machine, split, self.job.threads)
+        return RankRates(self.machine, split, self.job.threads)
 
     def _link_of(self, group: int, stride: int, world: int) -> Link | None:
         """The slowest link among ``group`` ranks that are ``stride`` apart, of ``world`` in all."""
@@ -142,9 +142,11 @@ class LayerPricer:
 
     # Computation -------------------------------------------------------------------------
 
-    def _ops(self, shape: ModelShape, sequences: int, tp: int, rates: Rates) -> tuple[Op, ...]:
+    def _ops(
+        self, shape: ModelShape, sequences: int, tp: int, rates: RankRates
+    ) -> tuple[OpGroup, ...]:
         style: Style = "cpu" if rates.is_cpu else "gpu"
-        return ledger(
+        return operators(
             shape,
             seq_len=self.job.seq_len,
             microbatch=sequences,
@@ -154,16 +156,16 @@ class LayerPricer:
         )
 
     def _pass_of(
-        self, layer: Layer, sequences: int, tp: int, cp: int, world: int
-    ) -> tuple[Pass, Pass, Pass]:
+        self, layer: ModelLayer, sequences: int, tp: int, cp: int, world: int
+    ) -> tuple[PassTime, PassTime, PassTime]:
         """Forward, backward, and what recomputation adds."""
         measured = self._measured(layer.name, sequences, tp, cp)
         if measured is not None:
             return (*measured, measured[0])
         rates = self._rates(world)
         matmul, stream = rates.matmul_curve(self.job.precision), rates.stream_curve()
-        ahead, behind, again = Pass(), Pass(), Pass()
-        weights: list[Pass] = [Pass(), Pass()]
+        ahead, behind, again = PassTime(), PassTime(), PassTime()
+        weights: list[PassTime] = [PassTime(), PassTime()]
         for op in self._ops(layer.shape, sequences, tp, rates):
             if op.name in _ENDS:
                 continue
@@ -182,32 +184,34 @@ class LayerPricer:
         # Ranks that share a sequence have the same weights.
         return ahead.shared(cp) + weights[0], behind.shared(cp) + weights[1], again.shared(cp)
 
-    def _measured(self, name: str, sequences: int, tp: int, cp: int) -> tuple[Pass, Pass] | None:
+    def _measured(
+        self, name: str, sequences: int, tp: int, cp: int
+    ) -> tuple[PassTime, PassTime] | None:
         forward = self.profile.forward.get(f"{name}/{tp}")
         backward = self.profile.backward.get(f"{name}/{tp}")
         if forward is None or backward is None:
             return None
         both = (fit.seconds(sequences, self.job.seq_len) for fit in (forward, backward))
-        ahead, behind = (Pass(matmul=seconds).shared(cp) for seconds in both)
+        ahead, behind = (PassTime(matmul=seconds).shared(cp) for seconds in both)
         return ahead, behind
 
     def _end_pass_of(
         self, end: str, sequences: int, tp: int, cp: int, world: int
-    ) -> tuple[Pass, Pass]:
+    ) -> tuple[PassTime, PassTime]:
         measured = self._measured(end, sequences, tp, cp)
         if measured is not None:
             return measured
         rates = self._rates(world)
         matmul, stream = rates.matmul_curve(self.job.precision), rates.stream_curve()
         one = self.shape.model_copy(update={"num_layers": 1, "num_dense_layers": 0})
-        ahead, behind = Pass(), Pass()
+        ahead, behind = PassTime(), PassTime()
         for op in self._ops(one, sequences, tp, rates):
             if _ENDS.get(op.name) == end:
                 ahead += op_pass(op, False, matmul, stream, self.job.precision, rates.is_cpu)
                 behind += op_pass(op, True, matmul, stream, self.job.precision, rates.is_cpu)
         return ahead.shared(cp), behind.shared(cp)
 
-    def _overhead(self, both: Pass, world: int) -> float:
+    def _overhead(self, both: PassTime, world: int) -> float:
         rates = self._rates(world)
         launch = both.calls * self.machine.device.op_overhead_s * rates.crowding
         return launch if rates.is_cpu else max(0.0, launch - both.device)
@@ -215,7 +219,7 @@ class LayerPricer:
     # Layers ------------------------------------------------------------------------------
 
     def _layer(
-        self, layer: Layer, strategy: Strategy, sequences: int, pp: int, end: str = ""
+        self, layer: ModelLayer, strategy: Strategy, sequences: int, pp: int, end: str = ""
     ) -> LayerCost:
         """The cost of one layer.
 
@@ -285,7 +289,7 @@ class LayerPricer:
 
     def _with_context(
         self,
-        layer: Layer,
+        layer: ModelLayer,
         strategy: Strategy,
         own: int,
         world: int,
@@ -363,7 +367,7 @@ class LayerPricer:
         return self.profile.overlap.seconds(compute, communication) - compute
 
     def _states(
-        self, strategy: Strategy, local: float, layer: Layer
+        self, strategy: Strategy, local: float, layer: ModelLayer
     ) -> tuple[dict[str, float], float]:
         """Weights, gradients and optimizer state, and what is whole while a layer is at work."""
         divides = _DIVIDES[strategy.shard]
@@ -382,7 +386,7 @@ class LayerPricer:
         return {"weights": weights, "gradients": gradients, "optimizer": optimizer}, transient
 
     def _kept(
-        self, layer: Layer, strategy: Strategy, own: int, ends: Sequence[str]
+        self, layer: ModelLayer, strategy: Strategy, own: int, ends: Sequence[str]
     ) -> tuple[float, float]:
         """Bytes kept of a micro-batch, and those beside them while the layer is at work."""
         tp, cp = strategy.tp, strategy.cp
@@ -496,9 +500,11 @@ def _held(layout: tuple[int, int, int], rank: int, sequences: int, length: int) 
     return Box((row * rows, token * tokens), (rows, tokens))
 
 
-def _seen(found: Pass, span: int | None, length: int) -> Pass:
+def _seen(found: PassTime, span: int | None, length: int) -> PassTime:
     """A pass of attention over the causal half, where a token sees ``span`` tokens back."""
     if span is None or span >= length:
         return found
     share = (span * length - span**2 / 2) / (length**2 / 2)
-    return Pass(found.matmul * share, found.attention * share, found.memory * share, found.calls)
+    return PassTime(
+        found.matmul * share, found.attention * share, found.memory * share, found.calls
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.price.ops import stage_share
-from shoal.cost.training.moe_tasks import Pass, layer_of
+from shoal.cost.training.moe_tasks import MoePass, layer_of
 from shoal.ir import Machine, ModelShape, TrainJob
 
 __all__ = ["aheads", "check_chunks", "gained_s", "makespan", "two_links"]
@@ -38,7 +38,7 @@ def aheads(r: int) -> tuple[int, ...]:
     return tuple(sorted({0, min(1, r - 1), min(2, r - 1)}))
 
 
-def makespan(pass_: Pass, r: int, slice_s: float = 0.0, *, one_link: bool = False) -> float:
+def makespan(pass_: MoePass, r: int, slice_s: float = 0.0, *, one_link: bool = False) -> float:
     """Seconds of a pass in r chunks, whose streams work at once.
 
     Args:

@@ -24,10 +24,10 @@ from shoal.cost.gpu.kernels import gemm_s
 from shoal.cost.price.collectives import all_reduce_s, gather_s
 from shoal.cost.price.expert_hops import hops
 from shoal.cost.price.experts import exchange_s, first_groups
-from shoal.cost.price.rates import Kernels, Rates
+from shoal.cost.price.rates import KernelRates, RankRates
 from shoal.ir import Machine, ModelShape, Parallel
 
-__all__ = ["Layer", "Line", "Pass", "Task", "fitted", "layer_of", "passes"]
+__all__ = ["Line", "MoeLayer", "MoePass", "Task", "fitted", "layer_of", "passes"]
 
 # Parts of the whole work at which a task is timed: the sizes that chunks may have.
 _SIZES = (1 / 32, 1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
@@ -67,7 +67,7 @@ class Task(NamedTuple):
         return self.alpha + self.work / chunks
 
 
-class Pass(NamedTuple):
+class MoePass(NamedTuple):
     """One direction of a layer: what a chunk does, in order there and in reverse order back.
 
     Args:
@@ -87,7 +87,7 @@ class Pass(NamedTuple):
         return self.exchange.at(chunks), self.gather.at(chunks), self.experts.at(chunks)
 
 
-class Layer(NamedTuple):
+class MoeLayer(NamedTuple):
     """A block with experts, and what its gradients need.
 
     Args:
@@ -99,8 +99,8 @@ class Layer(NamedTuple):
         all_reduce: seconds of such a sum by bytes, between nodes.
     """
 
-    forward: Pass
-    backward: Pass
+    forward: MoePass
+    backward: MoePass
     dense_s: float
     dense_backward_s: float
     gradient: float
@@ -148,7 +148,7 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float], what: str = "task")
 
 def passes(
     exchange: Line, gather: Line, experts: Line, sizes: tuple[float, float, float], tokens: int
-) -> tuple[Pass, Pass]:
+) -> tuple[MoePass, MoePass]:
     """Forward and backward pass of a layer from fits of its tasks.
 
     Args:
@@ -160,12 +160,12 @@ def passes(
     """
     there, beside, work = exchange.of(sizes[0]), gather.of(sizes[1]), experts.of(sizes[2])
     twice = Task(_BACKWARD * work.alpha, _BACKWARD * work.work)
-    return Pass(there, beside, work, tokens), Pass(there, beside, twice, tokens)
+    return MoePass(there, beside, work, tokens), MoePass(there, beside, twice, tokens)
 
 
 def layer_of(
     shape: ModelShape, machine: Machine, split: Parallel, tokens: int, seq_len: int = 4096
-) -> Layer:
+) -> MoeLayer:
     """A block of a model on a grid of experts, its tasks fitted to what the cost model says.
 
     Args:
@@ -214,10 +214,10 @@ def layer_of(
 
     mine = max(1, shape.num_experts // split.ep)
     wide = (2 if shape.gated else 1) * shape.expert_hidden / split.etp
-    curve = Rates(machine, split).matmul_curve("bf16")
+    curve = RankRates(machine, split).matmul_curve("bf16")
 
     def product(m: float, n: float, k: float, groups: int = 1) -> float:
-        if isinstance(curve, Kernels):
+        if isinstance(curve, KernelRates):
             found: float = gemm_s(m, n, k, curve.gpu, CALIBRATED, curve.dtype, groups)
             return found + machine.device.op_overhead_s
         return groups * 2.0 * m * n * k / curve((m * n * k) ** (1 / 3))
@@ -253,4 +253,4 @@ def layer_of(
 
     parts = [gradient * part for part in _SIZES]
     line = fitted(parts, [summed(x) for x in parts], "all-reduce")
-    return Layer(forward, backward, dense, _BACKWARD * dense, gradient, line)
+    return MoeLayer(forward, backward, dense, _BACKWARD * dense, gradient, line)

@@ -23,7 +23,7 @@ from shoal.core.errors import require
 from shoal.cost.arithmetic import activation_bytes, flops_by_op
 from shoal.cost.context.traffic import ring_traffic, ulysses_traffic
 from shoal.cost.price.host_link import copy_bytes_per_s
-from shoal.cost.price.rates import Rates, ranks_per_host
+from shoal.cost.price.rates import RankRates, ranks_per_host
 from shoal.ir import Machine, ModelShape, Parallel
 
 __all__ = ["Exchange", "SequenceCost"]
@@ -127,7 +127,7 @@ class SequenceCost:
         cls, shape: ModelShape, machine: Machine, parallel: Parallel, *, precision: str = "bf16"
     ) -> SequenceCost:
         """The same with the rates of one rank of a machine; every rank has a link of its own."""
-        rate = Rates(machine, parallel).matmul_curve(precision)(float(shape.hidden))
+        rate = RankRates(machine, parallel).matmul_curve(precision)(float(shape.hidden))
         inside = ranks_per_host(machine, parallel)
         if machine.device.kind != "cpu":
             inside = min(inside, machine.devices_per_node)

@@ -26,14 +26,14 @@ from shoal.cost.arithmetic import (
 )
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.price.experts import dispatch, held_parameters
-from shoal.cost.price.ops import Style, ledger, stage_share
-from shoal.cost.price.passes import Pass, op_pass
+from shoal.cost.price.ops import Style, operators, stage_share
+from shoal.cost.price.passes import PassTime, op_pass
 from shoal.cost.price.rates import (
     Curve,
-    Rates,
+    RankRates,
     ranks_per_host,
 )
-from shoal.cost.price.rehearsed import Parts, Rehearsed, events
+from shoal.cost.price.rehearsed import OperatorTimes, RehearsedRates, events
 from shoal.cost.training.gradient_slices import hidden_share
 from shoal.cost.training.memory import (
     ALLOCATOR_SLACK,
@@ -82,7 +82,7 @@ def _grid(job: TrainJob) -> tuple[int, int] | None:
     return (job.parallel.ep, job.parallel.etp) if job.parallel.folded else None
 
 
-def _style(job: TrainJob, rates: Rates) -> Style:
+def _style(job: TrainJob, rates: RankRates) -> Style:
     if job.compile:
         return "fused"
     return "cpu" if rates.is_cpu else "gpu"
@@ -111,7 +111,7 @@ class Pricer:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._passes: dict[tuple[object, ...], tuple[Pass, dict[str, Pass]]] = {}
+        self._passes: dict[tuple[object, ...], tuple[PassTime, dict[str, PassTime]]] = {}
         self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
         self._parts: dict[tuple[str, Choice], Any] = {}
         self._updates: dict[tuple[object, ...], Estimate] = {}
@@ -177,7 +177,7 @@ class Pricer:
             self._aside[key] = chosen, seconds
         return self._aside[key][1]
 
-    def _both(self, work: Work, rates: Rates, microbatch: int) -> tuple[Pass, Pass]:
+    def _both(self, work: Work, rates: RankRates, microbatch: int) -> tuple[PassTime, PassTime]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
         job = work.job
         forward, backward = self._ranks_passes(work, rates, microbatch, job.parallel.pp)
@@ -185,8 +185,8 @@ class Pricer:
         return forward.shared(cp), backward[job.recompute].shared(cp)
 
     def _ranks_passes(
-        self, work: Work, rates: Rates, microbatch: int, pp: int
-    ) -> tuple[Pass, dict[str, Pass]]:
+        self, work: Work, rates: RankRates, microbatch: int, pp: int
+    ) -> tuple[PassTime, dict[str, PassTime]]:
         """One micro-batch forward, and backward by recomputation, with sequences on one rank."""
         job = work.job
         where = (job.precision, rates.used, rates.sharing)
@@ -197,9 +197,9 @@ class Pricer:
         key = (work.shape, job.seq_len, microbatch, tp, pp, vocab, experts, where, job.compile)
         if key in self._passes:
             return self._passes[key]
-        forward = Pass()
-        backward = {"none": Pass(), "full": Pass(), "stage": Pass()}
-        for op in ledger(
+        forward = PassTime()
+        backward = {"none": PassTime(), "full": PassTime(), "stage": PassTime()}
+        for op in operators(
             work.shape,
             seq_len=job.seq_len,
             microbatch=microbatch,
@@ -241,7 +241,7 @@ class Pricer:
         )
         device = self._least.get(key)
         if device is None:
-            rates = Rates(self.machine, split, job.threads)
+            rates = RankRates(self.machine, split, job.threads)
             # A stage has its share of this, and the last one all of the output layer.
             forward, every = self._ranks_passes(work, rates, microbatch, 1)
             device = forward.device + every[recompute].device
@@ -281,7 +281,7 @@ class Pricer:
 
             return estimate_layers(work, machine)
         _check(work, machine)
-        rates = Rates(machine, job.parallel, job.threads)
+        rates = RankRates(machine, job.parallel, job.threads)
         dp, pp = job.parallel.dp, job.parallel.pp
         held_by = sharers(job)
         microbatch = microbatch_of(job)
@@ -413,7 +413,7 @@ class Pricer:
             busy += (passes - few) * (busy - less) / split.pp
         return max(whole, busy), busy
 
-    def _as_rehearsed(self, work: Work, rates: Rates, terms: dict[str, float]) -> None:
+    def _as_rehearsed(self, work: Work, rates: RankRates, terms: dict[str, float]) -> None:
         """Change the seconds of a step on this host by what rehearsed steps really took."""
         known = self._rehearsed
         if known is None:
@@ -428,7 +428,7 @@ class Pricer:
         terms["collective"] = max(0.0, terms["collective"] + met)
 
     @functools.cached_property
-    def _rehearsed(self) -> Rehearsed | None:
+    def _rehearsed(self) -> RehearsedRates | None:
         known = _LAST.get("machine")
         if known is None or known[0] is not self.machine:
             _LAST["machine"] = known = self.machine, _rehearsals(self.machine)
@@ -513,14 +513,14 @@ class Pricer:
         """
         job, shape = work.job, work.shape
         split = job.parallel
-        rates = Rates(self.machine, split, job.threads)
+        rates = RankRates(self.machine, split, job.threads)
         microbatch = microbatch_of(job)
         self._both(work, rates, microbatch)  # fills the curves
         matmul, stream = self._curves[job.precision, rates.used, rates.sharing]
         vocab = vocab_ranks(job)
         launch = self.machine.device.op_overhead_s * rates.crowding if rates.is_cpu else 0.0
         seconds: dict[tuple[str, bool], float] = {}
-        for op in ledger(
+        for op in operators(
             shape,
             seq_len=job.seq_len,
             microbatch=microbatch,
@@ -596,21 +596,21 @@ class Pricer:
 
 
 # What the machine that was asked for last has rehearsed: pricers come and go.
-_LAST: dict[str, tuple[Machine, Rehearsed | None]] = {}
+_LAST: dict[str, tuple[Machine, RehearsedRates | None]] = {}
 
 
-def _rehearsals(machine: Machine) -> Rehearsed | None:
+def _rehearsals(machine: Machine) -> RehearsedRates | None:
     if all(m.probe != "steps" for m in machine.measurements):
         return None
     plain = Pricer(machine)
     plain._rehearsed = None
 
-    def told(work: Work) -> Parts:
+    def told(work: Work) -> OperatorTimes:
         terms = plain.estimate(work).terms_s
         compute = sum(terms[cause] for cause in _COMPUTE)
-        return Parts(compute, sum(terms.values()) - compute)
+        return OperatorTimes(compute, sum(terms.values()) - compute)
 
-    return Rehearsed(machine, told) or None
+    return RehearsedRates(machine, told) or None
 
 
 def _check(work: Work, machine: Machine) -> None:

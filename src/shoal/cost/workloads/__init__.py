@@ -1,6 +1,6 @@
 """cost.workloads: what arrives at a server, made up or read from a trace. Torch-free.
 
-The door: the table of workloads. ``protocols`` says what one promises, ``describe`` puts
+The table of workloads. ``protocols`` says what one promises, ``describe`` puts
 arrivals into a few numbers, and ``drawing`` holds what the made-up ones share.
 """
 
@@ -13,12 +13,12 @@ WORKLOADS = PartTable(
     {
         "chat": "shoal.cost.workloads.chat:Chat",
         "code": "shoal.cost.workloads.code:Code",
-        "summary": "shoal.cost.workloads.summary:Summary",
+        "summary": "shoal.cost.workloads.summary:SummaryWorkload",
         "multiturn": "shoal.cost.workloads.multiturn:Multiturn",
         "shared_prefix": "shoal.cost.workloads.shared_prefix:SharedPrefix",
         "azure": "shoal.cost.workloads.azure:Azure",
         "mooncake": "shoal.cost.workloads.mooncake:Mooncake",
-        "trace": "shoal.cost.workloads.trace:Trace",
+        "trace": "shoal.cost.workloads.trace:TraceWorkload",
     },
     about=(
         "What requests arrive, and when. Chosen by the key `workload` of a serving job, and "

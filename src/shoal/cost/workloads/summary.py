@@ -8,11 +8,11 @@ from shoal.core.parts import part
 from shoal.cost.workloads.drawing import LengthLaw
 from shoal.cost.workloads.independent import Independent
 
-__all__ = ["Summary"]
+__all__ = ["SummaryWorkload"]
 
 
 @part
-class Summary(Independent):
+class SummaryWorkload(Independent):
     """Independent documents of 6000 tokens in the median, summaries of 150."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"quotes_prompts"})

@@ -17,11 +17,11 @@ from shoal.core.parts import part
 from shoal.cost.workloads.drawing import check_requests, check_sizes, clipped
 from shoal.ir import Arrival
 
-__all__ = ["Trace", "find_data", "read_lines", "retimed"]
+__all__ = ["TraceWorkload", "find_data", "read_lines", "retimed"]
 
 
 @part
-class Trace:
+class TraceWorkload:
     """Requests of a JSONL file: at, prompt, output_tokens and, optionally, session.
 
     Args:

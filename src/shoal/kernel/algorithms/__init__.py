@@ -15,7 +15,7 @@ Source: Heller et al., Closing the Performance Gap with Modern C++, 2016 (HPX.Co
 """
 
 from shoal.kernel.algorithms.elementwise import copy, fill, for_each, for_loop, transform
-from shoal.kernel.algorithms.expression import Cpp
+from shoal.kernel.algorithms.expression import CppExpression
 from shoal.kernel.algorithms.memory import allocate
 from shoal.kernel.algorithms.policy import (
     Policy,
@@ -37,7 +37,7 @@ from shoal.kernel.algorithms.policy import (
 )
 
 __all__ = [
-    "Cpp",
+    "CppExpression",
     "Policy",
     "allocate",
     "auto",

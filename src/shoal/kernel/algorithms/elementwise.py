@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import KernelError, require
-from shoal.kernel.algorithms.expression import Cpp
-from shoal.kernel.algorithms.loop import Sum, check_op, loop, names_of, schedulable
-from shoal.kernel.algorithms.memory import View, overlaps, view
+from shoal.kernel.algorithms.expression import CppExpression
+from shoal.kernel.algorithms.loop import LoopReduction, check_op, loop, names_of, schedulable
+from shoal.kernel.algorithms.memory import ArrayView, overlaps, view
 from shoal.kernel.algorithms.policy import Policy
 
 __all__ = ["copy", "fill", "for_each", "for_loop", "transform"]
@@ -19,7 +19,9 @@ _INPUTS = ("a", "b", "c")
 
 
 @schedulable
-def transform(policy: Policy, *inputs: Any, out: Any, f: str | Cpp, **constants: Any) -> Any:
+def transform(
+    policy: Policy, *inputs: Any, out: Any, f: str | CppExpression, **constants: Any
+) -> Any:
     """``out[i] = f(a[i], b[i], c[i])``.
 
     Args:
@@ -51,7 +53,7 @@ def transform(policy: Policy, *inputs: Any, out: Any, f: str | Cpp, **constants:
 
 
 @schedulable
-def for_each(policy: Policy, a: Any, f: str | Cpp, **constants: Any) -> Any:
+def for_each(policy: Policy, a: Any, f: str | CppExpression, **constants: Any) -> Any:
     """``a[i] = f(a[i])`` in place, such as ``max(a, 0)``; i is the place."""
     where = "algorithms.for_each"
     written = {"a": view(f"{where} a", a)}
@@ -85,8 +87,8 @@ def for_loop(
     policy: Policy,
     n: int | None = None,
     *,
-    write: Mapping[str, str | Cpp] | None = None,
-    reduce: Mapping[str, tuple[str | Cpp, str | Cpp]] | None = None,
+    write: Mapping[str, str | CppExpression] | None = None,
+    reduce: Mapping[str, tuple[str | CppExpression, str | CppExpression]] | None = None,
     assume_associative: bool = False,
     **named: Any,
 ) -> dict[str, float | int]:
@@ -140,9 +142,9 @@ def for_loop(
     )
     for op, _ in reduce.values():
         check_op(where, op, policy, assume_associative)
-    sums = {name: Sum(op, f) for name, (op, f) in reduce.items()}
+    sums = {name: LoopReduction(op, f) for name, (op, f) in reduce.items()}
     read = {name: x for name, x in arrays.items() if name not in write}
-    written: dict[str, View] = {name: arrays[name] for name in write}
+    written: dict[str, ArrayView] = {name: arrays[name] for name in write}
     count = n if n is not None else length
     found = loop(where, policy, count, read, written, numbers, write, sums)
     results: dict[str, float | int] = {}
@@ -153,7 +155,7 @@ def for_loop(
     return results
 
 
-def disjoint(where: str, out: View, other: View) -> None:
+def disjoint(where: str, out: ArrayView, other: ArrayView) -> None:
     """Refuse an output that shares memory with an input.
 
     Raises:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import KernelError, nearest
 
-__all__ = ["Cpp", "cpp", "is_name"]
+__all__ = ["CppExpression", "cpp", "is_name"]
 
 _BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.BitAnd: "&", ast.BitOr: "|",
            ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>"}  # fmt: skip
@@ -41,14 +41,14 @@ _LONGEST = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Cpp:
+class CppExpression:
     """An expression that is C++ already; its names are those of the call, unchanged."""
 
     text: str
 
 
 @functools.lru_cache(maxsize=1024)
-def cpp(where: str, text: str | Cpp, names: frozenset[str], real: str) -> str:
+def cpp(where: str, text: str | CppExpression, names: frozenset[str], real: str) -> str:
     """The expression in C++, over variables of the same names.
 
     Args:
@@ -62,7 +62,7 @@ def cpp(where: str, text: str | Cpp, names: frozenset[str], real: str) -> str:
     Raises:
         KernelError: it does not parse, or has an unknown name, function or construct.
     """
-    if isinstance(text, Cpp):
+    if isinstance(text, CppExpression):
         return f"({text.text})"
     try:
         if len(text) > _LONGEST:

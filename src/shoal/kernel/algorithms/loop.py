@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from shoal.core.errors import KernelError, nearest, require
 from shoal.core.native import build
-from shoal.kernel.algorithms.expression import Cpp, cpp, is_name
-from shoal.kernel.algorithms.memory import TYPES, View, overlaps
+from shoal.kernel.algorithms.expression import CppExpression, cpp, is_name
+from shoal.kernel.algorithms.memory import TYPES, ArrayView, overlaps
 from shoal.kernel.algorithms.policy import Policy
 from shoal.kernel.native import FLAGS
 from shoal.kernel.native import library as native_library
@@ -27,8 +27,8 @@ __all__ = [
     "CATCH",
     "COMPILE_FLAGS",
     "NAMED",
-    "Built",
-    "Sum",
+    "LoopLibrary",
+    "LoopReduction",
     "built",
     "call",
     "check_op",
@@ -49,7 +49,7 @@ COMPILE_FLAGS = (*FLAGS, "-fno-math-errno", "-fno-trapping-math")
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class LoopReduction:
     """A reduction.
 
     Args:
@@ -58,8 +58,8 @@ class Sum:
         init: what it begins with; nothing for an empty range is an error without, but for + and *.
     """
 
-    op: str | Cpp
-    f: str | Cpp
+    op: str | CppExpression
+    f: str | CppExpression
     init: float | None = None
 
 
@@ -89,7 +89,7 @@ class _Answer(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class LoopLibrary:
     """A generated library and the runtime that calls into it.
 
     Args:
@@ -105,7 +105,9 @@ class Built:
     library: Any
 
 
-def built(text: str, runtime: str, functions: tuple[str, ...], *, sized: bool = True) -> Built:
+def built(
+    text: str, runtime: str, functions: tuple[str, ...], *, sized: bool = True
+) -> LoopLibrary:
     """Generated functions, for one of the runtime.
 
     Args:
@@ -123,7 +125,7 @@ def built(text: str, runtime: str, functions: tuple[str, ...], *, sized: bool = 
     size = int(ctypes.c_int64.in_dll(made, "size").value) if sized else None
     run.argtypes = [ctypes.c_void_p] * (1 + len(functions)) + [ctypes.c_int64] * sized
     run.restype = ctypes.c_int64
-    return Built(run, tuple(int(address or 0) for address in addresses), size, made)
+    return LoopLibrary(run, tuple(int(address or 0) for address in addresses), size, made)
 
 
 @functools.cache
@@ -135,10 +137,10 @@ def _header() -> str:
 
 
 def call(
-    made: Built,
+    made: LoopLibrary,
     policy: Policy,
     n: int,
-    arrays: tuple[View, ...],
+    arrays: tuple[ArrayView, ...],
     numbers: tuple[float, ...] = (),
     answers: int = 0,
     where: str = "algorithms",
@@ -191,7 +193,7 @@ def call(
     ]
 
 
-def check_op(where: str, op: str | Cpp, policy: Policy, assume_associative: bool) -> None:
+def check_op(where: str, op: str | CppExpression, policy: Policy, assume_associative: bool) -> None:
     """Only operators that may be regrouped go to threads.
 
     Raises:
@@ -199,7 +201,7 @@ def check_op(where: str, op: str | Cpp, policy: Policy, assume_associative: bool
     """
     if policy.name == "seq" or assume_associative or (isinstance(op, str) and op in NAMED):
         return
-    text = op.text if isinstance(op, Cpp) else op
+    text = op.text if isinstance(op, CppExpression) else op
     hint = nearest(text, NAMED)
     raise KernelError(
         f"{where} op = {text!r}: in parallel an operator must be associative; take one of "
@@ -209,7 +211,7 @@ def check_op(where: str, op: str | Cpp, policy: Policy, assume_associative: bool
 
 
 def names_of(
-    where: str, arrays: Mapping[str, View], numbers: Mapping[str, Any]
+    where: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, Any]
 ) -> tuple[int, dict[str, float | int]]:
     """The common length of the arrays and the checked constants.
 
@@ -258,11 +260,11 @@ def loop(
     where: str,
     policy: Policy,
     n: int,
-    inputs: Mapping[str, View],
-    outputs: Mapping[str, View],
+    inputs: Mapping[str, ArrayView],
+    outputs: Mapping[str, ArrayView],
     numbers: Mapping[str, float | int],
-    writes: Mapping[str, str | Cpp],
-    sums: Mapping[str, Sum],
+    writes: Mapping[str, str | CppExpression],
+    sums: Mapping[str, LoopReduction],
 ) -> list[float | int | None]:
     """Elements in, elements and reductions out, in one pass.
 
@@ -297,7 +299,7 @@ def loop(
 
 
 @functools.lru_cache(maxsize=512)
-def _loop(where: str, key: Any) -> Built:
+def _loop(where: str, key: Any) -> LoopLibrary:
     return built(_text(where, *key), "algorithm_run", ("task", "fold", "finish"))
 
 
@@ -314,15 +316,15 @@ class _Writer:
         kinds += ["int64_t" if whole else self.real for _, whole in numbers]
         known = [*(name for name, *_ in arrays), *(name for name, _ in numbers)]
         pairs = zip([*kinds, "int64_t"], [*known, "i"], strict=True)
-        self.told = ", ".join(f"{kind} {name}" for kind, name in pairs)
+        self.parameters = ", ".join(f"{kind} {name}" for kind, name in pairs)
         self.given = ", ".join([*known, "i"])
         self.zero = ", ".join(f"{kind}()" for kind in [*kinds, "int64_t"])
         self.functions: list[str] = []
 
-    def element(self, name: str, text: str | Cpp) -> None:
+    def element(self, name: str, text: str | CppExpression) -> None:
         """A function of one element."""
         code = cpp(self.where, text, self.names, self.real)
-        self.functions.append(f"inline auto {name}({self.told}) {{ return {code}; }}")
+        self.functions.append(f"inline auto {name}({self.parameters}) {{ return {code}; }}")
 
     def pointers(self) -> str:
         lines = []
@@ -435,7 +437,7 @@ void finish(const Call* call, void* from) {{
 CATCH = 'catch (const char* what) { return what; } catch (...) { return "an exception"; }'
 
 
-def operator(where: str, op: str | Cpp, name: str, kind: str, real: str) -> str:
+def operator(where: str, op: str | CppExpression, name: str, kind: str, real: str) -> str:
     """A type in C++ whose values combine two numbers of a kind."""
     if isinstance(op, str) and op in NAMED:
         return f"using {name} = {NAMED[op]};"

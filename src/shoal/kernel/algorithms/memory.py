@@ -11,7 +11,7 @@ import numpy as np
 from shoal.core.errors import KernelError, require
 from shoal.kernel.algorithms.policy import Policy, block, inline, par
 
-__all__ = ["TYPES", "View", "allocate", "overlaps", "view"]
+__all__ = ["TYPES", "ArrayView", "allocate", "overlaps", "view"]
 
 # Types of elements, and what C++ calls them.
 TYPES = {
@@ -26,7 +26,7 @@ _LINE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ArrayView:
     """An array of one dimension.
 
     Args:
@@ -44,7 +44,7 @@ class View:
     n: int
 
 
-def view(where: str, given: Any) -> View:
+def view(where: str, given: Any) -> ArrayView:
     """An array of NumPy or a CPU tensor of PyTorch, of one dimension, with any stride.
 
     Raises:
@@ -68,10 +68,10 @@ def view(where: str, given: Any) -> View:
             f"{where}: elements of {size} bytes at a stride of {stride} from address "
             f"{array.ctypes.data:#x}; expected multiples of {size} (a copy has them)"
         )
-    return View(array, array.ctypes.data, dtype, stride // size, array.shape[0])
+    return ArrayView(array, array.ctypes.data, dtype, stride // size, array.shape[0])
 
 
-def overlaps(out: View, other: View) -> bool:
+def overlaps(out: ArrayView, other: ArrayView) -> bool:
     """Whether they share memory other than element by element."""
     same = out.address == other.address and out.step == other.step and out.dtype == other.dtype
     return not same and np.shares_memory(out.array, other.array)

@@ -12,10 +12,10 @@ from typing import Literal
 from shoal.core.errors import KernelError, require
 
 __all__ = [
-    "Chunks",
+    "Chunking",
     "Executor",
-    "Parameter",
     "Policy",
+    "PolicyParameter",
     "auto",
     "block",
     "deterministic",
@@ -48,7 +48,7 @@ class Executor:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class Chunking:
     """How a range is cut into tasks.
 
     Args:
@@ -70,7 +70,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class PolicyParameter:
     """One of the parameters that are no way of cutting."""
 
     name: Literal["cores", "fixed"]
@@ -92,7 +92,7 @@ class Policy:
 
     name: Literal["seq", "par", "par_unseq"]
     executor: Executor
-    chunks: Chunks
+    chunks: Chunking
     cores: int = 0
     fixed: bool = False
     task: bool = False
@@ -112,11 +112,11 @@ class Policy:
         )
         return dataclasses.replace(self, executor=executor)
 
-    def with_(self, *parameters: Chunks | Parameter) -> Policy:
+    def with_(self, *parameters: Chunking | PolicyParameter) -> Policy:
         """The same with other chunks, or with max_cores() or deterministic()."""
         made = self
         for parameter in parameters:
-            if isinstance(parameter, Chunks):
+            if isinstance(parameter, Chunking):
                 made = dataclasses.replace(made, chunks=parameter)
             elif parameter.name == "cores":
                 made = dataclasses.replace(made, cores=parameter.value)
@@ -150,38 +150,38 @@ block = Executor("block")
 numa = block
 
 
-def static(size: int = 0) -> Chunks:
+def static(size: int = 0) -> Chunking:
     """Equal chunks, given out in turn; one a core if no size is given."""
-    return Chunks("static", size)
+    return Chunking("static", size)
 
 
-def dynamic(size: int = 0) -> Chunks:
+def dynamic(size: int = 0) -> Chunking:
     """Equal chunks, taken as threads become free."""
-    return Chunks("dynamic", size)
+    return Chunking("dynamic", size)
 
 
-def guided(least: int = 0) -> Chunks:
+def guided(least: int = 0) -> Chunking:
     """Chunks that shrink with what is left, to no less than ``least`` (1024)."""
-    return Chunks("guided", least)
+    return Chunking("guided", least)
 
 
-def auto() -> Chunks:
+def auto() -> Chunking:
     """The first hundredth is timed; the rest is cut into tasks of about 120 us.
 
     What takes under 20 us in all stays on the calling thread.
     """
-    return Chunks("auto")
+    return Chunking("auto")
 
 
-def max_cores(count: int) -> Parameter:
+def max_cores(count: int) -> PolicyParameter:
     """No more threads than these."""
     require(count >= 1, "algorithms.max_cores", count, expected="1 or more", error=KernelError)
-    return Parameter("cores", count)
+    return PolicyParameter("cores", count)
 
 
-def deterministic(on: bool = True) -> Parameter:
+def deterministic(on: bool = True) -> PolicyParameter:
     """Reductions over a fixed tree of chunks of 8192 elements."""
-    return Parameter("fixed", int(on))
+    return PolicyParameter("fixed", int(on))
 
 
 def task(policy: Policy) -> Policy:

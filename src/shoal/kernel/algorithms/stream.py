@@ -14,7 +14,7 @@ import numpy as np
 from shoal.core.measure import interleave
 from shoal.core.native import build
 from shoal.kernel.algorithms.elementwise import transform
-from shoal.kernel.algorithms.expression import Cpp
+from shoal.kernel.algorithms.expression import CppExpression
 from shoal.kernel.algorithms.loop import COMPILE_FLAGS
 from shoal.kernel.algorithms.memory import allocate
 from shoal.kernel.algorithms.policy import Policy, block, par, static
@@ -58,7 +58,7 @@ def own(name: str, held: Arrays, policy: Policy = POLICY) -> Callable[[], Any]:
     f, inputs, _ = KERNELS[name]
     read, out = [held[x] for x in inputs], held[_OUT[name]]
     constants = {"s": SCALAR} if "s" in f else {}
-    text: str | Cpp = f
+    text: str | CppExpression = f
     return functools.partial(transform, policy, *read, out=out, f=text, **constants)
 
 

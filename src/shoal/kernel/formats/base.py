@@ -4,7 +4,7 @@ A row of the matrix is cut in groups; each has a *grid*: the few numbers (a scal
 a zero point) that say what its codes mean. A format says how a grid is chosen for a group,
 and how weights become codes and codes weights under a grid. The rest is here.
 
-Stored (:class:`~shoal.kernel.protocols.Packed`): ``codes``, the bit stream of every row
+Stored (:class:`~shoal.kernel.protocols.PackedMatrix`): ``codes``, the bit stream of every row
 (:mod:`shoal.kernel.formats.bits`), and every tensor of the grid, [N, K / group]. Where two of
 four neighbours are kept, ``codes`` has the K / 2 kept ones in order, and ``places``, a bit
 stream of 4 bits for every four weights, says where they stood: the first place in the lower two
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.errors import KernelError
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,7 +159,7 @@ class BaseFormat:
         kept: Tensor = (ranks < 2).flatten(1)
         return kept
 
-    def quantize(self, weight_NK: Tensor) -> Packed:
+    def quantize(self, weight_NK: Tensor) -> PackedMatrix:
         """Round to nearest.
 
         Raises:
@@ -174,7 +174,7 @@ class BaseFormat:
         columns = {name: tensor[..., None] for name, tensor in grid.items()}
         return self.pack(self.encode(weight_NGg, columns).flatten(1), grid, keep)
 
-    def pack(self, codes_NK: Tensor, grid: Grid, keep_NK: Tensor | None = None) -> Packed:
+    def pack(self, codes_NK: Tensor, grid: Grid, keep_NK: Tensor | None = None) -> PackedMatrix:
         """Store codes under a grid.
 
         Args:
@@ -202,9 +202,9 @@ class BaseFormat:
         else:
             tensors["codes"] = pack(codes_NK, self.code_bits)
         tensors |= {name: tensor.contiguous() for name, tensor in grid.items()}
-        return Packed(str(self), shape, tensors)
+        return PackedMatrix(str(self), shape, tensors)
 
-    def kept(self, packed: Packed) -> Tensor | None:
+    def kept(self, packed: PackedMatrix) -> Tensor | None:
         """Place of every kept weight in its four, int64 [N, K / 4, 2]; None where all are kept.
 
         Raises:
@@ -222,18 +222,18 @@ class BaseFormat:
             raise KernelError(f"weight format {self}: places: expected two different, in order")
         return places
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: PackedMatrix) -> Tensor:
         """The codes, uint8: [N, K], or [N, K / 2] where half are kept."""
         from shoal.kernel.formats.bits import unpack
 
         k = packed.shape[1]
         return unpack(packed.tensors["codes"], self.code_bits, k // 2 if self.keeps_half else k)
 
-    def grid_of(self, packed: Packed) -> dict[str, Tensor]:
+    def grid_of(self, packed: PackedMatrix) -> dict[str, Tensor]:
         """The grid, by the names of its tensors."""
         return {name: packed.tensors[name] for name in self.grid_bits}
 
-    def check(self, packed: Packed) -> None:
+    def check(self, packed: PackedMatrix) -> None:
         """Hold a stored matrix against its format.
 
         Raises:
@@ -269,7 +269,7 @@ class BaseFormat:
         if "scales" in packed.tensors:
             finite("scales", packed.tensors["scales"])
 
-    def dequantize(self, packed: Packed) -> Tensor:
+    def dequantize(self, packed: PackedMatrix) -> Tensor:
         """[N, K] in fp32, exactly what the codes mean.
 
         Raises:

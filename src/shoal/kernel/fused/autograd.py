@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.kernel.fused.protocols import Passes
+from shoal.kernel.fused.protocols import OperatorPasses
 
 __all__ = ["rms_norm", "rope", "swiglu"]
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_N: Tensor, passes: Passes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_N: Tensor, passes: OperatorPasses) -> Tensor:
         ctx.passes = passes
         ctx.save_for_backward(x, weight_N)
         out: Tensor = passes.forward(x, weight_N)
@@ -31,7 +31,7 @@ class _RmsNorm(torch.autograd.Function):
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, passes: Passes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, passes: OperatorPasses) -> Tensor:
         ctx.passes = passes
         ctx.save_for_backward(x)
         out: Tensor = passes.forward(x)
@@ -53,7 +53,7 @@ class _Rope(torch.autograd.Function):
         sin: Tensor,
         q_norm_d: Tensor | None,
         k_norm_d: Tensor | None,
-        passes: Passes,
+        passes: OperatorPasses,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.passes = passes
         # Only the backward pass of the norms looks at what was normalised.
@@ -78,20 +78,20 @@ class _Rope(torch.autograd.Function):
         return grad, None, None, grad_q_norm, grad_k_norm, None
 
 
-def rms_norm(passes: Passes, x: Tensor, weight_N: Tensor) -> Tensor:
+def rms_norm(passes: OperatorPasses, x: Tensor, weight_N: Tensor) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in the dtype of ``x``."""
     out: Tensor = _RmsNorm.apply(x, weight_N, passes)  # type: ignore[no-untyped-call]
     return out
 
 
-def swiglu(passes: Passes, x: Tensor) -> Tensor:
+def swiglu(passes: OperatorPasses, x: Tensor) -> Tensor:
     """``silu(gate) * up`` of both halves of the last dimension."""
     out: Tensor = _Swiglu.apply(x, passes)  # type: ignore[no-untyped-call]
     return out
 
 
 def rope(
-    passes: Passes,
+    passes: OperatorPasses,
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,

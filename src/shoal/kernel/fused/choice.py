@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shoal.core.errors import KernelError, nearest
-from shoal.kernel.calls import Device, Dtype, Pointwise
+from shoal.kernel.calls import Device, Dtype, PointwiseCall
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.grouped.call import GroupedLinear
 
@@ -27,7 +27,7 @@ _PLAIN = ("torch", "reference")
 _ROWS = 2048
 
 
-def call_of(op: str, shape: ModelShape, rows: int, dtype: Dtype, device: Device) -> Pointwise:
+def call_of(op: str, shape: ModelShape, rows: int, dtype: Dtype, device: Device) -> PointwiseCall:
     """What is asked of an operator by a block of the model, for so many tokens."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     n, out = {
@@ -35,7 +35,7 @@ def call_of(op: str, shape: ModelShape, rows: int, dtype: Dtype, device: Device)
         "rope": (heads, heads),
         "swiglu": (2 * shape.ffn_hidden, shape.ffn_hidden),
     }[op]
-    return Pointwise(op, rows, n, out, dtype, device, gradient=True)  # type: ignore[arg-type]
+    return PointwiseCall(op, rows, n, out, dtype, device, gradient=True)  # type: ignore[arg-type]
 
 
 def choose(

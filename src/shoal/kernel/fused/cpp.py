@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import Pointwise
-from shoal.kernel.fused.trains import Trains
+from shoal.kernel.calls import PointwiseCall
+from shoal.kernel.fused.trains import TrainableKernel
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RmsNorm", "Rope", "Sample", "Swiglu"]
+__all__ = ["CppRmsNorm", "CppRope", "CppSample", "CppSwiglu"]
 
 
 class _Cpp(BaseKernel):
@@ -27,12 +27,12 @@ class _Cpp(BaseKernel):
 
 
 @part
-class RmsNorm(Trains, _Cpp):
+class CppRmsNorm(TrainableKernel, _Cpp):
     """Sum of squares and scaling of a row while it is in the first cache."""
 
     op: ClassVar[str] = "rms_norm"
 
-    def _prepare(self, call: Pointwise, weight_N: Tensor, eps: float) -> Ready:
+    def _prepare(self, call: PointwiseCall, weight_N: Tensor, eps: float) -> Ready:
         from shoal.kernel.native import function
         from shoal.kernel.tensors import constant, dtype_of
 
@@ -59,14 +59,14 @@ class RmsNorm(Trains, _Cpp):
 
 
 @part
-class Rope(Trains, _Cpp):
+class CppRope(TrainableKernel, _Cpp):
     """In place, with the norms of queries and keys; cosines are read at each row's position."""
 
     op: ClassVar[str] = "rope"
 
     def _prepare(
         self,
-        call: Pointwise,
+        call: PointwiseCall,
         cos_PC: Tensor,
         sin_PC: Tensor,
         q_norm_d: Tensor | None,
@@ -109,12 +109,12 @@ class Rope(Trains, _Cpp):
 
 
 @part
-class Swiglu(Trains, _Cpp):
+class CppSwiglu(TrainableKernel, _Cpp):
     """Gate, activation and product of sixteen numbers at a time."""
 
     op: ClassVar[str] = "swiglu"
 
-    def _prepare(self, call: Pointwise) -> Ready:
+    def _prepare(self, call: PointwiseCall) -> Ready:
         from shoal.kernel.native import function
 
         width = call.out
@@ -130,13 +130,13 @@ class Swiglu(Trains, _Cpp):
 
 
 @part
-class Sample(_Cpp):
+class CppSample(_Cpp):
     """Whole rows in double precision; no more is sorted than the choice needs."""
 
     op: ClassVar[str] = "sample"
     memory_share: ClassVar[float] = 0.05
 
-    def _prepare(self, call: Pointwise) -> Ready:
+    def _prepare(self, call: PointwiseCall) -> Ready:
         import torch
 
         from shoal.kernel.native import function

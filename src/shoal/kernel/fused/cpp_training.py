@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.core.errors import KernelError
 from shoal.kernel.fused import autograd
-from shoal.kernel.fused.protocols import Passes
+from shoal.kernel.fused.protocols import OperatorPasses
 from shoal.kernel.native import function
 from shoal.kernel.protocols import Ready
 
@@ -70,7 +70,7 @@ def rms_norm(eps: float) -> Ready:
         )  # fmt: skip
         return grad_x, grad_weight
 
-    return functools.partial(autograd.rms_norm, Passes(forward, backward))
+    return functools.partial(autograd.rms_norm, OperatorPasses(forward, backward))
 
 
 def swiglu() -> Ready:
@@ -91,7 +91,7 @@ def swiglu() -> Ready:
         )
         return out
 
-    return functools.partial(autograd.swiglu, Passes(forward, backward))
+    return functools.partial(autograd.swiglu, OperatorPasses(forward, backward))
 
 
 def rope(heads: int, kv_heads: int, eps: float) -> Ready:
@@ -147,4 +147,4 @@ def rope(heads: int, kv_heads: int, eps: float) -> Ready:
             return out, None, None
         return out, norms[0], norms[1]
 
-    return functools.partial(autograd.rope, Passes(forward, backward))
+    return functools.partial(autograd.rope, OperatorPasses(forward, backward))

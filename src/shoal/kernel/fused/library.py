@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import Pointwise
-from shoal.kernel.fused.trains import Trains
+from shoal.kernel.calls import PointwiseCall
+from shoal.kernel.fused.trains import TrainableKernel
 
-__all__ = ["RmsNorm", "Rope", "Swiglu"]
+__all__ = ["LibraryRmsNorm", "LibraryRope", "LibrarySwiglu"]
 
 
-class _Library(Trains, BaseKernel):
+class _Library(TrainableKernel, BaseKernel):
     backend: ClassVar[str] = "torch"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     dtypes: ClassVar[tuple[str, ...]] = ("fp64", "fp32", "bf16", "fp16")
@@ -20,26 +20,26 @@ class _Library(Trains, BaseKernel):
     compute_share: ClassVar[float] = 0.1
     call_s: ClassVar[float] = 6e-5
 
-    def _refuses(self, call: Pointwise) -> str | None:
+    def _refuses(self, call: PointwiseCall) -> str | None:
         return None if call.gradient else "is for training alone"
 
 
 @part
-class RmsNorm(_Library):
+class LibraryRmsNorm(_Library):
     """Statistics in fp32, the way back by layer norm's operator with a mean of zero."""
 
     op: ClassVar[str] = "rms_norm"
 
 
 @part
-class Rope(_Library):
+class LibraryRope(_Library):
     """Rotation and split into one buffer each way; norms before it by themselves."""
 
     op: ClassVar[str] = "rope"
 
 
 @part
-class Swiglu(_Library):
+class LibrarySwiglu(_Library):
     """Two operators each way, by autograd."""
 
     op: ClassVar[str] = "swiglu"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Passes"]
+__all__ = ["OperatorPasses"]
 
 
-class Passes(NamedTuple):
+class OperatorPasses(NamedTuple):
     """Both passes of an operator; :mod:`shoal.kernel.fused.autograd` makes a function of them.
 
     ===========  ===========================================  ==================================

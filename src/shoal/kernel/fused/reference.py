@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import Pointwise
-from shoal.kernel.fused.trains import Trains
+from shoal.kernel.calls import PointwiseCall
+from shoal.kernel.fused.trains import TrainableKernel
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RmsNorm", "Rope", "Sample", "Swiglu"]
+__all__ = ["ReferenceRmsNorm", "ReferenceRope", "ReferenceSample", "ReferenceSwiglu"]
 
 
 class _Reference(BaseKernel):
@@ -35,7 +35,7 @@ class _Reference(BaseKernel):
 
 
 @part
-class RmsNorm(Trains, _Reference):
+class ReferenceRmsNorm(TrainableKernel, _Reference):
     """``y = x / sqrt(mean(x^2) + eps) * weight`` after ``x += delta``.
 
     Constants: weight [N], eps. ``ready(x[M, N], delta[M, N] or None) -> y[M, N]``; x changes
@@ -44,7 +44,7 @@ class RmsNorm(Trains, _Reference):
 
     op: ClassVar[str] = "rms_norm"
 
-    def _prepare(self, call: Pointwise, weight_N: Tensor, eps: float) -> Ready:
+    def _prepare(self, call: PointwiseCall, weight_N: Tensor, eps: float) -> Ready:
         import torch
 
         def run(x_MN: Tensor, delta_MN: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ class RmsNorm(Trains, _Reference):
 
 
 @part
-class Rope(Trains, _Reference):
+class ReferenceRope(TrainableKernel, _Reference):
     """Rotated queries and keys, normalised before where the model says so.
 
     Constants: cos and sin [P, C] in fp32, weights of the norms of queries and keys [d] or
@@ -70,7 +70,7 @@ class Rope(Trains, _Reference):
 
     def _prepare(
         self,
-        call: Pointwise,
+        call: PointwiseCall,
         cos_PC: Tensor,
         sin_PC: Tensor,
         q_norm_d: Tensor | None,
@@ -104,12 +104,12 @@ class Rope(Trains, _Reference):
 
 
 @part
-class Swiglu(Trains, _Reference):
+class ReferenceSwiglu(TrainableKernel, _Reference):
     """``silu(x[:, :F]) * x[:, F:]``. No constants. ``ready(x[M, 2F]) -> y[M, F]``."""
 
     op: ClassVar[str] = "swiglu"
 
-    def _prepare(self, call: Pointwise) -> Ready:
+    def _prepare(self, call: PointwiseCall) -> Ready:
         import torch
         import torch.nn.functional as F
 
@@ -121,7 +121,7 @@ class Swiglu(Trains, _Reference):
 
 
 @part
-class Sample(_Reference):
+class ReferenceSample(_Reference):
     """The next token of every row by temperature, top-k and top-p, in double precision.
 
     No constants. ``ready(logits[M, V], temperature[M], top_k[M], top_p[M], uniform[M]) ->
@@ -130,7 +130,7 @@ class Sample(_Reference):
 
     op: ClassVar[str] = "sample"
 
-    def _prepare(self, call: Pointwise) -> Ready:
+    def _prepare(self, call: PointwiseCall) -> Ready:
         import torch
 
         def one(logits_V: Tensor, hot: float, top_k: int, top_p: float, uniform: float) -> int:

@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 from shoal.core.errors import KernelError
 from shoal.kernel.protocols import Ready
 
-__all__ = ["Trains"]
+__all__ = ["TrainableKernel"]
 
 
-class Trains:
+class TrainableKernel:
     """Mixed into a kernel: a call with ``gradient`` is prepared by ``BACKEND_training.py``."""
 
     op: ClassVar[str]

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
-from shoal.kernel.calls import Pointwise
-from shoal.kernel.fused.trains import Trains
+from shoal.kernel.calls import PointwiseCall
+from shoal.kernel.fused.trains import TrainableKernel
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RmsNorm", "Rope", "Sample", "Swiglu"]
+__all__ = ["TritonRmsNorm", "TritonRope", "TritonSample", "TritonSwiglu"]
 
 
 def _power(n: int) -> int:
@@ -21,13 +21,13 @@ def _power(n: int) -> int:
 
 
 @part
-class RmsNorm(Trains, TritonKernel):
+class TritonRmsNorm(TrainableKernel, TritonKernel):
     """A row in registers: added to, summed and scaled."""
 
     op: ClassVar[str] = "rms_norm"
     invariant: ClassVar[bool] = True
 
-    def _prepare(self, call: Pointwise, weight_N: Tensor, eps: float) -> Ready:
+    def _prepare(self, call: PointwiseCall, weight_N: Tensor, eps: float) -> Ready:
         from shoal.kernel.fused.triton_code import rms_norm
         from shoal.kernel.tensors import constant, dtype_of
 
@@ -50,7 +50,7 @@ class RmsNorm(Trains, TritonKernel):
 
 
 @part
-class Rope(Trains, TritonKernel):
+class TritonRope(TrainableKernel, TritonKernel):
     """Queries and keys of a token, in place."""
 
     op: ClassVar[str] = "rope"
@@ -58,7 +58,7 @@ class Rope(Trains, TritonKernel):
 
     def _prepare(
         self,
-        call: Pointwise,
+        call: PointwiseCall,
         cos_PC: Tensor,
         sin_PC: Tensor,
         q_norm_d: Tensor | None,
@@ -90,13 +90,13 @@ class Rope(Trains, TritonKernel):
 
 
 @part
-class Swiglu(Trains, TritonKernel):
+class TritonSwiglu(TrainableKernel, TritonKernel):
     """Gate, activation and product of a piece of a row."""
 
     op: ClassVar[str] = "swiglu"
     invariant: ClassVar[bool] = True
 
-    def _prepare(self, call: Pointwise) -> Ready:
+    def _prepare(self, call: PointwiseCall) -> Ready:
         from shoal.kernel.fused.triton_code import swiglu
 
         width = call.out
@@ -112,7 +112,7 @@ class Swiglu(Trains, TritonKernel):
 
 
 @part
-class Sample(TritonKernel):
+class TritonSample(TritonKernel):
     """Softmax and choice of a row, a program each, where nothing but temperature limits it.
 
     Rows that top-k or top-p limits are left to the reference: they need an order of the
@@ -121,10 +121,10 @@ class Sample(TritonKernel):
 
     op: ClassVar[str] = "sample"
 
-    def _prepare(self, call: Pointwise) -> Ready:
+    def _prepare(self, call: PointwiseCall) -> Ready:
         import torch
 
-        from shoal.kernel.fused.reference import Sample as Reference
+        from shoal.kernel.fused.reference import ReferenceSample as Reference
         from shoal.kernel.fused.triton_code import sample
 
         width = call.n

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernel.fused import autograd
-from shoal.kernel.fused.protocols import Passes
+from shoal.kernel.fused.protocols import OperatorPasses
 from shoal.kernel.protocols import Ready
 
 __all__ = ["rms_norm", "rope", "swiglu"]
@@ -46,7 +46,7 @@ def rms_norm(eps: float) -> Ready:
         )
         return out, partial.sum(0)
 
-    return functools.partial(autograd.rms_norm, Passes(forward, backward))
+    return functools.partial(autograd.rms_norm, OperatorPasses(forward, backward))
 
 
 def swiglu() -> Ready:
@@ -68,7 +68,7 @@ def swiglu() -> Ready:
         swiglu_grad[grid](grad.contiguous(), x, out, width, block)
         return out
 
-    return functools.partial(autograd.swiglu, Passes(forward, backward))
+    return functools.partial(autograd.swiglu, OperatorPasses(forward, backward))
 
 
 def rope(heads: int, kv_heads: int, eps: float) -> Ready:
@@ -118,4 +118,4 @@ def rope(heads: int, kv_heads: int, eps: float) -> Ready:
             return out, None, None
         return out, partial[:, :heads].sum((0, 1)), partial[:, heads:].sum((0, 1))
 
-    return functools.partial(autograd.rope, Passes(forward, backward))
+    return functools.partial(autograd.rope, OperatorPasses(forward, backward))

@@ -27,12 +27,12 @@ from shoal.kernel.calls import Device, Dtype
 from shoal.kernel.dispatch import dispatch, kernels_of
 from shoal.kernel.grouped.base import GroupedKernel
 from shoal.kernel.grouped.call import GroupedLinear
-from shoal.kernel.grouped.padded import Padded
+from shoal.kernel.grouped.padded import PaddedGroupedLinear
 
 if TYPE_CHECKING:
     from shoal.kernel.protocols import Kernel
 
-__all__ = ["taken"]
+__all__ = ["chosen_kernel"]
 
 # Multiply-adds that a core makes while one product begins, and while Python asks for it.
 _BEGINS = {"fp64": 3e4, "fp32": 1e5, "bf16": 8e5, "fp16": 8e5}
@@ -43,7 +43,7 @@ _PADS = {"fp64": 1e6, "fp32": 2e6, "bf16": 3.6e6, "fp16": 3.6e6}
 _LEAST = 4
 
 
-def taken(
+def chosen_kernel(
     counts: Sequence[int], n: int, k: int, dtype: Dtype, device: Device, wanted: str | None = None
 ) -> GroupedKernel:
     """The kernel for rows of experts.
@@ -95,7 +95,7 @@ def _level(counts: Sequence[int], one: float, dtype: Dtype) -> tuple[int, float]
 
 @functools.cache
 def _padded(level: int) -> GroupedKernel:
-    return Padded(level=level)
+    return PaddedGroupedLinear(level=level)
 
 
 @functools.lru_cache(maxsize=256)

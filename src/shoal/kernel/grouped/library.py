@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Library"]
+__all__ = ["LibraryGroupedLinear"]
 
 # It wants rows of matrices at addresses that are multiples of this.
 _BYTES = 16
 
 
 @part
-class Library(GroupedKernel):
+class LibraryGroupedLinear(GroupedKernel):
     """``torch.nn.functional.grouped_mm``, which older versions of PyTorch lack."""
 
     backend: ClassVar[str] = "torch"

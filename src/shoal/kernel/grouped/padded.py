@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Padded"]
+__all__ = ["PaddedGroupedLinear"]
 
 
 @part
-class Padded(GroupedKernel):
+class PaddedGroupedLinear(GroupedKernel):
     """``torch.bmm``: pays where a product of its own costs more than the rows that are added.
 
     oneDNN takes a small bf16 matrix some 15 us, whatever its size; one product of all of them has

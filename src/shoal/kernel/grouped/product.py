@@ -1,4 +1,4 @@
-"""The door of ``grouped_linear``: a product with gradients, by the kernel that its counts want.
+"""Entry point of ``grouped_linear``: a product with gradients, by the kernel that its counts want.
 
 Shapes: M rows, which lie by expert, E experts, N outputs, K inputs.
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.core.errors import KernelError
 from shoal.kernel.calls import Device
-from shoal.kernel.grouped.choice import taken
+from shoal.kernel.grouped.choice import chosen_kernel
 from shoal.kernel.tensors import compute_dtype, name_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def multiply(
     dtype = compute_dtype(rows_MK)
     if kernel is None:
         _, n, k = weight_ENK.shape
-        kernel = taken(counts, n, k, name_of(dtype), _device(rows_MK), backend)
+        kernel = chosen_kernel(counts, n, k, name_of(dtype), _device(rows_MK), backend)
     if not (torch.is_grad_enabled() and (rows_MK.requires_grad or weight_ENK.requires_grad)):
         return kernel.product(rows_MK.to(dtype), weight_ENK.to(dtype), counts)
     out: Tensor = _Grouped.apply(  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ def weight_gradient(
         backend: the kernel that must be taken.
     """
     n, k = grad_MN.shape[1], rows_MK.shape[1]
-    kernel = taken(counts, n, k, name_of(rows_MK.dtype), _device(rows_MK), backend)
+    kernel = chosen_kernel(counts, n, k, name_of(rows_MK.dtype), _device(rows_MK), backend)
     return kernel.gradient(grad_MN.contiguous(), rows_MK, counts)
 
 

@@ -11,11 +11,11 @@ from shoal.kernel.grouped.base import GroupedKernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reference"]
+__all__ = ["ReferenceGroupedLinear"]
 
 
 @part
-class Reference(GroupedKernel):
+class ReferenceGroupedLinear(GroupedKernel):
     """Plain torch in fp32 (fp64 for fp64), rounded once at the end; slow on purpose."""
 
     backend: ClassVar[str] = "reference"

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Triton"]
+__all__ = ["TritonGroupedLinear"]
 
 
 @part
-class Triton(TritonKernel, GroupedKernel):
+class TritonGroupedLinear(TritonKernel, GroupedKernel):
     """A tile of one expert's rows and outputs a program; nothing is padded in memory.
 
     Which rows a program has is a table that is made of the counts. The gradient of rows is the

@@ -25,7 +25,7 @@ def kv_format(text: str) -> KVFormat:
     Raises:
         KernelError: no format has it.
     """
-    from shoal.kernel.kv.bfp import Bfp
+    from shoal.kernel.kv.bfp import BfpKVFormat
     from shoal.kernel.kv.int8 import Int8
     from shoal.kernel.kv.plain import Plain
 
@@ -39,4 +39,4 @@ def kv_format(text: str) -> KVFormat:
             f"cache format {text!r}: expected plain, int8, or block floats such as bfp12-b32 "
             "(bits, then numbers that share an exponent)"
         )
-    return Bfp(bits=int(found[1]), block=int(found[2]))
+    return BfpKVFormat(bits=int(found[1]), block=int(found[2]))

@@ -17,11 +17,11 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Bfp"]
+__all__ = ["BfpKVFormat"]
 
 
 @part
-class Bfp:
+class BfpKVFormat:
     """``x = q * 2^(e - (m - 2))``, q of m bits with its sign, e of a block.
 
     ``e = floor(log2 max|x|)``, and ``q = clamp(round(x / step), +-(2^(m-1) - 1))``, to even at

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import Linear
+from shoal.kernel.calls import LinearCall
 from shoal.kernel.native.tiles import TILES, has_tiles
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Amx"]
+__all__ = ["AmxLinear"]
 
 
 @part
-class Amx(BaseKernel):
+class AmxLinear(BaseKernel):
     """Tiles of 16 x 32 bf16 numbers, the weights packed once in the order in which they are read.
 
     They lie in large pages, so that few rows go at the speed of the memory, and many at a third
@@ -35,14 +35,14 @@ class Amx(BaseKernel):
     memory_share: ClassVar[float] = 0.95
     compute_share: ClassVar[float] = 0.4
 
-    def refuses(self, call: Linear) -> str | None:
+    def refuses(self, call: LinearCall) -> str | None:
         """Why it cannot compute that here, or None if it can."""
         reason = super().refuses(call)
         if reason is None and not has_tiles():
             return "needs matrix tiles, which the operating system does not grant"
         return reason
 
-    def unpack(self, call: Linear, ready: Ready) -> Tensor:
+    def unpack(self, call: LinearCall, ready: Ready) -> Tensor:
         """The weight [N, K] that was packed, bit for bit.
 
         Args:
@@ -57,7 +57,7 @@ class Amx(BaseKernel):
         tiles = packed.view(torch.bfloat16).view(-1, steps, 2, 16, 16, 2)
         return tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, steps * 32)[: call.n, : call.k]
 
-    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(self, call: LinearCall, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
         import torch
         import torch.nn.functional as F
 

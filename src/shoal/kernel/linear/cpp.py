@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import Linear
+from shoal.kernel.calls import LinearCall
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Cpp"]
+__all__ = ["CppLinear"]
 
 
 @part
-class Cpp(BaseKernel):
+class CppLinear(BaseKernel):
     """AVX-512 dot products of whole rows, four outputs and up to six rows at a time.
 
     Sums are taken in one order, whatever the number of rows: a row has the same bits in any
@@ -31,7 +31,7 @@ class Cpp(BaseKernel):
     memory_share: ClassVar[float] = 0.85
     compute_share: ClassVar[float] = 0.2
 
-    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(self, call: LinearCall, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
         import torch
 
         from shoal.kernel.native import function

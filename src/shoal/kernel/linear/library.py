@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import Linear
+from shoal.kernel.calls import LinearCall
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Library"]
+__all__ = ["LibraryLinear"]
 
 
 @part
-class Library(BaseKernel):
+class LibraryLinear(BaseKernel):
     """``torch.nn.functional.linear``, oneDNN or MKL on a CPU, cuBLAS on a GPU."""
 
     op: ClassVar[str] = "linear"
@@ -27,7 +27,7 @@ class Library(BaseKernel):
     memory_share: ClassVar[float] = 0.5
     compute_share: ClassVar[float] = 0.5
 
-    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(self, call: LinearCall, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
         import torch.nn.functional as F
 
         return functools.partial(F.linear, weight=weight_NK, bias=bias_N)

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import Linear
+from shoal.kernel.calls import LinearCall
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reference"]
+__all__ = ["ReferenceLinear"]
 
 
 @part
-class Reference(BaseKernel):
+class ReferenceLinear(BaseKernel):
     """Plain torch in fp32 (fp64 for fp64), row by row, rounded once at the end.
 
     Slow on purpose: a product of one row is computed in the same way in any company, on any CPU.
@@ -32,7 +32,7 @@ class Reference(BaseKernel):
     memory_share: ClassVar[float] = 0.1
     compute_share: ClassVar[float] = 0.05
 
-    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(self, call: LinearCall, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
         import torch
         import torch.nn.functional as F
 

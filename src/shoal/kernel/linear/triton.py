@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
-from shoal.kernel.calls import Linear
+from shoal.kernel.calls import LinearCall
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Triton"]
+__all__ = ["TritonLinear"]
 
 
 @part
-class Triton(TritonKernel):
+class TritonLinear(TritonKernel):
     """Sixteen rows and a tile of outputs a program, sums over K in one order.
 
     Args:
@@ -30,7 +30,7 @@ class Triton(TritonKernel):
     block_n: int = 64
     block_k: int = 128
 
-    def _prepare(self, call: Linear, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(self, call: LinearCall, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ready:
         import torch
 
         from shoal.kernel.linear.triton_code import product

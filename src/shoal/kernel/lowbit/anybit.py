@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.formats import weight_format
-from shoal.kernel.protocols import Packed, Ready
+from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,7 +143,7 @@ class Anybit(BaseKernel):
     compute_share: ClassVar[float] = 0.2
     call_s: ClassVar[float] = 1e-5
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         try:
             chosen = weight_format(call.format)
             group = chosen.group_of(call.k)
@@ -158,12 +158,17 @@ class Anybit(BaseKernel):
             return f"wants groups of a multiple of 8; nearest to {group} is {-(-group // 8) * 8}"
         return None
 
-    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(
+        self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
+    ) -> Ready:
         return prepare(call, weight, bias_N)
 
 
 def prepare(
-    call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None, unpack: Unpack = "recipe"
+    call: LowbitLinearCall,
+    weight: PackedMatrix,
+    bias_N: Tensor | None = None,
+    unpack: Unpack = "recipe",
 ) -> Ready:
     """The product with these weights; ``unpack`` as of :func:`compiled`.
 

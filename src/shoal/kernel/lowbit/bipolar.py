@@ -18,30 +18,30 @@ from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.ir import Estimate, Interval, Machine
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.dispatch import here
 from shoal.kernel.formats import weight_format
-from shoal.kernel.planes.engines import Engine, chosen
-from shoal.kernel.protocols import Packed, Ready
+from shoal.kernel.planes.engines import PlanesEngine, chosen
+from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Bipolar"]
+__all__ = ["BipolarLinear"]
 
 _FORMATS = ("bipolar", "int", "uint")
 # Rows between which the choice of the engine is made anew.
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096)
 
 
-def _family(call: LinearLowbit) -> str:
+def _family(call: LowbitLinearCall) -> str:
     """``int`` of ``int4-g128``."""
     found = re.match(r"[a-z]+", call.format)
     return found[0] if found else ""
 
 
 @part
-class Bipolar(BaseKernel):
+class BipolarLinear(BaseKernel):
     """Rounds rows to bipolar integers, multiplies exactly, and scales in the same pass.
 
     Groups are summed in one order by all engines, so a row has the same bits in any company.
@@ -53,7 +53,7 @@ class Bipolar(BaseKernel):
     activations: ClassVar[tuple[str, ...]] = ("bipolar",)
     compiled: ClassVar[bool] = True
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         if re.fullmatch(r"bipolar[1-8]", call.activations) is None:
             return "takes activations of bipolar1 to bipolar8 only"
         try:
@@ -71,14 +71,14 @@ class Bipolar(BaseKernel):
         return None
 
     def _engine(
-        self, call: LinearLowbit, machine: Machine, rows: int | None = None, masks: bool = False
-    ) -> Engine | None:
+        self, call: LowbitLinearCall, machine: Machine, rows: int | None = None, masks: bool = False
+    ) -> PlanesEngine | None:
         stored = weight_format(call.format)
         group, a = stored.group_of(call.k), int(call.activations[-1])
         m = call.m if rows is None else rows
         return chosen(m, call.n, call.k, stored.code_bits, a, group, machine, masks=masks)
 
-    def estimate(self, call: LinearLowbit, machine: Machine) -> Estimate:
+    def estimate(self, call: LowbitLinearCall, machine: Machine) -> Estimate:
         """That of its engine, and one pass over the activations."""
         engine = self._engine(call, machine)
         w, a = weight_format(call.format).code_bits, int(call.activations[-1])
@@ -91,7 +91,9 @@ class Bipolar(BaseKernel):
             bound="memory" if call.flops < 16 * call.moved_bytes else "compute",
         )
 
-    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(
+        self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
+    ) -> Ready:
         import torch
 
         from shoal.kernel.formats.bits import unpack

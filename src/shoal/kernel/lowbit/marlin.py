@@ -25,7 +25,7 @@ from shoal.core.errors import KernelError
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.normal import CODEBOOK, Nf
 from shoal.kernel.lowbit.marlin_cpu import library, segment_of
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 from shoal.kernel.tensors import finite
 
 __all__ = ["Blocks", "blocks", "checked", "product_w4a8", "quantize_rows"]
@@ -77,7 +77,7 @@ class Blocks:
 _MADE: MutableMapping[Tensor, tuple[int, Blocks]] = WeakIdKeyDictionary()
 
 
-def checked(weight: Packed, fmt: str, n: int, k: int) -> None:
+def checked(weight: PackedMatrix, fmt: str, n: int, k: int) -> None:
     """Hold a stored matrix against what a call says of it.
 
     Raises:
@@ -93,7 +93,7 @@ def checked(weight: Packed, fmt: str, n: int, k: int) -> None:
     finite("scales", weight.tensors["scales"])
 
 
-def blocks(weight: Packed) -> Blocks:
+def blocks(weight: PackedMatrix) -> Blocks:
     """A matrix of ``int4`` or ``nf4``, repacked; the same object while its codes live unchanged.
 
     Raises:
@@ -110,7 +110,7 @@ def blocks(weight: Packed) -> Blocks:
     return made
 
 
-def _repacked(weight: Packed) -> Blocks:
+def _repacked(weight: PackedMatrix) -> Blocks:
     from shoal.kernel.native import function
 
     stored = weight_format(weight.format)
@@ -181,7 +181,7 @@ def quantize_rows(x_MK: Tensor, segment: int) -> tuple[Tensor, Tensor]:
     return codes, torch.where(some, largest / 127.0, 0.0)
 
 
-def product_w4a8(x_MK: Tensor, weight: Packed, bias_N: Tensor | None = None) -> Tensor:
+def product_w4a8(x_MK: Tensor, weight: PackedMatrix, bias_N: Tensor | None = None) -> Tensor:
     """What ``linear_lowbit.cpp_w4a8`` computes: rows rounded to int8, sums of integers exact.
 
     Args:
@@ -195,7 +195,7 @@ def product_w4a8(x_MK: Tensor, weight: Packed, bias_N: Tensor | None = None) -> 
     s = segment_of(k, group)
     codes, scale = quantize_rows(x_MK, s)
     ones = {name: torch.ones_like(t) for name, t in stored.grid_of(weight).items()}
-    exact = stored.dequantize(Packed(weight.format, weight.shape, {**weight.tensors, **ones}))
+    exact = stored.dequantize(PackedMatrix(weight.format, weight.shape, {**weight.tensors, **ones}))
     w_NSs = F.pad(exact, (0, -k % s)).unflatten(-1, (-1, s)).double()  # type: ignore[no-untyped-call]
     sums = torch.einsum("mgs,ngs->mng", codes.double(), w_NSs).float() * scale[:, None, :]
     by = weight.tensors["scales"].double().repeat_interleave(-(-group // s), 1)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.integer import Int
 from shoal.kernel.formats.normal import Nf
 from shoal.kernel.native.tiles import has_tiles
-from shoal.kernel.protocols import Packed, Ready
+from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ def segment_of(k: int, group: int) -> int:
     return next(s for s in _SEGMENTS if group % s == 0)
 
 
-def refuses_format(call: LinearLowbit, *, normal: bool = False) -> str | None:
+def refuses_format(call: LowbitLinearCall, *, normal: bool = False) -> str | None:
     """Why the call's weights cannot be cut in segments of 4-bit codes, or None.
 
     Args:
@@ -89,10 +89,12 @@ class _Marlin(BaseKernel):
     compute_share: ClassVar[float] = 0.3
     symbol: ClassVar[str]
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         return refuses_format(call)
 
-    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(
+        self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
+    ) -> Ready:
         import torch
 
         from shoal.kernel.lowbit.marlin import blocks, checked
@@ -136,7 +138,7 @@ class W4A16(_Marlin):
     backend: ClassVar[str] = "cpp_w4a16"
     symbol: ClassVar[str] = "w4a16"
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         return refuses_format(call, normal=True)
 
 
@@ -145,7 +147,7 @@ class _Rounding(BaseKernel):
 
     activations: ClassVar[tuple[str, ...]] = ("int",)
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         if call.activations != "int8":
             return "rounds its input to int8, which the call does not ask for"
         return refuses_format(call)
@@ -174,7 +176,9 @@ class Integer(_Rounding):
     memory_share: ClassVar[float] = 0.02
     compute_share: ClassVar[float] = 0.02
 
-    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(
+        self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
+    ) -> Ready:
         from shoal.kernel.lowbit.marlin import checked, product_w4a8
 
         checked(weight, call.format, call.n, call.k)

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.integer import Int
-from shoal.kernel.protocols import Packed, Ready
+from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Triton", "split_of"]
+__all__ = ["MarlinTriton", "split_of"]
 
 _GROUPS = (32, 64, 128, 256)
 
@@ -35,7 +35,7 @@ def split_of(m: int, n: int, groups: int, programs: int) -> int:
 
 
 @part
-class Triton(TritonKernel):
+class MarlinTriton(TritonKernel):
     """``tl.dot`` on unpacked codes, a group of K at a time.
 
     Args:
@@ -49,7 +49,7 @@ class Triton(TritonKernel):
     block_n: int = 64
     programs: int = 256
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         try:
             stored = weight_format(call.format)
             if not isinstance(stored, Int) or stored.width != 4 or stored.keeps_half:
@@ -61,7 +61,9 @@ class Triton(TritonKernel):
             return f"reads groups of {', '.join(map(str, _GROUPS))}, not {group}"
         return None
 
-    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(
+        self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
+    ) -> Ready:
         import torch
 
         from shoal.kernel.lowbit.marlin import checked

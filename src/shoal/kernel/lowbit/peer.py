@@ -8,21 +8,21 @@ from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import Linear, LinearLowbit
+from shoal.kernel.calls import LinearCall, LowbitLinearCall
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.integer import Int
-from shoal.kernel.protocols import Packed, Ready
+from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Dequantised", "Library"]
+__all__ = ["Dequantised", "LibraryLowbitLinear"]
 
 _GROUPS = (32, 64, 128, 256)
 
 
 @part
-class Library(BaseKernel):
+class LibraryLowbitLinear(BaseKernel):
     """``torch.ops.aten._weight_int4pack_mm_for_cpu``; for bf16 rows it rounds scales to bf16."""
 
     op: ClassVar[str] = "linear_lowbit"
@@ -30,7 +30,7 @@ class Library(BaseKernel):
     memory_share: ClassVar[float] = 0.3
     compute_share: ClassVar[float] = 0.15
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         try:
             stored = weight_format(call.format)
             if not isinstance(stored, Int) or stored.width != 4 or stored.keeps_half:
@@ -44,7 +44,9 @@ class Library(BaseKernel):
             return f"wants outputs in multiples of 16, nearest {-(-call.n // 16) * 16}"
         return None
 
-    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(
+        self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
+    ) -> Ready:
         import torch
 
         from shoal.kernel.lowbit.marlin import checked
@@ -82,18 +84,20 @@ class Dequantised(BaseKernel):
     backend: ClassVar[str] = "dequantised"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         try:
             weight_format(call.format).group_of(call.k)
         except KernelError as cause:
             return f"cannot read them: {cause}"
         return None
 
-    def estimate(self, call: LinearLowbit, machine: Machine) -> Estimate:
+    def estimate(self, call: LowbitLinearCall, machine: Machine) -> Estimate:
         """What ``linear.torch`` costs."""
         return self._dense().estimate(self._call(call), machine)
 
-    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(
+        self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
+    ) -> Ready:
         import torch
 
         from shoal.kernel.lowbit.marlin import checked
@@ -105,11 +109,11 @@ class Dequantised(BaseKernel):
         return self._dense().prepare(self._call(call), matrix, bias)
 
     @staticmethod
-    def _call(call: LinearLowbit) -> Linear:
-        return Linear(call.m, call.n, call.k, call.dtype, call.device)
+    def _call(call: LowbitLinearCall) -> LinearCall:
+        return LinearCall(call.m, call.n, call.k, call.dtype, call.device)
 
     @staticmethod
     def _dense() -> BaseKernel:
-        from shoal.kernel.linear.library import Library as Dense
+        from shoal.kernel.linear.library import LibraryLinear as Dense
 
         return Dense()

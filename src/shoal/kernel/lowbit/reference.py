@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.formats import weight_format
-from shoal.kernel.protocols import Packed, Ready
+from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reference"]
+__all__ = ["ReferenceLowbitLinear"]
 
 
 @part
-class Reference(BaseKernel):
+class ReferenceLowbitLinear(BaseKernel):
     """Weights made fp32 once, product in fp32 (fp64 for fp64), rounded at the end; any format."""
 
     op: ClassVar[str] = "linear_lowbit"
@@ -32,7 +32,7 @@ class Reference(BaseKernel):
     memory_share: ClassVar[float] = 0.06
     compute_share: ClassVar[float] = 0.05
 
-    def _refuses(self, call: LinearLowbit) -> str | None:
+    def _refuses(self, call: LowbitLinearCall) -> str | None:
         if call.activations and re.fullmatch(r"bipolar[1-8]", call.activations) is None:
             return "rounds its input to bipolar1 to bipolar8 only"
         try:
@@ -41,7 +41,9 @@ class Reference(BaseKernel):
             return f"cannot read them: {cause}"
         return None
 
-    def _prepare(self, call: LinearLowbit, weight: Packed, bias_N: Tensor | None = None) -> Ready:
+    def _prepare(
+        self, call: LowbitLinearCall, weight: PackedMatrix, bias_N: Tensor | None = None
+    ) -> Ready:
         import torch
 
         from shoal.kernel.planes.activations import bits_of, rounded

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shoal.core.parts import part
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.native.tiles import TILES, has_tiles
-from shoal.kernel.paged.cpp import Cpp
+from shoal.kernel.paged.cpp import CppPagedAttention
 
-__all__ = ["Amx"]
+__all__ = ["AmxPagedAttention"]
 
 # Fewer queries than these leave most of a tile empty.
 _FEWEST, _WIDEST = 8, 256
 
 
 @part
-class Amx(Cpp):
+class AmxPagedAttention(CppPagedAttention):
     """Keys and values laid out as tiles once, then 32 queries at a time over 128 keys each.
 
     A query's numbers are summed in one order, however a prompt is cut into chunks. They are not
@@ -27,18 +27,18 @@ class Amx(Cpp):
 
     backend: ClassVar[str] = "amx"
     dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
-    needs: ClassVar[frozenset[str]] = TILES | Cpp.needs | {"avx512_bf16"}
+    needs: ClassVar[frozenset[str]] = TILES | CppPagedAttention.needs | {"avx512_bf16"}
     memory_share: ClassVar[float] = 0.5
     compute_share: ClassVar[float] = 0.3
 
-    def refuses(self, call: PagedAttention) -> str | None:
+    def refuses(self, call: PagedAttentionCall) -> str | None:
         """Why it cannot compute that here, or None if it can."""
         reason = super().refuses(call)
         if reason is None and not has_tiles():
             return "needs matrix tiles, which the operating system does not grant"
         return reason
 
-    def _refuses(self, call: PagedAttention) -> str | None:
+    def _refuses(self, call: PagedAttentionCall) -> str | None:
         if call.format != "plain":
             return f"reads a plain cache, and this one is {call.format}"
         if call.tree:
@@ -51,5 +51,5 @@ class Amx(Cpp):
             return f"takes {_FEWEST} queries of a request or more"
         return super()._refuses(call)
 
-    def _symbol(self, call: PagedAttention) -> tuple[str, str]:
+    def _symbol(self, call: PagedAttentionCall) -> tuple[str, str]:
         return "paged_amx", "paged_attention_amx"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.kv import kv_format
 
 __all__ = ["Cached", "beyond", "checked", "places", "stored"]
@@ -45,7 +45,7 @@ def beyond(tree_2N: Tensor, token_S: Tensor) -> Tensor:
 
 
 def checked(
-    call: PagedAttention,
+    call: PagedAttentionCall,
 ) -> Callable[[Tensor, Cached, Cached, Tensor, Tensor, Tensor | None, Tensor | None], None]:
     """A check of the arguments of one call.
 

@@ -9,9 +9,9 @@ from shoal.core.errors import KernelError
 from shoal.core.native import cpu_flags
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.kv import kv_format
-from shoal.kernel.kv.bfp import Bfp
+from shoal.kernel.kv.bfp import BfpKVFormat
 from shoal.kernel.kv.int8 import Int8
 from shoal.kernel.kv.plain import Plain
 from shoal.kernel.protocols import Ready
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from shoal.kernel.paged.common import Cached
 
-__all__ = ["Cpp"]
+__all__ = ["CppPagedAttention"]
 
 _KIND = 1 << 40
 
 
 @part
-class Cpp(BaseKernel):
+class CppPagedAttention(BaseKernel):
     """One pass over the tokens in steps of 64, chunks of 256 shared equally among threads.
 
     A query's numbers are summed in one order, whatever else is in the batch, however a prompt
@@ -43,14 +43,14 @@ class Cpp(BaseKernel):
     compute_share: ClassVar[float] = 0.2
     call_s: ClassVar[float] = 1e-5
 
-    def _refuses(self, call: PagedAttention) -> str | None:
+    def _refuses(self, call: PagedAttentionCall) -> str | None:
         form = kv_format(call.format)
         reason = form.refuses(call.head_dim)
         if reason is not None:
             return f"cannot read a cache that {reason}"
         if call.kv_heads < 1 or call.heads % call.kv_heads:
             return f"wants query heads that are a multiple of the {call.kv_heads} key/value heads"
-        if isinstance(form, Bfp):
+        if isinstance(form, BfpKVFormat):
             least = 32 if form.bits == 12 else 16
             if form.block < least or call.head_dim > 16 * form.block:
                 return (
@@ -66,12 +66,12 @@ class Cpp(BaseKernel):
             return f"needs a CPU with {', '.join(missing)} for bf16 and for codes"
         return None
 
-    def _symbol(self, call: PagedAttention) -> tuple[str, str]:
+    def _symbol(self, call: PagedAttentionCall) -> tuple[str, str]:
         """Library and function."""
         plain = isinstance(kv_format(call.format), Plain)
         return "paged" if plain else "paged_codes", "paged_attention"
 
-    def _prepare(self, call: PagedAttention, *constants: object) -> Ready:
+    def _prepare(self, call: PagedAttentionCall, *constants: object) -> Ready:
         import torch
 
         from shoal.kernel.native import function
@@ -85,7 +85,7 @@ class Cpp(BaseKernel):
         kind, block = 0, 1
         if isinstance(form, Int8):
             kind = 1
-        elif isinstance(form, Bfp):
+        elif isinstance(form, BfpKVFormat):
             kind, block = (2 if form.bits == 12 else 3), form.block
         heads, kv_heads, d, size = call.heads, call.kv_heads, call.head_dim, call.block_size
 

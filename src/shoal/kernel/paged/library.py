@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.kv import kv_format
 from shoal.kernel.protocols import Ready
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from shoal.kernel.paged.common import Cached
 
-__all__ = ["Library"]
+__all__ = ["LibraryPagedAttention"]
 
 
 @part
-class Library(BaseKernel):
+class LibraryPagedAttention(BaseKernel):
     """Gathered blocks and ``scaled_dot_product_attention``, short contexts padded."""
 
     op: ClassVar[str] = "paged_attention"
@@ -31,13 +31,13 @@ class Library(BaseKernel):
     compute_share: ClassVar[float] = 0.1
     call_s: ClassVar[float] = 5e-5
 
-    def _refuses(self, call: PagedAttention) -> str | None:
+    def _refuses(self, call: PagedAttentionCall) -> str | None:
         if call.partial:
             return "gives whole results, and a part of a context is wanted"
         reason = kv_format(call.format).refuses(call.head_dim)
         return None if reason is None else f"cannot read a cache that {reason}"
 
-    def _prepare(self, call: PagedAttention, *constants: object) -> Ready:
+    def _prepare(self, call: PagedAttentionCall, *constants: object) -> Ready:
         import torch
         import torch.nn.functional as F
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.core.errors import KernelError
 from shoal.core.parts import part
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.kv import kv_format
 from shoal.kernel.protocols import Ready
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from shoal.kernel.paged.common import Cached
 
-__all__ = ["Reference"]
+__all__ = ["ReferencePagedAttention"]
 
 
 @part
-class Reference(BaseKernel):
+class ReferencePagedAttention(BaseKernel):
     """Plain torch, row by row, in fp32 (fp64 for fp64); slow on purpose."""
 
     op: ClassVar[str] = "paged_attention"
@@ -36,11 +36,11 @@ class Reference(BaseKernel):
     memory_share: ClassVar[float] = 0.02
     compute_share: ClassVar[float] = 0.02
 
-    def _refuses(self, call: PagedAttention) -> str | None:
+    def _refuses(self, call: PagedAttentionCall) -> str | None:
         reason = kv_format(call.format).refuses(call.head_dim)
         return None if reason is None else f"cannot read a cache that {reason}"
 
-    def _prepare(self, call: PagedAttention, *constants: object) -> Ready:
+    def _prepare(self, call: PagedAttentionCall, *constants: object) -> Ready:
         import torch
 
         from shoal.kernel.paged.common import beyond, checked, places, stored

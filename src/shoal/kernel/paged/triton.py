@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.kv import kv_format
-from shoal.kernel.kv.bfp import Bfp
+from shoal.kernel.kv.bfp import BfpKVFormat
 from shoal.kernel.kv.int8 import Int8
 from shoal.kernel.kv.plain import Plain
 from shoal.kernel.protocols import Ready
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from shoal.kernel.paged.common import Cached
 
-__all__ = ["Triton"]
+__all__ = ["TritonPagedAttention"]
 
 
 @part
-class Triton(TritonKernel):
+class TritonPagedAttention(TritonKernel):
     """A program for each row, key/value head and chunk; another folds the chunks.
 
     Args:
@@ -43,18 +43,18 @@ class Triton(TritonKernel):
     chunk: int = 512
     step: int = 64
 
-    def _refuses(self, call: PagedAttention) -> str | None:
+    def _refuses(self, call: PagedAttentionCall) -> str | None:
         if call.partial:
             return "gives whole results, and a part of a context is wanted"
         form = kv_format(call.format)
         reason = form.refuses(call.head_dim)
         if reason is not None:
             return f"cannot read a cache that {reason}"
-        if not isinstance(form, Plain | Int8 | Bfp):
+        if not isinstance(form, Plain | Int8 | BfpKVFormat):
             return f"does not know the cache format {form}"
         return None
 
-    def _prepare(self, call: PagedAttention, *constants: object) -> Ready:
+    def _prepare(self, call: PagedAttentionCall, *constants: object) -> Ready:
         import torch
 
         from shoal.kernel.paged.common import checked, stored
@@ -65,7 +65,7 @@ class Triton(TritonKernel):
         kind, block = 0, 1
         if isinstance(form, Int8):
             kind = 1
-        elif isinstance(form, Bfp):
+        elif isinstance(form, BfpKVFormat):
             kind, block = (2 if form.bits == 12 else 3), form.block
         kv_heads, group, d = call.kv_heads, call.heads // call.kv_heads, call.head_dim
         # Products of matrices want 16 rows at least.

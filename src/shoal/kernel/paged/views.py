@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import KernelError
-from shoal.kernel.calls import PagedAttention
+from shoal.kernel.calls import PagedAttentionCall
 from shoal.kernel.kv.common import fast
-from shoal.kernel.paged.cpp import Cpp
+from shoal.kernel.paged.cpp import CppPagedAttention
 from shoal.kernel.paged.partial import merge
 from shoal.kernel.tensors import name_of
 
@@ -98,7 +98,7 @@ def view_attention(
     """
     if not fast(weight):
         return None
-    call = PagedAttention(
+    call = PagedAttentionCall(
         batch=8,
         context=512,
         heads=heads,
@@ -107,7 +107,9 @@ def view_attention(
         block_size=1,
         dtype=name_of(weight.dtype),
     )
-    if Cpp().refuses(call) is not None:  # the same steps, over blocks whose queries need no turning
+    if (
+        CppPagedAttention().refuses(call) is not None
+    ):  # the same steps, over blocks whose queries need no turning
         return None
     from shoal.kernel.native import function
 

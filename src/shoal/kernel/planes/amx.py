@@ -7,11 +7,11 @@ from typing import ClassVar
 from shoal.core.parts import part
 from shoal.kernel.planes.base import NativePlanes
 
-__all__ = ["Amx"]
+__all__ = ["AmxPlanes"]
 
 
 @part
-class Amx(NativePlanes):
+class AmxPlanes(NativePlanes):
     """``tdpbusd`` on tiles of 16 rows and 16 outputs, two by two.
 
     The weights of 32 outputs become int8 once for up to 256 rows.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.core.errors import KernelError
 from shoal.ir import Estimate, Interval, Machine
 from shoal.kernel.base import BaseKernel
-from shoal.kernel.calls import MatmulPlanes
+from shoal.kernel.calls import MatmulPlanesCall
 from shoal.kernel.planes.engines import ENGINES
 from shoal.kernel.protocols import Ready
 
@@ -27,7 +27,7 @@ class PlanesKernel(BaseKernel):
     op: ClassVar[str] = "matmul_planes"
     invariant: ClassVar[bool] = True
 
-    def _refuses(self, call: MatmulPlanes) -> str | None:
+    def _refuses(self, call: MatmulPlanesCall) -> str | None:
         if not (1 <= call.w <= 8 and 1 <= call.a <= 8):
             near = f"w = {min(max(call.w, 1), 8)} and a = {min(max(call.a, 1), 8)}"
             return f"takes 1 to 8 planes of each; nearest {near}"
@@ -82,7 +82,7 @@ class NativePlanes(PlanesKernel):
             bound="memory" if call.flops < 16 * call.moved_bytes else "compute",
         )
 
-    def _prepare(self, call: MatmulPlanes, planes_NwW: Tensor) -> Ready:
+    def _prepare(self, call: MatmulPlanesCall, planes_NwW: Tensor) -> Ready:
         from shoal.kernel.planes.layout import join
         from shoal.kernel.planes.native import product, result, weights
 

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from shoal.core.measure import interleave
 from shoal.ir import Machine
-from shoal.kernel.planes.engines import ENGINES, Engine, chosen
-from shoal.kernel.planes.native import Weights, quantized, result, weights
+from shoal.kernel.planes.engines import ENGINES, PlanesEngine, chosen
+from shoal.kernel.planes.native import PlanesWeights, quantized, result, weights
 
-__all__ = ["Timed", "held", "layer", "table", "turning"]
+__all__ = ["TimedEngine", "held", "layer", "table", "turning"]
 
 # An engine that is estimated so many times slower than the best is not run.
 _HOPELESS = 20.0
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedEngine:
     """One line of the table.
 
     Args:
@@ -47,7 +47,7 @@ class Timed:
 
 def held(
     codes_NK: Tensor, w: int, a: int, *, tiles: bool, dtype: torch.dtype = torch.bfloat16
-) -> Weights:
+) -> PlanesWeights:
     """A layer's weights with one scale for each output.
 
     Args:
@@ -61,7 +61,7 @@ def held(
     return weights(codes_NK, w, a, tiles=tiles, out=dtype, scale_NG=scale_NG)
 
 
-def layer(engine: Engine, weights: Weights) -> Callable[[Tensor], Tensor]:
+def layer(engine: PlanesEngine, weights: PlanesWeights) -> Callable[[Tensor], Tensor]:
     """Rows in, rows out, rounded on the way."""
 
     def run(x_MK: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def table(
     buffers: int = 20,
     pairs: int = 15,
     progress: Callable[[str, float], None] = lambda text, done: None,
-) -> list[Timed]:
+) -> list[TimedEngine]:
     """Layers of ``size`` x ``size``, bf16 in and out; weights take turns.
 
     Args:
@@ -111,7 +111,7 @@ def table(
     found = []
     for index, (w, a) in enumerate(widths):
         few = [code & (2**w - 1) for code in codes]
-        made: dict[bool, list[Weights]] = {}
+        made: dict[bool, list[PlanesWeights]] = {}
         for m in rows:
             progress(f"{w} x {a} bits, {m} rows", index / len(widths))
             x = torch.randn(m, size).to(torch.bfloat16)
@@ -132,7 +132,7 @@ def table(
             seconds = interleave(methods, pairs, warmup=1)
             for name in methods:
                 found.append(
-                    Timed(
+                    TimedEngine(
                         m,
                         w,
                         a,

@@ -15,7 +15,7 @@ from shoal.ir import Machine
 from shoal.ir.machine import Measurement
 from shoal.kernel.native.tiles import tiles_granted
 
-__all__ = ["ENGINES", "Engine", "bound", "chosen"]
+__all__ = ["ENGINES", "PlanesEngine", "bound", "chosen"]
 
 _BASE = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 # Operations per cycle, Hz and B/s of a server core of 2023, for machines that nobody probed.
@@ -26,7 +26,7 @@ _PASS_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Engine:
+class PlanesEngine:
     """One way to compute.
 
     Args:
@@ -95,20 +95,20 @@ def _matrix(m: int, n: int, k: int, w: int, a: int, units: dict[str, float]) -> 
     return -(-m // _PASS_ROWS) * 1.5 * _expand(n, k, w, units) + tiles / 0.3
 
 
-ENGINES: dict[str, Engine] = {
+ENGINES: dict[str, PlanesEngine] = {
     engine.name: engine
     for engine in (
-        Engine("popcnt", "popcount", True, 0, 64, _BASE | {"avx512_vpopcntdq"}, _popcount),
-        Engine("gemv", "few", False, 1, 16, _BASE | {"avx512_vnni"}, _few),
-        Engine("vnni", "dots", False, 8, 16, _BASE | {"avx512_vnni"}, _dots),
-        Engine("amx", "matrix", False, 16, 64, _BASE | {"amx_tile", "amx_int8"}, _matrix),
+        PlanesEngine("popcnt", "popcount", True, 0, 64, _BASE | {"avx512_vpopcntdq"}, _popcount),
+        PlanesEngine("gemv", "few", False, 1, 16, _BASE | {"avx512_vnni"}, _few),
+        PlanesEngine("vnni", "dots", False, 8, 16, _BASE | {"avx512_vnni"}, _dots),
+        PlanesEngine("amx", "matrix", False, 16, 64, _BASE | {"amx_tile", "amx_int8"}, _matrix),
     )
 }
 
 
 def chosen(
     m: int, n: int, k: int, w: int, a: int, group: int, machine: Machine, *, masks: bool = False
-) -> Engine | None:
+) -> PlanesEngine | None:
     """The engine that would be fastest here, or None if there is none.
 
     Args:

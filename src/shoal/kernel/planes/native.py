@@ -18,10 +18,10 @@ from torch import Tensor
 from shoal.core.errors import KernelError
 from shoal.kernel.native import function
 from shoal.kernel.pages import room
-from shoal.kernel.planes.engines import ENGINES, Engine, bound
+from shoal.kernel.planes.engines import ENGINES, PlanesEngine, bound
 from shoal.kernel.planes.layout import words
 
-__all__ = ["Weights", "coded", "product", "quantized", "result", "weights"]
+__all__ = ["PlanesWeights", "coded", "product", "quantized", "result", "weights"]
 
 _KINDS = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.bfloat16: 3}
 
@@ -40,7 +40,7 @@ class _Job(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Weights:
+class PlanesWeights:
     """Weights as an engine wants them.
 
     Args:
@@ -85,7 +85,7 @@ def weights(
     scale_NG: Tensor | None = None,
     offset_NG: Tensor | None = None,
     bias_N: Tensor | None = None,
-) -> Weights:
+) -> PlanesWeights:
     """Repack codes uint8 [N, K] for the engines that take tiles, or for those that take masks.
 
     Args:
@@ -153,7 +153,7 @@ def weights(
         *(None if tensor is None else tensor.data_ptr() for tensor in held),
     )  # fmt: skip
     needs = rest != 0 or offset is not None
-    return Weights(n, k, a, size, groups, out, needs, tiles, job, held)
+    return PlanesWeights(n, k, a, size, groups, out, needs, tiles, job, held)
 
 
 def _part(group: int, limit: int) -> int:
@@ -200,12 +200,12 @@ def _run(engine: str) -> Callable[..., Any]:
     return function("planes", f"planes_{ENGINES[engine].symbol}", "pppppl")
 
 
-def result(held: Weights, rows: int) -> Tensor:
+def result(held: PlanesWeights, rows: int) -> Tensor:
     """Memory for the result [rows, N]."""
     return torch.empty(rows, held.n, dtype=held.out)
 
 
-def product(engine: Engine, held: Weights, planes_MaW: Tensor, out_MN: Tensor) -> None:
+def product(engine: PlanesEngine, held: PlanesWeights, planes_MaW: Tensor, out_MN: Tensor) -> None:
     """The product with input given as planes; exact integers.
 
     Args:
@@ -227,7 +227,7 @@ def product(engine: Engine, held: Weights, planes_MaW: Tensor, out_MN: Tensor) -
     _run(engine.name)(ctypes.addressof(held.job), at, 0, sums_at, out_MN.data_ptr(), rows)
 
 
-def quantized(engine: Engine, held: Weights, x_MK: Tensor, out_MN: Tensor) -> None:
+def quantized(engine: PlanesEngine, held: PlanesWeights, x_MK: Tensor, out_MN: Tensor) -> None:
     """The product with fp32 or bf16 rows, rounded to bipolar integers on the way.
 
     Args:

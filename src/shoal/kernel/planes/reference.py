@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.kernel.calls import MatmulPlanes
+from shoal.kernel.calls import MatmulPlanesCall
 from shoal.kernel.planes.base import PlanesKernel, checked
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reference"]
+__all__ = ["ReferencePlanes"]
 
 
 @part
-class Reference(PlanesKernel):
+class ReferencePlanes(PlanesKernel):
     """``W.long() @ X.long().T`` on the decoded integers; slow on purpose."""
 
     backend: ClassVar[str] = "reference"
@@ -24,7 +24,7 @@ class Reference(PlanesKernel):
     memory_share: ClassVar[float] = 0.1
     compute_share: ClassVar[float] = 0.01
 
-    def _prepare(self, call: MatmulPlanes, planes_NwW: Tensor) -> Ready:
+    def _prepare(self, call: MatmulPlanesCall, planes_NwW: Tensor) -> Ready:
         import torch
 
         from shoal.kernel.planes.engines import bound

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
-from shoal.kernel.calls import MatmulPlanes
+from shoal.kernel.calls import MatmulPlanesCall
 from shoal.kernel.planes.base import PlanesKernel, checked
 from shoal.kernel.protocols import Ready
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Triton"]
+__all__ = ["TritonPlanes"]
 
 # Rows, outputs and inputs of a program's tiles.
 _TILE = (32, 64, 128)
@@ -25,13 +25,13 @@ _SMALL = (16, 16, 64)
 
 
 @part
-class Triton(TritonKernel, PlanesKernel):
+class TritonPlanes(TritonKernel, PlanesKernel):
     """One launch; the result of a tile is recovered where it was computed."""
 
     rate: ClassVar[str | None] = "int8"
     call_s: ClassVar[float] = 2e-5
 
-    def _prepare(self, call: MatmulPlanes, planes_NwW: Tensor) -> Ready:
+    def _prepare(self, call: MatmulPlanesCall, planes_NwW: Tensor) -> Ready:
         import torch
 
         from shoal.kernel.planes.engines import bound

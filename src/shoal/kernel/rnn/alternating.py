@@ -11,11 +11,11 @@ from typing import ClassVar
 from shoal.core.parts import part
 from shoal.kernel.rnn.base import RecurrenceKernel
 
-__all__ = ["Alternating"]
+__all__ = ["AlternatingRecurrence"]
 
 
 @part
-class Alternating(RecurrenceKernel):
+class AlternatingRecurrence(RecurrenceKernel):
     """PyTorch's batched product and C++ for the rest, at any size of a head."""
 
     backend: ClassVar[str] = "alternating"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.kernel.rnn.base import Gradients, Trace
+from shoal.kernel.rnn.base import RecurrenceGradients, RecurrenceTrace
 from shoal.kernel.rnn.call import Recurrence
-from shoal.kernel.rnn.native_calls import Steps, buffers, matrix_gradient, ready
+from shoal.kernel.rnn.native_calls import NativeSteps, buffers, matrix_gradient, ready
 from shoal.kernel.rnn.shapes import wide
 
 __all__ = ["backward", "forward"]
@@ -22,14 +22,14 @@ def forward(
     *,
     keep: bool,
     out: Tensor | None = None,
-) -> Trace:
+) -> RecurrenceTrace:
     """See :meth:`shoal.kernel.rnn.base.RecurrenceKernel.forward`."""
     dtype = wide(wx.dtype)
     wx, R, bias, states = (ready(one, dtype) for one in (wx, R, bias, states))
     trace = buffers(call, wx, dtype, keep, out)
     gates, heads, units, _ = R.shape
     matrix_NDE = R.permute(1, 3, 0, 2).reshape(heads, units, gates * units)
-    steps = Steps(call, wx, bias, states, trace)
+    steps = NativeSteps(call, wx, bias, states, trace)
     product_NBE = wx.new_empty(heads, wx.shape[0], gates * units)
     before_BND = states[0, :, 0]
     for t in range(wx.shape[1]):
@@ -44,18 +44,18 @@ def backward(
     wx: Tensor,
     R: Tensor,
     states: Tensor,
-    trace: Trace,
+    trace: RecurrenceTrace,
     dh: Tensor | None,
     drest: Tensor | None,
     dlast: Tensor | None,
     clip: float,
-) -> Gradients:
+) -> RecurrenceGradients:
     """See :meth:`shoal.kernel.rnn.base.RecurrenceKernel.backward`."""
     dtype = wide(wx.dtype)
     wx, R, states = (ready(one, dtype) for one in (wx, R, states))
     gates, heads, units, _ = R.shape
     matrix_NED = R.transpose(0, 1).reshape(heads, gates * units, units)
-    steps = Steps(call, wx, None, states, trace)
+    steps = NativeSteps(call, wx, None, states, trace)
     dwx, dextra, dproduct = steps.begin_backward(dh, drest, dlast)
     carried_NBD = steps.carry[0, :, :, :units]
     dproduct_NBE = dproduct.view(heads, -1, gates * units)
@@ -69,4 +69,4 @@ def backward(
     dstates = steps.carry[..., :units].permute(0, 2, 1, 3).unsqueeze(2).contiguous()
     dbias = steps.sums[..., :units].sum(1).transpose(0, 1).contiguous()
     dR = matrix_gradient(steps.what, dwx, dextra, trace.h, states[0])
-    return Gradients(dwx, dR, dbias, dstates)
+    return RecurrenceGradients(dwx, dR, dbias, dstates)

@@ -16,11 +16,11 @@ from shoal.kernel.rnn.functions import function
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Gradients", "RecurrenceKernel", "Trace"]
+__all__ = ["RecurrenceGradients", "RecurrenceKernel", "RecurrenceTrace"]
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RecurrenceTrace:
     """What a forward pass leaves, in the type that it computed in.
 
     Args:
@@ -41,7 +41,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class RecurrenceGradients:
     """Gradients of wx [B, T, inputs, N, D], R, bias and the first states [S, B, 1, N, D]."""
 
     wx: Tensor
@@ -87,7 +87,7 @@ class RecurrenceKernel(BaseKernel):
         *,
         keep: bool = False,
         out: Tensor | None = None,
-    ) -> Trace:
+    ) -> RecurrenceTrace:
         """All steps.
 
         Args:
@@ -99,7 +99,7 @@ class RecurrenceKernel(BaseKernel):
             keep: keep what ``backward`` wants of the gates.
             out: memory for the states [S, B, T, N, D], in the type computed in.
         """
-        trace: Trace = load_object(f"{self.calls}:forward")(
+        trace: RecurrenceTrace = load_object(f"{self.calls}:forward")(
             call, wx, R, bias, states, keep=keep, out=out
         )
         return trace
@@ -111,12 +111,12 @@ class RecurrenceKernel(BaseKernel):
         R: Tensor,
         bias: Tensor,
         states: Tensor,
-        trace: Trace,
+        trace: RecurrenceTrace,
         dh: Tensor | None,
         drest: Tensor | None,
         dlast: Tensor | None,
         clip: float,
-    ) -> Gradients:
+    ) -> RecurrenceGradients:
         """Gradients, given those of the states and of the last states (None: zero).
 
         Args:
@@ -131,7 +131,7 @@ class RecurrenceKernel(BaseKernel):
             dlast: of the last states [S, B, 1, N, D].
             clip: bound of what the product sends back to a state, at every step; 0: none.
         """
-        found: Gradients = load_object(f"{self.calls}:backward")(
+        found: RecurrenceGradients = load_object(f"{self.calls}:backward")(
             call, wx, R, states, trace, dh, drest, dlast, clip
         )
         return found

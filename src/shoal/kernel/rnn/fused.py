@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
 from shoal.ir import Machine
-from shoal.kernel.rnn.base import Gradients, RecurrenceKernel, Trace
+from shoal.kernel.rnn.base import RecurrenceGradients, RecurrenceKernel, RecurrenceTrace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.plan.constrint.solve import UnsatisfiableError
 from shoal.plan.constrint.tiles import RecurrenceShape, Tiling, facts_of, here, tiling
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from shoal.plan.constrint.tiles import Facts
 
-__all__ = ["Fused"]
+__all__ = ["FusedRecurrence"]
 
 
 @part
-class Fused(RecurrenceKernel):
+class FusedRecurrence(RecurrenceKernel):
     """C++ over all steps: product and function in registers, R packed in the L2 of its cores.
 
     Threads own heads and slices of the batch and never wait for each other; where a head is too
@@ -51,7 +51,7 @@ class Fused(RecurrenceKernel):
         *,
         keep: bool = False,
         out: Tensor | None = None,
-    ) -> Trace:
+    ) -> RecurrenceTrace:
         """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
         from shoal.kernel.rnn.native_calls import fused_forward
 
@@ -64,12 +64,12 @@ class Fused(RecurrenceKernel):
         R: Tensor,
         bias: Tensor,
         states: Tensor,
-        trace: Trace,
+        trace: RecurrenceTrace,
         dh: Tensor | None,
         drest: Tensor | None,
         dlast: Tensor | None,
         clip: float,
-    ) -> Gradients:
+    ) -> RecurrenceGradients:
         """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
         from shoal.kernel.rnn.native_calls import fused_backward
 

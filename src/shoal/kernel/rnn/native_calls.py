@@ -14,14 +14,14 @@ from torch import Tensor
 
 from shoal.kernel.native import function as native
 from shoal.kernel.pages import empty
-from shoal.kernel.rnn.base import Gradients, Trace
+from shoal.kernel.rnn.base import RecurrenceGradients, RecurrenceTrace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import Function, function
 from shoal.kernel.rnn.shapes import wide
 from shoal.plan.constrint.tiles import Tiling
 
 __all__ = [
-    "Steps",
+    "NativeSteps",
     "buffers",
     "fused_backward",
     "fused_forward",
@@ -84,7 +84,7 @@ def _backward_packed(R: Tensor) -> Tensor:
 
 def buffers(
     call: Recurrence, wx: Tensor, dtype: torch.dtype, keep: bool, out: Tensor | None
-) -> Trace:
+) -> RecurrenceTrace:
     """Memory for the states of every step, and for what is kept of the gates."""
     what = function(call.function)
     batch, steps = wx.shape[:2]
@@ -93,9 +93,9 @@ def buffers(
     if keep:
         gates = empty((batch, steps, what.kept, *shape[2:]), dtype)
     if out is not None:
-        return Trace(out[0], out[1:], gates)
+        return RecurrenceTrace(out[0], out[1:], gates)
     rest = empty((len(what.states) - 1, *shape), dtype)
-    return Trace(empty(shape, dtype), rest, gates)
+    return RecurrenceTrace(empty(shape, dtype), rest, gates)
 
 
 def fused_forward(
@@ -108,7 +108,7 @@ def fused_forward(
     *,
     keep: bool,
     out: Tensor | None = None,
-) -> Trace:
+) -> RecurrenceTrace:
     """See :meth:`shoal.kernel.rnn.base.RecurrenceKernel.forward`."""
     what, dtype = function(call.function), wide(wx.dtype)
     trace = buffers(call, wx, dtype, keep, out)
@@ -139,12 +139,12 @@ def fused_backward(
     wx: Tensor,
     R: Tensor,
     states: Tensor,
-    trace: Trace,
+    trace: RecurrenceTrace,
     dh: Tensor | None,
     drest: Tensor | None,
     dlast: Tensor | None,
     clip: float,
-) -> Gradients:
+) -> RecurrenceGradients:
     """See :meth:`shoal.kernel.rnn.base.RecurrenceKernel.backward`."""
     what, dtype = function(call.function), wide(wx.dtype)
     lanes, batch = _lanes(dtype), wx.shape[0]
@@ -178,7 +178,7 @@ def fused_backward(
         clip,
     )
     dR = matrix_gradient(what, dwx, dextra, trace.h, begin[0])
-    return Gradients(dwx, dR, dbias.sum(0), dstates)
+    return RecurrenceGradients(dwx, dR, dbias.sum(0), dstates)
 
 
 def matrix_gradient(
@@ -213,7 +213,7 @@ def matrix_gradient(
     return out
 
 
-class Steps:
+class NativeSteps:
     """The pointwise halves in C++, a step at a time.
 
     Args:
@@ -225,7 +225,12 @@ class Steps:
     """
 
     def __init__(
-        self, call: Recurrence, wx: Tensor, bias: Tensor | None, states: Tensor, trace: Trace
+        self,
+        call: Recurrence,
+        wx: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        trace: RecurrenceTrace,
     ) -> None:
         self.what = function(call.function)
         self.held = (wx, bias, states)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.kernel.rnn.base import RecurrenceKernel, Trace
+from shoal.kernel.rnn.base import RecurrenceKernel, RecurrenceTrace
 from shoal.kernel.rnn.call import Recurrence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reference"]
+__all__ = ["ReferenceRecurrence"]
 
 
 @part
-class Reference(RecurrenceKernel):
+class ReferenceRecurrence(RecurrenceKernel):
     """Plain torch in fp32 (fp64 for fp64): one batched product and the function, step by step."""
 
     backend: ClassVar[str] = "reference"
@@ -36,9 +36,9 @@ class Reference(RecurrenceKernel):
         *,
         keep: bool = False,
         out: Tensor | None = None,
-    ) -> Trace:
+    ) -> RecurrenceTrace:
         """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
         from shoal.kernel.rnn.loop import loop
 
         found = loop(call.function, wx, R, bias, states)
-        return Trace(found[0], found[1:])
+        return RecurrenceTrace(found[0], found[1:])

@@ -12,14 +12,14 @@ from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
 from shoal.kernel.rnn.base import RecurrenceKernel
 
-__all__ = ["Triton"]
+__all__ = ["TritonRecurrence"]
 
 # Units of a head in fp32 and in types of 16 bits: four matrices must stay on chip.
 _MOST = {"fp32": 64, "bf16": 128}
 
 
 @part
-class Triton(TritonKernel, RecurrenceKernel):
+class TritonRecurrence(TritonKernel, RecurrenceKernel):
     """One program a head and 16 rows of the batch, for all steps."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")

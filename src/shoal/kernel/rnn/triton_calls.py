@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernel.rnn import triton_code
-from shoal.kernel.rnn.base import Gradients, Trace
+from shoal.kernel.rnn.base import RecurrenceGradients, RecurrenceTrace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import function
 from shoal.kernel.rnn.native_calls import buffers, matrix_gradient, ready
@@ -41,7 +41,7 @@ def forward(
     *,
     keep: bool,
     out: Tensor | None = None,
-) -> Trace:
+) -> RecurrenceTrace:
     """See :meth:`shoal.kernel.rnn.base.RecurrenceKernel.forward`."""
     trace = buffers(call, wx, torch.float32, keep, out)
     grid, cut = _cut(call, wx)
@@ -68,12 +68,12 @@ def backward(
     wx: Tensor,
     R: Tensor,
     states: Tensor,
-    trace: Trace,
+    trace: RecurrenceTrace,
     dh: Tensor | None,
     drest: Tensor | None,
     dlast: Tensor | None,
     clip: float,
-) -> Gradients:
+) -> RecurrenceGradients:
     """See :meth:`shoal.kernel.rnn.base.RecurrenceKernel.backward`."""
     what, dtype = function(call.function), torch.float32
     begin = ready(states, dtype)
@@ -107,4 +107,6 @@ def backward(
         **cut,
     )
     bias = torch.cat([dextra.sum((0, 1)), dwx.sum((0, 1))])
-    return Gradients(dwx, matrix_gradient(what, dwx, dextra, trace.h, begin[0]), bias, dstates)
+    return RecurrenceGradients(
+        dwx, matrix_gradient(what, dwx, dextra, trace.h, begin[0]), bias, dstates
+    )

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from shoal.kernel.spgemm.csr import Csr
 
-__all__ = ["Peer"]
+__all__ = ["ScipySpGemm"]
 
 
 @part
-class Peer(SparseKernel):
+class ScipySpGemm(SparseKernel):
     """``scipy.sparse``; what there is without a compiler."""
 
     backend: ClassVar[str] = "scipy"

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from shoal.kernel.spgemm.csr import Csr
 
-__all__ = ["Reference"]
+__all__ = ["ReferenceSpGemm"]
 
 
 @part
-class Reference(SparseKernel):
+class ReferenceSpGemm(SparseKernel):
     """Plain torch, in memory for all products; slow on purpose."""
 
     backend: ClassVar[str] = "reference"

@@ -30,9 +30,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.core.errors import KernelError, require
-from shoal.kernel.strided.datatype import Datatype, Dense, Node, Stream, Struct
+from shoal.kernel.strided.datatype import Datatype, Dense, Node, StridedStream, Struct
 
-__all__ = ["BlockList", "Layout", "Step", "StridedBlock", "canonical", "rewritten", "word_bytes"]
+__all__ = [
+    "BlockList",
+    "Layout",
+    "RewriteStep",
+    "StridedBlock",
+    "canonical",
+    "rewritten",
+    "word_bytes",
+]
 
 _LINE = 64
 # Blocks that are looked at one by one.
@@ -160,7 +168,7 @@ Layout = StridedBlock | BlockList
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RewriteStep:
     """One rewriting: the rule, and the streams (count, stride), outermost first, behind it."""
 
     rule: str
@@ -185,13 +193,13 @@ def canonical(datatype: Datatype, count: int = 1, *, order_free: bool = False) -
 
 def rewritten(
     datatype: Datatype, count: int = 1, *, order_free: bool = False
-) -> tuple[Layout, tuple[Step, ...]]:
+) -> tuple[Layout, tuple[RewriteStep, ...]]:
     """The same, and the steps that led there; none where the type is a list of blocks."""
     require(count >= 0, "strided count", count, expected="0 or more", error=KernelError)
     extent = count * datatype.extent
     if count == 0 or datatype.size == 0:
         return StridedBlock(0, (0,), (1,), extent), ()
-    start, streams, leaf = _chain(Stream(0, count, datatype.extent, datatype.node))
+    start, streams, leaf = _chain(StridedStream(0, count, datatype.extent, datatype.node))
     if isinstance(leaf, Dense):
         return _strided(start, streams, leaf.extent, extent, order_free)
     offsets, lengths = _merged(*_listed(start, streams, leaf))
@@ -220,7 +228,7 @@ def _chain(node: Node) -> tuple[int, list[tuple[int, int]], Dense | Struct]:
         if isinstance(node, Struct) and len(node.children) == 1:
             at, node = node.children[0]
             start += at
-        elif isinstance(node, Stream):
+        elif isinstance(node, StridedStream):
             start += node.offset
             streams.append((node.count, node.stride))
             node = node.child
@@ -232,11 +240,11 @@ def _chain(node: Node) -> tuple[int, list[tuple[int, int]], Dense | Struct]:
 
 def _strided(
     start: int, streams: list[tuple[int, int]], dense: int, extent: int, order_free: bool
-) -> tuple[StridedBlock, tuple[Step, ...]]:
-    steps = [Step("given", tuple(streams), dense)]
+) -> tuple[StridedBlock, tuple[RewriteStep, ...]]:
+    steps = [RewriteStep("given", tuple(streams), dense)]
     while (found := _apply(start, streams, dense, order_free)) is not None:
         rule, start, streams, dense = found
-        steps.append(Step(rule, tuple(streams), dense))
+        steps.append(RewriteStep(rule, tuple(streams), dense))
     counts = (dense, *(n for n, _ in reversed(streams)))
     strides = (1, *(s for _, s in reversed(streams)))
     return StridedBlock(start, counts, strides, extent), tuple(steps)

@@ -1,7 +1,7 @@
 """Bytes with holes between them, as MPI describes them.
 
 A :class:`Datatype` is an ordered list of bytes at offsets from an address: its *typemap*. It
-is never written down, but described by a tree: ``Dense`` bytes, ``Stream`` s of a child at a
+is never written down, but described by a tree: ``Dense`` bytes, ``StridedStream`` s of a child at a
 stride, and ``Struct`` s of children anywhere. Packing copies the bytes in this order.
 
 Source: MPI: A Message-Passing Interface Standard, 4.1, chapter 5 (derived datatypes).
@@ -26,7 +26,7 @@ __all__ = [
     "Datatype",
     "Dense",
     "Node",
-    "Stream",
+    "StridedStream",
     "Struct",
     "contiguous",
     "from_strides",
@@ -83,7 +83,7 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class StridedStream:
     """``count`` copies of ``child``, at ``offset``, ``offset + stride``, ..."""
 
     offset: int
@@ -99,7 +99,7 @@ class Struct:
     children: tuple[tuple[int, Node], ...]
 
 
-Node = Dense | Stream | Struct
+Node = Dense | StridedStream | Struct
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Datatype:
 def _enumerate(node: Node) -> np.ndarray:
     if isinstance(node, Dense):
         return np.arange(node.offset, node.offset + node.extent, dtype=np.int64)
-    if isinstance(node, Stream):
+    if isinstance(node, StridedStream):
         places = node.offset + node.stride * np.arange(node.count, dtype=np.int64)
         return np.ravel(places[:, None] + _enumerate(node.child)[None, :])
     parts = [at + _enumerate(child) for at, child in node.children]
@@ -184,14 +184,14 @@ def hvector(count: int, length: int, stride: int, base: Datatype) -> Datatype:
     """
     _counted("vector.count", count)
     _counted("vector.length", length)
-    inner = Stream(0, length, base.extent, base.node)
+    inner = StridedStream(0, length, base.extent, base.node)
     places = [
         i * stride + j * base.extent
         for i in (0, count - 1)
         for j in (0, length - 1)
         if count and length
     ]
-    return _placed(Stream(0, count, stride, inner), places, base, count * length)
+    return _placed(StridedStream(0, count, stride, inner), places, base, count * length)
 
 
 def subarray(
@@ -238,7 +238,7 @@ def subarray(
     dims = range(len(sizes)) if order == "F" else range(len(sizes) - 1, -1, -1)
     node, stride = base.node, base.extent
     for dim in dims:  # the dense one first
-        node = Stream(starts[dim] * stride, subsizes[dim], stride, node)
+        node = StridedStream(starts[dim] * stride, subsizes[dim], stride, node)
         stride *= sizes[dim]
     size = math.prod(subsizes) * base.size
     return _checked(Datatype(node, 0, stride, size, base.depth + len(sizes)))
@@ -290,7 +290,7 @@ def struct(
     for length, at, base in zip(lengths, displacements, bases, strict=True):
         _counted("struct.length", length)
         if length:
-            children.append((at, Stream(0, length, base.extent, base.node)))
+            children.append((at, StridedStream(0, length, base.extent, base.node)))
             lows.append(at + base.lower)
             highs.append(at + base.lower + length * base.extent)
             size += length * base.size
@@ -306,7 +306,7 @@ def from_strides(shape: Sequence[int], strides: Sequence[int], item: int) -> Dat
     node: Node = Dense(0, item)
     low = high = 0
     for count, stride in zip(reversed(shape), reversed(strides), strict=True):
-        node = Stream(0, count, stride, node)
+        node = StridedStream(0, count, stride, node)
         low += min(0, (count - 1) * stride)
         high += max(0, (count - 1) * stride)
     size = item * math.prod(shape)
@@ -333,7 +333,11 @@ def from_tensor_view(view: Tensor, base: Tensor | None = None) -> Datatype:
     )
     at = view.data_ptr() - base.data_ptr()
     return Datatype(
-        Stream(at, 1, 0, found.node), found.lower + at, found.extent, found.size, found.depth + 1
+        StridedStream(at, 1, 0, found.node),
+        found.lower + at,
+        found.extent,
+        found.size,
+        found.depth + 1,
     )
 
 

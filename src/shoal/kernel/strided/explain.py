@@ -20,7 +20,7 @@ from shoal.core.errors import KernelError, nearest, require
 from shoal.kernel.strided import datatype as types
 from shoal.kernel.strided.canonical import (
     Layout,
-    Step,
+    RewriteStep,
     StridedBlock,
     canonical,
     rewritten,
@@ -115,7 +115,7 @@ def _kernels(layout: Layout) -> list[tuple[str, str]]:
     return rows
 
 
-def _spelled(step: Step) -> str:
+def _spelled(step: RewriteStep) -> str:
     streams = "".join(f"{count:,} x {stride:,}, " for count, stride in step.streams)
     return f"{streams}{step.dense:,} bytes"
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from shoal.core.errors import KernelError, nearest
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.ir import Expr, Global, Program, Register, Shared, Value, number
-from shoal.kernel.tile.layout import Layout, reduce
+from shoal.kernel.tile.ir import Expr, Global, Register, Shared, TileProgram, Value, number
+from shoal.kernel.tile.layout import TileLayout, reduce
 from shoal.kernel.tile.target import target_named
 from shoal.kernel.tile.types import TileType, tile_type
 
@@ -50,7 +50,7 @@ class Builder:
                 f"tile: program {name!r} of {warps} warps: expected a name, 1 or more"
             )
         self.warps = warps
-        self.program = Program(name, target, self.target.warp * warps)
+        self.program = TileProgram(name, target, self.target.warp * warps)
         self._block = self.program.body
         self._count = 0
 
@@ -123,7 +123,7 @@ class Builder:
         shape: Sequence[int],
         *,
         fill: float = 0.0,
-        layout: Layout | None = None,
+        layout: TileLayout | None = None,
     ) -> Register:
         """A tile whose elements are all ``fill``."""
         out = self._register(tile_type(dtype), shape, layout)
@@ -137,7 +137,7 @@ class Builder:
         shape: Sequence[int],
         *,
         masked: bool = False,
-        layout: Layout | None = None,
+        layout: TileLayout | None = None,
     ) -> Register:
         """Read a tile of global or shared memory."""
         out = self._register(source.dtype, shape, layout)
@@ -198,7 +198,7 @@ class Builder:
         dtype: str | TileType,
         shape: Sequence[int],
         *,
-        layout: Layout | None = None,
+        layout: TileLayout | None = None,
     ) -> Register:
         """The same bits of every thread as another type."""
         out = self._register(tile_type(dtype), shape, layout)
@@ -342,7 +342,9 @@ class Builder:
         if kind(a) != kind(b):
             raise KernelError(f"tile: {a} becomes {b}: expected the same type and shape")
 
-    def _register(self, dtype: TileType, shape: Sequence[int], layout: Layout | None) -> Register:
+    def _register(
+        self, dtype: TileType, shape: Sequence[int], layout: TileLayout | None
+    ) -> Register:
         return Register(self._name("v"), dtype, tuple(shape), layout)
 
     def _name(self, letter: str) -> str:
@@ -372,7 +374,7 @@ class TileKernel:
 
     def trace(
         self, *, target: str = "host", warps: int = 1, name: str | None = None, **options: Any
-    ) -> Program:
+    ) -> TileProgram:
         """The program for these options, its layouts inferred, and checked.
 
         Raises:

@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.ir import Expr, Global, Program, Register, Shared, number
+from shoal.kernel.tile.ir import Expr, Global, Register, Shared, TileProgram, number
 from shoal.kernel.tile.target import CUDA
 from shoal.kernel.tile.types import TileType, tile_type
 from shoal.kernel.tile.verify import places
@@ -94,7 +94,7 @@ def _element(dtype: TileType) -> str:
 class _Emit:
     """Writes the CUDA C++ of one program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TileProgram) -> None:
         if program.target != "cuda":
             raise KernelError(
                 f"tile program {program.name} is for {program.target}; expected target='cuda'"
@@ -597,7 +597,7 @@ class _Emit:
             self.put(f'if (t == 0) printf("{text}%lld\\n", (long long)({one.value}));')
 
 
-def cuda_source(*programs: Program) -> str:
+def cuda_source(*programs: TileProgram) -> str:
     """The CUDA C++ of programs: each a kernel, and ``launch_NAME`` with the same parameters.
 
     ``launch_NAME`` gets a stream after these, and returns CUDA's error, 0 if there is none.

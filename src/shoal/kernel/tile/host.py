@@ -21,7 +21,7 @@ from shoal.kernel.native.tiles import has_tiles
 from shoal.kernel.tile import ir
 from shoal.kernel.tile.host_base import NEEDS, PRELUDE, Unpack
 from shoal.kernel.tile.host_products import ProductWriter
-from shoal.kernel.tile.ir import Expr, Program, Register, walk
+from shoal.kernel.tile.ir import Expr, Register, TileProgram, walk
 
 __all__ = ["NEEDS", "Unpack", "build_host", "host_source"]
 
@@ -180,7 +180,7 @@ class _Emit(ProductWriter):
 
 
 def host_source(
-    programs: Sequence[Program], *, unpack: Unpack = "recipe", tiles: bool = False
+    programs: Sequence[TileProgram], *, unpack: Unpack = "recipe", tiles: bool = False
 ) -> str:
     """The C++ of programs, one function each: pointers, then whole numbers.
 
@@ -197,7 +197,7 @@ def host_source(
 
 
 def build_host(
-    programs: Sequence[Program],
+    programs: Sequence[TileProgram],
     *,
     name: str,
     unpack: Unpack = "recipe",

@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.ir import Expr, Program, Register, reads, walk, writes
+from shoal.kernel.tile.ir import Expr, Register, TileProgram, reads, walk, writes
 from shoal.kernel.tile.target import HOST
 from shoal.kernel.tile.types import TileType, tile_type
 
@@ -19,12 +19,12 @@ __all__ = [
     "NEEDS",
     "PRELUDE",
     "UNROLLED",
-    "Ahead",
-    "Room",
-    "Stream",
+    "CodeStream",
+    "PipelinedProduct",
+    "ProductBuffers",
+    "ProgramWriter",
     "Unpack",
     "Weights",
-    "Writer",
     "bf16_bits",
     "element",
 ]
@@ -195,7 +195,7 @@ def bf16_bits(values: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass
-class Stream:
+class CodeStream:
     """How the bytes of each chunk of eight codes a thread lie in memory.
 
     Args:
@@ -209,7 +209,7 @@ class Stream:
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class ProductBuffers:
     """Names of the memory of a product: activations and weights as tiles, and sums."""
 
     rows: str
@@ -218,11 +218,11 @@ class Room:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ahead:
+class PipelinedProduct:
     """A product whose operands are made a round ahead: in which slot it finds them, and where."""
 
     slot: str
-    room: Room
+    room: ProductBuffers
 
 
 def names_of(size: Expr) -> set[str]:
@@ -232,10 +232,10 @@ def names_of(size: Expr) -> set[str]:
     return set().union(*(names_of(x) for x in size.args if isinstance(x, Expr)))
 
 
-class Writer:
+class ProgramWriter:
     """State of the writing of one program, and pieces of text."""
 
-    def __init__(self, program: Program, unpack: Unpack, tiles: bool) -> None:
+    def __init__(self, program: TileProgram, unpack: Unpack, tiles: bool) -> None:
         if program.target != "host":
             raise KernelError(
                 f"tile program {program.name} is for {program.target}; expected one for the host"
@@ -257,14 +257,14 @@ class Writer:
                 self.uses[id(value)] = self.uses.get(id(value), 0) + 1
         self.names: dict[int, str] = {}
         self.fused: set[int] = set()
-        self.fast: dict[int, tuple[ir.LoadGlobal | None, Stream | None]] = {}
+        self.fast: dict[int, tuple[ir.LoadGlobal | None, CodeStream | None]] = {}
         self.split: set[int] = set()
         self.home: dict[int, int] = {}  # value -> the body in which it is made
         self.nests: dict[int, tuple[ir.For, ...]] = {}  # product -> the loops around it
         self._plan(program.body, ())
         self._plan_split()
         self.tiles = self._plan_tiles() if tiles else None
-        self.ahead: dict[int, Ahead] = {}
+        self.ahead: dict[int, PipelinedProduct] = {}
 
     # What is written in a better form.
 
@@ -312,7 +312,7 @@ class Writer:
         plain = one.source.strides[-1].constant == 1 and not one.source.in_bits
         return one if plain and self.uses[id(value)] == 1 and not stores else None
 
-    def _plan_weights(self, value: Register, before: Sequence[ir.Instruction]) -> Stream | None:
+    def _plan_weights(self, value: Register, before: Sequence[ir.Instruction]) -> CodeStream | None:
         """The way from bytes in memory to weights, if it is load, view, cast and nothing else."""
         cast = self.made_by.get(id(value))
         if not isinstance(cast, ir.Cast) or not cast.value.dtype.narrow:
@@ -341,7 +341,7 @@ class Writer:
             index = np.zeros((8, 8), dtype=np.int64)
             index[:, :bits] = inside[:, 0]
         self.fused |= {id(cast), id(load)} | ({id(view)} if view is not None else set())
-        return Stream(
+        return CodeStream(
             [int(b) for b in bases], None if index is None else [int(i) for i in index.ravel()]
         )
 

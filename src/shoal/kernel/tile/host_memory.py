@@ -8,13 +8,13 @@ import numpy as np
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.host_base import UNROLLED, Writer, element
+from shoal.kernel.tile.host_base import UNROLLED, ProgramWriter, element
 from shoal.kernel.tile.ir import Expr, Global, Register, Shared, number
 
 __all__ = ["MemoryWriter"]
 
 
-class MemoryWriter(Writer):
+class MemoryWriter(ProgramWriter):
     """Global and shared memory."""
 
     def on_globalview(self, one: ir.GlobalView) -> None:

@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.host_base import AHEAD, Ahead, Room, Stream, Weights, bf16_bits
+from shoal.kernel.tile.host_base import (
+    AHEAD,
+    CodeStream,
+    PipelinedProduct,
+    ProductBuffers,
+    Weights,
+    bf16_bits,
+)
 from shoal.kernel.tile.host_values import ValueWriter
 from shoal.kernel.tile.types import TileType
 
@@ -122,7 +129,7 @@ class ProductWriter(ValueWriter):
     def run_ahead(self, one: ir.Dot) -> None:
         """Before the loops: memory for the operands of two rounds, and those of the first."""
         nest = self.nests[id(one)]
-        made = self.ahead[id(one)] = Ahead(self.fresh("slot"), self.room(one, 2))
+        made = self.ahead[id(one)] = PipelinedProduct(self.fresh("slot"), self.room(one, 2))
         self.put(f"int {made.slot} = 0;")
         self.put(f"if ({' && '.join(f'{loop.count} > 0' for loop in nest)}) {{")
         self.indent += "  "
@@ -173,19 +180,19 @@ class ProductWriter(ValueWriter):
             self.put("  " + line)
         self.put("}")
 
-    def room(self, one: ir.Dot, slots: int) -> Room:
+    def room(self, one: ir.Dot, slots: int) -> ProductBuffers:
         """Memory for the operands of so many products, and for sums."""
         assert self.tiles is not None
         (m, k), n = one.a.shape, one.b.shape[1]
         lines, (_, high) = k // 4, self.tiles
-        room = Room(self.fresh("x"), self.fresh("t"), self.fresh("c"))
+        room = ProductBuffers(self.fresh("x"), self.fresh("t"), self.fresh("c"))
         self.put(f"alignas(64) uint16_t {room.weights}[{slots}][{n // 8}][{lines}][32];")
         self.put(f"alignas(64) uint32_t {room.rows}[{slots}][{lines // high}][{2 * m}][{high}];")
         self.put(f"alignas(64) float {room.sums}[4][{2 * m}][16];")
         return room
 
     def make(
-        self, one: ir.Dot, room: Room, slot: str, between: Sequence[str] | None = None
+        self, one: ir.Dot, room: ProductBuffers, slot: str, between: Sequence[str] | None = None
     ) -> None:
         """Write the operands of a product as matrix tiles want them.
 
@@ -232,7 +239,9 @@ class ProductWriter(ValueWriter):
             self.over()
         self.over()
 
-    def make_turn(self, weights: Weights, room: Room, slot: str, vectors: int, per: int) -> None:
+    def make_turn(
+        self, weights: Weights, room: ProductBuffers, slot: str, vectors: int, per: int
+    ) -> None:
         """Weights of one turn, made into a slot."""
         chunk = weights(per * vectors)
         for c in range(per):
@@ -249,7 +258,7 @@ class ProductWriter(ValueWriter):
         for v in part:
             self.put(f"_tile_zero({v - part[0]});")
 
-    def products(self, room: Room, slot: str, part: range) -> list[str]:
+    def products(self, room: ProductBuffers, slot: str, part: range) -> list[str]:
         """Statements that multiply what was made: tile ``h`` along K, some vectors of outputs."""
         assert self.tiles is not None
         high, out = self.tiles[1], []
@@ -262,7 +271,7 @@ class ProductWriter(ValueWriter):
             out.append(text)
         return out
 
-    def multiply(self, one: ir.Dot, room: Room, slot: str, part: range) -> None:
+    def multiply(self, one: ir.Dot, room: ProductBuffers, slot: str, part: range) -> None:
         """All of these for all tiles along K."""
         assert self.tiles is not None
         self.put(f"for (int h = 0; h < {one.a.shape[1] // 4 // self.tiles[1]}; h++) {{")
@@ -270,7 +279,7 @@ class ProductWriter(ValueWriter):
             self.put("  " + text)
         self.put("}")
 
-    def add_sums(self, one: ir.Dot, name: str, room: Room, part: range) -> None:
+    def add_sums(self, one: ir.Dot, name: str, room: ProductBuffers, part: range) -> None:
         """Add what the tiles hold to the sums."""
         vectors = one.b.shape[1] // 8
         for v in part:
@@ -301,7 +310,7 @@ class ProductWriter(ValueWriter):
         self.each(count, lambda p: f"{name}[{p}] = split((__m256){source}[{p}]);")
         return name
 
-    def weights(self, one: ir.Dot, stream: Stream | None) -> Weights:
+    def weights(self, one: ir.Dot, stream: CodeStream | None) -> Weights:
         """Text that makes ``even`` and ``odd``, 32 weights each, of a chunk."""
         if stream is not None:
             cast, load = self.made_by[id(one.b)], self.weight_load(one)
@@ -326,7 +335,7 @@ class ProductWriter(ValueWriter):
             f"odd = _mm512_load_si512({buffer}[1]);"
         ]
 
-    def extraction(self, dtype: TileType, stream: Stream, base: str) -> Weights:
+    def extraction(self, dtype: TileType, stream: CodeStream, base: str) -> Weights:
         """Element by element: what the recipe is compared with."""
         table = self.static("uint16_t", bf16_bits(dtype.values()))
         bits = dtype.bits
@@ -371,7 +380,7 @@ class ProductWriter(ValueWriter):
         self.put(f"const __m512i {name} = _mm512_load_si512({self.static(kind, values)});")
         return name
 
-    def recipe(self, dtype: TileType, stream: Stream, base: str) -> Weights:
+    def recipe(self, dtype: TileType, stream: CodeStream, base: str) -> Weights:
         """Cut windows from the lanes, look up: the same for every width."""
         lookup = self.lookup(dtype)
         if stream.index is None:
@@ -416,7 +425,7 @@ class ProductWriter(ValueWriter):
         return turn
 
     def permuted(
-        self, dtype: TileType, stream: Stream, base: str, lookup: Callable[[], list[str]]
+        self, dtype: TileType, stream: CodeStream, base: str, lookup: Callable[[], list[str]]
     ) -> Weights:
         """The bytes of a chunk are brought to their lanes."""
         bits = dtype.bits

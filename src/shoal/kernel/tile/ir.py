@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shoal.core.errors import KernelError
-from shoal.kernel.tile.layout import Layout
+from shoal.kernel.tile.layout import TileLayout
 from shoal.kernel.tile.types import TileType
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "LoadShared",
     "Pointer",
     "Print",
-    "Program",
     "Reduce",
     "Register",
     "Shared",
@@ -48,6 +47,7 @@ __all__ = [
     "StoreGlobal",
     "StoreShared",
     "Sync",
+    "TileProgram",
     "Value",
     "View",
     "WaitGroup",
@@ -291,10 +291,10 @@ class Register:
     name: str
     dtype: TileType
     shape: tuple[int, ...]
-    layout: Layout | None = None
+    layout: TileLayout | None = None
 
     @property
-    def held(self) -> Layout:
+    def held(self) -> TileLayout:
         """The layout.
 
         Raises:
@@ -549,7 +549,7 @@ class Print(Instruction):
 
 
 @dataclass(eq=False, slots=True)
-class Program:
+class TileProgram:
     """What a grid of blocks does.
 
     Args:

@@ -29,7 +29,7 @@ import numpy as np
 from shoal.core.errors import KernelError
 
 __all__ = [
-    "Layout",
+    "TileLayout",
     "column_local",
     "column_spatial",
     "local",
@@ -41,7 +41,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TileLayout:
     """A map from (thread, place) to an index.
 
     Args:
@@ -97,15 +97,15 @@ class Layout:
         found = np.argwhere((_table(self) == np.asarray(index)).all(-1))
         return [(int(thread), int(place)) for thread, place in found]
 
-    def canonical(self) -> Layout:
+    def canonical(self) -> TileLayout:
         """The same map with as few modes as possible; equal maps have equal canonical forms."""
         return _canonical(self)
 
-    def same(self, other: Layout) -> bool:
+    def same(self, other: TileLayout) -> bool:
         """Whether both are the same map."""
         return self.shape == other.shape and _canonical(self) == _canonical(other)
 
-    def __mul__(self, inner: Layout) -> Layout:
+    def __mul__(self, inner: TileLayout) -> TileLayout:
         """Every element of this one becomes a whole ``inner``.
 
         Raises:
@@ -129,14 +129,14 @@ class Layout:
         def renamed(modes: Iterable[int], places: dict[int, int]) -> tuple[int, ...]:
             return tuple(places[m] if m >= 0 else m for m in modes)
 
-        return Layout(
+        return TileLayout(
             tuple(a * b for a, b in zip(self.shape, inner.shape, strict=True)),
             tuple(parts),
             renamed(self.spatial_modes, place_f) + renamed(inner.spatial_modes, place_g),
             renamed(self.local_modes, place_f) + renamed(inner.local_modes, place_g),
         )
 
-    def __truediv__(self, inner: Layout) -> Layout:
+    def __truediv__(self, inner: TileLayout) -> TileLayout:
         """The f with ``f * inner`` the same map as this.
 
         Raises:
@@ -151,7 +151,7 @@ class Layout:
         )
 
 
-def _bad(layout: Layout, expected: str) -> NoReturn:
+def _bad(layout: TileLayout, expected: str) -> NoReturn:
     raise KernelError(
         f"layout of shape {layout.shape}, modes {layout.mode_shape}, spatial "
         f"{layout.spatial_modes}, local {layout.local_modes}: expected {expected}"
@@ -159,7 +159,7 @@ def _bad(layout: Layout, expected: str) -> NoReturn:
 
 
 @functools.cache
-def _dims(layout: Layout) -> tuple[int, ...]:
+def _dims(layout: TileLayout) -> tuple[int, ...]:
     found: list[int] = []
     left = list(layout.mode_shape)
     for dim, size in enumerate(layout.shape):
@@ -173,7 +173,7 @@ def _dims(layout: Layout) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=512)
-def _table(layout: Layout) -> np.ndarray:
+def _table(layout: TileLayout) -> np.ndarray:
     shape = layout.mode_shape
     threads, places = np.arange(layout.num_threads), np.arange(layout.num_local)
     digits: dict[int, np.ndarray] = {}
@@ -197,8 +197,8 @@ def _table(layout: Layout) -> np.ndarray:
 def _renumber(
     shape: tuple[int, ...],
     parts: Sequence[tuple[int, Sequence[int]]],
-    layout: Layout,
-) -> Layout:
+    layout: TileLayout,
+) -> TileLayout:
     """A layout whose mode m is cut in (or, with its follower, merged to) ``parts[m]``."""
     sizes: list[int] = []
     names: dict[int, list[int]] = {}
@@ -206,7 +206,7 @@ def _renumber(
         names[mode] = list(range(len(sizes), len(sizes) + len(pieces)))
         sizes.extend(pieces)
     flat = itertools.chain.from_iterable
-    return Layout(
+    return TileLayout(
         shape,
         tuple(sizes),
         tuple(flat(names.get(m, []) if m >= 0 else [m] for m in layout.spatial_modes)),
@@ -215,7 +215,7 @@ def _renumber(
 
 
 @functools.lru_cache(maxsize=1024)
-def _canonical(layout: Layout) -> Layout:
+def _canonical(layout: TileLayout) -> TileLayout:
     dims = layout.dims()
 
     def follows(a: int, b: int) -> bool:
@@ -238,10 +238,10 @@ def _canonical(layout: Layout) -> Layout:
             spatial_modes[-1] *= -mode
         else:
             spatial_modes.append(mode)
-    return Layout(out.shape, out.mode_shape, tuple(spatial_modes), out.local_modes)
+    return TileLayout(out.shape, out.mode_shape, tuple(spatial_modes), out.local_modes)
 
 
-def _suffixes(layout: Layout) -> list[int]:
+def _suffixes(layout: TileLayout) -> list[int]:
     """Product of the sizes of the modes that are inside each, within its dimension."""
     dims, out = layout.dims(), [1] * len(layout.mode_shape)
     for mode in range(len(out) - 2, -1, -1):
@@ -250,7 +250,7 @@ def _suffixes(layout: Layout) -> list[int]:
     return out
 
 
-def _refined(layout: Layout, cuts: Sequence[set[int]]) -> Layout | None:
+def _refined(layout: TileLayout, cuts: Sequence[set[int]]) -> TileLayout | None:
     """Modes cut where the index has these weights; None where they do not divide."""
     parts = []
     for mode, inside in enumerate(_suffixes(layout)):
@@ -262,7 +262,7 @@ def _refined(layout: Layout, cuts: Sequence[set[int]]) -> Layout | None:
     return _renumber(layout.shape, parts, layout)
 
 
-def _divide(outer: Layout, inner: Layout) -> Layout:
+def _divide(outer: TileLayout, inner: TileLayout) -> TileLayout:
     def fail() -> NoReturn:
         raise KernelError(f"{outer} / {inner}: no layout times the second is the first")
 
@@ -301,7 +301,7 @@ def _divide(outer: Layout, inner: Layout) -> Layout:
         fail()
     rest = [m for m in range(len(weights)) if m not in inside]
     names = {m: new for new, m in enumerate(rest)}
-    return Layout(
+    return TileLayout(
         tuple(a // b for a, b in zip(outer.shape, inner.shape, strict=True)),
         tuple(h.mode_shape[m] for m in rest),
         tuple(names[m] if m >= 0 else m for m in spatial_modes),
@@ -318,38 +318,38 @@ def _primitive(
     return modes, tuple(order(list(range(len(modes)))))
 
 
-def local(*shape: int) -> Layout:
+def local(*shape: int) -> TileLayout:
     """One thread that holds all, row after row."""
     modes, order = _primitive(shape, lambda m: m)
-    return Layout(shape, modes, (), order)
+    return TileLayout(shape, modes, (), order)
 
 
-def column_local(*shape: int) -> Layout:
+def column_local(*shape: int) -> TileLayout:
     """One thread that holds all, column after column."""
     modes, order = _primitive(shape, lambda m: m[::-1])
-    return Layout(shape, modes, (), order)
+    return TileLayout(shape, modes, (), order)
 
 
-def spatial(*shape: int) -> Layout:
+def spatial(*shape: int) -> TileLayout:
     """A thread for each element, row after row."""
     modes, order = _primitive(shape, lambda m: m)
-    return Layout(shape, modes, order, ())
+    return TileLayout(shape, modes, order, ())
 
 
-def column_spatial(*shape: int) -> Layout:
+def column_spatial(*shape: int) -> TileLayout:
     """A thread for each element, column after column."""
     modes, order = _primitive(shape, lambda m: m[::-1])
-    return Layout(shape, modes, order, ())
+    return TileLayout(shape, modes, order, ())
 
 
-def replicate(threads: int, rank: int) -> Layout:
+def replicate(threads: int, rank: int) -> TileLayout:
     """So many threads that hold the same one element."""
     if threads < 1 or rank < 1:
         raise KernelError(f"replicate({threads}, {rank}): expected at least 1 and 1")
-    return Layout((1,) * rank, (), (-threads,) if threads > 1 else (), ())
+    return TileLayout((1,) * rank, (), (-threads,) if threads > 1 else (), ())
 
 
-def reduce(layout: Layout, dims: Iterable[int]) -> Layout:
+def reduce(layout: TileLayout, dims: Iterable[int]) -> TileLayout:
     """The layout of a tile of which dimensions have shrunk to size 1.
 
     Threads that differed only in these hold the same; places that did fall together.
@@ -358,7 +358,7 @@ def reduce(layout: Layout, dims: Iterable[int]) -> Layout:
     of = layout.dims()
     kept = [m for m in range(len(of)) if of[m] not in gone]
     names = {m: new for new, m in enumerate(kept)}
-    return Layout(
+    return TileLayout(
         tuple(1 if dim in gone else size for dim, size in enumerate(layout.shape)),
         tuple(layout.mode_shape[m] for m in kept),
         tuple(m if m < 0 else names.get(m, -layout.mode_shape[m]) for m in layout.spatial_modes),
@@ -366,7 +366,7 @@ def reduce(layout: Layout, dims: Iterable[int]) -> Layout:
     )
 
 
-def show(layout: Layout, limit: int = 32) -> str:
+def show(layout: TileLayout, limit: int = 32) -> str:
     """A picture: for every element ``thread:place``, and ``a,b:place`` where several hold it.
 
     Args:

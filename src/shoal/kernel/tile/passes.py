@@ -11,8 +11,8 @@ import math
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.ir import Program, Register, Shared, reads, walk, writes
-from shoal.kernel.tile.layout import Layout, local, reduce, replicate, spatial
+from shoal.kernel.tile.ir import Register, Shared, TileProgram, reads, walk, writes
+from shoal.kernel.tile.layout import TileLayout, local, reduce, replicate, spatial
 from shoal.kernel.tile.target import Target, target_named
 from shoal.kernel.tile.types import TileType, tile_type
 from shoal.kernel.tile.verify import verify
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def finish(program: Program) -> Program:
+def finish(program: TileProgram) -> TileProgram:
     """All passes, in their order; changes the program and returns it.
 
     Raises:
@@ -52,7 +52,7 @@ def _direct(source: TileType, target: TileType) -> bool:
     return source.kind != "float" and target.kind != "float" and not target.narrow
 
 
-def expand_casts(program: Program) -> None:
+def expand_casts(program: TileProgram) -> None:
     """A cast that no machine has becomes two, through fp32, which holds all narrow numbers.
 
     Arithmetic on types of few bits, but for that of bits, is done in fp32 too.
@@ -98,7 +98,7 @@ def expand_casts(program: Program) -> None:
     expand(program.body)
 
 
-def drop_dead(program: Program) -> None:
+def drop_dead(program: TileProgram) -> None:
     """Instructions whose results nobody reads are dropped, until there are none."""
     pure = (ir.AllocRegister, ir.LoadGlobal, ir.View, ir.Cast, ir.Elementwise, ir.Reduce, ir.Dot)
 
@@ -121,7 +121,7 @@ def drop_dead(program: Program) -> None:
             return
 
 
-def infer_layouts(program: Program) -> None:
+def infer_layouts(program: TileProgram) -> None:
     """Give every register a layout: products say what they want, and it spreads from there.
 
     Raises:
@@ -144,7 +144,7 @@ def infer_layouts(program: Program) -> None:
         left[0].layout = plain(left[0].shape, program.threads)
 
 
-def plain(shape: tuple[int, ...], threads: int) -> Layout:
+def plain(shape: tuple[int, ...], threads: int) -> TileLayout:
     """Row after row, first over places of a thread's vector, then threads, then places."""
     total = math.prod(shape)
     out = local(*(1,) * len(shape))
@@ -169,7 +169,7 @@ def plain(shape: tuple[int, ...], threads: int) -> Layout:
     return out
 
 
-def _set(value: ir.Value, layout: Layout | None) -> bool:
+def _set(value: ir.Value, layout: TileLayout | None) -> bool:
     if not isinstance(value, Register) or layout is None or value.layout is not None:
         return False
     if layout.shape != value.shape:
@@ -238,7 +238,7 @@ def _infer_view(one: ir.View, target: Target) -> bool:
     return False
 
 
-def select_vectors(program: Program) -> None:
+def select_vectors(program: TileProgram) -> None:
     """Loads and stores take the longest of 16, 8, 4, 2 and 1 bytes that lie in a row."""
     for one in walk(program.body):
         if isinstance(one, ir.LoadGlobal):
@@ -271,7 +271,7 @@ def _vector(value: Register, view: ir.Global, offsets: tuple[ir.Expr, ...], mask
     return run * size
 
 
-def allocate_shared(program: Program) -> None:
+def allocate_shared(program: TileProgram) -> None:
     """Place shared tensors: those that do not live at the same time may lie in one place.
 
     A tensor lives from its allocation to its ``FreeShared``, or to the end.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile.layout import (
-    Layout,
+    TileLayout,
     column_local,
     column_spatial,
     local,
@@ -44,9 +44,9 @@ class Target:
     warp: int
     atom: tuple[int, int, int]
     shared_bytes: int
-    a: Callable[[int, int, int], Layout]
-    b: Callable[[int, int, int], Layout]
-    c: Callable[[int, int, int], Layout]
+    a: Callable[[int, int, int], TileLayout]
+    b: Callable[[int, int, int], TileLayout]
+    c: Callable[[int, int, int], TileLayout]
     run: Callable[[int, int], int]
 
     def check(self, m: int, n: int, k: int, warps: int) -> None:
@@ -65,7 +65,7 @@ class Target:
 
 
 # Four activations x0..x3 meet the even bytes, x4..x7 the odd ones: place 2b + a holds k = 4a + b.
-_EIGHT = Layout((8, 1), (2, 4), (), (1, 0))
+_EIGHT = TileLayout((8, 1), (2, 4), (), (1, 0))
 
 HOST = Target(
     name="host",

@@ -15,14 +15,14 @@ import numpy as np
 
 from shoal.core.errors import KernelError
 from shoal.kernel.tile import ir
-from shoal.kernel.tile.ir import Expr, Global, Program, Register, Shared
-from shoal.kernel.tile.layout import Layout, reduce
+from shoal.kernel.tile.ir import Expr, Global, Register, Shared, TileProgram
+from shoal.kernel.tile.layout import TileLayout, reduce
 from shoal.kernel.tile.target import target_named
 
 __all__ = ["places", "verify"]
 
 
-def places(inner: Layout, outer: Layout) -> np.ndarray | None:
+def places(inner: TileLayout, outer: TileLayout) -> np.ndarray | None:
     """Where each thread holds, of a tile in ``inner``, what belongs to its places in ``outer``.
 
     Dimensions of size 1 of ``inner`` are spread.
@@ -77,7 +77,7 @@ def _mentions(expr: Expr, name: str) -> bool:
 
 
 class _Check:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TileProgram) -> None:
         self.program = program
         self.target = target_named(program.target)
         self.names = {*program.scalars}
@@ -362,7 +362,7 @@ class _Check:
         self.same_layout(one, one.c, one.out)
 
 
-def verify(program: Program) -> None:
+def verify(program: TileProgram) -> None:
     """Check a program whose layouts are known.
 
     Raises:

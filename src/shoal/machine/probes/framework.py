@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
 __all__ = ["Framework"]
 
@@ -31,7 +31,7 @@ class Framework:
         )
         require(self.repeats >= 0, "probe.framework.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities: ``overhead.OP`` and ``op_overhead`` (s, mean over operators).
 
         ``op_overhead_train`` is seconds per forward operator with its backward pass;

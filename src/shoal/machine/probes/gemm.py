@@ -34,7 +34,7 @@ from shoal.machine.probes.gemm_table import (
     table_path,
     telling,
 )
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
 __all__ = ["Gemm", "drawn", "moved_elements", "own_product"]
 
@@ -176,7 +176,7 @@ class Gemm:
             expected="watts of the whole host, or 0",
         )
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``sweep_DTYPE`` in FLOP/s: the best rate of torch's products of the sweep."""
         table = self.sweep(context)
         found = []
@@ -191,7 +191,7 @@ class Gemm:
 
     def sweep(
         self,
-        context: Context,
+        context: ProbeContext,
         progress: Callable[[float, float, str], None] | None = None,
     ) -> GemmTable:
         """Measure until the budget is over, and save now and then.
@@ -228,7 +228,7 @@ class Gemm:
         return table
 
     def _turns(
-        self, context: Context, known: set[GemmShape]
+        self, context: ProbeContext, known: set[GemmShape]
     ) -> Iterator[tuple[GemmShape, Callable[[GemmShape], GemmPoint | None]]]:
         """What to measure and how, without end."""
         torch = _Torch(self, context) if self.dtypes else None
@@ -290,7 +290,7 @@ def _clock() -> float:
 class _Torch:
     """Measures torch's products in the context's child process."""
 
-    def __init__(self, sweep: Gemm, context: Context) -> None:
+    def __init__(self, sweep: Gemm, context: ProbeContext) -> None:
         self._sweep, self._context = sweep, context
         self._refused: set[tuple[str, str]] = set()
         self.absent = False
@@ -334,7 +334,7 @@ class _Torch:
 class _Own:
     """Measures Shoal's own kernel, on one thread of this process."""
 
-    def __init__(self, sweep: Gemm, context: Context) -> None:
+    def __init__(self, sweep: Gemm, context: ProbeContext) -> None:
         self._sweep, self._cores = sweep, len(context.cpus)
         self._sensor = Sensor()
         self._operands: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}

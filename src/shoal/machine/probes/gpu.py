@@ -10,13 +10,13 @@ from typing import Any
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
-__all__ = ["Gpu"]
+__all__ = ["GpuProbe"]
 
 
 @part
-class Gpu:
+class GpuProbe:
     """Matrix products by type, memory and host bandwidth, and launch overhead of the first GPU.
 
     Args:
@@ -36,7 +36,7 @@ class Gpu:
         )
         require(self.repeats >= 0, "probe.gpu.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``matmul_DTYPE`` (FLOP/s, at the edge), ``memory`` and the copies.
 
         Copies ``host_to_device`` and ``device_to_host`` are in byte/s; ``op_overhead`` and
@@ -87,7 +87,7 @@ class Gpu:
         return found
 
 
-def _nvml(context: Context) -> dict[str, Any]:
+def _nvml(context: ProbeContext) -> dict[str, Any]:
     """Power limit and driver of the first GPU through NVML, if its package is there."""
     try:
         import pynvml

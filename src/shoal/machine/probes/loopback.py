@@ -12,7 +12,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.native import library
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
 __all__ = ["Loopback"]
 
@@ -46,7 +46,7 @@ class Loopback:
         )
         require(self.repeats >= 0, "probe.loopback.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``round_trip`` (s) and ``bandwidth`` (byte/s)."""
         repeats = self.repeats or (7 if context.fast else 25)
         trips, rates = (ctypes.c_double * repeats)(), (ctypes.c_double * repeats)()

@@ -11,7 +11,7 @@ import time
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
 __all__ = ["Matmul"]
 
@@ -45,7 +45,7 @@ class Matmul:
         )
         require(self.repeats >= 0, "probe.matmul.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``matmul_DTYPE`` and ``matmul_DTYPE_1core`` in FLOP/s, at the edge.
 
         The note has the threads.
@@ -86,7 +86,9 @@ class Matmul:
                     )
         return found
 
-    def _numpy(self, context: Context, sizes: tuple[int, ...], repeats: int) -> list[Measurement]:
+    def _numpy(
+        self, context: ProbeContext, sizes: tuple[int, ...], repeats: int
+    ) -> list[Measurement]:
         import numpy as np
 
         found = []

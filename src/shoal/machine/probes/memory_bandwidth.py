@@ -16,7 +16,7 @@ from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine import host
 from shoal.machine.native import library
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
 __all__ = ["KERNELS", "MemoryBandwidth", "bandwidth_samples"]
 
@@ -96,7 +96,7 @@ class MemoryBandwidth:
         )
         require(self.repeats >= 0, f"{where}.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``KERNEL_Nthreads`` in byte/s of all threads, at bytes of one thread."""
         repeats = self.repeats or (5 if context.fast else 15)
         all_cpus = context.cpus

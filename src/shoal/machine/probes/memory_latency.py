@@ -16,10 +16,10 @@ from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine import host
 from shoal.machine.native import library
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 from shoal.machine.segments import levels
 
-__all__ = ["Chain", "MemoryLatency", "footprints"]
+__all__ = ["MemoryLatency", "PointerChain", "footprints"]
 
 LINE = 64
 NAMES = ("l1d", "l2", "l3", "l4")
@@ -34,7 +34,7 @@ def footprints(smallest: int, largest: int) -> list[int]:
     return sizes
 
 
-class Chain:
+class PointerChain:
     """A linked footprint of ``bytes_`` bytes; a context manager that owns the mapping.
 
     Raises:
@@ -69,7 +69,7 @@ class Chain:
             )
         self._place = ctypes.c_void_p(self.base)
 
-    def __enter__(self) -> Chain:
+    def __enter__(self) -> PointerChain:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -147,7 +147,7 @@ class MemoryLatency:
             expected="both, on or off",
         )
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``latency`` and ``latency_small_pages`` (s, at bytes).
 
         Then for each level found its ``NAME.latency`` (s) and ``NAME.capacity`` (B).
@@ -198,13 +198,15 @@ class MemoryLatency:
                 )
         return found
 
-    def _curve(self, context: Context, sizes: list[int], *, huge: bool) -> list[Measurement]:
+    def _curve(self, context: ProbeContext, sizes: list[int], *, huge: bool) -> list[Measurement]:
         repeats = self.repeats or (7 if context.fast else 15)
         most = 2**16 if context.fast else 2**18
         quantity = "latency" if huge else "latency_small_pages"
         found: list[Measurement] = []
         for size in sizes:
-            with Chain(size, huge=huge, seed=len(found), random=self.order == "random") as chain:
+            with PointerChain(
+                size, huge=huge, seed=len(found), random=self.order == "random"
+            ) as chain:
                 if not chain.granted and huge:
                     context.skip("memory_latency.latency", "the system grants no huge pages")
                     return []

@@ -15,13 +15,13 @@ from shoal.core.scratch import scratch_directory
 from shoal.ir.machine import Measurement
 from shoal.machine import host
 from shoal.machine.native import library
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
-__all__ = ["System"]
+__all__ = ["SystemProbe"]
 
 
 @part
-class System:
+class SystemProbe:
     """Core to core, thread wake, page fault, process launch, memcpy, file read and write.
 
     Args:
@@ -41,7 +41,7 @@ class System:
         )
         require(self.repeats >= 0, "probe.system.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Seconds: ``core_to_core``, ``thread_wake``, ``page_fault``, ``process_launch``.
 
         Also ``disk_fsync`` (s of one small durable write); byte/s: ``memcpy``,
@@ -91,7 +91,7 @@ class System:
         self._files(context, add)
         return found
 
-    def _files(self, context: Context, add: Callable[..., None]) -> None:
+    def _files(self, context: ProbeContext, add: Callable[..., None]) -> None:
         system = library("system")
         size = self.file_bytes or (2**25 if context.fast else 2**28)
         try:

@@ -19,13 +19,13 @@ from shoal.core.native import cpu_flags
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.native import library
-from shoal.machine.protocols import Context
+from shoal.machine.protocols import ProbeContext
 
-__all__ = ["INSTRUCTIONS", "Instruction", "Units", "clock_samples"]
+__all__ = ["INSTRUCTIONS", "InstructionTest", "Units", "clock_samples"]
 
 
 @dataclass(frozen=True)
-class Instruction:
+class InstructionTest:
     """One instruction under test.
 
     Args:
@@ -47,27 +47,27 @@ class Instruction:
     limit: float = 4.0
 
 
-def _wide(quantity: str, mnemonic: str, ops: int, *needs: str) -> Instruction:
+def _wide(quantity: str, mnemonic: str, ops: int, *needs: str) -> InstructionTest:
     flags = frozenset({"avx512f", *needs})
-    return Instruction(quantity, f"{quantity}_512", mnemonic, ops, flags, (8, 12, 16))
+    return InstructionTest(quantity, f"{quantity}_512", mnemonic, ops, flags, (8, 12, 16))
 
 
 INSTRUCTIONS = (
     _wide("fma_fp32", "vfmadd231ps", 32),
-    Instruction("fma_fp32", "fma_fp32_256", "vfmadd231ps", 16, frozenset({"avx", "fma"})),
+    InstructionTest("fma_fp32", "fma_fp32_256", "vfmadd231ps", 16, frozenset({"avx", "fma"})),
     _wide("fma_fp64", "vfmadd231pd", 16),
-    Instruction("fma_fp64", "fma_fp64_256", "vfmadd231pd", 8, frozenset({"avx", "fma"})),
+    InstructionTest("fma_fp64", "fma_fp64_256", "vfmadd231pd", 8, frozenset({"avx", "fma"})),
     _wide("dot_bf16", "vdpbf16ps", 64, "avx512_bf16"),
     _wide("dot_int8", "vpdpbusd", 128, "avx512_vnni"),
-    Instruction("dot_int8", "dot_int8_256", "vpdpbusd", 64, frozenset({"avx2", "avx_vnni"})),
+    InstructionTest("dot_int8", "dot_int8_256", "vpdpbusd", 64, frozenset({"avx2", "avx_vnni"})),
     _wide("permute_bytes", "vpermb", 64, "avx512_vbmi"),
-    Instruction("permute_bytes", "permute_bytes_256", "vpshufb", 32, frozenset({"avx2"})),
+    InstructionTest("permute_bytes", "permute_bytes_256", "vpshufb", 32, frozenset({"avx2"})),
     _wide("popcount", "vpopcntq", 512, "avx512_vpopcntdq"),
-    Instruction("popcount", "popcount_64", "popcnt", 64, frozenset({"popcnt"}), (8, 12), 6.0),
-    Instruction(
+    InstructionTest("popcount", "popcount_64", "popcnt", 64, frozenset({"popcnt"}), (8, 12), 6.0),
+    InstructionTest(
         "tile_bf16", "tile_bf16", "tdpbf16ps", 16384, frozenset({"amx_tile", "amx_bf16"}), (6,), 0.5
     ),
-    Instruction(
+    InstructionTest(
         "tile_int8", "tile_int8", "tdpbssd", 32768, frozenset({"amx_tile", "amx_int8"}), (6,), 0.5
     ),
 )
@@ -99,7 +99,7 @@ class Units:
         require(self.repeats >= 0, "probe.units.repeats", self.repeats, expected="0 or more")
         require(self.blocks >= 100, "probe.units.blocks", self.blocks, expected="at least 100")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities: ``clock`` in Hz; per unit ``X`` in op/cycle, ``X.latency`` in cycles."""
         repeats = self.repeats or (9 if context.fast else 25)
         units = library("units")
@@ -127,7 +127,7 @@ class Units:
         return found
 
     def _measure(
-        self, context: Context, units: ctypes.CDLL, unit: Instruction, repeats: int
+        self, context: ProbeContext, units: ctypes.CDLL, unit: InstructionTest, repeats: int
     ) -> list[Measurement]:
         def sampled(chains: int) -> list[float]:
             function = getattr(units, f"unit_{unit.function}_{chains}")
@@ -168,7 +168,7 @@ class Units:
         ]
 
 
-def refuses(unit: Instruction, units: ctypes.CDLL) -> str:
+def refuses(unit: InstructionTest, units: ctypes.CDLL) -> str:
     """Why this instruction cannot be run here; empty if it can."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"{unit.mnemonic} is an x86 instruction; this CPU is {platform.machine()}"
@@ -180,5 +180,5 @@ def refuses(unit: Instruction, units: ctypes.CDLL) -> str:
     return ""
 
 
-def _usable(units: ctypes.CDLL) -> list[Instruction]:
+def _usable(units: ctypes.CDLL) -> list[InstructionTest]:
     return [unit for unit in INSTRUCTIONS if not refuses(unit, units)]

@@ -1,10 +1,11 @@
 """The tensor cache of SSDTrain, where autograd saves and asks again.
 
-An :class:`~shoal.memory.activations.records.Entry` is the memory behind saved tensors. It is live,
-which is referred to, on its way to the disk, there, or loaded again; handles that autograd holds
-keep it, and the last one that goes gives its place on the disk back. Everything but the transfers
-happens in the thread that trains, so nothing here has a lock; one thread writes in the order of the
-queue, so a write that is called off too late is over before its place is written for another.
+An :class:`~shoal.memory.activations.records.CacheEntry` is the memory behind saved tensors. It is
+live, which is referred to, on its way to the disk, there, or loaded again; handles that autograd
+holds keep it, and the last one that goes gives its place on the disk back. Everything but the
+transfers happens in the thread that trains, so nothing here has a lock; one thread writes in the
+order of the queue, so a write that is called off too late is over before its place is written for
+another.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from torch import Tensor, nn
 from shoal.core.errors import MachineError, ModelError, ShoalError
 from shoal.ir.hooks import StepHook
 from shoal.memory.activations.protocol import (
-    Kept,
     Phase,
+    ResidentTensor,
     check_version,
     in_backward,
     weight_of_cast,
 )
 from shoal.memory.activations.records import (
+    CacheEntry,
     CacheStats,
-    Cut,
-    Entry,
-    Handle,
-    Record,
+    MicroBatchRecord,
+    OffloadExtent,
+    SavedTensorHandle,
     Scope,
     ScopeTimes,
     choose_cut,
 )
 from shoal.memory.tiers.disk import SECTOR, DiskTier, staging
 from shoal.memory.tiers.mover import EmulatedLink, Mover, end_of_work
-from shoal.memory.tiers.tier import Block
+from shoal.memory.tiers.tier import TierBlock
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -56,7 +57,7 @@ _WEIGHT = -1
 _stamps = itertools.count()
 
 
-class _Stays(Kept):
+class _Stays(ResidentTensor):
     """A tensor that stays, and where it was saved: whoever asks for it has come there."""
 
     __slots__ = ("at",)
@@ -94,7 +95,7 @@ class TensorCache(StepHook):
     ) -> None:
         self.model, self.disk = model, disk
         self.stats = CacheStats()
-        self.cut: Cut | None = None
+        self.cut: OffloadExtent | None = None
         self.measured: list[ScopeTimes] = []
         self._adaptive, self._min, self._last, self._ahead = adaptive, min_bytes, last, depth
         self._names = _scopes_of(model)
@@ -102,16 +103,16 @@ class TensorCache(StepHook):
         self._stores = Mover("device-disk", link=links[0], depth=_DEPTH, device=device)
         self._loads = Mover("disk-device", link=links[1], depth=_DEPTH, device=device)
         self._staging = staging(_CHUNK)
-        self._going: deque[Entry] = deque()
-        self._record: Record | None = None
+        self._going: deque[CacheEntry] = deque()
+        self._record: MicroBatchRecord | None = None
         self._stack: list[Scope] = []
         self._hooks: list[RemovableHandle] = []
         self._saving: contextlib.AbstractContextManager[Any] | None = None
         self._numbers = itertools.count()
         self._thread = threading.get_ident()
-        self._let_go: deque[tuple[Entry, bool]] = deque()
+        self._let_go: deque[tuple[CacheEntry, bool]] = deque()
         self._steps = 0
-        self._records: dict[int, Record] = {}  # of this step
+        self._records: dict[int, MicroBatchRecord] = {}  # of this step
         self._began = 0.0
 
     # -- around a step
@@ -190,7 +191,7 @@ class TensorCache(StepHook):
         if self._saving is None:
             raise MachineError("ssdtrain: no step has begun; use the cache around a training step")
         if number not in self._records:
-            self._records[number] = Record(number)
+            self._records[number] = MicroBatchRecord(number)
         self._record = self._records[number]
         self._stack = [self._scope("")]
 
@@ -234,7 +235,7 @@ class TensorCache(StepHook):
                 scope.entries.append(entry)
         else:
             entry = self._store(tensor, scope, key)
-        return Handle(self, entry, scope, tensor)
+        return SavedTensorHandle(self, entry, scope, tensor)
 
     def unpack(self, handle: Any) -> Tensor:
         """The tensor again.
@@ -249,7 +250,7 @@ class TensorCache(StepHook):
             if handle.at is not None:
                 self._arrive(handle.at, task)
             return handle.get()
-        entry: Entry = handle.entry
+        entry: CacheEntry = handle.entry
         scope: Scope = handle.at
         check_version(entry.alias, entry.version, handle.shape, scope.name)
         self._arrive(scope, task)
@@ -299,10 +300,10 @@ class TensorCache(StepHook):
         record = scope.record
         return len(record.seen) <= len(self._names) - self._last
 
-    def _store(self, tensor: Tensor, scope: Scope, key: tuple[int, int]) -> Entry:
+    def _store(self, tensor: Tensor, scope: Scope, key: tuple[int, int]) -> CacheEntry:
         tag = f"{scope.name or 'the beginning'}: a tensor {list(tensor.shape)} of {tensor.dtype}"
         block = self.disk.alloc(tensor.untyped_storage().nbytes(), tag)
-        entry = Entry(tensor, scope, block, key)
+        entry = CacheEntry(tensor, scope, block, key)
         scope.record.entries[key] = entry
         scope.entries.append(entry)
         scope.nbytes += entry.nbytes
@@ -322,7 +323,7 @@ class TensorCache(StepHook):
         self._going.append(entry)
         return entry
 
-    def _write(self, storage: torch.UntypedStorage, block: Block) -> None:
+    def _write(self, storage: torch.UntypedStorage, block: TierBlock) -> None:
         """In the thread of the stores: write memory piece by piece."""
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         for start in range(0, block.nbytes, _CHUNK):
@@ -330,7 +331,7 @@ class TensorCache(StepHook):
             size = len(piece)
             whole = -(-size // SECTOR) * SECTOR
             self._staging[:size].copy_(piece)
-            self.disk.write(Block(block.start + start, size, block.tag), self._staging[:whole])
+            self.disk.write(TierBlock(block.start + start, size, block.tag), self._staging[:whole])
 
     def _reap(self) -> None:
         """Let go of what is written, and of what others let go."""
@@ -374,7 +375,7 @@ class TensorCache(StepHook):
                 if not ahead:
                     return
 
-    def _load(self, entry: Entry) -> None:
+    def _load(self, entry: CacheEntry) -> None:
         """Start reading, unless it is here, or comes, or was never written."""
         if entry.loaded is not None or not entry.stored or entry.weak() is not None:
             return
@@ -402,7 +403,7 @@ class TensorCache(StepHook):
         self.stats.read_bytes += entry.nbytes
         self.disk.stats.bytes_out += entry.nbytes
 
-    def _storage(self, entry: Entry) -> torch.UntypedStorage:
+    def _storage(self, entry: CacheEntry) -> torch.UntypedStorage:
         """The memory of an entry, waited for."""
         if entry.live is not None:
             self.stats.forwarded += 1
@@ -418,14 +419,14 @@ class TensorCache(StepHook):
         assert storage is not None
         return storage
 
-    def released(self, entry: Entry, *, asked: bool) -> None:
+    def released(self, entry: CacheEntry, *, asked: bool) -> None:
         """Autograd has let a handle go, in whatever thread."""
         if threading.get_ident() == self._thread:
             self._forget(entry, asked)
         else:
             self._let_go.append((entry, asked))
 
-    def _forget(self, entry: Entry, asked: bool) -> None:
+    def _forget(self, entry: CacheEntry, asked: bool) -> None:
         entry.handles -= 1
         entry.left -= not asked
         if entry.handles:
@@ -439,14 +440,14 @@ class TensorCache(StepHook):
         if entry.stored or entry.called_off:
             self._free(entry)
 
-    def _free(self, entry: Entry) -> None:
+    def _free(self, entry: CacheEntry) -> None:
         entry.live = None
         self.disk.free(entry.block)
         for scope in entry.scopes:
             scope.entries.remove(entry)
         entry.scopes[0].record.entries.pop(entry.key, None)
 
-    def _choose(self, record: Record) -> None:
+    def _choose(self, record: MicroBatchRecord) -> None:
         """Measure is taken: how much pays."""
         times = []
         for scope in record.scopes:

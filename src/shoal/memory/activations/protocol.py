@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation",
     "Keep",
-    "Kept",
     "Phase",
+    "ResidentTensor",
     "in_backward",
     "weight_of_cast",
 ]
@@ -69,7 +69,7 @@ class Keep:
         """See :class:`Activation`."""
 
 
-class Kept:
+class ResidentTensor:
     """A tensor that stays where it is, and is refused if it was written in the meantime.
 
     Args:

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from shoal.memory.tiers.mover import Ticket
-from shoal.memory.tiers.tier import Block
+from shoal.memory.tiers.tier import TierBlock
 
-__all__ = ["CacheStats", "Cut", "Entry", "Handle", "Record", "Scope", "ScopeTimes", "choose_cut"]
+__all__ = [
+    "CacheEntry",
+    "CacheStats",
+    "MicroBatchRecord",
+    "OffloadExtent",
+    "SavedTensorHandle",
+    "Scope",
+    "ScopeTimes",
+    "choose_cut",
+]
 
 
 @dataclass(slots=True)
@@ -59,7 +68,7 @@ class ScopeTimes(NamedTuple):
     needed_s: float
 
 
-class Cut(NamedTuple):
+class OffloadExtent(NamedTuple):
     """How much is offloaded.
 
     Args:
@@ -73,14 +82,16 @@ class Cut(NamedTuple):
     of_bytes: int
 
 
-def choose_cut(scopes: list[ScopeTimes], write_bytes_per_s: float, read_bytes_per_s: float) -> Cut:
+def choose_cut(
+    scopes: list[ScopeTimes], write_bytes_per_s: float, read_bytes_per_s: float
+) -> OffloadExtent:
     """The most scopes, from the first, that are written before they have to be read again.
 
     Source: SSDTrain, section 3.4.
     """
     written = 0.0
     total = 0
-    best = Cut(0, 0, sum(scope.nbytes for scope in scopes))
+    best = OffloadExtent(0, 0, sum(scope.nbytes for scope in scopes))
     for number, scope in enumerate(scopes):
         if not scope.nbytes:
             continue
@@ -92,7 +103,7 @@ def choose_cut(scopes: list[ScopeTimes], write_bytes_per_s: float, read_bytes_pe
     return best
 
 
-class Entry:
+class CacheEntry:
     """The memory behind saved tensors."""
 
     __slots__ = (
@@ -100,7 +111,9 @@ class Entry:
         "live", "loaded", "nbytes", "scopes", "stored", "ticket", "version", "weak",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, scope: Scope, block: Block, key: tuple[int, int]) -> None:
+    def __init__(
+        self, tensor: Tensor, scope: Scope, block: TierBlock, key: tuple[int, int]
+    ) -> None:
         storage = tensor.untyped_storage()
         self.nbytes, self.device = storage.nbytes(), tensor.device
         self.block, self.key = block, key
@@ -121,12 +134,12 @@ class Entry:
 
 
 class _Cache(Protocol):
-    def released(self, entry: Entry, *, asked: bool) -> None:
+    def released(self, entry: CacheEntry, *, asked: bool) -> None:
         """A handle of an entry is gone."""
         ...
 
 
-class Handle:
+class SavedTensorHandle:
     """What autograd holds in place of a tensor.
 
     Args:
@@ -138,7 +151,7 @@ class Handle:
 
     __slots__ = ("asked", "at", "cache", "dtype", "entry", "offset", "shape", "stride")
 
-    def __init__(self, cache: _Cache, entry: Entry, at: Scope, tensor: Tensor) -> None:
+    def __init__(self, cache: _Cache, entry: CacheEntry, at: Scope, tensor: Tensor) -> None:
         self.cache, self.entry, self.at = cache, entry, at
         self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
         self.shape, self.stride = tuple(tensor.shape), tensor.stride()
@@ -156,20 +169,20 @@ class Scope:
 
     name: str
     index: int
-    record: Record
-    entries: list[Entry] = field(default_factory=list)
+    record: MicroBatchRecord
+    entries: list[CacheEntry] = field(default_factory=list)
     nbytes: int = 0
     made_s: float = 0.0
     needed_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class MicroBatchRecord:
     """The scopes of one micro-batch in the order of its forward pass."""
 
     number: int
     scopes: list[Scope] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
-    entries: dict[tuple[int, int], Entry] = field(default_factory=dict)
+    entries: dict[tuple[int, int], CacheEntry] = field(default_factory=dict)
     reached: int | None = None  # scope of the backward pass
     task: int = -1  # the backward pass

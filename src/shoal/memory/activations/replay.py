@@ -30,14 +30,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ModelError
-from shoal.memory.activations.away import Slip
+from shoal.memory.activations.offloaded import TensorPlaceholder
 from shoal.memory.activations.protocol import in_backward
 from shoal.memory.streaming.chain import find_blocks
 
 if TYPE_CHECKING:
-    from shoal.memory.activations.swapping import Swapping
+    from shoal.memory.activations.swapping import ActivationSwapping
 
-__all__ = ["Operator", "Replay", "units_of"]
+__all__ = ["ActivationReplay", "Operator", "units_of"]
 
 # A member of a block is a unit of its own if it has at least one in so many of its weights.
 _LARGE = 8
@@ -64,7 +64,7 @@ class Operator:
     seconds: list[float] = field(default_factory=list)
 
 
-class Replay:
+class ActivationReplay:
     """The units of a model, and which results of each are sent away.
 
     Args:
@@ -84,7 +84,7 @@ class Replay:
     def __init__(
         self,
         units: list[tuple[str, nn.Module]],
-        swapping: Swapping,
+        swapping: ActivationSwapping,
         is_weight: Callable[[Tensor], bool],
     ) -> None:
         self.names = [name for name, _ in units]
@@ -164,7 +164,7 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class _Pass:
     """One unit in one micro-batch."""
 
-    def __init__(self, replay: Replay, index: int) -> None:
+    def __init__(self, replay: ActivationReplay, index: int) -> None:
         self.replay, self.index = replay, index
         self.name = replay.names[index]
         # Number of an operator -> its name, and what stands for its results.
@@ -289,7 +289,10 @@ class _Again(_Counting):  # type: ignore[no-untyped-call]
         name, slips = ran.kept.pop(number)
         self._check(func, name)
         return tree_map_only(
-            Slip, ran.replay.swapping.unpack, slips, is_leaf=lambda item: isinstance(item, Slip)
+            TensorPlaceholder,
+            ran.replay.swapping.unpack,
+            slips,
+            is_leaf=lambda item: isinstance(item, TensorPlaceholder),
         )
 
     def _check(self, func: Any, name: str) -> None:

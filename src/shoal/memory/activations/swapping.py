@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import TierFullError
-from shoal.memory.activations.away import Away, Sending, Slip
+from shoal.memory.activations.offloaded import OffloadedStorage, StorageOffload, TensorPlaceholder
 from shoal.memory.tiers.disk import SECTOR
 from shoal.memory.tiers.places import chunks
-from shoal.memory.tiers.tier import Block
+from shoal.memory.tiers.tier import TierBlock
 
 if TYPE_CHECKING:
     from shoal.memory.tiers.mover import Ticket
-    from shoal.memory.tiers.places import Ring, Tiers
+    from shoal.memory.tiers.places import StagingRing, Tiers
 
-__all__ = ["Swapping"]
+__all__ = ["ActivationSwapping"]
 
 # Units whose tensors are fetched ahead of their use.
 _AHEAD = 4
 
 
-class _Swapped(Away):
+class _Swapped(OffloadedStorage):
     """One storage that waits.
 
     Attributes:
@@ -42,7 +42,7 @@ class _Swapped(Away):
     """
 
     def __init__(
-        self, block: Block, source: torch.UntypedStorage, group: int, *, on_disk: bool
+        self, block: TierBlock, source: torch.UntypedStorage, group: int, *, on_disk: bool
     ) -> None:
         super().__init__(block, source)
         self.group, self.on_disk = group, on_disk
@@ -53,11 +53,11 @@ class _Swapped(Away):
 class _Ended:
     """Where the bytes are, which is free once they are there and nobody waits for them."""
 
-    def __init__(self, block: Block, stored: Ticket, *, on_disk: bool) -> None:
+    def __init__(self, block: TierBlock, stored: Ticket, *, on_disk: bool) -> None:
         self.block, self.stored, self.on_disk = block, stored, on_disk
 
 
-class Swapping(Sending[_Swapped]):
+class ActivationSwapping(StorageOffload[_Swapped]):
     """Sends storages away and brings them back.
 
     Args:
@@ -75,7 +75,7 @@ class Swapping(Sending[_Swapped]):
     most_leaving = 2
 
     def __init__(
-        self, tiers: Tiers, spare: Callable[[], int], outgoing: Ring, incoming: Ring
+        self, tiers: Tiers, spare: Callable[[], int], outgoing: StagingRing, incoming: StagingRing
     ) -> None:
         super().__init__(tiers, spare)
         self._outgoing, self._incoming = outgoing, incoming
@@ -110,7 +110,7 @@ class Swapping(Sending[_Swapped]):
         """What is of no unit of the model stays too."""
         return self.group is None or super().stays(tensor)
 
-    def pack_result(self, tensor: Tensor) -> Slip | Tensor:
+    def pack_result(self, tensor: Tensor) -> TensorPlaceholder | Tensor:
         """Send a result of a chosen operator away, however small.
 
         What stayed would lie on the device for the whole pass, where nothing lies of an operator
@@ -137,7 +137,7 @@ class Swapping(Sending[_Swapped]):
         weakref.finalize(away, self._ended.append, away.ended).atexit = False
         return away
 
-    def _place(self, nbytes: int, what: str) -> tuple[Block, bool]:
+    def _place(self, nbytes: int, what: str) -> tuple[TierBlock, bool]:
         """Where so many bytes go: to the disk first, and where the host is full."""
         tiers = self._tiers
         assert tiers.disk is not None
@@ -253,7 +253,7 @@ class Swapping(Sending[_Swapped]):
         if tiers.host.largest_hole < tiers.host.rounded(before.nbytes):
             return False
         block = tiers.host.alloc(before.nbytes, before.tag)
-        whole = Block(block.start, tiers.host.rounded(block.nbytes), block.tag)
+        whole = TierBlock(block.start, tiers.host.rounded(block.nbytes), block.tag)
         with tiers.scope.outside():
             into = tiers.host.view(whole, torch.uint8, (whole.nbytes,))
 

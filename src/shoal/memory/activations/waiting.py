@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.memory.activations.away import Away, Sending
+from shoal.memory.activations.offloaded import OffloadedStorage, StorageOffload
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.memory.tiers.mover import Ticket
     from shoal.memory.tiers.places import Tiers
-    from shoal.memory.tiers.tier import Block
+    from shoal.memory.tiers.tier import TierBlock
 
 __all__ = ["Waiting"]
 
@@ -32,15 +32,15 @@ __all__ = ["Waiting"]
 _AHEAD = 4
 
 
-class _Waits(Away):
+class _Waits(OffloadedStorage):
     """One storage, with its number in the order of the forward pass."""
 
-    def __init__(self, block: Block, source: torch.UntypedStorage, number: int) -> None:
+    def __init__(self, block: TierBlock, source: torch.UntypedStorage, number: int) -> None:
         super().__init__(block, source)
         self.number = number
 
 
-class Waiting(Sending[_Waits]):
+class Waiting(StorageOffload[_Waits]):
     """Packs and unpacks what autograd saves.
 
     Args:
@@ -51,7 +51,7 @@ class Waiting(Sending[_Waits]):
     def __init__(self, tiers: Tiers, spare: Callable[[], int]) -> None:
         super().__init__(tiers, spare)
         self._order: list[weakref.ref[_Waits]] = []
-        self._ended: deque[tuple[Block, Ticket]] = deque()
+        self._ended: deque[tuple[TierBlock, Ticket]] = deque()
 
     @property
     def early_bytes(self) -> int:

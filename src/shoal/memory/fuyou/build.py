@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Literal
 from shoal.core.errors import TierFullError
 from shoal.core.sizes import human_bytes
 from shoal.machine.host import memory_total
-from shoal.memory.activations.replay import Replay, units_of
-from shoal.memory.activations.swapping import Swapping
+from shoal.memory.activations.replay import ActivationReplay, units_of
+from shoal.memory.activations.swapping import ActivationSwapping
 from shoal.memory.fuyou.consumer import Consumer, held_bytes
 from shoal.memory.fuyou.model import FuyouModel
 from shoal.memory.fuyou.needs import staged_bytes
-from shoal.memory.fuyou.optimizer_process import Place
+from shoal.memory.fuyou.optimizer_process import ParameterLocation
 from shoal.memory.fuyou.stream import ConsumedGroups, ConsumedStream
-from shoal.memory.streaming.build import Wanted, check_device, move
+from shoal.memory.streaming.build import TierAssignment, check_device, move
 from shoal.memory.streaming.needs import BOUNCE, BOUNCED, INCOMING, OUTGOING, Staging
-from shoal.memory.streaming.subgroups import Elementwise, elementwise
+from shoal.memory.streaming.subgroups import ElementwiseOptimizer, elementwise
 from shoal.memory.tiers.disk import SECTOR
-from shoal.memory.tiers.home import Cut, Home
-from shoal.memory.tiers.places import DiskRow, Ring, Tiers
-from shoal.memory.tiers.readahead import ReadAhead, UpdatedRow
+from shoal.memory.tiers.offloaded_parameter import OffloadedParameter, ParameterShard
+from shoal.memory.tiers.places import DiskRow, StagingRing, Tiers
+from shoal.memory.tiers.readahead import DiskReadAhead, UpdatedRow
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.memory.tiers.mover import EmulatedLink
 
-__all__ = ["WantedSwap", "fuyou_model"]
+__all__ = ["FuyouAssignment", "fuyou_model"]
 
 
 @dataclass(frozen=True)
-class WantedSwap:
+class FuyouAssignment:
     """Where everything should be.
 
     Args:
@@ -67,7 +67,7 @@ def fuyou_model(
     model: nn.Module,
     comm: Comm,
     optimizer: object,
-    wanted: WantedSwap,
+    wanted: FuyouAssignment,
     *,
     device: torch.device | str,
     values: Callable[[str], Tensor] | None,
@@ -83,7 +83,7 @@ def fuyou_model(
     rule = elementwise(optimizer, "offload: fuyou")
     units = units_of(model)
     named = dict(model.named_parameters())
-    where = Wanted(
+    where = TierAssignment(
         device_bytes=wanted.device_bytes,
         host_bytes=wanted.host_bytes,
         param="disk",
@@ -96,7 +96,9 @@ def fuyou_model(
         small=0,
     )
     check_device(model, named, where, {})
-    cuts = {name: Cut(tuple(p.shape), comm.rank, comm.world) for name, p in named.items()}
+    cuts = {
+        name: ParameterShard(tuple(p.shape), comm.rank, comm.world) for name, p in named.items()
+    }
     itemsize = max(p.element_size() for p in named.values())
     sizes = Staging.of(max(cut.numel for cut in cuts.values()), itemsize, 0, wanted.sub_group_numel)
     piece = sizes.sub_group
@@ -124,7 +126,7 @@ def fuyou_model(
     )
     try:
         tiers.host.reserve(shared, "gradients and state in work")
-        incoming = Ring(tiers.host, INCOMING, sizes.incoming, "staged parameters")
+        incoming = StagingRing(tiers.host, INCOMING, sizes.incoming, "staged parameters")
         homes = [
             move(model, name, cut, rule, tiers, where, incoming, values)
             for name, cut in cuts.items()
@@ -135,25 +137,25 @@ def fuyou_model(
             tiers,
             None,
             incoming=incoming,
-            outgoing=Ring(tiers.host, OUTGOING, piece * itemsize, "staged gradients"),
-            scratch=Ring(tiers.host, 1, piece * itemsize, "staged gradients"),
+            outgoing=StagingRing(tiers.host, OUTGOING, piece * itemsize, "staged gradients"),
+            scratch=StagingRing(tiers.host, 1, piece * itemsize, "staged gradients"),
             prefetch_numel=wanted.prefetch_numel,
         )
-        swapping = Swapping(
+        swapping = ActivationSwapping(
             tiers,
             stream._spare,
-            Ring(tiers.host, BOUNCED, BOUNCE, "saved, on its way to the disk"),
-            Ring(tiers.host, BOUNCED, BOUNCE, "saved, on its way from the disk"),
+            StagingRing(tiers.host, BOUNCED, BOUNCE, "saved, on its way to the disk"),
+            StagingRing(tiers.host, BOUNCED, BOUNCE, "saved, on its way from the disk"),
         )
         for buffer in model.buffers():
             buffer.data = tiers.scope.adopt(buffer.data.to(tiers.device.device), "buffer")
-        ahead = Ring(tiers.host, buffers, sizes.incoming, "parameters read ahead")
+        ahead = StagingRing(tiers.host, buffers, sizes.incoming, "parameters read ahead")
         consumer = _consumer(homes, rule, tiers, piece, itemsize)
     except BaseException:
         tiers.close()
         raise
-    early = ReadAhead(ahead, buffers, tiers.read)
-    stream.prepare(consumer, swapping, Replay(units, swapping, stream.is_weight), early)
+    early = DiskReadAhead(ahead, buffers, tiers.read)
+    stream.prepare(consumer, swapping, ActivationReplay(units, swapping, stream.is_weight), early)
     for home in homes:
         pending = stream.pending[home.name]
         home.weight = UpdatedRow(home.weight, pending)
@@ -164,7 +166,11 @@ def fuyou_model(
 
 
 def _consumer(
-    homes: Sequence[Home], rule: Elementwise, tiers: Tiers, numel: int, itemsize: int
+    homes: Sequence[OffloadedParameter],
+    rule: ElementwiseOptimizer,
+    tiers: Tiers,
+    numel: int,
+    itemsize: int,
 ) -> Consumer:
     """Start the process that updates."""
     assert tiers.disk is not None
@@ -173,7 +179,7 @@ def _consumer(
         rows = {"weight": home.weight, **home.states}
         blocks = {name: row.block for name, row in rows.items() if isinstance(row, DiskRow)}
         weight = blocks.pop("weight")
-        places.append(Place(weight, blocks, home.dtype, len(home.cut.shape) >= 2))
+        places.append(ParameterLocation(weight, blocks, home.dtype, len(home.cut.shape) >= 2))
     return Consumer(
         rule,
         places,

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 from shoal.core import children
 from shoal.core.errors import MachineError, ShoalError
 from shoal.memory.fuyou.needs import SLOTS, STAGED
-from shoal.memory.fuyou.optimizer_process import Order, Place, Setup, share_of
+from shoal.memory.fuyou.optimizer_process import ParameterLocation, Setup, UpdateRequest, share_of
 from shoal.memory.tiers.mover import Ticket
-from shoal.memory.tiers.shared import SharedLink, SharedMemory
+from shoal.memory.tiers.shared import SharedLink, SharedPages
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shoal.memory.streaming.subgroups import Elementwise
+    from shoal.memory.streaming.subgroups import ElementwiseOptimizer
     from shoal.memory.tiers.disk import DiskTier
     from shoal.memory.tiers.mover import EmulatedLink
 
@@ -70,8 +70,8 @@ class Consumer:
 
     def __init__(
         self,
-        rule: Elementwise,
-        places: Sequence[Place],
+        rule: ElementwiseOptimizer,
+        places: Sequence[ParameterLocation],
         disk: DiskTier,
         *,
         numel: int,
@@ -79,7 +79,7 @@ class Consumer:
         threads: int,
     ) -> None:
         self._slot_bytes = share_of(numel, itemsize)
-        self._memory = SharedMemory(SLOTS * self._slot_bytes)
+        self._memory = SharedPages(SLOTS * self._slot_bytes)
         self._changed = threading.Condition()
         self._free = list(range(SLOTS))
         self._tickets: dict[int, Ticket] = {}
@@ -95,7 +95,7 @@ class Consumer:
             slot_bytes=self._slot_bytes,
             numel=numel,
             disk=(disk.descriptor, str(disk.path), disk.capacity, disk.direct),
-            links=(_told(disk.links[0]), _told(disk.links[1])),
+            links=(_announce(disk.links[0]), _announce(disk.links[1])),
             threads=threads,
         )
         self._start(setup)
@@ -204,7 +204,7 @@ class Consumer:
             self.check()
             number, self._number = self._number, self._number + 1
             ticket = self._tickets[number] = Ticket(0)
-            order = Order(number, place, first, count, slot, step, factor)
+            order = UpdateRequest(number, place, first, count, slot, step, factor)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the listener tells
                 self._connection.send(order)
         return ticket
@@ -239,7 +239,7 @@ class Consumer:
         self._memory.close()
 
 
-def _told(link: EmulatedLink | None) -> tuple[float, float, int] | None:
+def _announce(link: EmulatedLink | None) -> tuple[float, float, int] | None:
     """What the other process must know of a link.
 
     Raises:

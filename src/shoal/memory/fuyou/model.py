@@ -14,25 +14,25 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from shoal.core.errors import ConfigError, ModelError
-from shoal.memory.activations.away import LEAST
+from shoal.memory.activations.offloaded import LEAST
 from shoal.memory.streaming.offloaded import OffloadedModel
 from shoal.memory.tiers.links import rates_of
-from shoal.plan.memory.swap import Iteration, Swappable, Times, choose, curve
-from shoal.plan.memory.swap import Tensor as Swapped
+from shoal.plan.memory.swap import SwapIteration, Swappable, Times, choose, curve
+from shoal.plan.memory.swap import SwapTensor as Swapped
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
     from shoal.memory.fuyou.stream import ConsumedGroups, ConsumedStream
-    from shoal.memory.tiers.home import Home
+    from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
     from shoal.memory.tiers.places import Tiers
 
 __all__ = ["FuyouModel"]
 
 
 class FuyouModel(OffloadedModel):
-    """See :class:`~shoal.memory.protocols.Offloaded`; the factor of a step is told before it.
+    """See :class:`~shoal.memory.protocols.TieredModel`; the factor of a step is told before it.
 
     Attributes:
         iteration: what was measured; None until step 1 is over.
@@ -45,7 +45,7 @@ class FuyouModel(OffloadedModel):
     def __init__(
         self,
         model: nn.Module,
-        homes: Sequence[Home],
+        homes: Sequence[OffloadedParameter],
         tiers: Tiers,
         stream: ConsumedStream,
         update: ConsumedGroups,
@@ -58,13 +58,13 @@ class FuyouModel(OffloadedModel):
         self._trained = 0
         self._always = 0
         self._free_host = tiers.host.capacity - tiers.host.stats.used
-        self.iteration: Iteration | None = None
+        self.iteration: SwapIteration | None = None
         self.ordered: Swappable | None = None
         self.chosen: Times | None = None
         self._told = False
 
     def begin(self, factor: float, ready: Callable[[], None] | None = None) -> None:
-        """A step begins; see :class:`~shoal.memory.protocols.UpdatesEarly`."""
+        """A step begins; see :class:`~shoal.memory.protocols.EarlyUpdater`."""
         self.stream.factor, self.stream.ready = factor, ready
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ class FuyouModel(OffloadedModel):
             "curve": [[one.swapped, one.seconds] for one in points],
         }
 
-    def _measured(self) -> Iteration:
+    def _measured(self) -> SwapIteration:
         """What step 1 has shown."""
         stream = self.stream
         consumer = stream.consumer
@@ -178,7 +178,7 @@ class FuyouModel(OffloadedModel):
         numel = sum(home.cut.numel for home in trained)
         words = 1 + max((len(home.states) for home in trained), default=0)
         rounds = max(1, stream.replay.rounds)
-        return Iteration(
+        return SwapIteration(
             forward_s=max(0.0, stream.seconds["forward"]) / rounds,
             backward_s=max(0.0, stream.seconds["backward"]) / rounds,
             forward_fetched=stream.fetched["forward"] / rounds,

@@ -30,13 +30,13 @@ from shoal.memory.streaming.needs import (
     sizes,
     vectors,
 )
-from shoal.plan.memory.swap import Iteration, Swappable, Tensor, Times, choose
+from shoal.plan.memory.swap import SwapIteration, Swappable, SwapTensor, Times, choose
 
 if TYPE_CHECKING:
     from shoal.ir import Machine, Work
     from shoal.memory.fuyou.part import Fuyou
 
-__all__ = ["Predicted", "predicted", "staged_bytes"]
+__all__ = ["FuyouPrediction", "predicted", "staged_bytes"]
 
 _SECTOR = 4096
 _STATES = 2
@@ -49,7 +49,7 @@ _LOGITS = 2**24
 
 
 @dataclass(frozen=True)
-class Predicted:
+class FuyouPrediction:
     """Of one job.
 
     Args:
@@ -64,7 +64,7 @@ class Predicted:
     estimate: Estimate
     least: float
     staged: float
-    iteration: Iteration
+    iteration: SwapIteration
     ordered: Swappable
     chosen: Times
 
@@ -149,7 +149,7 @@ class _Shape:
         ]
 
 
-def predicted(part: Fuyou, work: Work, machine: Machine) -> Predicted:
+def predicted(part: Fuyou, work: Work, machine: Machine) -> FuyouPrediction:
     """Bytes by tier and times of a job."""
     job, shape = work.job, work.shape
     own = _Shape.of(work)
@@ -172,7 +172,7 @@ def predicted(part: Fuyou, work: Work, machine: Machine) -> Predicted:
     iteration = _iteration(work, machine, rows=rows, always=always, free=host - staged)
     peak, memory = peak_flops(work, machine), machine.device.main_memory.read_bandwidth or 1e10
     tensors = [
-        Tensor(nbytes=max(1, int(nbytes)), again_s=flops / peak + 2 * nbytes / memory)
+        SwapTensor(nbytes=max(1, int(nbytes)), again_s=flops / peak + 2 * nbytes / memory)
         for nbytes, flops in block
     ] * own.layers
     ordered = Swappable(tensors)
@@ -191,7 +191,7 @@ def predicted(part: Fuyou, work: Work, machine: Machine) -> Predicted:
         terms_s={"memory": seconds, **update},
         memory_bytes={"device": device, "host": host, "disk": disk},
     )
-    return Predicted(estimate, least, staged, iteration, ordered, times)
+    return FuyouPrediction(estimate, least, staged, iteration, ordered, times)
 
 
 def _device_bytes(own: _Shape, work: Work) -> float:
@@ -235,7 +235,7 @@ def _device_bytes(own: _Shape, work: Work) -> float:
 
 def _iteration(
     work: Work, machine: Machine, *, rows: float, always: float, free: float
-) -> Iteration:
+) -> SwapIteration:
     """A step as the machine's rates have it."""
     job = work.job
     passes = max(1, job.global_batch // microbatch_of(job))
@@ -243,7 +243,7 @@ def _iteration(
     computed = flops_per_token(work.shape, job.seq_len) * tokens / peak_flops(work, machine)
     link, disk = copy_bytes_per_s(machine), disk_bandwidth(machine)
     gpu = machine.device.kind != "cpu"
-    return Iteration(
+    return SwapIteration(
         forward_s=computed / 3,
         backward_s=computed * 2 / 3,
         forward_fetched=rows,
@@ -262,7 +262,7 @@ def _iteration(
     )
 
 
-def notes(part: Fuyou, found: Predicted) -> tuple[str, ...]:
+def notes(part: Fuyou, found: FuyouPrediction) -> tuple[str, ...]:
     """What a plan should say."""
     said: list[str] = []
     chosen = found.chosen

@@ -31,18 +31,18 @@ from shoal.core.janitor import leave
 from shoal.memory.fuyou.needs import STAGED
 from shoal.memory.tiers.disk import SECTOR, DiskTier, staging
 from shoal.memory.tiers.mover import Mover, Ticket
-from shoal.memory.tiers.shared import SharedLink, SharedMemory
-from shoal.memory.tiers.tier import Block
+from shoal.memory.tiers.shared import SharedLink, SharedPages
+from shoal.memory.tiers.tier import TierBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.memory.streaming.subgroups import Elementwise
+    from shoal.memory.streaming.subgroups import ElementwiseOptimizer
 
-__all__ = ["Order", "Place", "Setup", "Updating", "main", "share_of"]
+__all__ = ["OptimizerServer", "ParameterLocation", "Setup", "UpdateRequest", "main", "share_of"]
 
 
-class Place(NamedTuple):
+class ParameterLocation(NamedTuple):
     """Where one parameter lies.
 
     Args:
@@ -52,8 +52,8 @@ class Place(NamedTuple):
         matrix: it is one.
     """
 
-    weight: Block
-    states: dict[str, Block]
+    weight: TierBlock
+    states: dict[str, TierBlock]
     dtype: torch.dtype
     matrix: bool
 
@@ -73,8 +73,8 @@ class Setup(NamedTuple):
         threads: that update.
     """
 
-    rule: Elementwise
-    places: tuple[Place, ...]
+    rule: ElementwiseOptimizer
+    places: tuple[ParameterLocation, ...]
     memory: int
     memory_bytes: int
     slot_bytes: int
@@ -84,7 +84,7 @@ class Setup(NamedTuple):
     threads: int
 
 
-class Order(NamedTuple):
+class UpdateRequest(NamedTuple):
     """A piece to be updated.
 
     Args:
@@ -113,7 +113,7 @@ def share_of(numel: int, itemsize: int) -> int:
 
 @dataclass
 class _Piece:
-    order: Order
+    order: UpdateRequest
     buffer: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     read: Ticket | None = None
@@ -121,7 +121,7 @@ class _Piece:
     update_s: float = 0.0
 
 
-class Updating:
+class OptimizerServer:
     """Serves one trainer until it ends.
 
     Args:
@@ -132,9 +132,9 @@ class Updating:
 
     def __init__(self, connection: Connection, setup: Setup, disk: DiskTier) -> None:
         self._connection, self._setup, self._disk = connection, setup, disk
-        self._memory = SharedMemory(setup.memory_bytes, setup.memory)
+        self._memory = SharedPages(setup.memory_bytes, setup.memory)
         self._talking = threading.Lock()
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[UpdateRequest | None] = queue.SimpleQueue()
         self._reading, self._writing = Mover("read"), Mover("write")
         # What is not written yet must not be read.
         self._unwritten: dict[tuple[int, int], Ticket] = {}
@@ -177,14 +177,14 @@ class Updating:
         with self._talking:
             self._connection.send(message)
 
-    def _begin(self, order: Order) -> _Piece:
+    def _begin(self, order: UpdateRequest) -> _Piece:
         piece = _Piece(order)
         key = order.place, order.first
         before, self._unwritten[key] = self._unwritten.get(key), piece.written
         piece.read = self._reading.submit(lambda: self._load(piece, before), 0)
         return piece
 
-    def _rows(self, piece: _Piece) -> list[tuple[str, Block, Tensor]]:
+    def _rows(self, piece: _Piece) -> list[tuple[str, TierBlock, Tensor]]:
         """Name, block and part of the buffer of everything that a piece has on disk."""
         assert piece.buffer is not None
         place = self._setup.places[piece.order.place]
@@ -256,7 +256,7 @@ def main(descriptor: int) -> None:
         file, path, capacity, direct = setup.disk
         one, other = (None if link is None else SharedLink(*link) for link in setup.links)
         disk = DiskTier.of(file, Path(path), capacity, direct=direct, links=(one, other))
-        Updating(connection, setup, disk).run()
+        OptimizerServer(connection, setup, disk).run()
     except (EOFError, BrokenPipeError):  # the trainer is gone
         return
     except Exception as cause:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
-    from shoal.memory.protocols import Offloaded
+    from shoal.memory.protocols import TieredModel
 
 __all__ = ["Fuyou"]
 
@@ -139,11 +139,11 @@ class Fuyou:
         place: Path,
         device: torch.device | str = "cpu",
         values: Callable[[str], Tensor] | None = None,
-    ) -> Offloaded:
+    ) -> TieredModel:
         """Move a model's state to the disk, and start the process that updates it."""
-        from shoal.memory.fuyou.build import WantedSwap, fuyou_model
+        from shoal.memory.fuyou.build import FuyouAssignment, fuyou_model
 
-        wanted = WantedSwap(
+        wanted = FuyouAssignment(
             device_bytes=self.device_budget or UNLIMITED,
             host_bytes=self.host_budget,
             sub_group_numel=self.sub_group_numel,

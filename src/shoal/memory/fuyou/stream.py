@@ -18,25 +18,25 @@ from torch import Tensor
 
 from shoal.core.errors import ModelError
 from shoal.memory.activations.protocol import in_backward
-from shoal.memory.streaming.stream import Stream
+from shoal.memory.streaming.stream import ParameterStream
 from shoal.memory.streaming.subgroups import SubGroups
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.memory.activations.replay import Replay
-    from shoal.memory.activations.swapping import Swapping
+    from shoal.memory.activations.replay import ActivationReplay
+    from shoal.memory.activations.swapping import ActivationSwapping
     from shoal.memory.fuyou.consumer import Consumer
-    from shoal.memory.tiers.home import Home
     from shoal.memory.tiers.mover import Ticket
-    from shoal.memory.tiers.readahead import ReadAhead
+    from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
+    from shoal.memory.tiers.readahead import DiskReadAhead
 
 __all__ = ["ConsumedGroups", "ConsumedStream"]
 
 Phase = Literal["forward", "backward"]
 
 
-class ConsumedStream(Stream):
+class ConsumedStream(ParameterStream):
     """Gives the gradients of a step to the optimizer, and takes the time of its passes.
 
     Attributes:
@@ -51,11 +51,15 @@ class ConsumedStream(Stream):
     """
 
     consumer: Consumer
-    swapping: Swapping
-    replay: Replay
+    swapping: ActivationSwapping
+    replay: ActivationReplay
 
     def prepare(
-        self, consumer: Consumer, swapping: Swapping, replay: Replay, early: ReadAhead
+        self,
+        consumer: Consumer,
+        swapping: ActivationSwapping,
+        replay: ActivationReplay,
+        early: DiskReadAhead,
     ) -> None:
         """Give it what it works with."""
         self.consumer, self.swapping, self.replay = consumer, swapping, replay
@@ -91,7 +95,7 @@ class ConsumedStream(Stream):
 
     @contextlib.contextmanager
     def passes(self, name: str, *inputs: Tensor | None) -> Iterator[None]:
-        """See :class:`Stream`; those of a step are timed, and their blocks computed again."""
+        """See :class:`ParameterStream`; steps are timed, and their blocks computed again."""
         with super().passes(name, *inputs):
             self.replay.active = name == "train"
             try:
@@ -101,7 +105,7 @@ class ConsumedStream(Stream):
                 self.replay.active = False
                 self.switch(None)
 
-    def _enter(self, homes: list[Home], module: nn.Module, args: Any) -> None:
+    def _enter(self, homes: list[OffloadedParameter], module: nn.Module, args: Any) -> None:
         if self.replay.active and not in_backward():
             self.switch("forward")
         with self.replay.aside():
@@ -120,7 +124,7 @@ class ConsumedStream(Stream):
             self.switch("backward")
         return super()._unpack(packed)
 
-    def _start(self, home: Home) -> None:
+    def _start(self, home: OffloadedParameter) -> None:
         if self._phase is not None:
             self.fetched[self._phase] += home.weight_bytes
         super()._start(home)
@@ -145,12 +149,12 @@ class ConsumedStream(Stream):
 
     # Gradients.
 
-    def _received(self, home: Home, parameter: Tensor) -> None:
+    def _received(self, home: OffloadedParameter, parameter: Tensor) -> None:
         begin, before = time.perf_counter(), self.waited_s
         super()._received(home, parameter)
         self.throttled_s += time.perf_counter() - begin - (self.waited_s - before)
 
-    def _copy_down(self, home: Home, part: Tensor, first: int, fresh: bool) -> Ticket:
+    def _copy_down(self, home: OffloadedParameter, part: Tensor, first: int, fresh: bool) -> Ticket:
         if not self.last:
             return super()._copy_down(home, part, first, fresh)
         if self.ready is not None:
@@ -183,12 +187,12 @@ class ConsumedStream(Stream):
             self._writing.append(self.tiers.write.submit(add, part.nbytes))
         return leaving
 
-    def _consume(self, home: Home, first: int, count: int, slot: int) -> None:
+    def _consume(self, home: OffloadedParameter, first: int, count: int, slot: int) -> None:
         """In the thread of a mover: a piece of a gradient is whole, and is used at once."""
         home.measure(first, self.consumer.gradient(slot, count, home.dtype))
         self.order(home, first, count, slot)
 
-    def order(self, home: Home, first: int, count: int, slot: int) -> None:
+    def order(self, home: OffloadedParameter, first: int, count: int, slot: int) -> None:
         """Have a piece updated; -1 is a gradient of zeros."""
         assert self.factor is not None
         pending = self.pending[home.name]

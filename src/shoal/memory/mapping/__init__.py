@@ -12,11 +12,11 @@ __all__ = ["MAPPERS"]
 MAPPERS = PartTable(
     "mapper",
     {
-        "greedy": "shoal.plan.mapping.greedy:Greedy",
+        "greedy": "shoal.plan.mapping.greedy:GreedyMapper",
         "milp": "shoal.plan.mapping.milp:Milp",
         "anneal": "shoal.plan.mapping.anneal:Anneal",
         "muzero": "shoal.memory.mapping.muzero:MuZero",
-        "hybrid": "shoal.memory.mapping.hybrid:Hybrid",
+        "hybrid": "shoal.memory.mapping.hybrid:HybridMapper",
     },
     about=(
         "Which buffer is in fast memory when, and at which address. Chosen by `shoal explain "

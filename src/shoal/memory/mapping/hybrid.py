@@ -16,16 +16,16 @@ from shoal.plan.mapping.anneal import Anneal
 from shoal.plan.mapping.greedy import greedy_actions
 from shoal.plan.mapping.layout import Mapping
 from shoal.plan.mapping.native import replayer
-from shoal.plan.mapping.program import Compiled, Program, TierSpec
+from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
-__all__ = ["HOT", "Hybrid"]
+__all__ = ["HOT", "HybridMapper"]
 
 HOT = 1e-2
 """Share of the time by which a change may hurt in the beginning."""
 
 
 @part
-class Hybrid(MuZero):
+class HybridMapper(MuZero):
     """MuZero that learns from greedy's or annealing's mapping first; never slower than either.
 
     Args:
@@ -43,7 +43,7 @@ class Hybrid(MuZero):
             0 <= self.changes <= 10**7, "mapper.hybrid.changes", self.changes, expected="0 to 1e7"
         )
 
-    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+    def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """The best of greedy, annealing, their demonstrations and all games of the agent.
 
         Raises:

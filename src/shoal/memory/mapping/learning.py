@@ -11,12 +11,12 @@ from shoal.core.random import generator, seed64
 from shoal.memory.mapping.memory import Games
 from shoal.memory.mapping.networks import Networks
 from shoal.plan.mapping.layout import DROP
-from shoal.plan.mapping.native import FAST, Native, Played
+from shoal.plan.mapping.native import FAST, GameRecord, Native
 
 if TYPE_CHECKING:
     from shoal.memory.mapping.muzero import MuZero
 
-__all__ = ["Learner"]
+__all__ = ["MuZeroLearner"]
 
 # Of the games of a round, the share that begins with a part of the best game.
 _CONTINUED = 0.5
@@ -28,7 +28,7 @@ _GAMES = 8
 _KEPT = 256
 
 
-class Learner:
+class MuZeroLearner:
     """One agent on one program.
 
     Args:
@@ -63,12 +63,12 @@ class Learner:
             self.networks.parameters(), lr=options.rate, weight_decay=1e-4
         )
         self._random = generator(seed, purpose="mapping.learning")
-        self.best = self._told(native.trace(np.zeros(c.decisions, np.int8)))
+        self.best = self._with_returns(native.trace(np.zeros(c.decisions, np.int8)))
         self.known: int | None = None
         self.curve: list[float] = []
         self.played = 0
 
-    def run(self, known: np.ndarray | None) -> Learner:
+    def run(self, known: np.ndarray | None) -> MuZeroLearner:
         """Demonstrations, then rounds of playing, looking back and learning."""
         self._demonstrate(known)
         self._learn(4 * self.options.updates)
@@ -87,12 +87,12 @@ class Learner:
             text += f"; {gain:.2f} % faster than what it began with"
         return text
 
-    def _told(self, game: Played) -> Played:
+    def _with_returns(self, game: GameRecord) -> GameRecord:
         """A game that nobody searched: its own returns are its values."""
         game.values[:] = self.games.returns(game)
         return game
 
-    def _consider(self, game: Played) -> None:
+    def _consider(self, game: GameRecord) -> None:
         if game.ticks < self.best.ticks:
             self.best = game
 
@@ -109,7 +109,7 @@ class Learner:
                 share = self._random.random() * (0.2 if known is not None else 1.0)
                 tried[self._random.random(c.decisions) < share] = DROP
             actions, _ = self.native.replay(tried)
-            game = self._told(self.native.trace(actions))
+            game = self._with_returns(self.native.trace(actions))
             self.games.add(game)
             self._consider(game)
             if index == 0 and known is not None:
@@ -134,7 +134,7 @@ class Learner:
                 whole.append(float(game.ticks))
         self.curve.append(float(np.mean(whole)) if whole else float(self.best.ticks))
 
-    def _search(self, temperature: float, noise: float, given: np.ndarray | None) -> Played:
+    def _search(self, temperature: float, noise: float, given: np.ndarray | None) -> GameRecord:
         self.played += 1
         return self.native.play(
             self.networks.weights(),

@@ -18,7 +18,7 @@ from shoal.ir import Explanation, Machine, Progress
 from shoal.memory.mapping import MAPPERS
 from shoal.plan.mapping.layout import ACTIONS, Mapping
 from shoal.plan.mapping.picture import picture
-from shoal.plan.mapping.program import TICK_S, Program, TierSpec
+from shoal.plan.mapping.program import TICK_S, MappingProgram, TierSpec
 from shoal.plan.mapping.samples import random_program, strassen
 
 __all__ = ["MappingStudy"]
@@ -99,7 +99,7 @@ class MappingStudy:
             },
         )
 
-    def _program(self, flops: float) -> Program:
+    def _program(self, flops: float) -> MappingProgram:
         """The program of a model, a sample or a file.
 
         Raises:
@@ -108,7 +108,7 @@ class MappingStudy:
             MissingExtraError: tracing needs torch.
         """
         if self.model.endswith((".yaml", ".yml")):
-            return Program.load(Path(self.model))
+            return MappingProgram.load(Path(self.model))
         if self.model == "strassen":
             return strassen(matmul_flops=flops, vector_flops=flops / 10)
         if self.model.startswith("random") and self.model[6:].isdigit():
@@ -121,7 +121,9 @@ class MappingStudy:
             raise MissingExtraError("torch", "run", "tracing a model") from None
 
 
-def _traced(model: str, flops: float, length: int, times: Literal["model", "measured"]) -> Program:
+def _traced(
+    model: str, flops: float, length: int, times: Literal["model", "measured"]
+) -> MappingProgram:
     from shoal.memory.mapping.samples import MODELS, sample
     from shoal.memory.mapping.trace import Speed, trace
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shoal.memory.mapping.networks import Batch
-from shoal.plan.mapping.native import Played
+from shoal.memory.mapping.networks import GameBatch
+from shoal.plan.mapping.native import GameRecord
 
 __all__ = ["Games"]
 
@@ -27,10 +27,10 @@ class Games:
     ) -> None:
         self.unit, self.discount = unit, discount
         self.horizon, self.unroll, self.most = horizon, unroll, most
-        self.games: list[Played] = []
+        self.games: list[GameRecord] = []
         self._targets: list[np.ndarray] = []
 
-    def add(self, game: Played) -> None:
+    def add(self, game: GameRecord) -> None:
         """Keep a game; the oldest that is not among the best goes."""
         self.games.append(game)
         self._targets.append(self._values(game))
@@ -44,14 +44,14 @@ class Games:
         """Targets anew, after the search has looked at a game again."""
         self._targets[index] = self._values(self.games[index])
 
-    def returns(self, game: Played) -> np.ndarray:
+    def returns(self, game: GameRecord) -> np.ndarray:
         """Discounted rewards from every decision on, [D]: values where no search was."""
         found = np.zeros(len(game.rewards) + 1)
         for i in range(len(game.rewards) - 1, -1, -1):
             found[i] = game.rewards[i] / self.unit + self.discount * found[i + 1]
         return found[:-1].astype(np.float32)
 
-    def _values(self, game: Played) -> np.ndarray:
+    def _values(self, game: GameRecord) -> np.ndarray:
         """n-step targets [D]."""
         count, far = len(game.rewards), self.horizon
         rewards = game.rewards / self.unit
@@ -61,7 +61,7 @@ class Games:
             target[: count - far] += self.discount**far * game.values[far:]
         return target.astype(np.float32)
 
-    def batch(self, size: int, random: np.random.Generator) -> Batch:
+    def batch(self, size: int, random: np.random.Generator) -> GameBatch:
         """Positions of games, half of them of the best quarter.
 
         Args:
@@ -86,7 +86,7 @@ class Games:
         shares = gathered([g.shares for g in games], steps) * inside[..., None]
         values = gathered(self._targets, steps) * inside
         rewards = gathered([g.rewards for g in games], steps[:, :-1]) / self.unit * inside[:, :-1]
-        return Batch(
+        return GameBatch(
             torch.from_numpy(
                 np.stack([games[i].seen[j] for i, j in zip(picked, start, strict=True)])
             ),

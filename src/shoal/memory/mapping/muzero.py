@@ -20,7 +20,7 @@ from shoal.core.errors import MissingExtraError, require
 from shoal.core.parts import part
 from shoal.plan.mapping.layout import Mapping
 from shoal.plan.mapping.native import Native, mapping_of
-from shoal.plan.mapping.program import Compiled, Program, TierSpec
+from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
 __all__ = ["MuZero"]
 
@@ -89,7 +89,7 @@ class MuZero:
                 expected=f"{low:g} to {high:g}",
             )
 
-    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+    def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """Learn the program's game from nothing; the best game is the answer.
 
         Raises:
@@ -111,12 +111,12 @@ class MuZero:
         """
         native = Native(compiled)
         try:
-            from shoal.memory.mapping.learning import Learner
+            from shoal.memory.mapping.learning import MuZeroLearner
         except ModuleNotFoundError as cause:
             if cause.name != "torch":
                 raise
             raise MissingExtraError("torch", "run", f"mapper {name}") from None
-        found = Learner(self, native, seed).run(known)
+        found = MuZeroLearner(self, native, seed).run(known)
         return replace(
             mapping_of(compiled, found.best.actions, name),
             notes=(found.note(),),

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.plan.mapping.native import Weights
+from shoal.plan.mapping.native import NetworkWeights
 from shoal.plan.mapping.observation import OBSERVED
 
-__all__ = ["Batch", "Networks"]
+__all__ = ["GameBatch", "Networks"]
 
 # Of the three losses, against each other.
 _VALUE, _REWARD = 1.0, 4.0
 
 
 @dataclass(frozen=True)
-class Batch:
+class GameBatch:
     """Positions of games and what followed them.
 
     Args:
@@ -100,7 +100,7 @@ class Networks(nn.Module):
         out = self._linear(6, self._linear(5, state_BZ).relu())
         return out[:, :3], out[:, 3]
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: GameBatch) -> Tensor:
         """Of policy, value and reward over all steps that are unrolled."""
         state = self.represent(batch.seen)
         total = torch.zeros(())
@@ -117,8 +117,8 @@ class Networks(nn.Module):
                 state = 0.5 * state + 0.5 * state.detach()
         return total
 
-    def weights(self) -> Weights:
+    def weights(self) -> NetworkWeights:
         """As the search takes them."""
         flat = torch.cat([matrix.detach().reshape(-1) for matrix in self.matrices])
         array = np.ascontiguousarray(flat.numpy(), np.float32)
-        return Weights(array, self.hidden, self.latent, self.discount)
+        return NetworkWeights(array, self.hidden, self.latent, self.discount)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shoal.memory.mapping.trace import Speed, Traced, trace
-from shoal.plan.mapping.program import Program
+from shoal.memory.mapping.trace import Speed, TracedProgram, trace
+from shoal.plan.mapping.program import MappingProgram
 from shoal.plan.mapping.samples import random_program, strassen
 
 __all__ = ["MODELS", "SPEED", "sample", "samples", "traced_sample"]
@@ -137,13 +137,13 @@ def sample(name: str, *, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, (given,)
 
 
-def traced_sample(name: str, *, seed: int = 0) -> Traced:
+def traced_sample(name: str, *, seed: int = 0) -> TracedProgram:
     """One of :data:`MODELS`, traced."""
     model, inputs = sample(name, seed=seed)
     return trace(model, inputs, name=name, speed=SPEED)
 
 
-def samples() -> tuple[Program, ...]:
+def samples() -> tuple[MappingProgram, ...]:
     """All eight programs."""
     return (
         *(traced_sample(name).program for name in MODELS),

@@ -21,9 +21,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
 from shoal.core.errors import PlanError
-from shoal.plan.mapping.program import Access, Buffer, Instruction, Program
+from shoal.plan.mapping.program import Buffer, BufferAccess, MappingProgram, ProgramInstruction
 
-__all__ = ["Speed", "Traced", "trace"]
+__all__ = ["Speed", "TracedProgram", "trace"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedProgram:
     """A traced model: what it is for memory, and what runs.
 
     Args:
@@ -50,7 +50,7 @@ class Traced:
         outputs: nodes that are returned.
     """
 
-    program: Program
+    program: MappingProgram
     graph: GraphModule
     arguments: tuple[Tensor, ...]
     outputs: tuple[str, ...]
@@ -64,7 +64,7 @@ def trace(
     speed: Speed | None = None,
     times: Literal["model", "measured"] = "model",
     call: Callable[..., Any] | None = None,
-) -> Traced:
+) -> TracedProgram:
     """The forward pass of a model.
 
     Args:
@@ -119,7 +119,7 @@ def trace(
     graph.graph.eliminate_dead_code()
     graph.recompile()
     program, outputs = _program(graph, name or type(model).__name__, speed or Speed())
-    traced = Traced(program, graph, tuple(arguments), outputs)
+    traced = TracedProgram(program, graph, tuple(arguments), outputs)
     return measured(traced) if times == "measured" else traced
 
 
@@ -165,9 +165,9 @@ def is_item(node: Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
 
 
-def _program(graph: GraphModule, name: str, speed: Speed) -> tuple[Program, tuple[str, ...]]:
+def _program(graph: GraphModule, name: str, speed: Speed) -> tuple[MappingProgram, tuple[str, ...]]:
     buffers: dict[str, Buffer] = {}
-    steps: list[Instruction] = []
+    steps: list[ProgramInstruction] = []
     outputs: list[str] = []
     for node in graph.graph.nodes:
         value = node.meta.get("val")
@@ -186,7 +186,7 @@ def _program(graph: GraphModule, name: str, speed: Speed) -> tuple[Program, tupl
                 key = f"{node.name}.{i}" if isinstance(value, (list, tuple)) else node.name
                 if tensor.numel():
                     buffers[key] = Buffer(name=key, nbytes=_bytes(tensor))
-                    writes.append(Access(buffer=key))
+                    writes.append(BufferAccess(buffer=key))
             reads = {
                 one.name: _bytes(one.meta.get("val"))
                 for one in node.all_input_nodes
@@ -194,11 +194,11 @@ def _program(graph: GraphModule, name: str, speed: Speed) -> tuple[Program, tupl
             }
             root = {key: _root(buffers, key).nbytes for key in reads}
             steps.append(
-                Instruction(
+                ProgramInstruction(
                     name=node.name,
                     compute_s=_seconds(node, speed),
                     reads=tuple(
-                        Access(buffer=key, nbytes=min(count, root[key]))
+                        BufferAccess(buffer=key, nbytes=min(count, root[key]))
                         for key, count in reads.items()
                     ),
                     writes=tuple(writes),
@@ -210,9 +210,9 @@ def _program(graph: GraphModule, name: str, speed: Speed) -> tuple[Program, tupl
             buffers[last.name] = last.model_copy(update={"output": True})
     if not steps or not outputs:
         raise PlanError(f"{name}: its forward pass computes no tensor; nothing can be mapped")
-    return Program(name=name, buffers=tuple(buffers.values()), instructions=tuple(steps)), tuple(
-        outputs
-    )
+    return MappingProgram(
+        name=name, buffers=tuple(buffers.values()), instructions=tuple(steps)
+    ), tuple(outputs)
 
 
 def _alias(buffers: dict[str, Buffer], node: Node) -> None:
@@ -253,7 +253,7 @@ def _seconds(node: Node, speed: Speed) -> float:
     return max(read, sum(one.numel() for one in _tensors(value))) / speed.vector_flops
 
 
-def measured(traced: Traced, *, repeats: int = 5) -> Traced:
+def measured(traced: TracedProgram, *, repeats: int = 5) -> TracedProgram:
     """The same program with the median seconds that every operator takes here.
 
     Args:

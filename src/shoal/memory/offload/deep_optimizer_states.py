@@ -20,7 +20,7 @@ from shoal.cost.price.ops import stage_share
 from shoal.ir import Estimate, Interval, Machine, TrainJob, Work
 from shoal.memory.offload.options import LEAST_BUDGET, Count, check_least, refuse, short_budgets
 from shoal.memory.streaming.needs import HOST_OF_A_GPU, needs
-from shoal.plan.memory.stride import HOST_ONLY, SLOTS, Pattern, Rates, choose, timeline
+from shoal.plan.memory.stride import HOST_ONLY, SLOTS, UpdatePattern, UpdateRates, choose, timeline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
-    from shoal.memory.protocols import Offloaded
+    from shoal.memory.protocols import TieredModel
 
 __all__ = ["DeepOptimizerStates"]
 
@@ -123,7 +123,7 @@ class DeepOptimizerStates:
         """What a plan should say: budgets that are too small."""
         return short_budgets(self, self.estimate(work, machine).memory_bytes)
 
-    def _pattern(self, sizes: Sequence[int], rates: Rates) -> tuple[float, Pattern]:
+    def _pattern(self, sizes: Sequence[int], rates: UpdateRates) -> tuple[float, UpdatePattern]:
         """(seconds, who updates what) of the choice."""
         residents = min(self.static_residents, len(sizes))
         if self.stride == "auto":
@@ -131,7 +131,7 @@ class DeepOptimizerStates:
             return best.seconds, best.pattern
         # Fewer sub-groups than a stride asks for are the host's.
         fits = self.stride <= len(sizes) - residents
-        chosen = Pattern(
+        chosen = UpdatePattern(
             groups=len(sizes), stride=self.stride if fits else HOST_ONLY, residents=residents
         )
         return timeline(rates, sizes, chosen).seconds, chosen
@@ -145,7 +145,7 @@ class DeepOptimizerStates:
         place: Path,
         device: torch.device | str = "cpu",
         values: Callable[[str], Tensor] | None = None,
-    ) -> Offloaded:
+    ) -> TieredModel:
         """Move the optimizer's state to the host."""
         from shoal.memory.offload.interleaved import Workers, rates_of
         from shoal.memory.offload.interleaved_model import interleaved_model
@@ -155,7 +155,7 @@ class DeepOptimizerStates:
         dtype = next(model.parameters()).dtype
         total = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
-        def pattern(sizes: Sequence[int]) -> Pattern:
+        def pattern(sizes: Sequence[int]) -> UpdatePattern:
             rates = rates_of(
                 min(self.sub_group_numel, total), rule, Workers(), device=device, dtype=dtype
             )
@@ -175,16 +175,18 @@ class DeepOptimizerStates:
 
 
 @functools.lru_cache(maxsize=256)
-def _played(part: DeepOptimizerStates, size: int, few: int, rates: Rates) -> tuple[float, Pattern]:
+def _played(
+    part: DeepOptimizerStates, size: int, few: int, rates: UpdateRates
+) -> tuple[float, UpdatePattern]:
     """(seconds, who updates what) of equal sub-groups; a search asks for the same many times."""
     return part._pattern([size] * few, rates)
 
 
-def _rates(machine: Machine) -> Rates:
+def _rates(machine: Machine) -> UpdateRates:
     """What the machine's bandwidths allow: an update reads 16 and writes 12 bytes a parameter."""
     own = machine.device.main_memory.read_bandwidth or 1e10
     gpu = machine.device.kind != "cpu"
-    return Rates(
+    return UpdateRates(
         host=HOST_OF_A_GPU if gpu else own / _UPDATE_BYTES,
         device=own / _UPDATE_BYTES,
         convert=_NO_TIME,

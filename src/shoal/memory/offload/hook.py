@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from shoal.ir.hooks import StepHook, TrainStep
-from shoal.memory.protocols import UpdatesEarly
+from shoal.memory.protocols import EarlyUpdater
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.memory.protocols import Offloaded
+    from shoal.memory.protocols import TieredModel
 
 __all__ = ["OffloadHook"]
 
@@ -27,12 +27,12 @@ class OffloadHook(StepHook):
 
     kind = "offload"
 
-    def __init__(self, offloaded: Offloaded) -> None:
+    def __init__(self, offloaded: TieredModel) -> None:
         self.offloaded = offloaded
 
     def before_step(self, step: TrainStep) -> None:
         """What updates during the passes is told by which factor."""
-        if isinstance(self.offloaded, UpdatesEarly):
+        if isinstance(self.offloaded, EarlyUpdater):
             self.offloaded.begin(step.factor, step.changing)
 
     def passes(self, what: str, *inputs: Tensor | None) -> AbstractContextManager[None]:

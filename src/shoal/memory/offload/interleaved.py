@@ -24,15 +24,15 @@ import torch
 from shoal.core.errors import ConfigError, TierFullError, require
 from shoal.core.sizes import human_bytes
 from shoal.memory.tiers.mover import EmulatedLink, Mover, Ticket
-from shoal.memory.tiers.tier import ALIGNMENT, Block, MemoryTier
-from shoal.plan.memory.stride import SLOTS, Pattern, Rates
+from shoal.memory.tiers.tier import ALIGNMENT, BudgetedTier, TierBlock
+from shoal.plan.memory.stride import SLOTS, UpdatePattern, UpdateRates
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.memory.streaming.subgroups import Elementwise
+    from shoal.memory.streaming.subgroups import ElementwiseOptimizer
 
-__all__ = ["Interleaved", "Workers", "rates_of"]
+__all__ = ["InterleavedUpdater", "Workers", "rates_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class _Group:
         return self.stop - self.start
 
 
-class Interleaved:
+class InterleavedUpdater:
     """See the module; an updater as of :class:`~shoal.train.protocols.Updater`.
 
     Args:
@@ -84,12 +84,12 @@ class Interleaved:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        rule: Elementwise,
+        rule: ElementwiseOptimizer,
         *,
         sub_group: int,
-        pattern: Callable[[Sequence[int]], Pattern],
-        device: MemoryTier,
-        host: MemoryTier,
+        pattern: Callable[[Sequence[int]], UpdatePattern],
+        device: BudgetedTier,
+        host: BudgetedTier,
         workers: Workers = Workers(),
     ) -> None:
         require(sub_group >= 1, "sub_group_numel", sub_group, expected="at least 1")
@@ -154,7 +154,7 @@ class Interleaved:
 
     def _room(self, group: _Group, device: bool, words: Sequence[str]) -> list[Tensor]:
         tier = self._device if device else self._host
-        blocks: list[Block] = [
+        blocks: list[TierBlock] = [
             tier.alloc(self._dtype.itemsize * group.size, f"{word} {group.start}-{group.stop}")
             for word in words
         ]
@@ -435,12 +435,12 @@ _NO_TIME = 1e18
 
 def rates_of(
     sub_group: int,
-    rule: Elementwise,
+    rule: ElementwiseOptimizer,
     workers: Workers,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-) -> Rates:
+) -> UpdateRates:
     """What host, device and link do in a second, by updates of one sub-group each.
 
     Args:
@@ -456,15 +456,18 @@ def rates_of(
     found = {}
     wide = _wide(dtype)
     room = 16 * ALIGNMENT + 8 * wide.itemsize * sub_group
-    for name, pattern in (("host", Pattern(groups=1)), ("device", Pattern(groups=1, residents=1))):
+    for name, pattern in (
+        ("host", UpdatePattern(groups=1)),
+        ("device", UpdatePattern(groups=1, residents=1)),
+    ):
         values = torch.zeros(1, sub_group, device=device, dtype=dtype)
-        made = Interleaved(
+        made = InterleavedUpdater(
             {"w": values},
             rule,
             sub_group=sub_group,
             pattern=lambda _, chosen=pattern: chosen,  # type: ignore[misc]
-            device=MemoryTier("device", room, device),
-            host=MemoryTier("host", room),
+            device=BudgetedTier("device", room, device),
+            host=BudgetedTier("host", room),
             workers=replace(workers, link=None),
         )
         made.zero_gradients()
@@ -478,7 +481,7 @@ def rates_of(
         words = min(words, workers.link.bytes_per_s / wide.itemsize)
     if dtype == source.dtype:
         convert = _NO_TIME  # nothing is converted
-    return Rates(
+    return UpdateRates(
         host=found["host"],
         device=found["device"],
         convert=convert,

@@ -11,7 +11,7 @@ import torch
 
 from shoal.kernel.squares import sum_of_squares
 from shoal.machine import host
-from shoal.memory.offload.interleaved import Interleaved
+from shoal.memory.offload.interleaved import InterleavedUpdater
 from shoal.memory.streaming.whole import WholeModel, replace_parameter
 from shoal.memory.tiers.places import Tiers
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
-    from shoal.memory.streaming.subgroups import Elementwise
-    from shoal.plan.memory.stride import Pattern
+    from shoal.memory.streaming.subgroups import ElementwiseOptimizer
+    from shoal.plan.memory.stride import UpdatePattern
 
 __all__ = ["InterleavedModel", "interleaved_model"]
 
 
 class InterleavedModel(WholeModel):
-    """See :class:`~shoal.memory.protocols.Offloaded`.
+    """See :class:`~shoal.memory.protocols.TieredModel`.
 
     Args:
         model: on the device.
@@ -37,7 +37,9 @@ class InterleavedModel(WholeModel):
 
     overlap = True
 
-    def __init__(self, model: nn.Module, tiers: Tiers, update: Interleaved, comm: Comm) -> None:
+    def __init__(
+        self, model: nn.Module, tiers: Tiers, update: InterleavedUpdater, comm: Comm
+    ) -> None:
         super().__init__(model, tiers, comm)
         self.update = update
         self._squares: dict[str, Tensor] = {}
@@ -122,9 +124,9 @@ class InterleavedModel(WholeModel):
 def interleaved_model(
     model: nn.Module,
     comm: Comm,
-    rule: Elementwise,
+    rule: ElementwiseOptimizer,
     *,
-    pattern: Callable[[Sequence[int]], Pattern],
+    pattern: Callable[[Sequence[int]], UpdatePattern],
     sub_group: int,
     device: torch.device | str,
     device_bytes: int | None,
@@ -153,7 +155,7 @@ def interleaved_model(
                 parameter.data = here
         for buffer in model.buffers():
             buffer.data = tiers.scope.adopt(buffer.data.to(tiers.device.device), "buffer")
-        update = Interleaved(
+        update = InterleavedUpdater(
             {name: p for name, p in model.named_parameters() if p.requires_grad},
             rule,
             sub_group=sub_group,

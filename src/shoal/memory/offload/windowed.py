@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
-    from shoal.memory.protocols import Offloaded
+    from shoal.memory.protocols import TieredModel
 
-__all__ = ["Superpipeline"]
+__all__ = ["SuperpipelineOffload"]
 
 _ROOM = 4 * 2**30  # bytes of activations where no budget is given
 
 
 @part
-class Superpipeline:
+class SuperpipelineOffload:
     """A window of k blocks lies on the device; the host has weights, gradients and their state.
 
     Blocks are found in any model, k' of them are replaced at a time, forward and back. Every
@@ -99,7 +99,7 @@ class Superpipeline:
         place: Path,
         device: torch.device | str = "cpu",
         values: Callable[[str], Tensor] | None = None,
-    ) -> Offloaded:
+    ) -> TieredModel:
         """Wrap a model; see :class:`~shoal.memory.protocols.Offload`."""
         from shoal.memory.offload.windowed_model import WindowedModel, fill
         from shoal.memory.streaming.chain import find_chain

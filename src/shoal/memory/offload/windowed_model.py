@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
-    from shoal.memory.streaming.superpipeline import Superpipeline
+    from shoal.memory.streaming.superpipeline import SuperpipelineModel
     from shoal.memory.tiers.places import Tiers
 
 __all__ = ["WindowedModel", "fill"]
 
 
 class WindowedModel(WholeModel):
-    """See :class:`~shoal.memory.protocols.Offloaded`.
+    """See :class:`~shoal.memory.protocols.TieredModel`.
 
     Args:
         wrapped: the model and its window.
@@ -33,7 +33,9 @@ class WindowedModel(WholeModel):
 
     overlap = False
 
-    def __init__(self, wrapped: Superpipeline, comm: Comm, optimizer: Any, tiers: Tiers) -> None:
+    def __init__(
+        self, wrapped: SuperpipelineModel, comm: Comm, optimizer: Any, tiers: Tiers
+    ) -> None:
         super().__init__(wrapped.model, tiers, comm)
         self.wrapped = wrapped
         self._updater = optimizer.build(self.owned())

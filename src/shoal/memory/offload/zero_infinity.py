@@ -27,7 +27,7 @@ from shoal.memory.offload.options import (
 )
 from shoal.memory.streaming.needs import (
     HOST_OF_A_GPU,
-    Needs,
+    MemoryNeeds,
     disk_bandwidth,
     efficiency,
     needs,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
-    from shoal.memory.protocols import Offloaded
+    from shoal.memory.protocols import TieredModel
 
 __all__ = ["ZeroInfinity"]
 
@@ -144,7 +144,7 @@ class ZeroInfinity:
             memory_bytes={"device": need.device, "host": need.host, "disk": need.disk},
         )
 
-    def _needs(self, work: Work) -> Needs:
+    def _needs(self, work: Work) -> MemoryNeeds:
         need = needs(
             work,
             param=self.param,
@@ -193,11 +193,11 @@ class ZeroInfinity:
         place: Path,
         device: torch.device | str = "cpu",
         values: Callable[[str], Tensor] | None = None,
-    ) -> Offloaded:
+    ) -> TieredModel:
         """Move a model's state into tiers."""
-        from shoal.memory.streaming.build import Wanted, offloaded
+        from shoal.memory.streaming.build import TierAssignment, offloaded
 
-        wanted = Wanted(
+        wanted = TierAssignment(
             device_bytes=self.device_budget or UNLIMITED,
             host_bytes=self.host_budget,
             param=self.param,

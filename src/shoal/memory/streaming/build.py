@@ -16,18 +16,18 @@ from shoal.machine.host import memory_total
 from shoal.memory.streaming.initial import part_of
 from shoal.memory.streaming.needs import INCOMING, OUTGOING, SMALL, UPDATING, Staging
 from shoal.memory.streaming.offloaded import OffloadedModel
-from shoal.memory.streaming.stream import Stream
-from shoal.memory.streaming.subgroups import Elementwise, SubGroups, elementwise
+from shoal.memory.streaming.stream import ParameterStream
+from shoal.memory.streaming.subgroups import ElementwiseOptimizer, SubGroups, elementwise
 from shoal.memory.streaming.tiling import Tile, tile
 from shoal.memory.tiers.disk import SECTOR
-from shoal.memory.tiers.home import Cut, Home
 from shoal.memory.tiers.mover import EmulatedLink
-from shoal.memory.tiers.places import Ring, Row, Tiers, chunks, make_row
+from shoal.memory.tiers.offloaded_parameter import OffloadedParameter, ParameterShard
+from shoal.memory.tiers.places import StagingRing, TierRow, Tiers, chunks, make_row
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
 
-__all__ = ["Wanted", "check_device", "move", "offloaded"]
+__all__ = ["TierAssignment", "check_device", "move", "offloaded"]
 
 # A parameter on the device while it is used backward: itself, its gradient, and one more of it.
 _COPIES = 3
@@ -38,7 +38,7 @@ _BY_WEIGHT = ("output", "embed", "router")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TierAssignment:
     """Where everything should be.
 
     Args:
@@ -78,7 +78,7 @@ def offloaded(
     model: nn.Module,
     comm: Comm,
     optimizer: object,
-    wanted: Wanted,
+    wanted: TierAssignment,
     *,
     device: torch.device | str = "cpu",
     values: Callable[[str], Tensor] | None = None,
@@ -129,23 +129,23 @@ def offloaded(
         disk_links=wanted.disk_links,
     )
     try:
-        incoming = Ring(tiers.host, INCOMING, staging.incoming, "staged parameters")
+        incoming = StagingRing(tiers.host, INCOMING, staging.incoming, "staged parameters")
         homes = [
             move(model, name, cut, rule, tiers, wanted, incoming, _cut_from(values, tiles))
             for name, cut in cuts.items()
         ]
-        stream = Stream(
+        stream = ParameterStream(
             model,
             homes,
             tiers,
             comm,
             incoming=incoming,
-            outgoing=Ring(tiers.host, OUTGOING, staging.outgoing, "staged gradients"),
-            scratch=Ring(tiers.host, 1, staging.outgoing, "staged gradients"),
+            outgoing=StagingRing(tiers.host, OUTGOING, staging.outgoing, "staged gradients"),
+            scratch=StagingRing(tiers.host, 1, staging.outgoing, "staged gradients"),
             prefetch_numel=wanted.prefetch_numel,
             act=wanted.act,
         )
-        ring = Ring(tiers.host, UPDATING, staging.update, "staged optimizer state")
+        ring = StagingRing(tiers.host, UPDATING, staging.update, "staged optimizer state")
         for buffer in model.buffers():
             buffer.data = tiers.scope.adopt(buffer.data.to(tiers.device.device), "buffer")
     except BaseException:
@@ -158,7 +158,7 @@ def offloaded(
 def check_device(
     model: nn.Module,
     named: Mapping[str, nn.Parameter],
-    wanted: Wanted,
+    wanted: TierAssignment,
     tiles: Mapping[str, Tile],
 ) -> None:
     """Refuse a device that has no room for one of the operators."""
@@ -169,7 +169,7 @@ def check_device(
     owner = name.rpartition(".")[0]
     plain = type(model.get_submodule(owner)) is nn.Linear
     if name in tiles or (plain and owner.rpartition(".")[2] not in _BY_WEIGHT):
-        size = Cut(tiles[name].shape, 0, 1).numel if name in tiles else largest.numel()
+        size = ParameterShard(tiles[name].shape, 0, 1).numel if name in tiles else largest.numel()
         fits = -(-_COPIES * size * largest.element_size() // wanted.device_bytes)
         how = f"cut it: tiling: {2 * fits}"
     else:
@@ -200,29 +200,32 @@ def _cut_from(
     return value
 
 
-def _cuts(shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool) -> dict[str, Cut]:
+def _cuts(
+    shapes: Mapping[str, tuple[int, ...]], comm: Comm, *, owner: bool
+) -> dict[str, ParameterShard]:
     """What this rank has of every parameter."""
     owners: dict[str, int] = {}
     if owner and comm.world > 1:
         load = [0] * comm.world
-        for name in sorted(shapes, key=lambda n: -Cut(shapes[n], 0, 1).numel):
+        for name in sorted(shapes, key=lambda n: -ParameterShard(shapes[n], 0, 1).numel):
             owners[name] = load.index(min(load))
-            load[owners[name]] += Cut(shapes[name], 0, 1).numel
+            load[owners[name]] += ParameterShard(shapes[name], 0, 1).numel
     return {
-        name: Cut(shape, comm.rank, comm.world, owners.get(name)) for name, shape in shapes.items()
+        name: ParameterShard(shape, comm.rank, comm.world, owners.get(name))
+        for name, shape in shapes.items()
     }
 
 
 def move(
     model: nn.Module,
     name: str,
-    cut: Cut,
-    rule: Elementwise,
+    cut: ParameterShard,
+    rule: ElementwiseOptimizer,
     tiers: Tiers,
-    wanted: Wanted,
-    ring: Ring,
+    wanted: TierAssignment,
+    ring: StagingRing,
     values: Callable[[str], Tensor] | None,
-) -> Home:
+) -> OffloadedParameter:
     """Give one parameter its home, and leave nothing of it in the model but its shape."""
     parameter = model.get_parameter(name)
     dtype, device = parameter.dtype, tiers.device.device
@@ -252,16 +255,16 @@ def move(
         parameter = fresh
     else:
         parameter.data = nothing
-    gradient: Row | None = None
-    states: dict[str, Row] = {}
+    gradient: TierRow | None = None
+    states: dict[str, TierRow] = {}
     if parameter.requires_grad:
         gradient = make_row(tiers, optim, cut.numel, dtype, f"gradient of {name}")
         for state in rule.states:
             states[state] = make_row(tiers, optim, cut.numel, dtype, f"{state} of {name}")
-    return Home(name, parameter, cut, weight, gradient, states)
+    return OffloadedParameter(name, parameter, cut, weight, gradient, states)
 
 
-def _fill(row: Row, values: Tensor, ring: Ring) -> None:
+def _fill(row: TierRow, values: Tensor, ring: StagingRing) -> None:
     """Write all elements of a row."""
     slot = ring.get()
     try:

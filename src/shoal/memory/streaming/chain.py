@@ -18,13 +18,13 @@ from shoal.core.errors import ModelError, require
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Chain", "find_blocks", "find_chain"]
+__all__ = ["BlockChain", "find_blocks", "find_chain"]
 
 _MOST = 0.5
 
 
 @dataclass(frozen=True)
-class Chain:
+class BlockChain:
     """Blocks in the order in which they run.
 
     Args:
@@ -46,7 +46,7 @@ class Chain:
         return len(self.blocks)
 
 
-def find_chain(model: nn.Module, containers: str = "") -> Chain:
+def find_chain(model: nn.Module, containers: str = "") -> BlockChain:
     """The chain of a model.
 
     Args:
@@ -158,7 +158,7 @@ def _traced(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
     return kept, ""
 
 
-def _chain(model: nn.Module, blocks: list[tuple[str, nn.Module]], how: str) -> Chain:
+def _chain(model: nn.Module, blocks: list[tuple[str, nn.Module]], how: str) -> BlockChain:
     names = {id(p): name for name, p in model.named_parameters()}
     users: dict[int, set[str]] = {}
     spans = [name for name, _ in blocks]
@@ -181,4 +181,4 @@ def _chain(model: nn.Module, blocks: list[tuple[str, nn.Module]], how: str) -> C
         error=ModelError,
     )
     chosen, modules, streamed = zip(*found, strict=True)
-    return Chain(chosen, modules, streamed, tuple(shared), how)
+    return BlockChain(chosen, modules, streamed, tuple(shared), how)

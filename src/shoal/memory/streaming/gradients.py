@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.ir.comm import Comm, Pending
-    from shoal.memory.tiers.home import Home
     from shoal.memory.tiers.mover import Ticket
-    from shoal.memory.tiers.places import Ring, Tiers
+    from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
+    from shoal.memory.tiers.places import StagingRing, Tiers
 
-__all__ = ["Gradients"]
+__all__ = ["GradientStream"]
 
 # Gradients that are summed over the ranks while the next one is computed.
 _SUMMING = 1
@@ -31,13 +31,13 @@ _SUMMING = 1
 class _Sum(NamedTuple):
     """A gradient that the ranks are adding up."""
 
-    home: Home
+    home: OffloadedParameter
     whole: Tensor
     mine: Tensor
     pending: Pending
 
 
-class Gradients:
+class GradientStream:
     """Sends gradients to their homes.
 
     Args:
@@ -50,7 +50,9 @@ class Gradients:
         last: whether the gradients that come now complete their sums.
     """
 
-    def __init__(self, tiers: Tiers, comm: Comm | None, outgoing: Ring, scratch: Ring) -> None:
+    def __init__(
+        self, tiers: Tiers, comm: Comm | None, outgoing: StagingRing, scratch: StagingRing
+    ) -> None:
         self.tiers = tiers
         self.comm = comm if comm is not None and comm.world > 1 else None
         self.last = True
@@ -66,7 +68,7 @@ class Gradients:
             while pending:
                 pending.popleft().wait()
 
-    def leaves(self, home: Home, gradient: Tensor) -> None:
+    def leaves(self, home: OffloadedParameter, gradient: Tensor) -> None:
         """A gradient is complete on this rank."""
         while self._leaving:
             self._leaving.popleft().wait()
@@ -75,7 +77,7 @@ class Gradients:
         self._send(home, gradient.detach().reshape(-1))
         self._summed(_SUMMING)
 
-    def _send(self, home: Home, gradient: Tensor) -> None:
+    def _send(self, home: OffloadedParameter, gradient: Tensor) -> None:
         """Begin to sum a gradient over the ranks; this rank's part goes where it lives."""
         cut, comm = home.cut, self.comm
         if comm is None:
@@ -99,13 +101,13 @@ class Gradients:
             done.pending.wait()
             self._keep(done.home, done.mine)
 
-    def _keep(self, home: Home, mine: Tensor) -> None:
+    def _keep(self, home: OffloadedParameter, mine: Tensor) -> None:
         """Add this rank's part of a gradient to what there is."""
         fresh, home.fresh = home.fresh, False
         for first, count in chunks(home.cut.numel, self._outgoing.nbytes // home.dtype.itemsize):
             self._leaving.append(self._copy_down(home, mine[first : first + count], first, fresh))
 
-    def _copy_down(self, home: Home, part: Tensor, first: int, fresh: bool) -> Ticket:
+    def _copy_down(self, home: OffloadedParameter, part: Tensor, first: int, fresh: bool) -> Ticket:
         row, ring, last = home.gradient, self._outgoing, self.last
         assert row is not None
         nbytes = part.nbytes

@@ -17,12 +17,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.memory.tiers.disk import DiskTier
-from shoal.memory.tiers.home import Cut
+from shoal.memory.tiers.offloaded_parameter import ParameterShard
 
-__all__ = ["Part", "init_sharded", "part_of"]
+__all__ = ["PartialParameter", "init_sharded", "part_of"]
 
 
-class Part:
+class PartialParameter:
     """What is kept of a parameter while its model is put together.
 
     Args:
@@ -32,13 +32,13 @@ class Part:
         world: ranks that share it.
     """
 
-    def __init__(self, cut: Cut, values: Tensor, rank: int, world: int) -> None:
+    def __init__(self, cut: ParameterShard, values: Tensor, rank: int, world: int) -> None:
         self.cut, self.values, self.rank, self.world = cut, values, rank, world
 
 
-def part_of(parameter: nn.Parameter) -> Part | None:
+def part_of(parameter: nn.Parameter) -> PartialParameter | None:
     """The part that :func:`init_sharded` has kept."""
-    found: Part | None = getattr(parameter, "_shoal_part", None)
+    found: PartialParameter | None = getattr(parameter, "_shoal_part", None)
     return found
 
 
@@ -80,11 +80,11 @@ def init_sharded(
 
 
 def _keep(tier: DiskTier, name: str, parameter: nn.Parameter, rank: int, world: int) -> None:
-    cut = Cut(tuple(parameter.shape), rank, world)
+    cut = ParameterShard(tuple(parameter.shape), rank, world)
     block = tier.alloc(max(1, cut.numel * parameter.element_size()), name)
     values = tier.mapped(block).view(torch.uint8)[: cut.numel * parameter.element_size()]
     values = values.view(parameter.dtype)
     values.copy_(cut.of(parameter.detach()))
-    parameter._shoal_part = Part(cut, values, rank, world)  # type: ignore[attr-defined]
+    parameter._shoal_part = PartialParameter(cut, values, rank, world)  # type: ignore[attr-defined]
     nothing = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
     parameter.data = nothing.expand(cut.shape)

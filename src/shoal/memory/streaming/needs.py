@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HOST_OF_A_GPU",
     "SMALL",
-    "Needs",
+    "MemoryNeeds",
     "Staging",
     "disk_bandwidth",
     "efficiency",
@@ -79,7 +79,7 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """Bytes by tier of one rank.
 
     Args:
@@ -215,7 +215,7 @@ def needs(
     sub_group_numel: int,
     prefetch_numel: int,
     states: int = 2,
-) -> Needs:
+) -> MemoryNeeds:
     """Bytes by tier of one rank of a job."""
     job, split = work.job, work.job.parallel
     ranks = split.dp * split.cp
@@ -234,7 +234,7 @@ def needs(
     passes = max(1, job.global_batch // split.dp // microbatch_of(job))
     again = 3 if job.recompute != "none" else 2
     on_disk = weights * (optim == "disk") * (states + passes)
-    return Needs(
+    return MemoryNeeds(
         device=_device_bytes(work, act=act, prefetch_numel=prefetch_numel),
         host=host,
         disk=disk,

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.ir.comm import Held
+from shoal.ir.comm import LocalParameter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.ir.comm import Comm
-    from shoal.memory.streaming.stream import Stream
+    from shoal.memory.streaming.stream import ParameterStream
     from shoal.memory.streaming.subgroups import SubGroups
     from shoal.memory.streaming.tiling import Tile
-    from shoal.memory.tiers.home import Home
+    from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
     from shoal.memory.tiers.places import Tiers
 
 __all__ = ["OffloadedModel"]
 
 
 class OffloadedModel:
-    """See :class:`~shoal.memory.protocols.Offloaded`.
+    """See :class:`~shoal.memory.protocols.TieredModel`.
 
     Args:
         model: its parameters live in ``homes``.
@@ -42,9 +42,9 @@ class OffloadedModel:
     def __init__(
         self,
         model: nn.Module,
-        homes: Sequence[Home],
+        homes: Sequence[OffloadedParameter],
         tiers: Tiers,
-        stream: Stream,
+        stream: ParameterStream,
         update: SubGroups,
         comm: Comm,
         tiles: Mapping[str, Tile] | None = None,
@@ -72,16 +72,16 @@ class OffloadedModel:
         """This rank's rows of every parameter that has some here."""
         return {name: held.tensor for name, held in self.held().items()}
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalParameter]:
         """Slices along the first dimension; what lies on disk is read as it is looked at."""
-        found: dict[str, Held] = {}
+        found: dict[str, LocalParameter] = {}
         for name, home in self._homes.items():
             if home.cut.numel:
                 part = home.cut.held(home.weight.shown())
                 if name in self.tiles:
                     box = self.tiles[name]
                     offset = tuple(a + b for a, b in zip(part.offset, box.offset, strict=True))
-                    part = Held(part.tensor, offset, box.shape)
+                    part = LocalParameter(part.tensor, offset, box.shape)
                 found[name] = part
         return found
 

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
 from shoal.core.sizes import human_bytes
-from shoal.memory.tiers.tier import Ledger
+from shoal.memory.tiers.tier import TierAllocator
 
-__all__ = ["Cell", "Move", "Rehearsal", "Slide", "choose", "rehearse", "sweep"]
+__all__ = ["Cell", "Rehearsal", "Slide", "WindowMove", "choose", "rehearse", "sweep"]
 
 _ROUNDS = 3
 _AS_FAST = 1.02  # what is nearer than this is no slower
 _BACKWARD = 2.0  # times of a block's forward pass
 
 
-class Move(NamedTuple):
+class WindowMove(NamedTuple):
     """A change of the window.
 
     Args:
@@ -78,7 +78,7 @@ class Slide:
         low = min(block, self.n - self.k)
         return list(range(low, low + self.k))
 
-    def after_forward(self, block: int, *, training: bool) -> Move | None:
+    def after_forward(self, block: int, *, training: bool) -> WindowMove | None:
         """What changes when a block's forward pass is over.
 
         Without a backward pass the window goes round, and the next pass finds its first blocks.
@@ -89,16 +89,16 @@ class Slide:
         done = range(block + 1 - self._step(block + 1), block + 1)
         if not training:
             wanted = [(block + 1 + i) % self.n for i in range(self.k)]
-            return Move(wanted, list(done))
+            return WindowMove(wanted, list(done))
         wanted = self.from_here(block + 1)
-        return Move(wanted, [b for b in done if b < wanted[0]])
+        return WindowMove(wanted, [b for b in done if b < wanted[0]])
 
-    def before_backward(self, block: int) -> Move | None:
+    def before_backward(self, block: int) -> WindowMove | None:
         """What changes when a block's backward pass begins."""
         through = self.n - 1 - block
         if self.k == self.n or not through or not self._due(through):
             return None
-        return Move(self.from_here(block, backward=True), [])
+        return WindowMove(self.from_here(block, backward=True), [])
 
     def _due(self, count: int) -> bool:
         """Whether blocks are replaced after so many: k' at a time, and what is left at the end."""
@@ -144,7 +144,7 @@ def rehearse(
         load_s: s in which every block is brought, one after another.
         training: there and back; weights change at the end of it, so the window is loaded again.
     """
-    ledger = Ledger("device", sum(-(-size // 256) * 256 for size in sizes) * 2 + 256)
+    ledger = TierAllocator("device", sum(-(-size // 256) * 256 for size in sizes) * 2 + 256)
     held: dict[int, tuple[object, float]] = {}
     now = link = stall = 0.0
     loads = span = 0

@@ -31,19 +31,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.memory.activations.waiting import Waiting
-from shoal.memory.streaming.gradients import Gradients
-from shoal.memory.streaming.trace import Trace
-from shoal.memory.tiers.home import Home
+from shoal.memory.streaming.gradients import GradientStream
+from shoal.memory.streaming.trace import PassTrace
 from shoal.memory.tiers.mover import copied
+from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
 from shoal.memory.tiers.places import chunks
 
 if TYPE_CHECKING:
     from shoal.ir.comm import Comm
-    from shoal.memory.activations.swapping import Swapping
+    from shoal.memory.activations.swapping import ActivationSwapping
     from shoal.memory.tiers.mover import Ticket
-    from shoal.memory.tiers.places import Place, Ring, Tiers
+    from shoal.memory.tiers.places import Place, StagingRing, Tiers
 
-__all__ = ["Stream"]
+__all__ = ["ParameterStream"]
 
 # Views and transpositions: a tensor that these make of a cast parameter has all of its elements.
 _REORDERED = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
@@ -52,7 +52,7 @@ _REORDERED = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBa
 class _Lent(NamedTuple):
     """A view of a parameter that autograd will ask for again, perhaps in another dtype."""
 
-    home: Home
+    home: OffloadedParameter
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -73,7 +73,7 @@ class _Watched(dict[str, Any]):
         return value
 
 
-class Stream(Gradients):
+class ParameterStream(GradientStream):
     """Brings the parameters of a model to the device and their gradients away from it.
 
     Args:
@@ -91,31 +91,31 @@ class Stream(Gradients):
     def __init__(
         self,
         model: nn.Module,
-        homes: Sequence[Home],
+        homes: Sequence[OffloadedParameter],
         tiers: Tiers,
         comm: Comm | None,
         *,
-        incoming: Ring,
-        outgoing: Ring,
-        scratch: Ring,
+        incoming: StagingRing,
+        outgoing: StagingRing,
+        scratch: StagingRing,
         prefetch_numel: int,
         act: Place = "device",
     ) -> None:
         super().__init__(tiers, comm, outgoing, scratch)
         self.homes, self._incoming = homes, incoming
         self._prefetch_numel = prefetch_numel
-        self._waiting: Waiting | Swapping | None
+        self._waiting: Waiting | ActivationSwapping | None
         self._waiting = Waiting(tiers, self._spare_for_saved) if act == "host" else None
         self.waited_s = 0.0
         """Seconds for which passes waited for parameters."""
         self._home = {home.parameter: home for home in homes}
-        self._by_storage: dict[int, Home] = {}
-        self._traces: dict[str, Trace[Home]] = {}
-        self._trace: Trace[Home] | None = None
-        self._frames: list[list[Home]] = []
-        self._early: dict[Home, int] = {}
-        self._passing: Home | None = None
-        owners: dict[Home, int] = {}
+        self._by_storage: dict[int, OffloadedParameter] = {}
+        self._traces: dict[str, PassTrace[OffloadedParameter]] = {}
+        self._trace: PassTrace[OffloadedParameter] | None = None
+        self._frames: list[list[OffloadedParameter]] = []
+        self._early: dict[OffloadedParameter, int] = {}
+        self._passing: OffloadedParameter | None = None
+        owners: dict[OffloadedParameter, int] = {}
         for module in model.modules():
             for parameter in module._parameters.values():
                 if parameter in self._home:
@@ -148,7 +148,7 @@ class Stream(Gradients):
         for tensor in inputs:
             if tensor is not None:
                 scope.adopt(tensor)
-        trace = self._traces.setdefault(name, Trace(name))
+        trace = self._traces.setdefault(name, PassTrace(name))
         recorded = trace.known
         trace.begin()
         self._trace = trace
@@ -188,10 +188,10 @@ class Stream(Gradients):
 
     # What modules do.
 
-    def _enter(self, homes: list[Home], _module: nn.Module, _args: Any) -> None:
+    def _enter(self, homes: list[OffloadedParameter], _module: nn.Module, _args: Any) -> None:
         if self._trace is None:
             return
-        frame: list[Home] = []
+        frame: list[OffloadedParameter] = []
         self._frames.append(frame)
         for home in homes:
             self._use(home, frame)
@@ -213,7 +213,7 @@ class Stream(Gradients):
             self._bring(home)
             home.kept = True
 
-    def _use(self, home: Home, frame: list[Home]) -> None:
+    def _use(self, home: OffloadedParameter, frame: list[OffloadedParameter]) -> None:
         if not home.uses and not home.kept:
             self._bring(home)
         home.uses += 1
@@ -235,7 +235,7 @@ class Stream(Gradients):
             tensor.dtype,
         )
 
-    def _cast_of(self, tensor: Tensor) -> Home | None:
+    def _cast_of(self, tensor: Tensor) -> OffloadedParameter | None:
         """The parameter of which this is a copy in another dtype."""
         made: Any = tensor.grad_fn
         while made is not None and made.name() in _REORDERED:
@@ -275,7 +275,7 @@ class Stream(Gradients):
             home.kept = False
             self._drop(home)
 
-    def _received(self, home: Home, parameter: Tensor) -> None:
+    def _received(self, home: OffloadedParameter, parameter: Tensor) -> None:
         """A gradient has come: it leaves the device, and so does the parameter."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
@@ -286,7 +286,7 @@ class Stream(Gradients):
 
     # Bringing parameters.
 
-    def _bring(self, home: Home) -> None:
+    def _bring(self, home: OffloadedParameter) -> None:
         """Have a parameter on the device, and those that come after it on their way."""
         assert self._trace is not None
         self._trace.use(home)
@@ -328,7 +328,7 @@ class Stream(Gradients):
                 self._start(home)
                 self._early[home] = nbytes
 
-    def _release(self, home: Home) -> None:
+    def _release(self, home: OffloadedParameter) -> None:
         """Drop a parameter whose pass is over, unless it would be fetched again right away."""
         assert self._trace is not None
         left = self._prefetch_numel
@@ -361,14 +361,14 @@ class Stream(Gradients):
         assert self._trace is not None
         return self._slack - self._slack // 2 if self._trace.known else 0
 
-    def _device_bytes(self, home: Home) -> int:
+    def _device_bytes(self, home: OffloadedParameter) -> int:
         """What fetching a parameter takes of the device."""
         cut, size = home.cut, home.dtype.itemsize
         if self.comm is None or cut.owner is not None:
             return cut.whole * size
         return cut.padded * self.comm.world * size
 
-    def _start(self, home: Home) -> None:
+    def _start(self, home: OffloadedParameter) -> None:
         """Fetch a parameter: disk to host, host to device, ranks to all."""
         cut, comm = home.cut, self.comm
         where = self.tiers.device.device
@@ -381,7 +381,7 @@ class Stream(Gradients):
         for first, count in chunks(cut.numel, self._incoming.nbytes // home.dtype.itemsize):
             home.ticket = self._copy_up(home, mine[first : first + count], first, count)
 
-    def _arrive(self, home: Home) -> None:
+    def _arrive(self, home: OffloadedParameter) -> None:
         """Wait for this rank's part on the device, and ask the other ranks for theirs."""
         if home.ticket is not None:
             self.waited_s += home.ticket.wait()
@@ -396,7 +396,7 @@ class Stream(Gradients):
                 home.gathering = self.comm.broadcast(home.flat, owner, tag="parameters")
             home.part = None
 
-    def _copy_up(self, home: Home, target: Tensor, first: int, count: int) -> Ticket:
+    def _copy_up(self, home: OffloadedParameter, target: Tensor, first: int, count: int) -> Ticket:
         row, ring, tiers = home.weight, self._incoming, self.tiers
         if not row.on_disk:
             return tiers.up.submit(
@@ -420,12 +420,12 @@ class Stream(Gradients):
 
         return tiers.up.submit(up, target.nbytes, after=reading)
 
-    def _drop(self, home: Home) -> None:
+    def _drop(self, home: OffloadedParameter) -> None:
         """Be through with a parameter; whoever still looks at it keeps it alive."""
         self._early.pop(home, None)
         self._let_go(home)
 
-    def _let_go(self, home: Home) -> None:
+    def _let_go(self, home: OffloadedParameter) -> None:
         """Give a parameter's memory back."""
         if home.flat is not None:
             self._by_storage.pop(home.flat.untyped_storage()._cdata, None)

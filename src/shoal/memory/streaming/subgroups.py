@@ -21,14 +21,14 @@ from shoal.memory.tiers.places import chunks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.memory.tiers.home import Home
     from shoal.memory.tiers.mover import Ticket
-    from shoal.memory.tiers.places import Ring, Row, Tiers
+    from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
+    from shoal.memory.tiers.places import StagingRing, TierRow, Tiers
 
-__all__ = ["Elementwise", "SubGroups", "elementwise"]
+__all__ = ["ElementwiseOptimizer", "SubGroups", "elementwise"]
 
 
-class Elementwise(Protocol):
+class ElementwiseOptimizer(Protocol):
     """An optimizer that updates every element by itself."""
 
     states: ClassVar[tuple[str, ...]]
@@ -57,14 +57,14 @@ class Elementwise(Protocol):
         ...
 
 
-def elementwise(optimizer: object, where: str) -> Elementwise:
+def elementwise(optimizer: object, where: str) -> ElementwiseOptimizer:
     """The optimizer, if it updates every element by itself.
 
     Raises:
         ConfigError: its update looks at several elements.
     """
     if hasattr(optimizer, "states") and hasattr(optimizer, "update"):
-        return cast("Elementwise", optimizer)
+        return cast("ElementwiseOptimizer", optimizer)
     raise ConfigError(
         f"{where}: {type(optimizer).__name__} looks at several elements of a parameter in its "
         "update, and parameters are updated in pieces; use optimizer: adamw"
@@ -73,7 +73,7 @@ def elementwise(optimizer: object, where: str) -> Elementwise:
 
 @dataclass
 class _Piece:
-    home: Home
+    home: OffloadedParameter
     first: int
     count: int
     slot: Tensor | None = None
@@ -94,11 +94,11 @@ class SubGroups:
 
     def __init__(
         self,
-        homes: Sequence[Home],
-        optimizer: Elementwise,
+        homes: Sequence[OffloadedParameter],
+        optimizer: ElementwiseOptimizer,
         tiers: Tiers,
         numel: int,
-        ring: Ring,
+        ring: StagingRing,
     ) -> None:
         self.homes = [home for home in homes if home.gradient is not None and home.cut.numel]
         self._optimizer, self._tiers = optimizer, tiers
@@ -106,7 +106,7 @@ class SubGroups:
         self.scales: list[Tensor] = []
         """What gradients are multiplied by before they are used."""
 
-    def pieces_of(self, home: Home) -> Iterator[tuple[int, int]]:
+    def pieces_of(self, home: OffloadedParameter) -> Iterator[tuple[int, int]]:
         """First element and number of elements of a parameter's sub-groups."""
         return chunks(home.cut.numel, self._numel)
 
@@ -144,7 +144,7 @@ class SubGroups:
         self.scales.clear()
 
     @staticmethod
-    def _read(piece: _Piece) -> list[Row]:
+    def _read(piece: _Piece) -> list[TierRow]:
         """What an update reads; there is nothing of a gradient that has not come."""
         home = piece.home
         gradient = [] if home.fresh or home.gradient is None else [home.gradient]
@@ -220,6 +220,6 @@ class SubGroups:
             self._tiers.disk.flush()
 
 
-def _on_disk(piece: _Piece, rows: Sequence[Row]) -> int:
+def _on_disk(piece: _Piece, rows: Sequence[TierRow]) -> int:
     """Bytes of a sub-group that travel: those of its rows that lie on a disk."""
     return piece.count * piece.home.dtype.itemsize * sum(row.on_disk for row in rows)

@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shoal.core.errors import PlanError, require
 from shoal.core.sizes import human_bytes
-from shoal.memory.activations.protocol import Kept, in_backward
-from shoal.memory.streaming.slide import Cell, Move, Rehearsal, Slide, choose, rehearse, sweep
+from shoal.memory.activations.protocol import ResidentTensor, in_backward
+from shoal.memory.streaming.slide import Cell, Rehearsal, Slide, WindowMove, choose, rehearse, sweep
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.memory.streaming.chain import Chain
+    from shoal.memory.streaming.chain import BlockChain
     from shoal.memory.streaming.window import Window, WindowStats
     from shoal.memory.tiers.mover import EmulatedLink
-    from shoal.memory.tiers.tier import Block, MemoryTier
+    from shoal.memory.tiers.tier import BudgetedTier, TierBlock
 
-__all__ = ["Report", "Superpipeline", "wrap"]
+__all__ = ["SuperpipelineModel", "SuperpipelineReport", "wrap"]
 
 
 @dataclass(frozen=True)
-class Report:
+class SuperpipelineReport:
     """What lies where.
 
     Args:
@@ -79,7 +79,7 @@ def wrap(
     k: int | Literal["auto"] = "auto",
     k_prime: int | None = None,
     *,
-    tier: MemoryTier | None = None,
+    tier: BudgetedTier | None = None,
     device: str | None = None,
     device_budget: int | None = None,
     goal: float = 1.1,
@@ -87,7 +87,7 @@ def wrap(
     link: EmulatedLink | None = None,
     overlap: bool = True,
     methods: Sequence[str] = ("forward",),
-) -> Superpipeline:
+) -> SuperpipelineModel:
     """Let a model run with a window of its blocks on the device; it is called as before.
 
     Args:
@@ -120,7 +120,7 @@ def wrap(
     if k != "auto":
         Slide(len(found), k, k_prime or max(1, k // 2))
     require(goal >= 1, "superpipeline.goal", goal, expected="at least 1")
-    return Superpipeline(
+    return SuperpipelineModel(
         model,
         found,
         k=None if k == "auto" else k,
@@ -135,7 +135,7 @@ def wrap(
     )
 
 
-class Superpipeline:
+class SuperpipelineModel:
     """A wrapped model; see :func:`wrap`.
 
     Attributes:
@@ -147,11 +147,11 @@ class Superpipeline:
     def __init__(
         self,
         model: nn.Module,
-        chain: Chain,
+        chain: BlockChain,
         *,
         k: int | None,
         k_prime: int | None,
-        tier: MemoryTier | None,
+        tier: BudgetedTier | None,
         device: str,
         budget: int | None,
         goal: float,
@@ -160,7 +160,7 @@ class Superpipeline:
         methods: tuple[str, ...],
     ) -> None:
         from shoal.memory.streaming.window import Window, packed_bytes, pin
-        from shoal.memory.tiers.tier import ALIGNMENT, MemoryTier
+        from shoal.memory.tiers.tier import ALIGNMENT, BudgetedTier
 
         self.model, self.chain = model, chain
         self._goal, self._methods = goal, methods
@@ -187,9 +187,9 @@ class Superpipeline:
         if tier is None:
             most = sum(self._sizes) if k is None else self._span(first)
             capacity = kept + most if budget is None else budget
-            tier = MemoryTier("device", capacity, device)
+            tier = BudgetedTier("device", capacity, device)
         self.tier = tier
-        self._pinned: dict[str, tuple[Tensor, Block]] = pin(rest, tier)
+        self._pinned: dict[str, tuple[Tensor, TierBlock]] = pin(rest, tier)
         self._of = dict(rest)
         self.window: Window = Window(chain, tier, link=link, overlap=overlap)
         self.slide = first
@@ -207,10 +207,10 @@ class Superpipeline:
         return self.window.stats
 
     @property
-    def report(self) -> Report:
+    def report(self) -> SuperpipelineReport:
         """What lies where."""
         peak = self._rehearsed(self.slide).peak_bytes
-        return Report(
+        return SuperpipelineReport(
             blocks=self.chain.names,
             how=self.chain.how,
             pinned=dict(self._pinned_bytes),
@@ -356,7 +356,7 @@ class Superpipeline:
             self.window.stats.out_of_turn += missing
             self.window.move(self.slide.from_here(number))
 
-    def _change(self, move: Move | None) -> None:
+    def _change(self, move: WindowMove | None) -> None:
         if move is not None:
             self.window.move(move.wanted, leaving=move.leaving)
 
@@ -379,14 +379,14 @@ class Superpipeline:
             place = window.place(tensor)
             if place is not None:
                 return place
-            return Kept(tensor) if outer is None else _Outer(outer[0](tensor))
+            return ResidentTensor(tensor) if outer is None else _Outer(outer[0](tensor))
 
         def unpack(kept: Any) -> Tensor:
             if isinstance(kept, _Outer):
                 assert outer is not None
                 found: Tensor = outer[1](kept.kept)
                 return found
-            if isinstance(kept, Kept):
+            if isinstance(kept, ResidentTensor):
                 return kept.get()
             self._fetch(kept.block)
             return window.at(kept)

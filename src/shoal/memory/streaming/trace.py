@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Trace"]
+__all__ = ["PassTrace"]
 
 _T = TypeVar("_T")
 
 
-class Trace(Generic[_T]):
+class PassTrace(Generic[_T]):
     """Records one pass, and then says in each further one what comes next.
 
     A pass that goes another way is recorded anew from there on; nothing is predicted in it.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.ir.comm import Held
+from shoal.ir.comm import LocalParameter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,7 +22,7 @@ __all__ = ["WholeModel", "replace_parameter"]
 
 
 class WholeModel(ABC):
-    """What such models share of :class:`~shoal.memory.protocols.Offloaded`.
+    """What such models share of :class:`~shoal.memory.protocols.TieredModel`.
 
     Args:
         model: all of it.
@@ -49,10 +49,10 @@ class WholeModel(ABC):
         """All parameters."""
         return dict(self._names)
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalParameter]:
         """Every parameter, whole."""
         return {
-            name: Held(p.detach(), (0,) * p.dim(), tuple(p.shape))
+            name: LocalParameter(p.detach(), (0,) * p.dim(), tuple(p.shape))
             for name, p in self._names.items()
         }
 

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from shoal.core.errors import TierFullError
 from shoal.memory.activations.protocol import weight_of_cast
 from shoal.memory.tiers.mover import EmulatedLink, Mover, Ticket, end_of_work
-from shoal.memory.tiers.tier import Block, MemoryTier
+from shoal.memory.tiers.tier import BudgetedTier, TierBlock
 
 if TYPE_CHECKING:
-    from shoal.memory.streaming.chain import Chain
+    from shoal.memory.streaming.chain import BlockChain
 
-__all__ = ["BlockHome", "Place", "Window", "WindowStats", "packed_bytes", "pin"]
+__all__ = ["BlockView", "HostBlock", "Window", "WindowStats", "packed_bytes", "pin"]
 
 _ALIGNMENT = 64  # bytes: as torch aligns tensors, so that kernels take the same path
 
 
-class Place(NamedTuple):
+class BlockView(NamedTuple):
     """A view of a block's weights, wherever the block lies.
 
     Args:
@@ -79,7 +79,7 @@ def packed_bytes(parameters: Iterable[Tensor]) -> int:
     return sum(-(-p.nbytes // _ALIGNMENT) * _ALIGNMENT for p in parameters)
 
 
-class BlockHome:
+class HostBlock:
     """The weights of one block on the host, in one piece.
 
     Args:
@@ -130,7 +130,7 @@ class BlockHome:
 class _Slot:
     """A block on the device."""
 
-    block: Block
+    block: TierBlock
     views: list[Tensor]
     ticket: Ticket
     version: int
@@ -154,8 +154,8 @@ class Window:
 
     def __init__(
         self,
-        chain: Chain,
-        tier: MemoryTier,
+        chain: BlockChain,
+        tier: BudgetedTier,
         *,
         link: EmulatedLink | None = None,
         overlap: bool = True,
@@ -164,7 +164,7 @@ class Window:
         self.stats = WindowStats()
         with torch.inference_mode(False), torch.no_grad():
             self.homes = [
-                BlockHome(each, pinned=tier.device.type == "cuda") for each in chain.streamed
+                HostBlock(each, pinned=tier.device.type == "cuda") for each in chain.streamed
             ]
         self.names = chain.names
         device = str(tier.device)
@@ -277,7 +277,7 @@ class Window:
             slot.version = home.version
             self.stats.written_back += 1
 
-    def place(self, tensor: Tensor) -> Place | None:
+    def place(self, tensor: Tensor) -> BlockView | None:
         """Where in which block a tensor lies; None if it is no part of one."""
         if tensor.untyped_storage()._cdata != self.tier.storage._cdata:
             weight = weight_of_cast(tensor)
@@ -292,10 +292,10 @@ class Window:
                 offset = address - slot.views[0].data_ptr()
                 if 0 <= offset < self.homes[number].nbytes:
                     shape, stride = tuple(tensor.shape), tensor.stride()
-                    return Place(number, offset, tensor.dtype, shape, stride)
+                    return BlockView(number, offset, tensor.dtype, shape, stride)
         return None
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, place: BlockView) -> Tensor:
         """The tensor at a place, now."""
         block = self._there(place.block).block
         with torch.inference_mode(False), torch.no_grad():
@@ -324,7 +324,7 @@ class Window:
             ready = end_of_work(self.tier.device)
 
             def work(
-                home: BlockHome = home,
+                home: HostBlock = home,
                 made: list[tuple[int, Tensor]] = made,
                 ready: torch.cuda.Event | None = ready,
             ) -> None:
@@ -372,11 +372,11 @@ class Window:
             slot.waited = True
         return slot
 
-    def _bytes(self, block: Block, nbytes: int) -> Tensor:
+    def _bytes(self, block: TierBlock, nbytes: int) -> Tensor:
         with torch.inference_mode(False):
             return self.tier.view(block, torch.uint8, (nbytes,))
 
-    def _views_of(self, number: int, block: Block) -> list[Tensor]:
+    def _views_of(self, number: int, block: TierBlock) -> list[Tensor]:
         """A block's weights where it comes to lie; made once for every place."""
         key = (number, block.start)
         if key not in self._views:
@@ -392,15 +392,15 @@ class Window:
 
 
 def _view(
-    tier: MemoryTier,
-    block: Block,
+    tier: BudgetedTier,
+    block: TierBlock,
     offset: int,
     dtype: torch.dtype,
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> Tensor:
     """A tensor in a block, with versions of its own."""
-    whole = tier.view(Block(block.start + offset, 0, block.tag), dtype, (0,))
+    whole = tier.view(TierBlock(block.start + offset, 0, block.tag), dtype, (0,))
     return whole.as_strided(shape, stride, whole.storage_offset())
 
 
@@ -414,13 +414,15 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def pin(tensors: Iterable[tuple[str, Tensor]], tier: MemoryTier) -> dict[str, tuple[Tensor, Block]]:
+def pin(
+    tensors: Iterable[tuple[str, Tensor]], tier: BudgetedTier
+) -> dict[str, tuple[Tensor, TierBlock]]:
     """Bring tensors to a tier for good; what they were before, by name.
 
     Raises:
         TierFullError: there is no room.
     """
-    found: dict[str, tuple[Tensor, Block]] = {}
+    found: dict[str, tuple[Tensor, TierBlock]] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in tensors:
             block = tier.alloc(tensor.nbytes, name)

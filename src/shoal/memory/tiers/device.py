@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from shoal.core.errors import DeviceMemoryError
 from shoal.core.sizes import human_bytes
-from shoal.memory.tiers.tier import MemoryTier
+from shoal.memory.tiers.tier import BudgetedTier
 
 __all__ = ["DeviceScope"]
 
@@ -47,7 +47,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             something on the device that it can do without, or that is on its way out.
     """
 
-    def __init__(self, tier: MemoryTier, *, strict: bool = True) -> None:
+    def __init__(self, tier: BudgetedTier, *, strict: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tier = tier
         self._strict = strict
@@ -121,7 +121,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.make_room(nbytes)
             self._settle()
         if nbytes > self.tier.room:
-            raise DeviceMemoryError(self._told(nbytes, tag))
+            raise DeviceMemoryError(self._shortage(nbytes, tag))
         self.tier.reserve(nbytes, tag)
         self._live[key] = (nbytes, tag)
         # The object of a storage lives as long as the storage, whoever holds it.
@@ -132,7 +132,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nbytes, _ = self._live.pop(self._ended.popleft())
             self.tier.release(nbytes)
 
-    def _told(self, need: int, tag: str) -> str:
+    def _shortage(self, need: int, tag: str) -> str:
         largest = sorted(self._live.values(), reverse=True)[:_NAMED]
         held = ", ".join(f"{human_bytes(size)} of {name}" for size, name in largest) or "nothing"
         tier = self.tier

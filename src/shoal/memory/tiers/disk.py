@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.errors import MachineError, TierFullError
 from shoal.core.sizes import human_bytes
-from shoal.memory.tiers.tier import Block, Ledger
+from shoal.memory.tiers.tier import TierAllocator, TierBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def staging(nbytes: int) -> Tensor:
     return whole[first : first + size]
 
 
-class DiskTier(Ledger):
+class DiskTier(TierAllocator):
     """Blocks in a file.
 
     Args:
@@ -103,7 +103,7 @@ class DiskTier(Ledger):
     ) -> DiskTier:
         """The file of another process, which keeps its books; blocks are read and written here."""
         made = cls.__new__(cls)
-        Ledger.__init__(made, "disk", capacity, SECTOR)
+        TierAllocator.__init__(made, "disk", capacity, SECTOR)
         made._map, made._fd, made.direct = None, descriptor, direct
         made.path, made.links = path, links
         return made
@@ -123,15 +123,15 @@ class DiskTier(Ledger):
             return os.open(name, flags), False
         return fd, hasattr(os, "O_DIRECT")
 
-    def read(self, block: Block, into: Tensor, offset: int = 0) -> None:
+    def read(self, block: TierBlock, into: Tensor, offset: int = 0) -> None:
         """Fill ``into``, uint8 of :func:`staging`, from byte ``offset`` of a block, a sector's."""
         self._whole(block, into, offset, writing=False)
 
-    def write(self, block: Block, data: Tensor, offset: int = 0) -> None:
+    def write(self, block: TierBlock, data: Tensor, offset: int = 0) -> None:
         """Write ``data``, uint8 of :func:`staging`, from byte ``offset`` of a block, a sector's."""
         self._whole(block, data, offset, writing=True)
 
-    def mapped(self, block: Block) -> Tensor:
+    def mapped(self, block: TierBlock) -> Tensor:
         """A block as uint8 that the system reads and writes as it is touched.
 
         For who goes through everything once and must not hold it all, such as a checkpoint. It
@@ -150,7 +150,7 @@ class DiskTier(Ledger):
         if self._map is not None:
             self._map.flush()
 
-    def _whole(self, block: Block, data: Tensor, offset: int, *, writing: bool) -> None:
+    def _whole(self, block: TierBlock, data: Tensor, offset: int, *, writing: bool) -> None:
         size = min(self.rounded(block.nbytes) - offset, data.numel())
         view = memoryview(data.numpy())[:size]  # type: ignore[arg-type]
         link = self.links[writing]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shoal.core.errors import MachineError, require
 from shoal.memory.tiers.disk import DiskTier
-from shoal.memory.tiers.tier import Block
+from shoal.memory.tiers.tier import TierBlock
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,7 @@ class Mover:
         """Copy a tensor in memory into another of its shape."""
         return self.submit(lambda: copied(source, target), source.nbytes)
 
-    def read(self, tier: DiskTier, block: Block, into: Tensor) -> Ticket:
+    def read(self, tier: DiskTier, block: TierBlock, into: Tensor) -> Ticket:
         """Fill ``into``, uint8 of :func:`~shoal.memory.tiers.disk.staging`, from a block."""
 
         def work() -> None:
@@ -163,7 +163,7 @@ class Mover:
 
         return self.submit(work, block.nbytes)
 
-    def write(self, tier: DiskTier, block: Block, data: Tensor) -> Ticket:
+    def write(self, tier: DiskTier, block: TierBlock, data: Tensor) -> Ticket:
         """Write ``data``, uint8 of :func:`~shoal.memory.tiers.disk.staging`, to a block on disk."""
 
         def work() -> None:

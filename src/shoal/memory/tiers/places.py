@@ -14,7 +14,7 @@ from shoal.core.errors import require
 from shoal.memory.tiers.device import DeviceScope
 from shoal.memory.tiers.disk import SECTOR, DiskTier
 from shoal.memory.tiers.mover import EmulatedLink, Mover
-from shoal.memory.tiers.tier import Block, MemoryTier
+from shoal.memory.tiers.tier import BudgetedTier, TierBlock
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,8 @@ __all__ = [
     "DiskRow",
     "MemoryRow",
     "Place",
-    "Ring",
-    "Row",
+    "StagingRing",
+    "TierRow",
     "Tiers",
     "chunks",
     "make_row",
@@ -34,7 +34,7 @@ __all__ = [
 Place = Literal["device", "host", "disk"]
 
 
-class Ring:
+class StagingRing:
     """A fixed number of aligned pieces of host memory that disk transfers go through.
 
     Args:
@@ -44,7 +44,7 @@ class Ring:
         tag: what for.
     """
 
-    def __init__(self, tier: MemoryTier, count: int, nbytes: int, tag: str) -> None:
+    def __init__(self, tier: BudgetedTier, count: int, nbytes: int, tag: str) -> None:
         import torch
 
         self.nbytes = -(-nbytes // SECTOR) * SECTOR
@@ -67,7 +67,7 @@ class Ring:
         self._slots.put(slot)
 
 
-class Row(Protocol):
+class TierRow(Protocol):
     """Elements of one kind in one tier, counted from 0. Called from the movers' threads."""
 
     on_disk: bool
@@ -86,7 +86,7 @@ class Row(Protocol):
 
 
 class MemoryRow:
-    """See :class:`Row`.
+    """See :class:`TierRow`.
 
     Args:
         tier: host or device.
@@ -97,7 +97,7 @@ class MemoryRow:
 
     on_disk = False
 
-    def __init__(self, tier: MemoryTier, numel: int, dtype: torch.dtype, tag: str) -> None:
+    def __init__(self, tier: BudgetedTier, numel: int, dtype: torch.dtype, tag: str) -> None:
         self._values = tier.view(tier.alloc(numel * dtype.itemsize, tag), dtype, (numel,)).zero_()
 
     def take(self, first: int, count: int, slot: Tensor | None) -> Tensor:
@@ -116,7 +116,7 @@ class MemoryRow:
 
 
 class DiskRow:
-    """See :class:`Row`; elements are read and written by whole sectors, from sector bounds.
+    """See :class:`TierRow`; elements are read and written by whole sectors, from sector bounds.
 
     Args:
         tier: the disk.
@@ -132,7 +132,7 @@ class DiskRow:
 
     def __init__(self, tier: DiskTier, numel: int, dtype: torch.dtype, tag: str) -> None:
         self._tier, self._numel, self._dtype = tier, numel, dtype
-        self.block: Block = tier.alloc(numel * dtype.itemsize, tag)
+        self.block: TierBlock = tier.alloc(numel * dtype.itemsize, tag)
 
     def take(self, first: int, count: int, slot: Tensor | None) -> Tensor:
         """Read into ``slot``."""
@@ -196,9 +196,9 @@ class Tiers:
                 links.get(way),
                 expected="one link for a way: that of its mover, or that of the disk itself",
             )
-        self.device = MemoryTier("device", device_bytes, device)
+        self.device = BudgetedTier("device", device_bytes, device)
         gpu = self.device.device.type == "cuda"
-        self.host = MemoryTier("host", host_bytes, alignment=SECTOR, pinned=gpu)
+        self.host = BudgetedTier("host", host_bytes, alignment=SECTOR, pinned=gpu)
         if gpu:
             _hold(self.device)
         self.disk: DiskTier | None = None
@@ -246,7 +246,7 @@ class Tiers:
             self.disk.close()
 
 
-def _hold(device: MemoryTier) -> None:
+def _hold(device: BudgetedTier) -> None:
     """Have the GPU's allocator keep the budget."""
     import torch
 
@@ -255,7 +255,7 @@ def _hold(device: MemoryTier) -> None:
     torch.cuda.set_per_process_memory_fraction(device.capacity / total, device.device)
 
 
-def make_row(tiers: Tiers, place: Place, numel: int, dtype: torch.dtype, tag: str) -> Row:
+def make_row(tiers: Tiers, place: Place, numel: int, dtype: torch.dtype, tag: str) -> TierRow:
     """Elements in a tier, all zero."""
     if place == "disk":
         assert tiers.disk is not None

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shoal.memory.tiers.home import Home
     from shoal.memory.tiers.mover import Mover, Ticket
-    from shoal.memory.tiers.places import Ring, Row
+    from shoal.memory.tiers.offloaded_parameter import OffloadedParameter
+    from shoal.memory.tiers.places import StagingRing, TierRow
 
-__all__ = ["ReadAhead", "UpdatedRow"]
+__all__ = ["DiskReadAhead", "UpdatedRow"]
 
 
 class UpdatedRow:
-    """A row of the disk that the other process writes; see :class:`~shoal.memory.tiers.places.Row`.
+    """A disk row that the other process writes; see :class:`~shoal.memory.tiers.places.TierRow`.
 
     Args:
         row: itself.
@@ -35,10 +35,10 @@ class UpdatedRow:
 
     on_disk = True
 
-    def __init__(self, row: Row, pending: list[Ticket]) -> None:
+    def __init__(self, row: TierRow, pending: list[Ticket]) -> None:
         self._row, self._pending = row, pending
         self.early: dict[int, tuple[Tensor, Tensor]] = {}
-        self.done: Ring | None = None
+        self.done: StagingRing | None = None
 
     def settle(self) -> None:
         """Return when every update is written."""
@@ -69,7 +69,7 @@ class UpdatedRow:
         return self._row.shown()
 
 
-class ReadAhead:
+class DiskReadAhead:
     """Reads what is used next into buffers of the host.
 
     Args:
@@ -78,11 +78,11 @@ class ReadAhead:
         read: the way from the disk.
     """
 
-    def __init__(self, ring: Ring, count: int, read: Mover) -> None:
+    def __init__(self, ring: StagingRing, count: int, read: Mover) -> None:
         self._ring, self._count, self._read = ring, count, read
-        self._begun: dict[Home, list[Ticket]] = {}
+        self._begun: dict[OffloadedParameter, list[Ticket]] = {}
 
-    def want(self, homes: Iterable[Home]) -> None:
+    def want(self, homes: Iterable[OffloadedParameter]) -> None:
         """Start to read parameters in this order, as many as there are buffers for."""
         used = 0
         for home in homes:
@@ -96,10 +96,10 @@ class ReadAhead:
                 return
             self._begun[home] = [self._submit(home, *piece) for piece in pieces]
 
-    def _pieces(self, home: Home) -> Iterable[tuple[int, int]]:
+    def _pieces(self, home: OffloadedParameter) -> Iterable[tuple[int, int]]:
         return chunks(home.cut.numel, self._ring.nbytes // home.dtype.itemsize)
 
-    def _submit(self, home: Home, first: int, count: int) -> Ticket:
+    def _submit(self, home: OffloadedParameter, first: int, count: int) -> Ticket:
         row, buffer = home.weight, self._ring.get()
         assert isinstance(row, UpdatedRow)
         row.done = self._ring
@@ -114,7 +114,7 @@ class ReadAhead:
 
         return self._read.submit(read, count * home.dtype.itemsize)
 
-    def taken(self, home: Home) -> None:
+    def taken(self, home: OffloadedParameter) -> None:
         """A parameter goes to the device: what was read of it is used."""
         self._begun.pop(home, None)
 

@@ -18,10 +18,10 @@ from shoal.memory.tiers.mover import EmulatedLink
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SharedLink", "SharedMemory"]
+__all__ = ["SharedLink", "SharedPages"]
 
 
-class SharedMemory:
+class SharedPages:
     """Bytes that are whole pages.
 
     Args:

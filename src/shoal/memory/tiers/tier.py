@@ -1,8 +1,8 @@
 """A place for tensors with a hard budget of bytes.
 
-A :class:`Ledger` says which bytes are whose; it knows no memory, so a tier of any kind has one.
-:class:`MemoryTier` puts memory under it: of a GPU, or of the host in the part of a GPU. Blocks are
-found by best fit and come back together when they are free again.
+A :class:`TierAllocator` says which bytes are whose; it knows no memory, so a tier of any kind has
+one. :class:`BudgetedTier` puts memory under it: of a GPU, or of the host in the part of a GPU.
+Blocks are found by best fit and come back together when they are free again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Block", "Ledger", "MemoryTier", "TierStats"]
+__all__ = ["ALIGNMENT", "BudgetedTier", "TierAllocator", "TierBlock", "TierStats"]
 
 ALIGNMENT = 256
 """Bytes: blocks of memory begin at a multiple of this, whatever is put there."""
@@ -31,7 +31,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TierBlock:
     """Bytes of a tier that have an owner.
 
     Args:
@@ -64,7 +64,7 @@ class TierStats:
     bytes_out: int = 0
 
 
-class Ledger:
+class TierAllocator:
     """Which bytes of a tier are whose.
 
     Args:
@@ -95,7 +95,7 @@ class Ledger:
         """Bytes that a block of ``nbytes`` takes."""
         return -(-max(1, nbytes) // self.alignment) * self.alignment
 
-    def alloc(self, nbytes: int, tag: str) -> Block:
+    def alloc(self, nbytes: int, tag: str) -> TierBlock:
         """The smallest hole that is large enough, from its beginning."""
         size = self.rounded(nbytes)
         fits = [(hole, start) for start, hole in self._holes if hole >= size]
@@ -110,9 +110,9 @@ class Ledger:
         self._owned[start] = size
         self.stats.allocations += 1
         self._add(size)
-        return Block(start, nbytes, tag)
+        return TierBlock(start, nbytes, tag)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: TierBlock) -> None:
         """Give a block back; neighbours that are free become one hole."""
         size = self._owned.pop(block.start)
         self.stats.used -= size
@@ -155,7 +155,7 @@ class Ledger:
         )
 
 
-class MemoryTier(Ledger):
+class BudgetedTier(TierAllocator):
     """Memory of one device, or of the host, with a budget of its own.
 
     Args:
@@ -207,7 +207,7 @@ class MemoryTier(Ledger):
         """Whether this is what the blocks lie in."""
         return self._storage is not None and self._storage._cdata == storage._cdata
 
-    def view(self, block: Block, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    def view(self, block: TierBlock, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """A block as a tensor with versions of its own: writing one block spoils no other's."""
         import torch
 

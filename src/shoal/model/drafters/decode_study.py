@@ -16,15 +16,15 @@ from shoal.core.parts import table as parts
 from shoal.core.sizes import bytes_of, human_bytes
 from shoal.core.tables import Table
 from shoal.cost.shapes import resolve
-from shoal.ir import Calibration, Explanation, Machine, ModelShape, Progress
+from shoal.ir import DrafterCalibration, Explanation, Machine, ModelShape, Progress
 from shoal.machine.described import load
 from shoal.machine.fingerprint import fingerprint
 from shoal.model.drafters.files import DrafterConfig, read_config, tokenizer_hash
 from shoal.plan.serving.decode_measured import find, how_to, sentence
 from shoal.plan.serving.guesses import decode_plan, expected_tokens, predicted_costs
-from shoal.plan.serving.heterogeneous import Heterogeneous, Placed
+from shoal.plan.serving.heterogeneous import Heterogeneous, HeterogeneousPlacement
 from shoal.plan.serving.small_device import SmallDevice, layers_share
-from shoal.plan.trees.auto import Auto
+from shoal.plan.trees.auto import AutoTree
 from shoal.plan.trees.drafting import RowCosts
 
 __all__ = ["DecodeStudy"]
@@ -112,7 +112,7 @@ class DecodeStudy:
         config = read_config(Path(drafter))
         asking = int(config.options.get("ensemble", 1)) if config.name == "ppd" else 0
         expected = expected_tokens(
-            Calibration(config.calibration), Choice(name=self.tree), asking=asking
+            DrafterCalibration(config.calibration), Choice(name=self.tree), asking=asking
         )
         if self.costs is None and self.model is None:
             raise ConfigError("decode: give --costs, or --model to predict what its steps cost")
@@ -286,12 +286,12 @@ class DecodeStudy:
         )  # fmt: skip
 
     def _speculative(
-        self, best: Placed, right: tuple[tuple[float, ...], ...], beside: Machine
+        self, best: HeterogeneousPlacement, right: tuple[tuple[float, ...], ...], beside: Machine
     ) -> dict[str, Any]:
         """Part and options of a serving job that place both so."""
         options: dict[str, Any] = {
             "path": best.name,
-            "depth": Auto(nodes=best.nodes).build(Calibration(right)).depth,
+            "depth": AutoTree(nodes=best.nodes).build(DrafterCalibration(right)).depth,
             "nodes": best.nodes,
             "draft_device": "cuda:0" if beside.device.kind == "gpu" else "cpu",
             "target_layers": best.target_layers,
@@ -335,7 +335,7 @@ def _configs(drafters: Sequence[str], shape: ModelShape, model: str) -> dict[str
     return found
 
 
-def _shown(ranked: Iterable[Placed]) -> list[Placed]:
+def _shown(ranked: Iterable[HeterogeneousPlacement]) -> list[HeterogeneousPlacement]:
     """The best of every drafter, with layers of the target and without, and of some trees."""
     seen: set[tuple[object, ...]] = set()
     found = []
@@ -349,7 +349,7 @@ def _shown(ranked: Iterable[Placed]) -> list[Placed]:
     return found
 
 
-def _table(title: str, ranked: Sequence[Placed], plain: float, cap: int) -> Table:
+def _table(title: str, ranked: Sequence[HeterogeneousPlacement], plain: float, cap: int) -> Table:
     paths = {one.name for one in ranked}
     short = {path: Path(path).name for path in paths}
     if len(set(short.values())) < len(paths):

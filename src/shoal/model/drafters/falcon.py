@@ -23,7 +23,7 @@ from shoal.model.attention import KVCache
 from shoal.model.config import ModelConfig
 from shoal.model.linear import DispatchedLinear
 from shoal.model.rope import frequencies, tables_at
-from shoal.model.transformer import Block
+from shoal.model.transformer import TransformerBlock
 
 __all__ = ["SemiAutoregressive", "State", "relaxed_mask"]
 
@@ -64,7 +64,7 @@ class SemiAutoregressive(nn.Module):
         self.config = config.model_copy(update={"num_layers": 1})
         self.k = k
         self.lstm = nn.LSTM(2 * config.hidden, config.hidden, lstm_layers, batch_first=True)
-        self.block = Block(self.config, 0)
+        self.block = TransformerBlock(self.config, 0)
 
     @property
     def _dtype(self) -> torch.dtype:

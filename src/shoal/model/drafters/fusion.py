@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.model.attention import KVCache
 from shoal.model.config import ModelConfig
 from shoal.model.rope import frequencies, tables_at
-from shoal.model.transformer import Block
+from shoal.model.transformer import TransformerBlock
 
 __all__ = ["FusionDrafter"]
 
@@ -37,7 +37,7 @@ class FusionDrafter(nn.Module):
         self.feature = nn.Linear(width, width, bias=False)
         self.embedding = nn.Linear(width, width, bias=False)
         self.gate = nn.Linear(2 * width, width)
-        self.blocks = nn.ModuleList(Block(self.config, layer) for layer in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(self.config, layer) for layer in range(layers))
 
     def cache(self, batch: int, capacity: int, dtype: torch.dtype) -> KVCache:
         """An empty cache for the layers."""

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Head", "MedusaHeads"]
+__all__ = ["MedusaHead", "MedusaHeads"]
 
 
-class Head(nn.Module):
+class MedusaHead(nn.Module):
     """``W2 (h + SiLU(W1 h + b))``, W1 zero and W2 the target's output matrix to begin with.
 
     Args:
@@ -50,7 +50,7 @@ class MedusaHeads(nn.Module):
 
     def __init__(self, num_heads: int, hidden: int, vocab_size: int) -> None:
         super().__init__()
-        self.heads = nn.ModuleList(Head(hidden, vocab_size) for _ in range(num_heads))
+        self.heads = nn.ModuleList(MedusaHead(hidden, vocab_size) for _ in range(num_heads))
 
     @classmethod
     def of(cls, output_VD: Tensor, num_heads: int) -> MedusaHeads:
@@ -63,7 +63,7 @@ class MedusaHeads(nn.Module):
         made = cls(num_heads, output_VD.shape[1], output_VD.shape[0])
         with torch.no_grad():
             for head in made.heads:
-                assert isinstance(head, Head)
+                assert isinstance(head, MedusaHead)
                 head.mix.weight.zero_()
                 assert head.mix.bias is not None
                 head.mix.bias.zero_()

@@ -15,7 +15,7 @@ from shoal.model.config import ModelConfig
 
 __all__ = [
     "Names",
-    "Piece",
+    "ParameterPiece",
     "attention_names",
     "dense_names",
     "read_common",
@@ -25,7 +25,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """A stored tensor that is a run of one of our parameters.
 
     The elements of a parameter, in memory order, are those of its pieces one after the
@@ -45,7 +45,7 @@ class Piece:
         return math.prod(self.shape)
 
 
-Names = dict[str, tuple[Piece, ...]]
+Names = dict[str, tuple[ParameterPiece, ...]]
 
 # Hugging Face key -> ours, where nothing but the name differs.
 _KEYS = {
@@ -200,47 +200,51 @@ def attention_names(config: ModelConfig) -> Names:
     dim, width = config.hidden, config.head_dim
     query, key = config.num_heads * width, config.num_kv_heads * width
     embedding = (config.vocab_size, dim)
-    names: Names = {"embed.weight": (Piece("model.embed_tokens.weight", embedding),)}
+    names: Names = {"embed.weight": (ParameterPiece("model.embed_tokens.weight", embedding),)}
     for layer in range(config.num_layers):
         own, theirs = f"blocks.{layer}", f"model.layers.{layer}"
         attention = f"{theirs}.self_attn"
-        names[f"{own}.attention_norm.weight"] = (Piece(f"{theirs}.input_layernorm.weight", (dim,)),)
+        names[f"{own}.attention_norm.weight"] = (
+            ParameterPiece(f"{theirs}.input_layernorm.weight", (dim,)),
+        )
         names[f"{own}.attention.qkv_proj.weight"] = tuple(
-            Piece(f"{attention}.{letter}_proj.weight", (rows, dim))
+            ParameterPiece(f"{attention}.{letter}_proj.weight", (rows, dim))
             for letter, rows in (("q", query), ("k", key), ("v", key))
         )
         if config.attention_bias:
             names[f"{own}.attention.qkv_proj.bias"] = tuple(
-                Piece(f"{attention}.{letter}_proj.bias", (rows,))
+                ParameterPiece(f"{attention}.{letter}_proj.bias", (rows,))
                 for letter, rows in (("q", query), ("k", key), ("v", key))
             )
         names[f"{own}.attention.o_proj.weight"] = (
-            Piece(f"{attention}.o_proj.weight", (dim, query)),
+            ParameterPiece(f"{attention}.o_proj.weight", (dim, query)),
         )
         if config.output_bias:
-            names[f"{own}.attention.o_proj.bias"] = (Piece(f"{attention}.o_proj.bias", (dim,)),)
+            names[f"{own}.attention.o_proj.bias"] = (
+                ParameterPiece(f"{attention}.o_proj.bias", (dim,)),
+            )
         if config.qk_norm:
             for letter in "qk":
                 names[f"{own}.attention.{letter}_norm.weight"] = (
-                    Piece(f"{attention}.{letter}_norm.weight", (width,)),
+                    ParameterPiece(f"{attention}.{letter}_norm.weight", (width,)),
                 )
         streams = config.architecture.streams
         if streams.num > 1:
             shape = (2, streams.num, streams.prefix, config.num_kv_heads, width)
-            names[f"{own}.attention.prefix"] = (Piece(f"{attention}.prefix_kv", shape),)
+            names[f"{own}.attention.prefix"] = (ParameterPiece(f"{attention}.prefix_kv", shape),)
         if config.family != "parallel":
             names[f"{own}.mlp_norm.weight"] = (
-                Piece(f"{theirs}.post_attention_layernorm.weight", (dim,)),
+                ParameterPiece(f"{theirs}.post_attention_layernorm.weight", (dim,)),
             )
-    names["norm.weight"] = (Piece("model.norm.weight", (dim,)),)
+    names["norm.weight"] = (ParameterPiece("model.norm.weight", (dim,)),)
     if not config.tied:
-        names["output.weight"] = (Piece("lm_head.weight", embedding),)
+        names["output.weight"] = (ParameterPiece("lm_head.weight", embedding),)
     num = config.architecture.streams.num
     if num > 1:
         for layer_name, rows, columns in (("up", dim, num * dim), ("down", num, dim)):
             own, theirs = f"aggregate.{layer_name}", f"model.aggregate.{layer_name}"
-            names[f"{own}.weight"] = (Piece(f"{theirs}.weight", (rows, columns)),)
-            names[f"{own}.bias"] = (Piece(f"{theirs}.bias", (rows,)),)
+            names[f"{own}.weight"] = (ParameterPiece(f"{theirs}.weight", (rows, columns)),)
+            names[f"{own}.bias"] = (ParameterPiece(f"{theirs}.bias", (rows,)),)
     return names
 
 
@@ -251,16 +255,18 @@ def dense_names(config: ModelConfig) -> Names:
     for layer in range(config.num_layers):
         own, theirs = f"blocks.{layer}.mlp", f"model.layers.{layer}.mlp"
         names[f"{own}.gate_up_proj.weight"] = (
-            Piece(f"{theirs}.gate_proj.weight", (width, dim)),
-            Piece(f"{theirs}.up_proj.weight", (width, dim)),
+            ParameterPiece(f"{theirs}.gate_proj.weight", (width, dim)),
+            ParameterPiece(f"{theirs}.up_proj.weight", (width, dim)),
         )
-        names[f"{own}.down_proj.weight"] = (Piece(f"{theirs}.down_proj.weight", (dim, width)),)
+        names[f"{own}.down_proj.weight"] = (
+            ParameterPiece(f"{theirs}.down_proj.weight", (dim, width)),
+        )
         if config.ffn_bias:
             names[f"{own}.gate_up_proj.bias"] = (
-                Piece(f"{theirs}.gate_proj.bias", (width,)),
-                Piece(f"{theirs}.up_proj.bias", (width,)),
+                ParameterPiece(f"{theirs}.gate_proj.bias", (width,)),
+                ParameterPiece(f"{theirs}.up_proj.bias", (width,)),
             )
-            names[f"{own}.down_proj.bias"] = (Piece(f"{theirs}.down_proj.bias", (dim,)),)
+            names[f"{own}.down_proj.bias"] = (ParameterPiece(f"{theirs}.down_proj.bias", (dim,)),)
         if config.architecture.ffn.duo:
             names |= _duo_names(config, own, theirs)
     return names
@@ -271,10 +277,12 @@ def _duo_names(config: ModelConfig, own: str, theirs: str) -> Names:
     dim, width = config.hidden, config.architecture.ffn.small_width(config.ffn_hidden)
     return {
         f"{own}.small.gate_up_proj.weight": (
-            Piece(f"{theirs}.small.gate_proj.weight", (width, dim)),
-            Piece(f"{theirs}.small.up_proj.weight", (width, dim)),
+            ParameterPiece(f"{theirs}.small.gate_proj.weight", (width, dim)),
+            ParameterPiece(f"{theirs}.small.up_proj.weight", (width, dim)),
         ),
-        f"{own}.small.down_proj.weight": (Piece(f"{theirs}.small.down_proj.weight", (dim, width)),),
-        f"{own}.router.weight": (Piece(f"{theirs}.router.weight", (3, dim)),),
-        f"{own}.router.bias": (Piece(f"{theirs}.router.bias", (3,)),),
+        f"{own}.small.down_proj.weight": (
+            ParameterPiece(f"{theirs}.small.down_proj.weight", (dim, width)),
+        ),
+        f"{own}.router.weight": (ParameterPiece(f"{theirs}.router.weight", (3, dim)),),
+        f"{own}.router.bias": (ParameterPiece(f"{theirs}.router.bias", (3,)),),
     }

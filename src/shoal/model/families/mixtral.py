@@ -57,14 +57,14 @@ class Mixtral:
             theirs = f"model.layers.{layer}.block_sparse_moe"
             for name, shape in gate.shapes(dim, config.num_experts).items():
                 stored = name.replace("router", "gate", 1)
-                names[f"{own}.{name}"] = (common.Piece(f"{theirs}.{stored}", shape),)
+                names[f"{own}.{name}"] = (common.ParameterPiece(f"{theirs}.{stored}", shape),)
             names[f"{own}.gate_up_proj"] = tuple(
-                common.Piece(f"{theirs}.experts.{expert}.{matrix}.weight", (width, dim))
+                common.ParameterPiece(f"{theirs}.experts.{expert}.{matrix}.weight", (width, dim))
                 for expert in range(config.num_experts)
                 for matrix in ("w1", "w3")
             )
             names[f"{own}.down_proj"] = tuple(
-                common.Piece(f"{theirs}.experts.{expert}.w2.weight", (dim, width))
+                common.ParameterPiece(f"{theirs}.experts.{expert}.w2.weight", (dim, width))
                 for expert in range(config.num_experts)
             )
         return names

@@ -10,7 +10,7 @@ from shoal.core.errors import ModelError, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.routing import Asked, Routed
+    from shoal.model.routing import RoutingRequest, RoutingResult
 
 __all__ = ["BaseGate", "best_of"]
 
@@ -49,11 +49,13 @@ class BaseGate:
         """A step has ended in which so many tokens chose each expert; nothing is to be changed."""
 
 
-def best_of(probability_NE: Tensor, asked: Asked, by_NE: Tensor | None = None) -> Routed:
+def best_of(
+    probability_NE: Tensor, asked: RoutingRequest, by_NE: Tensor | None = None
+) -> RoutingResult:
     """The ``top_k`` experts of each token, by the probability or by something else."""
     import torch
 
-    from shoal.model.routing import Routed
+    from shoal.model.routing import RoutingResult
 
     if by_NE is None:
         score_NK, expert_NK = torch.topk(probability_NE, asked.top_k, dim=-1)
@@ -61,4 +63,4 @@ def best_of(probability_NE: Tensor, asked: Asked, by_NE: Tensor | None = None) -
         expert_NK = torch.topk(by_NE, asked.top_k, dim=-1).indices
         score_NK = probability_NE.gather(1, expert_NK)
     weight_NK = score_NK / score_NK.sum(-1, keepdim=True) if asked.normalise else score_NK
-    return Routed(weight_NK, expert_NK, score_NK, probability_NE)
+    return RoutingResult(weight_NK, expert_NK, score_NK, probability_NE)

@@ -13,7 +13,7 @@ from shoal.model.gates.base import BaseGate
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.routing import Asked, Routed
+    from shoal.model.routing import RoutingRequest, RoutingResult
 
 __all__ = ["ExpertChoice"]
 
@@ -29,13 +29,13 @@ class ExpertChoice(BaseGate):
 
     decodes: ClassVar[bool] = False
 
-    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+    def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
         """See :class:`~shoal.model.protocols.Gate`."""
         import torch
 
-        from shoal.model.routing import Routed
+        from shoal.model.routing import RoutingResult
 
         share_NE = logits_NE.softmax(-1)
         expert_NE = torch.arange(share_NE.shape[1], device=share_NE.device).expand(share_NE.shape)
         keep_NE = asked.keep(share_NE.detach(), expert_NE)
-        return Routed(share_NE, expert_NE, share_NE, share_NE, keep_NE)
+        return RoutingResult(share_NE, expert_NE, share_NE, share_NE, keep_NE)

@@ -13,7 +13,7 @@ from shoal.model.gates.base import BaseGate, best_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.routing import Asked, Routed
+    from shoal.model.routing import RoutingRequest, RoutingResult
 
 __all__ = ["GShard"]
 
@@ -28,7 +28,7 @@ class GShard(BaseGate):
 
     top: ClassVar[int | None] = 2
 
-    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+    def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
         """See :class:`~shoal.model.protocols.Gate`."""
         import torch
 

@@ -16,7 +16,7 @@ from shoal.model.gates.base import BaseGate, best_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.routing import Asked, Routed
+    from shoal.model.routing import RoutingRequest, RoutingResult
 
 __all__ = ["Sigmoid"]
 
@@ -47,7 +47,7 @@ class Sigmoid(BaseGate):
         """Parameters of the router by their names in the layer, the matrix last."""
         return {_BIAS: (num_experts,), **BaseGate.shapes(self, hidden, num_experts)}
 
-    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+    def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
         """See :class:`~shoal.model.protocols.Gate`."""
         score_NE = logits_NE.sigmoid()
         routed = best_of(score_NE, asked, score_NE.detach() + asked.own[_BIAS].detach())

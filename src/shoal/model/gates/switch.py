@@ -13,7 +13,7 @@ from shoal.model.gates.base import BaseGate, best_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.routing import Asked, Routed
+    from shoal.model.routing import RoutingRequest, RoutingResult
 
 __all__ = ["Switch"]
 
@@ -27,6 +27,6 @@ class Switch(BaseGate):
 
     top: ClassVar[int | None] = 1
 
-    def route(self, logits_NE: Tensor, asked: Asked) -> Routed:
+    def route(self, logits_NE: Tensor, asked: RoutingRequest) -> RoutingResult:
         """See :class:`~shoal.model.protocols.Gate`."""
         return best_of(logits_NE.softmax(-1), asked._replace(normalise=False))

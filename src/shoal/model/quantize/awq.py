@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.kernel.formats.base import BaseFormat
-    from shoal.kernel.protocols import Packed
+    from shoal.kernel.protocols import PackedMatrix
     from shoal.model.quantize.inputs import Inputs
 
 __all__ = ["AWQ"]
@@ -68,7 +68,9 @@ class AWQ:
                 best, least = (factor if point else None), loss
         return best
 
-    def quantize(self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None) -> Packed:
+    def quantize(
+        self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None
+    ) -> PackedMatrix:
         """The nearest codes.
 
         Raises:

@@ -19,23 +19,23 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ModelError
 from shoal.kernel.formats.base import BaseFormat
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 from shoal.model.architecture import plain
 from shoal.model.feedforward import Experts
 from shoal.model.protocols import Quantizer
 from shoal.model.quantize.inputs import Inputs
 from shoal.model.quantize.stored import stack
 from shoal.model.rope import tables
-from shoal.model.transformer import Block, Transformer
+from shoal.model.transformer import Transformer, TransformerBlock
 
-__all__ = ["Quantized", "quantize"]
+__all__ = ["QuantizedModel", "quantize"]
 
 # Tokens that pass through a block at a time.
 _BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedModel:
     """A model of which some matrices are packed.
 
     Args:
@@ -44,7 +44,7 @@ class Quantized:
     """
 
     model: Transformer
-    packed: dict[str, Packed]
+    packed: dict[str, PackedMatrix]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +56,13 @@ class _Site:
     owner: nn.Module
 
 
-def _linear(block: Block, name: str) -> _Site:
+def _linear(block: TransformerBlock, name: str) -> _Site:
     owner = block.get_submodule(name)
     assert isinstance(owner, nn.Linear)
     return _Site(f"{name}.weight", owner.weight.detach(), owner)
 
 
-def _stages(block: Block) -> list[list[_Site]]:
+def _stages(block: TransformerBlock) -> list[list[_Site]]:
     """The matrices in the order of the computation; those of one stage have the same inputs."""
     first = [_linear(block, "attention.qkv_proj")]
     second = [_linear(block, "attention.o_proj")]
@@ -129,7 +129,7 @@ class _Text:
         self._tables = tables(model.config, 0, length, self.x_BTD.device, self.x_BTD.dtype)
         self._rows = max(1, _BATCH_TOKENS // length)
 
-    def through(self, block: Block) -> list[Tensor]:
+    def through(self, block: TransformerBlock) -> list[Tensor]:
         """What the block makes of it, in pieces."""
         return [block(x_BTD, *self._tables) for x_BTD in self.x_BTD.split(self._rows)]
 
@@ -142,7 +142,7 @@ def quantize(
     tokens_BT: Tensor | None = None,
     *,
     done: Callable[[int, int], None] | None = None,
-) -> Quantized:
+) -> QuantizedModel:
     """Quantize the matrices of a model's blocks. The model is changed.
 
     Args:
@@ -165,9 +165,9 @@ def quantize(
                 "give calibration text"
             )
         text = _Text(model, tokens_BT)
-    packed: dict[str, Packed] = {}
+    packed: dict[str, PackedMatrix] = {}
     for layer, module in enumerate(model.blocks):
-        assert isinstance(module, Block)
+        assert isinstance(module, TransformerBlock)
         if text is not None:
             _rescale(module, model, fmt, quantizer, text)
         for stage in _stages(module):
@@ -176,7 +176,7 @@ def quantize(
                 with _watched(stage) as found:
                     text.through(module)
                 watched = found
-            parts: dict[str, list[Packed]] = {}
+            parts: dict[str, list[PackedMatrix]] = {}
             for site, inputs in zip(stage, watched, strict=True):
                 codes = quantizer.quantize(site.weight, fmt, inputs)
                 site.weight.copy_(fmt.dequantize(codes))
@@ -187,11 +187,11 @@ def quantize(
             text.x_BTD = torch.cat(text.through(module))
         if done is not None:
             done(layer + 1, len(model.blocks))
-    return Quantized(model, packed)
+    return QuantizedModel(model, packed)
 
 
 def _rescale(
-    block: Block, model: Transformer, fmt: BaseFormat, quantizer: Quantizer, text: _Text
+    block: TransformerBlock, model: Transformer, fmt: BaseFormat, quantizer: Quantizer, text: _Text
 ) -> None:
     """Let the quantizer move factors from what makes a matrix' inputs into the matrix."""
     config = model.config
@@ -209,7 +209,7 @@ def _rescale(
             rows.copy_(rows.float() / factor_K.view(-1, *[1] * (rows.dim() - 1)))
 
 
-def _links(block: Block, *, grouped: bool) -> Iterator[tuple[list[Tensor], list[_Site]]]:
+def _links(block: TransformerBlock, *, grouped: bool) -> Iterator[tuple[list[Tensor], list[_Site]]]:
     """What makes the inputs of which matrices; experts, whose router reads them too, are left."""
     attention, mlp = block.attention, block.mlp
     dense = not isinstance(mlp, Experts)

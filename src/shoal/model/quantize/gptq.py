@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.kernel.formats.base import BaseFormat
-    from shoal.kernel.protocols import Packed
+    from shoal.kernel.protocols import PackedMatrix
     from shoal.model.quantize.inputs import Inputs
 
 __all__ = ["GPTQ"]
@@ -55,7 +55,9 @@ class GPTQ:
         """None: inputs stay as they are."""
         return None
 
-    def quantize(self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None) -> Packed:
+    def quantize(
+        self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None
+    ) -> PackedMatrix:
         """The codes that keep the layer's outputs on the calibration text.
 
         Raises:

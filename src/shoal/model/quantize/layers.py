@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import KernelError
 from shoal.kernel.formats import weight_format
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 from shoal.model.feedforward import Experts
 from shoal.model.lowbit import LowBitLinear
 from shoal.model.quantize.stored import rows_of, stack
@@ -28,7 +28,7 @@ class LowBitExperts(Experts):
             what is not given stays.
     """
 
-    def __init__(self, plain: Experts, matrices: Mapping[str, Packed]) -> None:
+    def __init__(self, plain: Experts, matrices: Mapping[str, PackedMatrix]) -> None:
         nn.Module.__init__(self)
         self.take_router(plain)
         for name in ("gate_up_proj", "down_proj"):
@@ -51,14 +51,14 @@ class LowBitExperts(Experts):
         )
 
 
-def replace(model: Transformer, packed: Mapping[str, Packed]) -> None:
+def replace(model: Transformer, packed: Mapping[str, PackedMatrix]) -> None:
     """Give a model packed matrices instead of its own.
 
     Args:
         model: its other parameters stay.
         packed: parameter name -> matrix; experts lie below each other.
     """
-    experts: dict[str, dict[str, Packed]] = {}
+    experts: dict[str, dict[str, PackedMatrix]] = {}
     for name, matrix in packed.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = model.get_submodule(owner_name)
@@ -86,7 +86,7 @@ def pack(model: Transformer, text: str) -> Transformer:
         KernelError: no such format, or it refuses a matrix; names it.
     """
     fmt = weight_format(text)
-    matrices: dict[str, Packed] = {}
+    matrices: dict[str, PackedMatrix] = {}
     for name, module in model.blocks.named_modules(prefix="blocks"):
         found: dict[str, Tensor] = {}
         if isinstance(module, nn.Linear) and not name.endswith(".router"):
@@ -103,9 +103,9 @@ def pack(model: Transformer, text: str) -> Transformer:
     return model
 
 
-def packed_of(model: Transformer) -> dict[str, Packed]:
+def packed_of(model: Transformer) -> dict[str, PackedMatrix]:
     """The packed matrices of a model, by the names of the parameters that they replace."""
-    found: dict[str, Packed] = {}
+    found: dict[str, PackedMatrix] = {}
     inside: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, LowBitExperts):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernel.formats.base import BaseFormat
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 
 __all__ = ["SHARES", "best_grid", "rounded"]
 
@@ -51,7 +51,7 @@ def rounded(
     *,
     importance_K: Tensor | None = None,
     search: bool = False,
-) -> Packed:
+) -> PackedMatrix:
     """The nearest codes.
 
     Args:

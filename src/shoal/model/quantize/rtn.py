@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.kernel.formats.base import BaseFormat
-    from shoal.kernel.protocols import Packed
+    from shoal.kernel.protocols import PackedMatrix
     from shoal.model.quantize.inputs import Inputs
 
 __all__ = ["RoundToNearest"]
@@ -33,7 +33,9 @@ class RoundToNearest:
         """None: inputs stay as they are."""
         return None
 
-    def quantize(self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None) -> Packed:
+    def quantize(
+        self, weight_NK: Tensor, fmt: BaseFormat, inputs: Inputs | None = None
+    ) -> PackedMatrix:
         """The nearest codes.
 
         Raises:

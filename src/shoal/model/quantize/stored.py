@@ -2,7 +2,7 @@
 
 Ours: ``config.json`` has ``quantization_config: {quant_method: shoal, format: int4-g128, ...}``,
 and where a plain directory has a tensor ``X.weight``, this one has the tensors of the
-:class:`~shoal.kernel.protocols.Packed`: ``X.codes``, ``X.scales`` and so on.
+:class:`~shoal.kernel.protocols.PackedMatrix`: ``X.codes``, ``X.scales`` and so on.
 
 GPTQ (as AutoGPTQ and GPTQModel write it): ``X.qweight`` int32 [K b / 32, N], whose words of one
 column are a bit stream of its codes along K; ``X.qzeros`` int32 [G, N b / 32], zero points along N,
@@ -27,7 +27,7 @@ from shoal.core.errors import KernelError, ModelError, nearest
 from shoal.kernel.formats import weight_format
 from shoal.kernel.formats.base import BaseFormat
 from shoal.kernel.formats.bits import pack, row_bytes, unpack
-from shoal.kernel.protocols import Packed
+from shoal.kernel.protocols import PackedMatrix
 
 __all__ = ["METHODS", "Scheme", "rows_of", "scheme_of", "stack", "tensors_of"]
 
@@ -51,7 +51,7 @@ class Scheme(Protocol):
         """
         ...
 
-    def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> Packed | Tensor:
+    def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> PackedMatrix | Tensor:
         """The matrix, or [N, K] in fp32 where no format here is the same.
 
         Raises:
@@ -60,28 +60,28 @@ class Scheme(Protocol):
         ...
 
 
-def stack(parts: Sequence[Packed]) -> Packed:
+def stack(parts: Sequence[PackedMatrix]) -> PackedMatrix:
     """Matrices of one format below each other."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    return Packed(
+    return PackedMatrix(
         first.format,
         (sum(part.shape[0] for part in parts), first.shape[1]),
         {name: torch.cat([part.tensors[name] for part in parts]) for name in first.tensors},
     )
 
 
-def rows_of(packed: Packed, start: int, stop: int) -> Packed:
+def rows_of(packed: PackedMatrix, start: int, stop: int) -> PackedMatrix:
     """Some rows of a matrix; a view."""
-    return Packed(
+    return PackedMatrix(
         packed.format,
         (stop - start, packed.shape[1]),
         {name: tensor[start:stop] for name, tensor in packed.tensors.items()},
     )
 
 
-def tensors_of(piece: str, packed: Packed) -> dict[str, Tensor]:
+def tensors_of(piece: str, packed: PackedMatrix) -> dict[str, Tensor]:
     """What is stored instead of the tensor ``piece``, which is called ``X.weight``."""
     base = piece.removesuffix(".weight")
     return {f"{base}.{name}": tensor for name, tensor in packed.tensors.items()}
@@ -110,8 +110,8 @@ class _Ours:
         kept = k // 2 if fmt.keeps_half else k
         return {"codes": (("U8",), (n, row_bytes(kept, fmt.code_bits))), **found}
 
-    def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> Packed:
-        made = Packed(str(self._format), (n, k), dict(tensors))
+    def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> PackedMatrix:
+        made = PackedMatrix(str(self._format), (n, k), dict(tensors))
         self._format.check(made)
         return made
 
@@ -127,7 +127,7 @@ class _Affine:
         self._affine: BaseFormat = weight_format(f"uint{bits}-{shared}")
         self._symmetric: BaseFormat = weight_format(f"int{bits}-{shared}")
 
-    def _made(self, stream: Tensor, zeros_NG: Tensor, scales_NG: Tensor, k: int) -> Packed:
+    def _made(self, stream: Tensor, zeros_NG: Tensor, scales_NG: Tensor, k: int) -> PackedMatrix:
         """Symmetric where every zero point is the middle code."""
         scales = scales_NG.contiguous().to(torch.float16)
         symmetric = bool((zeros_NG == 2 ** (self.bits - 1)).all())
@@ -135,7 +135,7 @@ class _Affine:
         tensors = {"codes": stream, "scales": scales}
         if not symmetric:
             tensors["zeros"] = zeros_NG.contiguous()
-        made = Packed(str(fmt), (len(stream), k), tensors)
+        made = PackedMatrix(str(fmt), (len(stream), k), tensors)
         fmt.check(made)
         return made
 
@@ -170,7 +170,7 @@ class _GPTQ(_Affine):
             "g_idx": (("I32",), (k,)),
         }
 
-    def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> Packed | Tensor:
+    def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> PackedMatrix | Tensor:
         stream = tensors["qweight"].T.contiguous().view(torch.uint8)
         zeros = unpack(tensors["qzeros"].contiguous().view(torch.uint8), self.bits, n)
         middle = 2 ** (self.bits - 1)
@@ -219,7 +219,7 @@ class _AWQ(_Affine):
             "scales": (("F16", "BF16", "F32"), (groups, n)),
         }
 
-    def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> Packed:
+    def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> PackedMatrix:
         stream = pack(_by_outputs(tensors["qweight"]), 4)
         return self._made(stream, _by_outputs(tensors["qzeros"]), tensors["scales"].T, k)
 

@@ -20,19 +20,19 @@ from torch import nn
 
 from shoal.core.errors import PlanError
 from shoal.parallel.autotp.split import SplitModel
-from shoal.parallel.autotp.trace import Traced, trace
+from shoal.parallel.autotp.trace import TracedModel, trace
 from shoal.plan.autotp.plan import Flow, TensorPlan, WeightSplit, plan_tensors
 
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
 
-__all__ = ["Part", "Planned", "discover", "split_model"]
+__all__ = ["ExecutablePlan", "PlannedModule", "discover", "split_model"]
 
 Fallback = Literal["modules", "refuse"]
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedModule:
     """A module that was traced and planned.
 
     Args:
@@ -43,13 +43,13 @@ class Part:
     """
 
     path: str
-    traced: Traced
+    traced: TracedModel
     plan: TensorPlan
     flow: Flow
 
 
 @dataclass(frozen=True)
-class Planned:
+class ExecutablePlan:
     """A model's plan, with what is needed to run it.
 
     Args:
@@ -58,7 +58,7 @@ class Planned:
     """
 
     plan: TensorPlan
-    parts: tuple[Part, ...]
+    parts: tuple[PlannedModule, ...]
 
 
 def discover(
@@ -69,7 +69,7 @@ def discover(
     tp: int,
     name: str = "",
     fallback: Fallback = "modules",
-) -> Planned:
+) -> ExecutablePlan:
     """Trace a model with an example and plan it for ``tp`` ranks.
 
     Args:
@@ -92,18 +92,18 @@ def discover(
             raise
         return _by_modules(model, args, dict(kwargs or {}), tp, called, str(cause))
     plan, flow = plan_tensors(traced.graph, tp)
-    return Planned(plan, (Part("", traced, plan, flow),))
+    return ExecutablePlan(plan, (PlannedModule("", traced, plan, flow),))
 
 
 def _by_modules(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp: int, name: str, why: str
-) -> Planned:
+) -> ExecutablePlan:
     calls = _watched(model, args, kwargs)
     parts = list(_parts(model, "", calls, tp))
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    kept: list[Part] = []
+    kept: list[PlannedModule] = []
     weights: dict[str, WeightSplit] = {}
     whole: dict[str, str] = {}
     notes = [why.partition(" Parts that can")[0]]
@@ -140,7 +140,7 @@ def _by_modules(
         all_reduces=sum(part.plan.all_reduces for part in kept),
         notes=tuple(notes),
     )
-    return Planned(plan, tuple(kept))
+    return ExecutablePlan(plan, tuple(kept))
 
 
 _Calls = dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]
@@ -165,7 +165,7 @@ def _watched(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return calls
 
 
-def _parts(module: nn.Module, path: str, calls: _Calls, tp: int) -> Iterator[Part]:
+def _parts(module: nn.Module, path: str, calls: _Calls, tp: int) -> Iterator[PlannedModule]:
     """The largest modules below that can be traced alone and have something to split."""
     for name, child in module.named_children():
         below = f"{path}.{name}".lstrip(".")
@@ -178,12 +178,12 @@ def _parts(module: nn.Module, path: str, calls: _Calls, tp: int) -> Iterator[Par
                 continue
             plan, flow = plan_tensors(traced.graph, tp)
             if plan.weights:
-                yield Part(below, traced, plan, flow)
+                yield PlannedModule(below, traced, plan, flow)
         else:
             yield from _parts(child, below, calls, tp)
 
 
-def split_model(planned: Planned, model: nn.Module, comm: Comm) -> nn.Module:
+def split_model(planned: ExecutablePlan, model: nn.Module, comm: Comm) -> nn.Module:
     """The model with its parameters shared by the ranks.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.parallel.autotp.auto import Planned, discover, split_model
+from shoal.parallel.autotp.auto import ExecutablePlan, discover, split_model
 from shoal.parallel.autotp.split import SplitModel
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class AutoSplit(nn.Module):
         super().__init__()
         self.comm = comm
         comm.barrier()
-        self.planned: Planned = discover(model, args, kwargs, tp=comm.world)
+        self.planned: ExecutablePlan = discover(model, args, kwargs, tp=comm.world)
         comm.barrier()
         self.first = split_model(self.planned, model, comm)
         # Parameters without memory: enough to trace again.

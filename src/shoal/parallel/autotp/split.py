@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import PlanError, require
-from shoal.parallel.autotp.trace import Traced, operator_name
+from shoal.parallel.autotp.trace import TracedModel, operator_name
 from shoal.parallel.tensor.operators import TAG, copy_to, reduce_from
-from shoal.plan.autotp.flow import Split
+from shoal.plan.autotp.flow import SplitDimension
 from shoal.plan.autotp.plan import Flow, TensorPlan
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def whole_of(parts: list[Tensor], dim: int, segments: tuple[int, ...]) -> Tensor
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, comm: Comm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, split: SplitDimension, comm: Comm) -> Tensor:
         ctx.split, ctx.comm = split, comm
         out = x.new_empty(comm.world * x.shape[0], *x.shape[1:])
         comm.all_gather(out, x.contiguous(), tag=TAG).wait()
@@ -88,7 +88,7 @@ class SplitModel(nn.Module):
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedModel,
         plan: TensorPlan,
         flow: Flow,
         model: nn.Module,
@@ -111,7 +111,7 @@ class SplitModel(nn.Module):
             hint="give batches of one shape",
             error=PlanError,
         )
-        self.traced: Traced = traced
+        self.traced: TracedModel = traced
         self.plan: TensorPlan = plan
         self.flow: Flow = flow
         self.comm: Comm = comm
@@ -269,7 +269,7 @@ class SplitModel(nn.Module):
 
     def _sizes(self, node: fx.Node) -> list[int]:
         split = self.flow.states[node.name]
-        assert isinstance(split, Split)
+        assert isinstance(split, SplitDimension)
         sizes = list(node.meta["val"].shape)
         sizes[split.dim] //= self.comm.world
         return [int(n) for n in sizes]
@@ -278,7 +278,7 @@ class SplitModel(nn.Module):
         """Sizes and places along the split dimension, as this rank has them."""
         before: Any = node.args[0]
         source = self.flow.states[before.name]
-        assert isinstance(source, Split)
+        assert isinstance(source, SplitDimension)
         shape = before.meta["val"].shape
         rank = len(shape)
         world = self.comm.world

@@ -18,16 +18,16 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import PlanError
-from shoal.plan.autotp.graph import Graph, Node, Ref
+from shoal.plan.autotp.graph import Graph, GraphNode, Ref
 
-__all__ = ["Traced", "operator_name", "trace"]
+__all__ = ["TracedModel", "operator_name", "trace"]
 
 # Tracing changes how every module of the process is called.
 _LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedModel:
     """A traced model.
 
     Args:
@@ -59,7 +59,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     name: str = "",
-) -> Traced:
+) -> TracedModel:
     """Trace a model with an example of its inputs.
 
     Args:
@@ -103,7 +103,7 @@ def trace(
     alias = {}
     for value, target in params.items():
         alias[value] = first_of.setdefault(id(own[target]), value)
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     for node in program.graph.nodes:
         made = _node(node, params, constants, alias)
         if made is not None:
@@ -111,7 +111,7 @@ def trace(
     flat = [node for node in program.graph.nodes if node.op == "placeholder"]
     shapes = {node.name: _shape(node.meta.get("val")) for node in flat}
     params = {value: target for value, target in params.items() if alias[value] == value}
-    return Traced(
+    return TracedModel(
         graph=Graph(nodes, called),
         code=program.graph,
         owner=program.graph_module,
@@ -130,7 +130,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def _node(
     node: fx.Node, params: dict[str, str], constants: dict[str, Tensor], alias: dict[str, str]
-) -> Node | None:
+) -> GraphNode | None:
     value = node.meta.get("val")
     common: dict[str, Any] = {"name": node.name, "shape": _shape(value)}
     if isinstance(value, Tensor):
@@ -140,17 +140,17 @@ def _node(
         if node.name in params:
             if alias[node.name] != node.name:
                 return None
-            return Node(kind="param", target=params[node.name], **common)
-        return Node(kind="constant" if node.name in constants else "input", **common)
+            return GraphNode(kind="param", target=params[node.name], **common)
+        return GraphNode(kind="constant" if node.name in constants else "input", **common)
     if node.op == "get_attr":
-        return Node(kind="constant", **common)
+        return GraphNode(kind="constant", **common)
     args = _referred(node.args, alias)
     kwargs = _referred(node.kwargs, alias)
     if node.op == "output":
-        return Node(kind="output", args=tuple(args), **common)
+        return GraphNode(kind="output", args=tuple(args), **common)
     stack = node.meta.get("nn_module_stack") or {}
     module = list(stack.values())[-1][0] if stack else ""
-    return Node(
+    return GraphNode(
         kind="call",
         op=operator_name(node.target),
         args=tuple(args),

@@ -28,7 +28,7 @@ from shoal.parallel.comm.calls import (
 from shoal.parallel.comm.heartbeat import Heartbeat, blame
 from shoal.parallel.comm.mailboxes import Mailboxes
 from shoal.parallel.comm.shared_memory import SharedMemory
-from shoal.parallel.comm.wire import Wire, ring_all_reduce_bytes, ring_gather_bytes
+from shoal.parallel.comm.wire import TrafficCounter, ring_all_reduce_bytes, ring_gather_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -160,7 +160,7 @@ class TorchComm:
         self.device = device
         self.ranks_per_node = ranks_per_node
         self.timeout_s = timeout_s
-        self.wire = Wire(
+        self.wire = TrafficCounter(
             meter,
             rank,
             self.ranks,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from shoal.core.files import write_atomic
 
-__all__ = ["Beat", "BeatReader", "Heartbeat", "RunningClock", "blame"]
+__all__ = ["BeatReader", "Heartbeat", "HeartbeatReading", "RunningClock", "blame"]
 
 # Step, collective, inside, ns of the wall clock, the name of the collective, what the monotonic
 # clock belongs to, and its ns. Older runs wrote the first 32 or 48 bytes.
@@ -36,7 +36,7 @@ _LONGEST_S = 5.0
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatReading:
     """One reading of a heartbeat.
 
     Args:
@@ -109,7 +109,7 @@ class Heartbeat:
         )
 
     @staticmethod
-    def read(path: Path, rank: int) -> Beat | None:
+    def read(path: Path, rank: int) -> HeartbeatReading | None:
         """The newest beat of a rank, or None while it has none."""
         raw = _bytes_of(path)
         return None if raw is None else _parsed(raw, rank)
@@ -156,7 +156,7 @@ class BeatReader:
         self.clock = clock or RunningClock()
         self._changed: dict[int, tuple[bytes, float]] = {}
 
-    def read(self, path: Path, rank: int) -> Beat | None:
+    def read(self, path: Path, rank: int) -> HeartbeatReading | None:
         """The newest beat of a rank, or None while it has none."""
         raw, now = _bytes_of(path), self.clock()
         if raw is None:
@@ -185,15 +185,15 @@ def _bytes_of(path: Path) -> bytes | None:
     return raw if len(raw) >= _LEAST else None
 
 
-def _parsed(raw: bytes, rank: int) -> Beat:
+def _parsed(raw: bytes, rank: int) -> HeartbeatReading:
     step, collective, inside, wall, op, boot, monotonic = _LAYOUT.unpack(
         raw.ljust(_LAYOUT.size, b"\0")
     )
     age_ns = time.monotonic_ns() - monotonic if boot == _boot() else time.time_ns() - wall
     name = op.rstrip(b"\0").decode()
-    return Beat(rank, step, collective, bool(inside), max(0.0, age_ns / 1e9), name)
+    return HeartbeatReading(rank, step, collective, bool(inside), max(0.0, age_ns / 1e9), name)
 
 
-def blame(beats: list[Beat]) -> Beat:
+def blame(beats: list[HeartbeatReading]) -> HeartbeatReading:
     """The rank that the others wait for: behind in collectives, else outside, else silent."""
     return min(beats, key=lambda beat: (beat.collective, beat.inside, -beat.age_s))

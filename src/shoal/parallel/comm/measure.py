@@ -12,17 +12,17 @@ from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.ir.machine import Measurement
-from shoal.machine.protocols import Context
-from shoal.machine.worker import Worker
+from shoal.machine.protocols import ProbeContext
+from shoal.machine.worker import TorchWorker
 
-__all__ = ["Collective", "all_reduce"]
+__all__ = ["CollectiveProbe", "all_reduce"]
 
 # What the child processes of the probe call.
 _ALL_REDUCE = "shoal.parallel.comm.measure:all_reduce"
 
 
 @part
-class Collective:
+class CollectiveProbe:
     """Latency and bandwidth of an all-reduce between two local ranks.
 
     Args:
@@ -44,14 +44,14 @@ class Collective:
         )
         require(self.repeats >= 0, "probe.collective.repeats", self.repeats, expected="0 or more")
 
-    def run(self, context: Context) -> list[Measurement]:
+    def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``all_reduce`` (s, at bytes), ``latency`` (s), ``bandwidth`` (byte/s)."""
         repeats = self.repeats or (5 if context.fast else 15)
         sizes = [self.small_bytes, self.large_bytes]
         try:
             first = context.worker()
             first.call("hello")
-            second = Worker()
+            second = TorchWorker()
         except (MissingExtraError, MachineError) as cause:
             context.skip("collective", str(cause))
             return []

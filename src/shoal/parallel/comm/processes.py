@@ -32,15 +32,15 @@ from shoal.core.scratch import scratch_directory
 from shoal.parallel.comm.heartbeat import Heartbeat, blame
 from shoal.parallel.comm.silent import said, silent_links
 
-__all__ = ["Start", "run_processes"]
+__all__ = ["ProcessStarter", "run_processes"]
 
 _POLL_S = 0.02
 # What a rank is given to report its error once a peer has failed.
 _GRACE_S = 2.0
 
 
-class Start(Protocol):
-    """Starts the process of one rank, as :meth:`shoal.machine.emulate.Network.start` does."""
+class ProcessStarter(Protocol):
+    """Starts a rank's process, as :meth:`shoal.machine.emulate.EmulatedNetwork.start` does."""
 
     def __call__(
         self,
@@ -75,7 +75,7 @@ def run_processes(
     timeout_s: float = 120.0,
     collective_s: float | None = None,
     ranks_per_node: int | None = None,
-    start: Start | None = None,
+    start: ProcessStarter | None = None,
 ) -> list[Any]:
     """Call ``target`` on ``world`` new processes and return what each of them returned.
 
@@ -177,7 +177,7 @@ class _Processes:
         self.timeout_s = timeout_s
         self.processes: list[subprocess.Popen[Any]] = []
 
-    def start(self, rank: int, threads: int, start: Start) -> None:
+    def start(self, rank: int, threads: int, start: ProcessStarter) -> None:
         environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -231,7 +231,7 @@ class _Processes:
         causes: list[tuple[int, float, int]] = []
         for rank, process in enumerate(self.processes):
             code = process.poll() or 0
-            told = self._told(rank)
+            told = self._report_of(rank)
             if code < 0:
                 causes.append((0, 0.0, rank))
             elif told is not None:
@@ -239,7 +239,7 @@ class _Processes:
             elif code > 0:
                 causes.append((1, float("inf"), rank))
         kind, _, rank = min(causes)
-        told = self._told(rank)
+        told = self._report_of(rank)
         if kind == 0 or told is None:
             code = self.processes[rank].poll() or 0
             how = (
@@ -275,7 +275,7 @@ class _Processes:
             + "\nall ranks were ended; timeout_s gives them longer"
         )
 
-    def _told(self, rank: int) -> dict[str, Any] | None:
+    def _report_of(self, rank: int) -> dict[str, Any] | None:
         text = _read(self.folder / f"error-{rank}.json")
         return dict(json.loads(text)) if text else None
 

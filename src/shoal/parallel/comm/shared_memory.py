@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["NAP_S", "SPINS", "Posted", "SharedMemory", "join_file", "runs"]
+__all__ = ["NAP_S", "SPINS", "PendingSum", "SharedMemory", "join_file", "runs"]
 
 _CHUNK = 2 * 2**20  # bytes of a slot: two ranks' slots fit in the caches of a core
 _LINE = 64  # bytes of a cache line: counters of different ranks must not share one
@@ -49,7 +49,7 @@ SPINS = 2000  # polls, about 0.2 ms, before a waiting rank gives its core away
 NAP_S = 5e-5
 
 
-class Posted:
+class PendingSum:
     """A sum of two ranks that has begun; made by :meth:`SharedMemory.post`."""
 
     def __init__(self, shared: SharedMemory, number: int, part: Tensor, other: Tensor) -> None:
@@ -88,7 +88,7 @@ class SharedMemory:
         self._typed: dict[torch.dtype, Tensor] = {torch.uint8: self._slots}
         self._turn = 0
         self._count = 0
-        self._under_way: deque[Posted] = deque()
+        self._under_way: deque[PendingSum] = deque()
         self._posted = 0
         if world == 2:
             begin = _header(world) + slots.nbytes
@@ -139,7 +139,7 @@ class SharedMemory:
             self.barrier()
             part.copy_(at[0, :count])
 
-    def post(self, x: Tensor) -> Posted | None:
+    def post(self, x: Tensor) -> PendingSum | None:
         """Begin to sum a contiguous tensor in place and wait for nobody; None if it cannot be so.
 
         It can be with two ranks and a tensor of at most 512 KiB. Each rank adds what the other
@@ -165,7 +165,7 @@ class SharedMemory:
         both = self._places[place]
         both[self.rank].copy_(x)
         self._lines[self.rank, _POSTED] = self._posted
-        posted = Posted(self, self._posted, x, both[1 - self.rank])
+        posted = PendingSum(self, self._posted, x, both[1 - self.rank])
         self._under_way.append(posted)
         return posted
 

@@ -33,7 +33,7 @@ from shoal.core.errors import require
 if TYPE_CHECKING:
     from shoal.core.meter import Meter
 
-__all__ = ["BLOCK", "Wire", "packed_bytes", "ring_all_reduce_bytes", "ring_gather_bytes"]
+__all__ = ["BLOCK", "TrafficCounter", "packed_bytes", "ring_all_reduce_bytes", "ring_gather_bytes"]
 
 BLOCK = 256
 """Values that share a scale where numbers travel in a few bits."""
@@ -54,7 +54,7 @@ def packed_bytes(values: int, bits: int) -> int:
     return math.ceil(values * bits / 8) + 4 * math.ceil(values / BLOCK)
 
 
-class Wire:
+class TrafficCounter:
     """Counts what one rank of a communicator sends, by link class.
 
     Args:
@@ -86,9 +86,11 @@ class Wire:
         self.scope = scope
         self.ranks_per_node = ranks_per_node
 
-    def of(self, rank: int, ranks: Sequence[int]) -> Wire:
+    def of(self, rank: int, ranks: Sequence[int]) -> TrafficCounter:
         """The same for another communicator of this rank."""
-        return Wire(self.meter, rank, ranks, scope=self.scope, ranks_per_node=self.ranks_per_node)
+        return TrafficCounter(
+            self.meter, rank, ranks, scope=self.scope, ranks_per_node=self.ranks_per_node
+        )
 
     def to(self, peer: int) -> str:
         """Class of the link to ``peer``, a number in the communicator."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.cost.context.traffic import Traffic, ring_traffic
+from shoal.cost.context.traffic import ContextTraffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.context.run.peers import View
+    from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
 __all__ = ["AllGather"]
@@ -30,11 +30,13 @@ class AllGather(ContextAttention):
     name: ClassVar[str] = "all_gather"
     paired: ClassVar[bool] = True
 
-    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    def traffic(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> ContextTraffic:
         """Elements that one rank sends for one layer."""
         return ring_traffic(tokens, heads, kv_heads, head_dim, world)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
         from shoal.parallel.context.run.all_gather import gathered_attention
 
         return gathered_attention(q, k, v, view, comm)

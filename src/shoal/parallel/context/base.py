@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from shoal.core.errors import require
-from shoal.cost.context.traffic import Traffic
+from shoal.cost.context.traffic import ContextTraffic
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.context.cost import Route, context_estimate
 from shoal.parallel.context.positions import contiguous, zigzag
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.ir.mask import Mask
-    from shoal.parallel.context.run.peers import View
+    from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
 __all__ = ["ContextAttention", "group_of", "near_ranks"]
@@ -50,7 +50,9 @@ class ContextAttention:
             ConfigError: they cannot; says what could.
         """
 
-    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    def traffic(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> ContextTraffic:
         """What one rank sends for one layer if no block is wholly masked.
 
         Args:
@@ -93,20 +95,20 @@ class ContextAttention:
         """
         import torch
 
-        from shoal.parallel.context.run.peers import View
+        from shoal.parallel.context.run.peers import PeerView
 
         self._check_inputs(q, k, v, masks, comm.world)
         self.check(q.shape[1], k.shape[1], comm.world)
         positions = self.positions(q.shape[2] * comm.world, comm.world)
         # Statistics stay in their wide type whatever the caller's autocast says.
         with torch.autocast(q.device.type, enabled=False):
-            return self._run(q, k, v, View(tuple(masks), q.shape[0], positions), comm)
+            return self._run(q, k, v, PeerView(tuple(masks), q.shape[0], positions), comm)
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends for the attention of one step, and the seconds not hidden."""
         return context_estimate(self.routes, self.paired, work, machine)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
         raise TypeError(f"{type(self).__name__} cannot run")
 
     def _check_inputs(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shoal.cost.context.traffic import Sent, Traffic, ring_traffic
-from shoal.cost.price.rates import Rates, context_link
+from shoal.cost.context.traffic import ContextTraffic, SentElements, ring_traffic
+from shoal.cost.price.rates import RankRates, context_link
 from shoal.ir import Estimate, Interval, Machine, Work
 
 __all__ = ["Route", "context_estimate", "waits"]
@@ -20,7 +20,7 @@ class Route(NamedTuple):
         among: ranks of a group of neighbours; all, where it goes beyond groups.
     """
 
-    traffic: Traffic
+    traffic: ContextTraffic
     among: int
 
 
@@ -76,7 +76,7 @@ def context_estimate(
         # Forward 4, backward 10 FLOPs a cell and channel; the last block hides nothing.
         cells = sequences * job.seq_len**2 / 2 / ranks
         flops = layers * 14.0 * cells * heads * shape.head_dim * (ranks - 1) / ranks
-        rate = Rates(machine, job.parallel, job.threads).matmul_curve(job.precision)
+        rate = RankRates(machine, job.parallel, job.threads).matmul_curve(job.precision)
         total += max(hidden - flops / rate(float(job.seq_len // ranks)), latest)
     return Estimate(
         step_s=Interval.around(total, 0.5 if not balanced else 0.3),
@@ -96,5 +96,5 @@ def waits(work: Work, machine: Machine) -> bool:
     return link is not None and share > layers * link.latency_s
 
 
-def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> Sent:
-    return Sent(*(x + y for x, y in zip(a, b, strict=True)))
+def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> SentElements:
+    return SentElements(*(x + y for x, y in zip(a, b, strict=True)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.context.traffic import Traffic, ring_traffic
+from shoal.cost.context.traffic import ContextTraffic, ring_traffic
 from shoal.ir import Machine, Work
 from shoal.parallel.context.base import ContextAttention, group_of, near_ranks
 from shoal.parallel.context.cost import Route, waits
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from shoal.parallel.context.run.peers import View
+    from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
 __all__ = ["DoubleRing"]
@@ -59,7 +59,9 @@ class DoubleRing(ContextAttention):
         self._group(world)
         return super().positions(length, world)
 
-    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    def traffic(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> ContextTraffic:
         """Elements that one rank sends for one layer."""
         self._group(world)
         return ring_traffic(tokens, heads, kv_heads, head_dim, world)
@@ -77,9 +79,9 @@ class DoubleRing(ContextAttention):
     def _group(self, world: int) -> int:
         return group_of(self.inner, world, where="context.double_ring.inner")
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
         from shoal.parallel.context.run.double_ring import double_ring_attention
-        from shoal.parallel.context.run.peers import Peers
+        from shoal.parallel.context.run.peers import ContextPeers
 
         group = self._group(comm.world)
         mine = comm.rank // group * group
@@ -88,6 +90,6 @@ class DoubleRing(ContextAttention):
             k,
             v,
             view,
-            Peers(comm, range(mine, mine + group)),
-            Peers(comm, range(comm.rank % group, comm.world, group)),
+            ContextPeers(comm, range(mine, mine + group)),
+            ContextPeers(comm, range(comm.rank % group, comm.world, group)),
         )

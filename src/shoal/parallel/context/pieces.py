@@ -14,17 +14,19 @@ import numpy as np
 
 from shoal.ir.mask import Mask
 
-__all__ = ["Piece", "block_pieces"]
+__all__ = ["AttentionPiece", "block_pieces"]
 
 # Cells of one piece that are written out as a mask; larger ones are cut.
 _MAX_CELLS = 2**22
 
 # Pieces of a mask by positions: a mask lives as long as its micro-batch, in which every
 # layer and both passes ask for the same.
-_CACHE: WeakKeyDictionary[Mask, dict[tuple[bytes, bytes], tuple[Piece, ...]]] = WeakKeyDictionary()
+_CACHE: WeakKeyDictionary[Mask, dict[tuple[bytes, bytes], tuple[AttentionPiece, ...]]] = (
+    WeakKeyDictionary()
+)
 
 
-class Piece(NamedTuple):
+class AttentionPiece(NamedTuple):
     """A rectangle of a block whose seen cells are computed by one kernel call.
 
     Args:
@@ -44,7 +46,7 @@ class Piece(NamedTuple):
 
 def block_pieces(
     masks: Sequence[Mask], batch: int, q_positions: np.ndarray, k_positions: np.ndarray
-) -> tuple[Piece, ...]:
+) -> tuple[AttentionPiece, ...]:
     """The pieces of a block; empty if nothing in it is seen.
 
     Args:
@@ -65,11 +67,13 @@ def block_pieces(
     )
 
 
-def _pieces(mask: Mask, q_positions: np.ndarray, k_positions: np.ndarray) -> tuple[Piece, ...]:
+def _pieces(
+    mask: Mask, q_positions: np.ndarray, k_positions: np.ndarray
+) -> tuple[AttentionPiece, ...]:
     known = _CACHE.setdefault(mask, {})
     key = (q_positions.tobytes(), k_positions.tobytes())
     if key not in known:
-        found: list[Piece] = []
+        found: list[AttentionPiece] = []
         _cut(mask, q_positions, k_positions, 0, 0, found)
         known[key] = tuple(found)
     return known[key]
@@ -81,7 +85,7 @@ def _cut(
     keys: np.ndarray,
     q_start: int,
     k_start: int,
-    found: list[Piece],
+    found: list[AttentionPiece],
 ) -> None:
     """Append the pieces of the block that begins at ``q_start``, ``k_start``."""
     rows = slice(0, 1)
@@ -90,9 +94,9 @@ def _cut(
     if seen == "nothing":
         return
     if seen == "everything":
-        found.append(Piece(rows, q, k))
+        found.append(AttentionPiece(rows, q, k))
     elif mask.is_causal and np.array_equal(queries, keys) and bool(np.all(np.diff(queries) > 0)):
-        found.append(Piece(rows, q, k, causal=True))
+        found.append(AttentionPiece(rows, q, k, causal=True))
     elif len(queries) * len(keys) > _MAX_CELLS:
         halves_q, halves_k = _halves(queries), _halves(keys)
         if len(queries) >= len(keys):
@@ -113,7 +117,7 @@ def _cut(
         k_low, k_high = int(used_k[0]), int(used_k[-1]) + 1
         trimmed = np.ascontiguousarray(cells[q_low:q_high, k_low:k_high])
         found.append(
-            Piece(
+            AttentionPiece(
                 rows,
                 slice(q_start + q_low, q_start + q_high),
                 slice(k_start + k_low, k_start + k_high),

@@ -11,31 +11,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.cost.context.traffic import Traffic, ring_traffic
+from shoal.cost.context.traffic import ContextTraffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.context.run.peers import View
+    from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
-__all__ = ["Ring"]
+__all__ = ["RingAttention"]
 
 
 @part
-class Ring(ContextAttention):
+class RingAttention(ContextAttention):
     """Keys and values go round; every rank holds one contiguous piece."""
 
     name: ClassVar[str] = "ring"
     paired: ClassVar[bool] = False
 
-    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    def traffic(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> ContextTraffic:
         """Elements that one rank sends for one layer."""
         return ring_traffic(tokens, heads, kv_heads, head_dim, world)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import ContextPeers
         from shoal.parallel.context.run.ring import ring_attention
 
-        return ring_attention(q, k, v, view, Peers(comm))
+        return ring_attention(q, k, v, view, ContextPeers(comm))

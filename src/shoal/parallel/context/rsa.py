@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.cost.context.traffic import Traffic, ring_traffic
+from shoal.cost.context.traffic import ContextTraffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.context.run.peers import View
+    from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
 __all__ = ["RSA"]
@@ -31,13 +31,15 @@ class RSA(ContextAttention):
     name: ClassVar[str] = "rsa"
     paired: ClassVar[bool] = False
 
-    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    def traffic(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> ContextTraffic:
         """Elements that one rank sends for one layer."""
         found = ring_traffic(tokens, heads, kv_heads, head_dim, world)
         return found._replace(messages=2 * found.messages)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import ContextPeers
         from shoal.parallel.context.run.rsa import rsa_attention
 
-        return rsa_attention(q, k, v, view, Peers(comm))
+        return rsa_attention(q, k, v, view, ContextPeers(comm))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from shoal.core.parts import part
-from shoal.cost.context.traffic import Traffic, tokenring_traffic
+from shoal.cost.context.traffic import ContextTraffic, tokenring_traffic
 from shoal.ir import Machine, Work
 from shoal.parallel.context.base import ContextAttention
 from shoal.parallel.context.cost import waits
@@ -22,7 +22,7 @@ from shoal.parallel.context.cost import waits
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.context.run.peers import View
+    from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
 __all__ = ["TokenRing"]
@@ -41,12 +41,14 @@ class TokenRing(ContextAttention):
         if work.shape.num_kv_heads == work.shape.num_heads and waits(work, machine):
             yield cls()
 
-    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    def traffic(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> ContextTraffic:
         """Elements that one rank sends for one layer."""
         return tokenring_traffic(tokens, heads, kv_heads, head_dim, world)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import ContextPeers
         from shoal.parallel.context.run.tokenring import tokenring_attention
 
-        return tokenring_attention(q, k, v, view, Peers(comm))
+        return tokenring_attention(q, k, v, view, ContextPeers(comm))

@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.context.traffic import Traffic, ulysses_traffic
+from shoal.cost.context.traffic import ContextTraffic, ulysses_traffic
 from shoal.ir import Machine, Work
 from shoal.parallel.context.base import ContextAttention
 from shoal.parallel.context.cost import waits
@@ -23,7 +23,7 @@ from shoal.parallel.context.cost import waits
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.context.run.peers import View
+    from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
 __all__ = ["Ulysses", "check_heads"]
@@ -64,16 +64,20 @@ class Ulysses(ContextAttention):
             replicate=self.replicate_kv,
         )
 
-    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    def traffic(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> ContextTraffic:
         """Elements that one rank sends for one layer."""
         return ulysses_traffic(tokens, heads, kv_heads, head_dim, world)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import ContextPeers
         from shoal.parallel.context.run.ulysses import ulysses_attention
 
         whole = view._replace(positions=[np.concatenate(view.positions)])
-        return ulysses_attention(q, k, v, whole, Peers(comm), Peers(comm, [comm.rank]))
+        return ulysses_attention(
+            q, k, v, whole, ContextPeers(comm), ContextPeers(comm, [comm.rank])
+        )
 
 
 def check_heads(heads: int, kv_heads: int, world: int, *, where: str, replicate: bool) -> None:

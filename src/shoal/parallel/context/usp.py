@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.cost.context.traffic import Traffic, ring_traffic, ulysses_traffic, usp_traffic
+from shoal.cost.context.traffic import ContextTraffic, ring_traffic, ulysses_traffic, usp_traffic
 from shoal.ir import Machine, Work
 from shoal.parallel.context.base import ContextAttention, group_of, near_ranks
 from shoal.parallel.context.cost import Route, waits
@@ -26,7 +26,7 @@ from shoal.parallel.context.ulysses import check_heads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.parallel.context.run.peers import View
+    from shoal.parallel.context.run.peers import PeerView
     from shoal.parallel.protocols import Comm
 
 __all__ = ["USP"]
@@ -95,7 +95,9 @@ class USP(ContextAttention):
             replicate=self.replicate_kv,
         )
 
-    def traffic(self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int) -> Traffic:
+    def traffic(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
+    ) -> ContextTraffic:
         """Elements that one rank sends for one layer."""
         group = self._group(world)
         return usp_traffic(tokens, heads, kv_heads, head_dim, world, group)
@@ -116,8 +118,8 @@ class USP(ContextAttention):
     def _group(self, world: int) -> int:
         return group_of(self.ulysses, world, where="context.usp.ulysses")
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
-        from shoal.parallel.context.run.peers import Peers
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
+        from shoal.parallel.context.run.peers import ContextPeers
         from shoal.parallel.context.run.ulysses import ulysses_attention
 
         group = self._group(comm.world)
@@ -131,6 +133,6 @@ class USP(ContextAttention):
             k,
             v,
             view._replace(positions=shared),
-            Peers(comm, range(mine, mine + group)),
-            Peers(comm, range(comm.rank % group, comm.world, group)),
+            ContextPeers(comm, range(mine, mine + group)),
+            ContextPeers(comm, range(comm.rank % group, comm.world, group)),
         )

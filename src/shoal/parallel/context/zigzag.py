@@ -11,13 +11,13 @@ from typing import ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.ir import Machine, Work
-from shoal.parallel.context.ring import Ring
+from shoal.parallel.context.ring import RingAttention
 
 __all__ = ["Zigzag"]
 
 
 @part
-class Zigzag(Ring):
+class Zigzag(RingAttention):
     """Keys and values go round; every rank holds an early and a late chunk. The default."""
 
     name: ClassVar[str] = "zigzag"

@@ -22,7 +22,7 @@ from shoal.plan.placement.owners import only_owners
 if TYPE_CHECKING:
     from shoal.plan.placement.protocols import Devices, Flags, Ints
 
-__all__ = ["Copies", "Leg", "copies_of", "sent_copies"]
+__all__ = ["ExpertCopies", "Leg", "copies_of", "sent_copies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class ExpertCopies:
     """The copies of a pass, as one rank sees them.
 
     Args:
@@ -82,7 +82,7 @@ def sent_copies(owner_E: Ints, held_EN: Flags, devices: Devices) -> list[tuple[i
     return sorted(found)
 
 
-def copies_of(owner_E: Ints, held_EN: Flags, devices: Devices, rank: int) -> Copies:
+def copies_of(owner_E: Ints, held_EN: Flags, devices: Devices, rank: int) -> ExpertCopies:
     """What a rank sends and receives so that everybody has what the table says.
 
     Args:
@@ -107,4 +107,4 @@ def copies_of(owner_E: Ints, held_EN: Flags, devices: Devices, rank: int) -> Cop
         legs.append(Leg(sends, tuple(len(one) for one in comes), bool(leg)))
         has = [expert for one in comes for expert in one]
         experts += has
-    return Copies(tuple(experts), len(mine), (legs[0], legs[1]))
+    return ExpertCopies(tuple(experts), len(mine), (legs[0], legs[1]))

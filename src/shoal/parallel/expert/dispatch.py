@@ -31,18 +31,18 @@ import torch
 from torch import Tensor
 
 from shoal.model.feedforward import Experts, gate
-from shoal.model.permutation import Permutation
+from shoal.model.permutation import RoutingPermutation
 from shoal.parallel.expert.chunked import chunked
 from shoal.parallel.expert.exchange import combined, counts_of, exchanged, spread
 from shoal.parallel.expert.hierarchy import travelled
-from shoal.parallel.tensor.linear import Linear, grouped
+from shoal.parallel.tensor.linear import WholeLinear, grouped
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from shoal.model.config import ModelConfig
-    from shoal.model.routing import Routed, Tokens
+    from shoal.model.routing import RoutingResult, Tokens
     from shoal.parallel.protocols import ExpertRanks
 
 __all__ = ["DispatchedExperts"]
@@ -70,16 +70,16 @@ class DispatchedExperts(Experts):
             held=config.num_experts // ranks.ep.world,
             width=config.ffn_hidden // ranks.etp.world,
         )
-        self.router = Linear.of(self.router, ranks.etp)
+        self.router = WholeLinear.of(self.router, ranks.etp)
         self.ranks = ranks
 
     def forward(self, x: Tensor, total: int = 0, *, tokens: Tokens | None = None) -> Tensor:
         """Weighted sum of the chosen experts of this rank's tokens [N, D] or [B, T, D]."""
         return super().forward(x, tokens=tokens)
 
-    def mixed(self, x_ND: Tensor, routed: Routed) -> Tensor:
+    def mixed(self, x_ND: Tensor, routed: RoutingResult) -> Tensor:
         """The same of tokens [N, D] of which it is known where they go."""
-        at = Permutation(routed.experts, self.num_experts, routed.keep)
+        at = RoutingPermutation(routed.experts, self.num_experts, routed.keep)
         made_MD = self._there_and_back(at.permute(x_ND), at.counts_E)
         return at.unpermute(made_MD, routed.weights).to(x_ND.dtype)
 

@@ -26,11 +26,11 @@ from shoal.core.traits import traits
 from shoal.parallel.expert.copies import copies_of
 from shoal.parallel.expert.dispatch import DispatchedExperts
 from shoal.parallel.expert.exchange import counts_of
-from shoal.parallel.expert.lent import Ledger, Lent, begun, handed, landed
+from shoal.parallel.expert.layer_copies import CopyMeter, LayerCopies, begun, handed, landed
 from shoal.parallel.tensor.linear import grouped
 from shoal.plan.placement.estimates import budget, hidden_again
 from shoal.plan.placement.owners import in_order
-from shoal.plan.placement.protocols import Devices, Expected
+from shoal.plan.placement.protocols import Devices, LoadForecast
 from shoal.plan.placement.routing import routed
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from shoal.ir import Machine, Work
     from shoal.model.config import ModelConfig
     from shoal.model.routing import Tokens
-    from shoal.parallel.expert.copies import Copies
+    from shoal.parallel.expert.copies import ExpertCopies
     from shoal.parallel.protocols import ExpertRanks
-    from shoal.plan.placement.protocols import Budget, ExpertPlacer, Flags, Ints
+    from shoal.plan.placement.protocols import ExpertPlacer, Flags, Ints, LinkBudget
 
 __all__ = ["CopiedExperts", "dispatched", "lending"]
 
@@ -64,7 +64,7 @@ def dispatched(
     return CopiedExperts(config, ranks, layer, part)
 
 
-def lending(model: nn.Module, work: Work, machine: Machine | None) -> Ledger | None:
+def lending(model: nn.Module, work: Work, machine: Machine | None) -> CopyMeter | None:
     """Let a model's layers of experts count their copies together, and choose what each may do.
 
     Args:
@@ -78,14 +78,14 @@ def lending(model: nn.Module, work: Work, machine: Machine | None) -> Ledger | N
     found = {one.layer: one for one in model.modules() if isinstance(one, CopiedExperts)}
     if not found:
         return None
-    ledger, job = Ledger(), work.job
+    ledger, job = CopyMeter(), work.job
     placer = next(iter(found.values())).placer
     free = None if machine is None else budget(work, machine)
     hidden = machine is not None and hidden_again(work, machine, placer.slots)
     # Whatever is computed again gathers again as it does.
     twice = set(found) if job.recompute == "stage" else job.recomputed(work.shape.num_layers)
     for layer, one in found.items():
-        one.ledger, one.budget = ledger, free
+        one.meter, one.budget = ledger, free
         # Copies of a stage's last layer are needed again at once.
         auto = placer.rematerialize == "auto" and hidden and layer + 1 in found
         one.again = (auto or placer.rematerialize == "on") and layer not in twice
@@ -116,12 +116,12 @@ class CopiedExperts(DispatchedExperts):
         self.devices = Devices(world, per_node if per_node and world % per_node == 0 else world)
         self.owner_E = in_order(self.num_experts, self.devices)
         self.placer = placer
-        self.expected = Expected(self.num_experts)
-        self.again, self.ledger = placer.rematerialize == "on", Ledger()
-        self.budget: Budget | None = None
+        self.expected = LoadForecast(self.num_experts)
+        self.again, self.meter = placer.rematerialize == "on", CopyMeter()
+        self.budget: LinkBudget | None = None
         self._held: Flags | None = None
-        self._copies: Copies | None = None
-        self._begun: tuple[Lent, Tensor] | None = None
+        self._copies: ExpertCopies | None = None
+        self._begun: tuple[LayerCopies, Tensor] | None = None
 
     @property
     def held(self) -> Flags:
@@ -150,8 +150,8 @@ class CopiedExperts(DispatchedExperts):
         if self._copies.used:
             own = self.gate_up_proj, self.down_proj
             again = self.again and torch.is_grad_enabled()
-            lent = Lent(
-                own, self._copies, self.ranks.ep, self.ledger, layer=self.layer, again=again
+            lent = LayerCopies(
+                own, self._copies, self.ranks.ep, self.meter, layer=self.layer, again=again
             )
             self._begun = lent, begun(lent, own)
 
@@ -199,7 +199,7 @@ class CopiedExperts(DispatchedExperts):
         return torch.cat([own, borrowed])
 
 
-def _one(lent: Lent, number: int) -> Tensor:
+def _one(lent: LayerCopies, number: int) -> Tensor:
     return lent.weights()[number]
 
 

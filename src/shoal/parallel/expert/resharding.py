@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.plan.placement.protocols import Ints
 
-__all__ = ["TAG", "Layer", "Resharding", "Reshuffled", "move"]
+__all__ = ["TAG", "ReshardResult", "ReshardedLayer", "Resharding", "move"]
 
 # Under this tag the meter counts weights and optimizer state that go to new owners.
 TAG = "expert_owners"
 
 
-class Layer(NamedTuple):
+class ReshardedLayer(NamedTuple):
     """Experts of one layer that get other owners.
 
     Args:
@@ -52,7 +52,7 @@ class Layer(NamedTuple):
     tensors: Sequence[Tensor]
 
 
-class Reshuffled(NamedTuple):
+class ReshardResult(NamedTuple):
     """What changed owners.
 
     Args:
@@ -65,7 +65,7 @@ class Reshuffled(NamedTuple):
 
 
 @torch.no_grad()
-def move(layers: Sequence[Layer], comm: Comm) -> int:
+def move(layers: Sequence[ReshardedLayer], comm: Comm) -> int:
     """Bring every expert to its new owner; the tensors are changed in place.
 
     Args:
@@ -137,7 +137,7 @@ class Resharding(StepHook):
         owned: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         self._comm, self._slices, self._owned = comm, slices, owned
-        self.last: Reshuffled | None = None
+        self.last: ReshardResult | None = None
         self._layers = {
             f"{name}.": module
             for name, module in model.named_modules()
@@ -171,7 +171,7 @@ class Resharding(StepHook):
             owners[prefix] = new_E
             tensors = _of(prefix, owned, state)
             if tensors:
-                moves.append(Layer(one.owner_E, new_E, tensors))
+                moves.append(ReshardedLayer(one.owner_E, new_E, tensors))
         sent = move(moves, self._comm) if moves else 0
         count = 0
         for prefix, new_E in owners.items():
@@ -182,7 +182,7 @@ class Resharding(StepHook):
             for name, whole in self._slices.items():
                 if name.startswith(prefix) and is_expert(name):
                     self._slices[name] = whole.of_rows(mine)
-        self.last = Reshuffled(count, sent)
+        self.last = ReshardResult(count, sent)
 
     def events(self) -> Mapping[str, Mapping[str, Any]]:
         """What has moved in the last step."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from shoal.cost.training.sequences import Exchange
 from shoal.ir.mask import Mask
 from shoal.model.attention import attend
-from shoal.parallel.context.pieces import Piece
-from shoal.parallel.context.run.peers import Peers, View
+from shoal.parallel.context.pieces import AttentionPiece
+from shoal.parallel.context.run.peers import ContextPeers, PeerView
 from shoal.parallel.context.run.ring import ring_attention
 from shoal.parallel.context.run.ulysses import ulysses_attention
 from shoal.parallel.hdp.slices import cuts, shares
@@ -33,11 +33,11 @@ from shoal.parallel.tensor.block import Mix
 __all__ = ["mix_of"]
 
 
-class _Shares(View):
+class _Shares(PeerView):
     """A view of members that may have no tokens."""
 
-    def pieces(self, queries: int, keys: int) -> tuple[Piece, ...]:
-        """See :class:`~shoal.parallel.context.run.peers.View`."""
+    def pieces(self, queries: int, keys: int) -> tuple[AttentionPiece, ...]:
+        """See :class:`~shoal.parallel.context.run.peers.PeerView`."""
         if not (len(self.positions[queries]) and len(self.positions[keys])):
             return ()
         return super().pieces(queries, keys)
@@ -57,7 +57,7 @@ def mix_of(lengths: Sequence[int], ranks: Sequence[int], exchange: Exchange, wor
     total = sum(lengths)
     mask = Mask.document(np.repeat(np.arange(len(lengths)), lengths))
     positions = shares(total, len(ranks), exchange)
-    peers = Peers(world, ranks)
+    peers = ContextPeers(world, ranks)
     own, largest = len(positions[peers.rank]), max(map(len, positions))
 
     def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def mix_of(lengths: Sequence[int], ranks: Sequence[int], exchange: Exchange, wor
     def ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Shorter pieces come last, so padding lies behind all tokens.
         view = _Shares((mask,), 1, [np.concatenate(positions)])
-        inner, outer = peers, Peers(world, [world.rank])
+        inner, outer = peers, ContextPeers(world, [world.rank])
         return ulysses_attention(padded(q), padded(k), padded(v), view, inner, outer)[:, :, :own]
 
     def padded(x: Tensor) -> Tensor:

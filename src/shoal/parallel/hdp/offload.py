@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shoal.memory.activations.away import Slip
-from shoal.memory.activations.protocol import Kept, weight_of_cast
+from shoal.memory.activations.offloaded import TensorPlaceholder
+from shoal.memory.activations.protocol import ResidentTensor, weight_of_cast
 from shoal.memory.activations.waiting import Waiting
 from shoal.memory.tiers.places import Tiers
 from shoal.parallel.shard.units import units
@@ -134,16 +134,16 @@ class HostShare:
         def leave(*_: Any) -> None:
             self._given, self._inside = [], False
 
-        def pack(tensor: Tensor) -> Slip | Kept:
+        def pack(tensor: Tensor) -> TensorPlaceholder | ResidentTensor:
             number = tensor.untyped_storage()._cdata
             alike = number in weights or any(number == one._cdata for one in self._given)
             if not self._inside or alike or weight_of_cast(tensor) is not None:
-                return Kept(tensor)
+                return ResidentTensor(tensor)
             found = share.pack(tensor)
-            return found if isinstance(found, Slip) else Kept(found)
+            return found if isinstance(found, TensorPlaceholder) else ResidentTensor(found)
 
-        def unpack(found: Slip | Kept) -> Tensor:
-            return found.get() if isinstance(found, Kept) else share.unpack(found)
+        def unpack(found: TensorPlaceholder | ResidentTensor) -> Tensor:
+            return found.get() if isinstance(found, ResidentTensor) else share.unpack(found)
 
         hooks = [block.register_forward_pre_hook(enter) for block in self._blocks]
         hooks += [block.register_forward_hook(leave, always_call=True) for block in self._blocks]

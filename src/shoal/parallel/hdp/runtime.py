@@ -23,14 +23,14 @@ from shoal.cost.training.sequences import Exchange, SequenceCost
 from shoal.ir.hooks import StepHook
 from shoal.parallel.hdp.attention import mix_of
 from shoal.parallel.hdp.offload import HostShare
-from shoal.parallel.hdp.slices import Segment, segments, shares
+from shoal.parallel.hdp.slices import SequenceSegment, segments, shares
 from shoal.parallel.protocols import Comm, MicroBatch
 from shoal.plan.balance.sequences.assignment import Assignment, MicroStep, SequenceAssigner
 from shoal.plan.balance.sequences.predicted import predict
 
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.runtime import Span, StageLike
-    from shoal.parallel.tensor.rows import Rows
+    from shoal.parallel.tensor.rows import ReplicaSequences
 
 __all__ = ["HybridRuntime", "sequences_of"]
 
@@ -83,12 +83,12 @@ class HybridRuntime(StepHook):
         if self.host is not None:
             self.host.close()
 
-    def planned(self, rows: Rows) -> Assignment:
+    def planned(self, rows: ReplicaSequences) -> Assignment:
         """The plan of a batch; needs no other rank, and may be asked for ahead."""
         lengths = [one.length for one in sequences_of(rows)]
         return self.assigner.assign(lengths, self.world.world, self.cost)
 
-    def prepare(self, rows: Rows) -> Rows:
+    def prepare(self, rows: ReplicaSequences) -> ReplicaSequences:
         """Rows with the plan that all ranks will go by, on the first rank; may be called ahead."""
         return rows if self.world.rank else rows._replace(plan=self.planned(rows))
 
@@ -107,7 +107,7 @@ class HybridRuntime(StepHook):
             step |= {"kept_bytes": host.kept_bytes, "offloaded_bytes": host.sent_bytes}
         return {"step": step}
 
-    def step(self, rows: Rows, scale: float) -> Tensor:
+    def step(self, rows: ReplicaSequences, scale: float) -> Tensor:
         """Forward and backward passes of this rank's micro-steps; gradients are not yet summed.
 
         Args:
@@ -142,7 +142,11 @@ class HybridRuntime(StepHook):
         return total
 
     def microbatch(
-        self, rows: Rows, chosen: list[Segment], step: MicroStep, plan: Assignment
+        self,
+        rows: ReplicaSequences,
+        chosen: list[SequenceSegment],
+        step: MicroStep,
+        plan: Assignment,
     ) -> MicroBatch:
         """This rank's tokens of a micro-step, as a row of its own."""
         device, width = rows.inputs.device, rows.inputs.shape[1]
@@ -166,7 +170,7 @@ class HybridRuntime(StepHook):
             length=width,
         )
 
-    def _agreed(self, rows: Rows) -> Assignment:
+    def _agreed(self, rows: ReplicaSequences) -> Assignment:
         """The first rank's plan, on every rank: a solver's answer depends on the time it has."""
         device = rows.inputs.device
         lengths = tuple(one.length for one in sequences_of(rows))
@@ -183,7 +187,7 @@ class HybridRuntime(StepHook):
         return _read(sent.tolist(), lengths)
 
 
-def sequences_of(rows: Rows) -> list[Segment]:
+def sequences_of(rows: ReplicaSequences) -> list[SequenceSegment]:
     """The sequences of a batch, in the order of its plans."""
     documents = None if rows.documents is None else rows.documents.cpu().numpy()
     return segments(documents, *rows.inputs.shape)

@@ -14,10 +14,10 @@ import numpy as np
 
 from shoal.cost.training.sequences import Exchange
 
-__all__ = ["Segment", "cuts", "segments", "shares"]
+__all__ = ["SequenceSegment", "cuts", "segments", "shares"]
 
 
-class Segment(NamedTuple):
+class SequenceSegment(NamedTuple):
     """One sequence: consecutive tokens of one row.
 
     Args:
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-def segments(documents: np.ndarray | None, rows: int, length: int) -> list[Segment]:
+def segments(documents: np.ndarray | None, rows: int, length: int) -> list[SequenceSegment]:
     """The sequences of a batch, row by row: runs of one document, or whole rows.
 
     Args:
@@ -45,12 +45,14 @@ def segments(documents: np.ndarray | None, rows: int, length: int) -> list[Segme
         length: tokens of a row T.
     """
     if documents is None:
-        return [Segment(row, 0, length) for row in range(rows)]
+        return [SequenceSegment(row, 0, length) for row in range(rows)]
     found = []
     for row, ids in enumerate(documents):
         cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), length]
         found += [
-            Segment(row, start, stop) for start, stop in itertools.pairwise(cuts) if ids[start] >= 0
+            SequenceSegment(row, start, stop)
+            for start, stop in itertools.pairwise(cuts)
+            if ids[start] >= 0
         ]
     return found
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import CheckpointError
-from shoal.ir.hooks import StepHook, Stored, TrainStep
+from shoal.ir.hooks import StepHook, TensorSource, TrainStep
 from shoal.parallel.outer.rule import TAG, Rule, Segments
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Rounds(StepHook, ABC):
         return {"step": step} | ({} if self.loss is None else {"round": {"loss": self.loss}})
 
     @abstractmethod
-    def _turn(self, told: Tensor, *, last: bool) -> None:
+    def _turn(self, summary: Tensor, *, last: bool) -> None:
         """End a round and begin the next."""
 
     @abstractmethod
@@ -124,9 +124,9 @@ class Rounds(StepHook, ABC):
         self.exposed_s += time.perf_counter() - begin
         return found
 
-    def _hear(self, told: Tensor) -> None:
+    def _hear(self, summary: Tensor) -> None:
         """What the workers told each other: a mean loss, and how many wish to stop."""
-        loss, stops = told.tolist()
+        loss, stops = summary.tolist()
         self.loss, self.stop = loss, stops > 0
 
     def state(self) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class Rounds(StepHook, ABC):
         return {f"{self._place}{name}": value for name, value in self._state().items()}
 
     @torch.no_grad()
-    def load(self, saved: Stored) -> None:
+    def load(self, saved: TensorSource) -> None:
         """Go on from a round's start.
 
         Raises:
@@ -198,7 +198,7 @@ class WholeRounds(Rounds):
         for x, parameter in zip(self._at, self._tensors, strict=True):
             x.copy_(parameter)
 
-    def _turn(self, told: Tensor, *, last: bool) -> None:
+    def _turn(self, summary: Tensor, *, last: bool) -> None:
         mean = self._collect() if self._waiting else None
         for x, parameter in zip(self._at, self._tensors, strict=True):
             parameter.neg_().add_(x)  # what the round has changed
@@ -207,7 +207,7 @@ class WholeRounds(Rounds):
         for x, parameter, view in zip(self._at, self._tensors, self._views, strict=True):
             view.copy_(parameter)
             parameter.copy_(x)
-        self._sent[self._size :] = told
+        self._sent[self._size :] = summary
         self._waiting.fill_(1.0)
         self._begin()
         if not self._delayed or last:
@@ -300,7 +300,7 @@ class ShardedRounds(Rounds):
             view.copy_(parameter)
         self._x.copy_(self._sent[self._start : self._start + len(self._x)])
 
-    def _turn(self, told: Tensor, *, last: bool) -> None:
+    def _turn(self, summary: Tensor, *, last: bool) -> None:
         if self._delayed:
             self._halfway()  # a round of one step has no half
             self._come()
@@ -311,7 +311,7 @@ class ShardedRounds(Rounds):
         else:
             for view, parameter in zip(self._views, self._tensors, strict=True):
                 view.copy_(parameter)
-        self._sent[self._size : self._size + _TOLD] = told
+        self._sent[self._size : self._size + _TOLD] = summary
         self._waiting.fill_(1.0)
         self._reduced = self._timed(
             lambda: self.comm.reduce_scatter(self._part, self._sent, tag=TAG)

@@ -26,13 +26,13 @@ from typing import Any, Generic, Self, TypeVar
 
 from shoal.core.errors import PlanError, ShoalError, nearest, require
 
-__all__ = ["ActorGraph", "Counts", "Prefetched", "prefetch"]
+__all__ = ["ActorCounts", "ActorGraph", "PrefetchQueue", "prefetch"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Counts:
+class ActorCounts:
     """What one actor did.
 
     Args:
@@ -189,7 +189,7 @@ class ActorGraph:
                 f"give one back; give {few!r} more than {self._actors[few].regs}"
             )
 
-    def run(self, items: int) -> dict[str, Counts]:
+    def run(self, items: int) -> dict[str, ActorCounts]:
         """Let every actor act ``items`` times.
 
         Returns:
@@ -327,8 +327,8 @@ class _Run:
         for box in self._boxes.values():
             box.put(None)
 
-    def counts(self) -> dict[str, Counts]:
-        return {a.name: Counts(a.items, a.peak, a.regs) for a in self._actors}
+    def counts(self) -> dict[str, ActorCounts]:
+        return {a.name: ActorCounts(a.items, a.peak, a.regs) for a in self._actors}
 
     def ack(self, register: _Register) -> None:
         """A consumer is done with a register; its owner's thread hears of it."""
@@ -431,7 +431,7 @@ class _Failed:
         self.error = error
 
 
-class Prefetched(Generic[_T]):
+class PrefetchQueue(Generic[_T]):
     """Items made ahead of who uses them; :func:`prefetch` makes it.
 
     An iterator over what the function returns for first, first + 1, ...; and a context
@@ -498,7 +498,7 @@ class Prefetched(Generic[_T]):
         self._items: Any = graph.stream("make")
 
 
-def prefetch(function: Callable[[int], _T], first: int, depth: int = 2) -> Prefetched[_T]:
+def prefetch(function: Callable[[int], _T], first: int, depth: int = 2) -> PrefetchQueue[_T]:
     """Call ``function(first)``, ``function(first + 1)``, ... ahead of who uses the results.
 
     Results come in order. What a call raises is raised where its result would have been
@@ -521,4 +521,4 @@ def prefetch(function: Callable[[int], _T], first: int, depth: int = 2) -> Prefe
         expected="at least 1; 2 make the next item while one is used",
         error=PlanError,
     )
-    return Prefetched(function, first, depth)
+    return PrefetchQueue(function, first, depth)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.core.boxes import Box
 from shoal.kernel.tensors import local
 from shoal.parallel.pipeline.stage import LocalModel
-from shoal.parallel.protocols import Held
+from shoal.parallel.protocols import LocalParameter
 from shoal.parallel.tensor.slices import Slices, take
 from shoal.parallel.vocab.passes import VocabShard
 from shoal.plan.partition import cells_for
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.ir.schedule import Schedule
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm, MicroBatch, Ranks
-    from shoal.parallel.tensor.rows import Weights
+    from shoal.parallel.tensor.rows import WeightSource
 
 __all__ = ["SplitPart", "WholePart"]
 
@@ -46,7 +46,7 @@ class WholePart:
         self.slices: dict[str, Slices] = {}
         self.vocab: VocabShard | None = None
 
-    def value(self, name: str, weights: Weights) -> Tensor:
+    def value(self, name: str, weights: WeightSource) -> Tensor:
         """What this rank's slice of a parameter starts from."""
         whole = weights.whole(name)
         return take(whole, self.slices[name]) if name in self.slices else whole
@@ -61,7 +61,7 @@ class WholePart:
         """This rank is the first of those in its model group that hold this part of ``name``."""
         return True
 
-    def boxes(self, name: str, part: Held) -> list[Held]:
+    def boxes(self, name: str, part: LocalParameter) -> list[LocalParameter]:
         """A parameter's part, as the boxes of the whole one that it is."""
         return [part]
 
@@ -162,7 +162,7 @@ class SplitPart(WholePart):
             self._copies = frozenset(self.slices)
         self._cell = {f"blocks.{n}.": cell for cell, blocks in enumerate(layers) for n in blocks}
 
-    def fill(self, weights: Weights, dtype: torch.dtype) -> None:
+    def fill(self, weights: WeightSource, dtype: torch.dtype) -> None:
         """Give every parameter its value, on the device."""
         for name in self.slices:
             owner, _, leaf = name.rpartition(".")
@@ -202,12 +202,12 @@ class SplitPart(WholePart):
             return False
         return not self.slices[name].replicated or self._ranks.tp.rank == 0
 
-    def boxes(self, name: str, part: Held) -> list[Held]:
+    def boxes(self, name: str, part: LocalParameter) -> list[LocalParameter]:
         """See the whole part."""
         whole = self.slices[name]
         mine = Box(part.offset, tuple(part.tensor.shape))
         return [
-            Held(part.tensor[here.slices(mine)], box.offset, whole.shape)
+            LocalParameter(part.tensor[here.slices(mine)], box.offset, whole.shape)
             for here, box in whole.find(mine)
         ]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, MicroBatch, Pending
     from shoal.parallel.vocab.passes import VocabShard
 
-__all__ = ["Boundary", "Runtime", "Span", "StageLike", "span_of"]
+__all__ = ["Runtime", "Span", "StageBoundary", "StageLike", "span_of"]
 
 Span = Callable[[str], AbstractContextManager[object]]
 """Around a phase of a step, by name."""
@@ -58,7 +58,7 @@ class StageLike(Protocol):
 
 
 @dataclass(frozen=True)
-class Boundary:
+class StageBoundary:
     """What crosses from stage to stage.
 
     Args:
@@ -178,7 +178,7 @@ class Runtime:
         schedule: Schedule,
         stages: Mapping[int, StageLike],
         pp: Comm,
-        boundary: Boundary,
+        boundary: StageBoundary,
         *,
         vocab: VocabShard | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import ConfigError, require
 
 if TYPE_CHECKING:
-    from shoal.parallel.placed.trace import Traced
+    from shoal.parallel.placed.trace import TracedGraph
 
 __all__ = ["load"]
 
 
-def load(path: Path) -> Traced:
+def load(path: Path) -> TracedGraph:
     """Execute a file and trace what its ``build()`` returns.
 
     Args:

@@ -13,7 +13,7 @@ from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress
 from shoal.ir.placement import parse_mesh
 from shoal.parallel.placed.build import load
-from shoal.plan.sbp.search import Rates, place
+from shoal.plan.sbp.search import MeshRates, place
 
 __all__ = ["SbpStudy"]
 
@@ -70,7 +70,7 @@ class SbpStudy:
             "latency_s": self.latency,
         }
         raw = {key: value for key, value in given.items() if value is not None}
-        rates = parse(Rates, raw, where="rates")
+        rates = parse(MeshRates, raw, where="rates")
         traced, sizes = load(self.file), parse_mesh(self.mesh)
         pins.setdefault(traced.result, ",".join("B" * len(sizes)))
         plan = place(traced.graph, sizes, pins=pins, rates=rates, memory_limit=self.memory)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoal.core.errors import PlanError, require
-from shoal.plan.sbp.search import Leaf, Node, OpGraph
+from shoal.plan.sbp.search import Leaf, OpGraph, OpNode
 
-__all__ = ["Traced", "trace"]
+__all__ = ["TracedGraph", "trace"]
 
 _ELEMENTWISE: dict[str, str] = {
     "neg": "neg",
@@ -34,7 +34,7 @@ _ELEMENTWISE: dict[str, str] = {
 _SAME = ("contiguous", "clone", "detach", "dropout")
 
 
-class Traced:
+class TracedGraph:
     """A graph and what its leaves are.
 
     Attributes:
@@ -53,7 +53,7 @@ class Traced:
         self.result = result
 
 
-def trace(module: nn.Module, examples: Sequence[Tensor]) -> Traced:
+def trace(module: nn.Module, examples: Sequence[Tensor]) -> TracedGraph:
     """Trace ``module`` in evaluation mode.
 
     Args:
@@ -87,20 +87,20 @@ class _Reader:
         self.module, self.fx, self.weights = module, graph, weights
         self.examples = list(examples)
         self.leaves: dict[str, Leaf] = {}
-        self.ops: list[Node] = []
+        self.ops: list[OpNode] = []
         self.inputs: list[str] = []
         # Graph node -> name of a tensor, or a plain value.
-        self.found: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
         self.meta: dict[str, Tensor] = {}
         self.used: dict[str, Tensor] = {}
 
-    def read(self) -> Traced:
+    def read(self) -> TracedGraph:
         result = ""
         for node in self.fx.nodes:
             if node.op == "placeholder":
-                self.found[node] = self._input(node)
+                self.values[node] = self._input(node)
             elif node.op == "get_attr":
-                self.found[node] = self._weight(str(node.target))
+                self.values[node] = self._weight(str(node.target))
             elif node.op == "output":
                 result = self._value(node.args[0])
                 require(
@@ -111,7 +111,7 @@ class _Reader:
                     error=PlanError,
                 )
             else:
-                self.found[node] = self._call(node)
+                self.values[node] = self._call(node)
         require(
             not self.examples,
             "examples",
@@ -120,7 +120,7 @@ class _Reader:
             error=PlanError,
         )
         graph = OpGraph(leaves=tuple(self.leaves.values()), ops=tuple(self.ops))
-        return Traced(graph, tuple(self.inputs), self.used, result)
+        return TracedGraph(graph, tuple(self.inputs), self.used, result)
 
     def _input(self, node: fx.Node) -> str:
         require(
@@ -149,7 +149,7 @@ class _Reader:
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
-            return self.found[argument]
+            return self.values[argument]
         if isinstance(argument, list | tuple):
             return [self._value(item) for item in argument]
         return argument
@@ -164,7 +164,7 @@ class _Reader:
         name = node.name
         while name in self.meta:
             name += "_"
-        self.ops.append(Node(name=name, kind=kind, inputs=tuple(names), attributes=attributes))
+        self.ops.append(OpNode(name=name, kind=kind, inputs=tuple(names), attributes=attributes))
         return name
 
     def _spelled(self, node: fx.Node) -> str:
@@ -339,7 +339,7 @@ class _Reader:
             made = f"{node.name}_{i}"
             length = part.shape[dim]
             self.ops.append(
-                Node(
+                OpNode(
                     name=made,
                     kind="narrow",
                     inputs=(x,),

@@ -13,14 +13,14 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from shoal.parallel.shard.gathered import GatheredModel
-from shoal.parallel.shard.replicated import Replicated, ReplicatedModel
+from shoal.parallel.shard.replicated import ReplicatedModel, ReplicatedShard
 from shoal.parallel.shard.units import check_divided
 from shoal.parallel.tensor.slices import is_expert
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.parallel.protocols import Comm, Held, Shard, Sharded
+    from shoal.parallel.protocols import Comm, LocalParameter, Shard, ShardedModel
 
 __all__ = ["FoldedModel", "folded"]
 
@@ -40,10 +40,12 @@ def folded(
         )
         return FoldedModel(model, rest, experts)
     check_divided(max(data, edp, key=lambda comm: comm.world), whole_matrices=whole_matrices)
-    found: list[Sharded] = []
+    found: list[ShardedModel] = []
     for which, comm in ((False, data), (True, edp)):
         if comm.world == 1:
-            part = Replicated().apply(_only(model, of_experts=which), comm, whole_matrices=False)
+            part = ReplicatedShard().apply(
+                _only(model, of_experts=which), comm, whole_matrices=False
+            )
         else:
             part = GatheredModel(
                 model,
@@ -78,7 +80,7 @@ def _only(model: nn.Module, *, of_experts: bool) -> nn.Module:
 
 
 class FoldedModel:
-    """See :class:`~shoal.parallel.protocols.Sharded`.
+    """See :class:`~shoal.parallel.protocols.ShardedModel`.
 
     Args:
         model: whole, as this rank has it.
@@ -86,12 +88,12 @@ class FoldedModel:
         experts: of the experts'.
     """
 
-    def __init__(self, model: nn.Module, rest: Sharded, experts: Sharded) -> None:
+    def __init__(self, model: nn.Module, rest: ShardedModel, experts: ShardedModel) -> None:
         self.model, self._rest, self._experts = model, rest, experts
 
     @property
     def overlap(self) -> bool:
-        """See :class:`~shoal.parallel.protocols.Sharded`."""
+        """See :class:`~shoal.parallel.protocols.ShardedModel`."""
         return self._rest.overlap
 
     @overlap.setter
@@ -109,7 +111,7 @@ class FoldedModel:
         assert isinstance(self._rest, ReplicatedModel)
         return self._rest
 
-    def _of(self, name: str) -> Sharded:
+    def _of(self, name: str) -> ShardedModel:
         return self._experts if is_expert(name) else self._rest
 
     @contextmanager
@@ -130,7 +132,7 @@ class FoldedModel:
         both = self._rest.owned() | self._experts.owned()
         return {name: both[name] for name, _ in self.model.named_parameters() if name in both}
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalParameter]:
         """What this rank holds, in the order of the model."""
         both = self._rest.held() | self._experts.held()
         return {name: both[name] for name, _ in self.model.named_parameters() if name in both}

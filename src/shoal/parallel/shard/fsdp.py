@@ -17,7 +17,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.kernel.squares import sum_of_squares
-from shoal.parallel.protocols import Held
+from shoal.parallel.protocols import LocalParameter
 from shoal.parallel.shard.cost import sharding_estimate
 from shoal.parallel.shard.units import check_divided, units
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shoal.parallel.protocols import Comm, Sharded
+    from shoal.parallel.protocols import Comm, ShardedModel
 
 __all__ = ["FsdpModel", "Zero2", "Zero3", "divided"]
 
@@ -51,7 +51,7 @@ class Zero2:
             messages=2 * (work.shape.num_layers + 1),
         )
 
-    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> ShardedModel:
         """Shard the model, block by block."""
         return divided(model, comm, reshard=False, whole_matrices=whole_matrices)
 
@@ -79,7 +79,7 @@ class Zero3:
             messages=(1 + 2 * passes) * (work.shape.num_layers + 1),
         )
 
-    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> ShardedModel:
         """Shard the model, block by block."""
         return divided(model, comm, reshard=True, whole_matrices=whole_matrices)
 
@@ -91,7 +91,7 @@ def divided(
     reshard: bool,
     whole_matrices: bool,
     across: Comm | None = None,
-) -> Sharded:
+) -> ShardedModel:
     """Divide by FSDP2 between processes, by our own means between threads.
 
     Args:
@@ -147,7 +147,7 @@ class _CountedScatter(_CountedGather):
 
 
 class FsdpModel:
-    """See :class:`~shoal.parallel.protocols.Sharded` and :func:`divided`."""
+    """See :class:`~shoal.parallel.protocols.ShardedModel` and :func:`divided`."""
 
     overlap = True
 
@@ -219,15 +219,15 @@ class FsdpModel:
         """This rank's slice of every parameter that has rows here."""
         return {n: p for n, p in self._names.items() if p.to_local().numel()}
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalParameter]:
         """Slices along the first dimension."""
-        found: dict[str, Held] = {}
+        found: dict[str, LocalParameter] = {}
         for name, parameter in self.owned().items():
             dtensor: Any = parameter
             # FSDP2 gives every rank ceil(rows / ranks) rows until none are left.
             rows = -(-dtensor.shape[0] // self.comm.world) * self.comm.rank
             offset = (rows, *(0,) * (dtensor.dim() - 1))
-            found[name] = Held(dtensor.to_local().detach(), offset, tuple(dtensor.shape))
+            found[name] = LocalParameter(dtensor.to_local().detach(), offset, tuple(dtensor.shape))
         return found
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from shoal.kernel.squares import sum_of_squares
-from shoal.parallel.protocols import Held
+from shoal.parallel.protocols import LocalParameter
 from shoal.parallel.shard.units import check_divided, units
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Unit:
 
 
 class GatheredModel:
-    """See :class:`~shoal.parallel.protocols.Sharded`.
+    """See :class:`~shoal.parallel.protocols.ShardedModel`.
 
     Args:
         model: the model; its parameters become local parts, with the same names.
@@ -287,15 +287,15 @@ class GatheredModel:
         found = {name: unit.parts[index] for name, (unit, index) in self._names.items()}
         return {name: part for name, part in found.items() if part.numel()}
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalParameter]:
         """Slices along the first dimension."""
-        found: dict[str, Held] = {}
+        found: dict[str, LocalParameter] = {}
         for name in self.owned():
             unit, index = self._names[name]
             unit.forget()  # whoever asks may write
             shape = unit.shapes[index]
             offset = (unit.row(index), *(0,) * (len(shape) - 1)) if shape else ()
-            found[name] = Held(unit.parts[index].detach(), offset, shape)
+            found[name] = LocalParameter(unit.parts[index].detach(), offset, shape)
         return found
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:

@@ -21,13 +21,13 @@ from shoal.parallel.shard.units import on_one_node
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.parallel.protocols import Comm, Sharded
+    from shoal.parallel.protocols import Comm, ShardedModel
 
-__all__ = ["Hybrid"]
+__all__ = ["HybridShard"]
 
 
 @part
-class Hybrid:
+class HybridShard:
     """Divides everything inside groups; choose it when a node holds the model and links differ.
 
     Args:
@@ -78,7 +78,7 @@ class Hybrid:
             wire_bytes=wire,
         )
 
-    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> ShardedModel:
         """Shard the model inside this rank's group."""
         within = self.within or on_one_node(comm)
         require(

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm
 
-__all__ = ["LevelledModel", "Levels", "Width"]
+__all__ = ["LevelComms", "LevelledModel", "Width"]
 
 
-class Levels(NamedTuple):
+class LevelComms(NamedTuple):
     """The communicators of a rank, by what differs between their ranks.
 
     Args:
@@ -61,7 +61,7 @@ class Levels(NamedTuple):
     second: Comm | None
 
     @classmethod
-    def of(cls, comm: Comm, package: int, island: int, second: int | None) -> Levels:
+    def of(cls, comm: Comm, package: int, island: int, second: int | None) -> LevelComms:
         """Split ``comm``; all ranks call it with the same numbers.
 
         Args:
@@ -192,7 +192,7 @@ def _assembled(comm: Comm, mine: Tensor) -> Tensor:
 
 
 class LevelledModel(GatheredModel):
-    """See :class:`~shoal.parallel.protocols.Sharded`.
+    """See :class:`~shoal.parallel.protocols.ShardedModel`.
 
     Args:
         model: the model; its parameters become local parts, with the same names.
@@ -211,7 +211,7 @@ class LevelledModel(GatheredModel):
         self,
         model: nn.Module,
         comm: Comm,
-        levels: Levels,
+        levels: LevelComms,
         width: Width,
         *,
         whole_matrices: bool,

@@ -18,19 +18,19 @@ from shoal.core.errors import RankError, require
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.kernel.squares import sum_of_squares
-from shoal.parallel.protocols import Held
+from shoal.parallel.protocols import LocalParameter
 from shoal.parallel.shard.cost import sharding_estimate
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.parallel.protocols import Comm, Pending, Sharded
+    from shoal.parallel.protocols import Comm, Pending, ShardedModel
 
-__all__ = ["Replicated", "ReplicatedModel", "bucket_bytes", "check_bucket"]
+__all__ = ["ReplicatedModel", "ReplicatedShard", "bucket_bytes", "check_bucket"]
 
 
 @part
-class Replicated:
+class ReplicatedShard:
     """Every rank holds everything; choose it when the model fits.
 
     Args:
@@ -57,7 +57,7 @@ class Replicated:
         buckets = int(4 * parameters(work.shape) / size) + 1
         return sharding_estimate(work, machine, sent_per_parameter_byte=2.0, messages=buckets)
 
-    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> ShardedModel:
         """Hook the model's gradients."""
         device = next(model.parameters()).device.type
         return ReplicatedModel(model, comm, bucket_bytes=bucket_bytes(self.bucket_mb, device))
@@ -122,7 +122,7 @@ class _Bucket:
 
 
 class ReplicatedModel:
-    """See :class:`~shoal.parallel.protocols.Sharded`.
+    """See :class:`~shoal.parallel.protocols.ShardedModel`.
 
     Attributes:
         overlap: a bucket travels as soon as the last backward pass has filled it. Off, all
@@ -252,10 +252,10 @@ class ReplicatedModel:
         """All parameters."""
         return dict(self._names)
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalParameter]:
         """Every parameter, whole."""
         return {
-            name: Held(p.detach(), (0,) * p.dim(), tuple(p.shape))
+            name: LocalParameter(p.detach(), (0,) * p.dim(), tuple(p.shape))
             for name, p in self._names.items()
         }
 

@@ -24,7 +24,7 @@ from shoal.parallel.shard.units import on_one_node
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.parallel.protocols import Comm, Sharded
+    from shoal.parallel.protocols import Comm, ShardedModel
 
 __all__ = ["BITS", "Topo3"]
 
@@ -178,18 +178,18 @@ class Topo3:
             wire_bytes=wire,
         )
 
-    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> ShardedModel:
         """Shard the model over the three levels."""
         import torch
 
-        from shoal.parallel.shard.levelled import LevelledModel, Levels, Width
+        from shoal.parallel.shard.levelled import LevelComms, LevelledModel, Width
 
         g0, g1 = self.sizes(comm.world, on_one_node(comm))
         dtype = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
         return LevelledModel(
             model,
             comm,
-            Levels.of(comm, g0, g1, self.secondary),
+            LevelComms.of(comm, g0, g1, self.secondary),
             Width(dtype, self.bits("weights"), self.bits("grads")),
             whole_matrices=whole_matrices,
         )

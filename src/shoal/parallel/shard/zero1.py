@@ -20,7 +20,7 @@ from shoal.parallel.shard.replicated import ReplicatedModel, bucket_bytes, check
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoal.parallel.protocols import Comm, Pending, Sharded
+    from shoal.parallel.protocols import Comm, Pending, ShardedModel
 
 __all__ = ["Zero1", "Zero1Model", "assign"]
 
@@ -52,7 +52,7 @@ class Zero1:
             work, machine, sent_per_parameter_byte=3.0, messages=2 + work.job.parallel.dp
         )
 
-    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> Sharded:
+    def apply(self, model: nn.Module, comm: Comm, *, whole_matrices: bool) -> ShardedModel:
         """Hook the model's gradients and divide its parameters."""
         device = next(model.parameters()).device.type
         return Zero1Model(model, comm, bucket_bytes=bucket_bytes(self.bucket_mb, device))
@@ -70,7 +70,7 @@ def assign(sizes: dict[str, int], world: int) -> dict[str, int]:
 
 
 class Zero1Model(ReplicatedModel):
-    """See :class:`~shoal.parallel.protocols.Sharded`."""
+    """See :class:`~shoal.parallel.protocols.ShardedModel`."""
 
     def __init__(self, model: nn.Module, comm: Comm, *, bucket_bytes: int) -> None:
         super().__init__(model, comm, bucket_bytes=bucket_bytes)

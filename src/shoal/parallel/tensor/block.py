@@ -18,14 +18,14 @@ from shoal.model.config import ModelConfig
 from shoal.model.dropout import Drop
 from shoal.model.feedforward import Experts, SwiGLU, gate
 from shoal.model.routing import Tokens
-from shoal.model.transformer import Block
+from shoal.model.transformer import TransformerBlock
 from shoal.parallel.expert.fssdp import CopiedExperts, dispatched
 from shoal.parallel.tensor.linear import (
     ColumnLinear,
     LateColumnLinear,
     LateRowLinear,
-    Linear,
     RowLinear,
+    WholeLinear,
     grouped,
 )
 from shoal.parallel.tensor.operators import enter, leave, synced
@@ -67,7 +67,7 @@ class _Experts(Experts):
     def __init__(self, config: ModelConfig, layer: int, comm: Comm, *, sp: bool) -> None:
         super().__init__(config, layer)
         self.comm, self.sp, self.copies = comm, sp, comm.world
-        self.router = Linear.of(self.router, comm)
+        self.router = WholeLinear.of(self.router, comm)
 
     def forward(self, x: Tensor, total: int = 0, *, tokens: Tokens | None = None) -> Tensor:
         """As of whole experts; [n, D] with sequence parallelism."""
@@ -81,7 +81,7 @@ class _Experts(Experts):
         return grouped(rows_MI, weight_EOI, counts, self.grouped)
 
 
-class WholeBlock(Block):
+class WholeBlock(TransformerBlock):
     """A block whose linear layers are this rank's; without communication it is the model's."""
 
     def __init__(
@@ -101,11 +101,11 @@ class WholeBlock(Block):
         attention = self.attention
         how: dict[str, Any] = {"sp": sp, "overlap": overlap}
         # What a ladder adds late may be on its way; ranks that are apart add what they have.
-        kinds: tuple[type[Linear], type[Linear]] = ColumnLinear, RowLinear
+        kinds: tuple[type[WholeLinear], type[WholeLinear]] = ColumnLinear, RowLinear
         if self.ladder:
             kinds = LateColumnLinear, LateRowLinear
         elif self.desync:
-            kinds = Linear, Linear
+            kinds = WholeLinear, WholeLinear
         column, row = kinds
         if self.desync and comm.world > 1:
             self.join = synced(comm)

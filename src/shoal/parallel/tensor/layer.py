@@ -23,11 +23,11 @@ from shoal.core.errors import ModelError, require
 from shoal.model.attention import Mixer, Turn
 from shoal.model.config import ModelConfig
 from shoal.model.feedforward import SwiGLU
-from shoal.model.transformer import Block, Transformer
+from shoal.model.transformer import Transformer, TransformerBlock
 from shoal.parallel.protocols import Comm
 from shoal.plan.trees.fuzzy import Groups, spans
 
-__all__ = ["Exchange", "LayerRanks", "Program", "Share", "cut", "meet"]
+__all__ = ["LayerRanks", "Program", "Share", "TensorExchange", "cut", "meet"]
 
 Share = Literal["layers", "heads"]
 
@@ -35,7 +35,7 @@ Share = Literal["layers", "heads"]
 _GATHER, _SUM = "layers", "tensor"
 
 
-class Exchange(NamedTuple):
+class TensorExchange(NamedTuple):
     """What ranks do with tensors of theirs before they go on.
 
     Args:
@@ -52,11 +52,11 @@ class Exchange(NamedTuple):
     root: int = 0
 
 
-Program = Generator[Exchange, None, tuple[Tensor, Tensor]]
+Program = Generator[TensorExchange, None, tuple[Tensor, Tensor]]
 """A pass: it stops where ranks must meet, and gives the stream and what is left to add to it."""
 
 
-def meet(comm: Comm, one: Exchange) -> None:
+def meet(comm: Comm, one: TensorExchange) -> None:
     """Do what a pass has stopped for.
 
     Raises:
@@ -90,7 +90,11 @@ def cut(model: Transformer, rank: int, world: int, share: Share) -> None:
     """
     config = model.config
     for block in model.blocks:
-        if not isinstance(block, Block) or block.parallel or not isinstance(block.mlp, SwiGLU):
+        if (
+            not isinstance(block, TransformerBlock)
+            or block.parallel
+            or not isinstance(block.mlp, SwiGLU)
+        ):
             raise ModelError(
                 f"model {config.name}: its blocks are not pre-norm attention, then one pre-norm "
                 "feed-forward layer; ranks cannot share them. Use realise: fused"
@@ -107,7 +111,7 @@ def cut(model: Transformer, rank: int, world: int, share: Share) -> None:
     width = _shares(config.ffn_hidden, rank, world)
     own = 0
     for layer, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         if share == "heads":
             _cut_heads(block, heads, keeps_bias=not rank)
         elif layer % world == rank:
@@ -126,7 +130,7 @@ def _shares(count: int, rank: int, world: int) -> range:
     return range(count * rank // world, count * (rank + 1) // world)
 
 
-def _cut_heads(block: Block, kv: range, keeps_bias: bool) -> None:
+def _cut_heads(block: TransformerBlock, kv: range, keeps_bias: bool) -> None:
     """Some heads of an attention; the bias behind a sum is added by one rank."""
     attention = block.attention
     dim, queries = attention.head_dim, attention.num_heads // attention.num_kv_heads
@@ -192,7 +196,7 @@ class LayerRanks:
         full: bool = False,
     ) -> None:
         self.part, self.comm, self._share, self._full = part, comm, share, full
-        self._blocks = [block for block in part.blocks if isinstance(block, Block)]
+        self._blocks = [block for block in part.blocks if isinstance(block, TransformerBlock)]
         self.groups: Groups = groups or (1,) * len(self._blocks)
         self._spans = spans(self.groups, len(self._blocks))
 
@@ -240,7 +244,7 @@ class LayerRanks:
 
     def whole(
         self, x_ND: Tensor, position_N: Tensor, mixer: Mixer
-    ) -> Generator[Exchange, None, tuple[Tensor, Tensor]]:
+    ) -> Generator[TensorExchange, None, tuple[Tensor, Tensor]]:
         """A pass to its end, up to where ranks must meet; gives hidden states and scores."""
         hidden_ND = self.finished(*(yield from self.program(x_ND, position_N, mixer)))
         return hidden_ND, self.logits(hidden_ND)
@@ -273,13 +277,13 @@ class LayerRanks:
         world = self.comm.world
         if len(layers) == 1:
             mixed = mine[0] if mine else x_ND.new_empty(x_ND.shape)
-            yield Exchange("take", [mixed], root=layers[0] % world)
+            yield TensorExchange("take", [mixed], root=layers[0] % world)
             gave = [mixed]
         else:
             waves = -(-len(layers) // world)
             out = x_ND.new_empty(world, waves, *x_ND.shape)
             # Who has fewer layers than others sends what nobody reads.
-            yield Exchange("gather", [*mine, *[x_ND] * (waves - len(mine))], out)
+            yield TensorExchange("gather", [*mine, *[x_ND] * (waves - len(mine))], out)
             turns = [0] * world
             gave = []
             for layer in layers:
@@ -292,18 +296,18 @@ class LayerRanks:
                 x_ND = block.attention_norm.after(x_ND, branch_ND)[0]
             x_ND, normed = block.mlp_norm.after(x_ND, mixed)
             branch_ND = block.mlp(normed)
-            yield Exchange("sum", [branch_ND])
+            yield TensorExchange("sum", [branch_ND])
         assert branch_ND is not None
         return x_ND, branch_ND
 
     def _summed(self, layers: range, x_ND: Tensor, mine: list[Tensor]) -> Program:
         """A group whose feed-forward layers read one stream."""
         mixed = mine or [torch.zeros_like(x_ND)]
-        yield Exchange("sum", mixed)
+        yield TensorExchange("sum", mixed)
         blocks = [self._blocks[layer] for layer in layers]
         x_ND, normed = blocks[0].mlp_norm.after(x_ND, mixed[0])
         fed = [blocks[0].mlp(normed), *(block.mlp(block.mlp_norm(x_ND)) for block in blocks[1:])]
-        yield Exchange("sum", fed)
+        yield TensorExchange("sum", fed)
         return x_ND, fed[0]
 
     def _by_heads(
@@ -314,8 +318,8 @@ class LayerRanks:
         block = self._blocks[layer]
         x_ND, normed = block.attention_norm.after(x_ND, branch_ND)
         mixed = block.attention.o_proj(block.attention.flat(normed, turn, mixer))
-        yield Exchange("sum", [mixed])
+        yield TensorExchange("sum", [mixed])
         x_ND, normed = block.mlp_norm.after(x_ND, mixed)
         fed = block.mlp(normed)
-        yield Exchange("sum", [fed])
+        yield TensorExchange("sum", [fed])
         return x_ND, fed

@@ -35,9 +35,9 @@ __all__ = [
     "ColumnLinear",
     "LateColumnLinear",
     "LateRowLinear",
-    "Linear",
     "RowLinear",
     "WeightGradients",
+    "WholeLinear",
     "grouped",
 ]
 
@@ -145,7 +145,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, total: int
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: WholeLinear, total: int
     ) -> Tensor:
         dtype = compute_dtype(x)
         ctx.weight, ctx.bias, ctx.layer, ctx.travelling = weight, bias, layer, layer.travelling
@@ -174,7 +174,7 @@ class _Split(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_nO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, cast = ctx.saved_tensors
-        layer: Linear = ctx.layer
+        layer: WholeLinear = ctx.layer
         grad_NO = grad_nO
         if layer.reduces_output and layer.sp:
             grad_NO = gathered(grad_nO, layer.comm, len(x_NI))
@@ -204,7 +204,7 @@ def _scatter_later(x_ND: Tensor, comm: Comm) -> tuple[Tensor, Pending]:
     return out, comm.reduce_scatter(out, whole, tag=TAG)
 
 
-class Linear(nn.Linear):
+class WholeLinear(nn.Linear):
     """A whole linear layer whose weight gradient can be put off."""
 
     comm: Comm
@@ -247,7 +247,7 @@ class Linear(nn.Linear):
         return out
 
 
-class ColumnLinear(Linear):
+class ColumnLinear(WholeLinear):
     """A rank has some of the output's columns: of the heads, or of the feed-forward width.
 
     The input is whole on every rank, or with sequence parallelism gathered.
@@ -305,7 +305,7 @@ class LateColumnLinear(ColumnLinear):
         return out
 
 
-class RowLinear(Linear):
+class RowLinear(WholeLinear):
     """A rank has some of the input's columns; the ranks' products are summed.
 
     The bias, whole on every rank, is added once, after the sum. With sequence parallelism

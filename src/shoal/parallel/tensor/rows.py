@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.plan.balance.sequences.assignment import Assignment
 
-__all__ = ["Rows", "Weights"]
+__all__ = ["ReplicaSequences", "WeightSource"]
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Where the values of a model come from."""
 
     config: ModelConfig
@@ -31,7 +31,7 @@ class Weights(Protocol):
         ...
 
 
-class Rows(NamedTuple):
+class ReplicaSequences(NamedTuple):
     """The sequences of one data-parallel replica in one step.
 
     Args:

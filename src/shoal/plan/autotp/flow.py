@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.plan.autotp.graph import Graph, Node, Ref, refs
+from shoal.plan.autotp.graph import Graph, GraphNode, Ref, refs
 
-__all__ = ["POINTWISE", "Split", "States", "Stop", "joined", "travel"]
+__all__ = ["POINTWISE", "SplitDimension", "States", "Stop", "joined", "travel"]
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitDimension:
     """A dimension that ranks share.
 
     Args:
@@ -33,9 +33,9 @@ class Split:
     segments: tuple[int, ...]
     origin: str
 
-    def at(self, dim: int, segments: tuple[int, ...] | None = None) -> Split:
+    def at(self, dim: int, segments: tuple[int, ...] | None = None) -> SplitDimension:
         """The same split elsewhere."""
-        return Split(dim, self.segments if segments is None else segments, self.origin)
+        return SplitDimension(dim, self.segments if segments is None else segments, self.origin)
 
 
 class Stop(Exception):  # noqa: N818 - it steers the search and is no error
@@ -65,8 +65,8 @@ class Stop(Exception):  # noqa: N818 - it steers the search and is no error
         self.needs, self.dim, self.heads = needs, dim, heads
 
 
-States = dict[str, Split | tuple[Split, ...]]
-_Rule = Callable[[Graph, Node, States, int], "Split | tuple[Split, ...]"]
+States = dict[str, SplitDimension | tuple[SplitDimension, ...]]
+_Rule = Callable[[Graph, GraphNode, States, int], "SplitDimension | tuple[SplitDimension, ...]"]
 
 POINTWISE = frozenset(
     {
@@ -83,7 +83,9 @@ POINTWISE = frozenset(
 """Operators that work element by element, with broadcasting."""
 
 
-def travel(graph: Graph, node: Node, states: States, tp: int) -> Split | tuple[Split, ...]:
+def travel(
+    graph: Graph, node: GraphNode, states: States, tp: int
+) -> SplitDimension | tuple[SplitDimension, ...]:
     """The split of a call's result, of which an argument is split.
 
     Args:
@@ -103,20 +105,20 @@ def travel(graph: Graph, node: Node, states: States, tp: int) -> Split | tuple[S
     return rule(graph, node, states, tp)
 
 
-def _origin(node: Node, states: States) -> str:
+def _origin(node: GraphNode, states: States) -> str:
     for name in node.uses:
         found = states.get(name)
         if found is not None:
-            return (found if isinstance(found, Split) else found[0]).origin
+            return (found if isinstance(found, SplitDimension) else found[0]).origin
     raise AssertionError("a call without a split argument")
 
 
-def _of(value: Any, states: States) -> Split | None:
+def _of(value: Any, states: States) -> SplitDimension | None:
     found = states.get(value.name) if isinstance(value, Ref) else None
-    return found if isinstance(found, Split) else None
+    return found if isinstance(found, SplitDimension) else None
 
 
-def _first(node: Node, states: States) -> Split:
+def _first(node: GraphNode, states: States) -> SplitDimension:
     """The split of the first argument, which is the only one that may be split."""
     found = _of(node.args[0], states)
     others = [name for name in node.uses[1:] if name in states]
@@ -126,8 +128,8 @@ def _first(node: Node, states: States) -> Split:
 
 
 def joined(
-    graph: Graph, node: Node, states: States, operands: Sequence[Any], upto: int | None = None
-) -> Split:
+    graph: Graph, node: GraphNode, states: States, operands: Sequence[Any], upto: int | None = None
+) -> SplitDimension:
     """The split of operands that are broadcast against each other.
 
     Args:
@@ -140,7 +142,7 @@ def joined(
     skip = upto or 0
     refs_ = [value for value in operands if isinstance(value, Ref)]
     rank = max(len(graph.shape(value)) for value in refs_)
-    found: Split | None = None
+    found: SplitDimension | None = None
     for value in refs_:
         state = _of(value, states)
         if state is None:
@@ -173,7 +175,7 @@ def _dim(value: int, rank: int) -> int:
     return value + rank if value < 0 else value
 
 
-def _view(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _view(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     before, after = graph.shape(node.args[0]), node.shape or ()
     i = j = 0
@@ -197,13 +199,13 @@ def _view(graph: Graph, node: Node, states: States, tp: int) -> Split:
 
 
 def _regroup(
-    state: Split,
+    state: SplitDimension,
     left: list[int],
     right: list[int],
     before: tuple[int, ...],
     after: tuple[int, ...],
     tp: int,
-) -> Split:
+) -> SplitDimension:
     wide_l = [d for d in left if before[d] > 1]
     wide_r = [d for d in right if after[d] > 1]
     if [before[d] for d in wide_l] == [after[d] for d in wide_r]:
@@ -249,36 +251,36 @@ def _size(shape: tuple[int, ...], dims: Sequence[int]) -> int:
     return out
 
 
-def _flatten(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _flatten(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     return _view(graph, node, states, tp)
 
 
-def _transpose(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _transpose(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     rank = len(graph.shape(node.args[0]))
     a, b = (_dim(int(node.args[k]), rank) for k in (1, 2))
     return state.at({a: b, b: a}.get(state.dim, state.dim))
 
 
-def _turned(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _turned(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     return state.at(len(graph.shape(node.args[0])) - 1 - state.dim)
 
 
-def _permute(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _permute(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     rank = len(graph.shape(node.args[0]))
     order = [_dim(int(d), rank) for d in node.args[1]]
     return state.at(order.index(state.dim))
 
 
-def _unsqueeze(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _unsqueeze(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     at = _dim(int(node.args[1]), len(graph.shape(node.args[0])) + 1)
     return state.at(state.dim + (at <= state.dim))
 
 
-def _squeeze(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _squeeze(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     before = graph.shape(node.args[0])
     if len(node.args) > 1:
@@ -290,19 +292,19 @@ def _squeeze(graph: Graph, node: Node, states: States, tp: int) -> Split:
     return state.at(state.dim - sum(d < state.dim for d in gone))
 
 
-def _expand(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _expand(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     return state.at(state.dim + len(node.shape or ()) - len(graph.shape(node.args[0])))
 
 
-def _repeat(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _repeat(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _expand(graph, node, states, tp)
     if node.args[1][state.dim] != 1:
         raise Stop("repeat along the split dimension", state.origin)
     return state
 
 
-def _repeat_interleave(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _repeat_interleave(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     dim = node.arg(2, "dim")
     if dim is None:
@@ -312,7 +314,7 @@ def _repeat_interleave(graph: Graph, node: Node, states: States, tp: int) -> Spl
     return state.at(state.dim, tuple(size * int(node.args[1]) for size in state.segments))
 
 
-def _select(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _select(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     at = _dim(int(node.args[1]), len(graph.shape(node.args[0])))
     if at == state.dim:
@@ -320,7 +322,7 @@ def _select(graph: Graph, node: Node, states: States, tp: int) -> Split:
     return state.at(state.dim - (at < state.dim))
 
 
-def _unbind(graph: Graph, node: Node, states: States, tp: int) -> tuple[Split, ...]:
+def _unbind(graph: Graph, node: GraphNode, states: States, tp: int) -> tuple[SplitDimension, ...]:
     state = _first(node, states)
     shape = graph.shape(node.args[0])
     at = _dim(int(node.arg(1, "dim", 0)), len(shape))
@@ -329,7 +331,7 @@ def _unbind(graph: Graph, node: Node, states: States, tp: int) -> tuple[Split, .
     return (state.at(state.dim - (at < state.dim)),) * shape[at]
 
 
-def _slice(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _slice(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     shape = graph.shape(node.args[0])
     at = _dim(int(node.arg(1, "dim", 0)), len(shape))
@@ -349,7 +351,7 @@ def _slice(graph: Graph, node: Node, states: States, tp: int) -> Split:
     raise Stop("a slice of the split dimension", state.origin, segments=hint)
 
 
-def _pieces(graph: Graph, node: Node, states: States, tp: int) -> tuple[Split, ...]:
+def _pieces(graph: Graph, node: GraphNode, states: States, tp: int) -> tuple[SplitDimension, ...]:
     """``split``, ``split_with_sizes`` and ``chunk``."""
     state = _first(node, states)
     shape = graph.shape(node.args[0])
@@ -369,14 +371,14 @@ def _pieces(graph: Graph, node: Node, states: States, tp: int) -> tuple[Split, .
     raise Stop("the split dimension is cut into pieces", state.origin, segments=hint)
 
 
-def _getitem(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _getitem(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     found = states[node.args[0].name]
-    if isinstance(found, Split):
+    if isinstance(found, SplitDimension):
         raise Stop("an item of a split value", found.origin)
     return found[int(node.args[1])]
 
 
-def _cat(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _cat(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     parts = list(refs(node.args[0]))
     rank = len(graph.shape(parts[0]))
     at = _dim(int(node.arg(1, "dim", 0)), rank + (node.op == "stack"))
@@ -402,7 +404,7 @@ def _cat(graph: Graph, node: Node, states: States, tp: int) -> Split:
     return first
 
 
-def _along(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _along(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     """``softmax`` and others that work along one dimension and keep the shape."""
     state = _first(node, states)
     if _dim(int(node.arg(1, "dim")), len(graph.shape(node.args[0]))) == state.dim:
@@ -410,7 +412,7 @@ def _along(graph: Graph, node: Node, states: States, tp: int) -> Split:
     return state
 
 
-def _reduce(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _reduce(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     rank = len(graph.shape(node.args[0]))
     given = node.arg(1, "dim")
@@ -424,23 +426,23 @@ def _reduce(graph: Graph, node: Node, states: States, tp: int) -> Split:
     return state.at(state.dim - sum(d < state.dim for d in dims))
 
 
-def _norm(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _norm(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     state = _first(node, states)
     if state.dim >= len(graph.shape(node.args[0])) - len(node.args[1]):
         raise Stop(f"{node.op} over the split dimension", state.origin)
     return state
 
 
-def _matmul(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _matmul(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     if len(graph.shape(node.args[0])) < 3 or len(graph.shape(node.args[1])) < 3:
         raise Stop("a product without batch dimensions", _origin(node, states))
     return joined(graph, node, states, node.args[:2], upto=2)
 
 
-def _attention(graph: Graph, node: Node, states: States, tp: int) -> Split:
+def _attention(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     parts = node.args[:3]
     rank = len(graph.shape(parts[0]))
-    found: Split | None = None
+    found: SplitDimension | None = None
     for part in parts:
         found = found or _of(part, states)
     mask = node.arg(3, "attn_mask")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Graph", "Node", "Ref", "refs"]
+__all__ = ["Graph", "GraphNode", "Ref", "refs"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """One value of a trace.
 
     Args:
@@ -78,23 +78,23 @@ class Graph:
         model: what was traced, for messages.
     """
 
-    def __init__(self, nodes: list[Node], model: str) -> None:
+    def __init__(self, nodes: list[GraphNode], model: str) -> None:
         self.nodes = nodes
         self.model = model
         self.by_name = {node.name: node for node in nodes}
-        self.users: dict[str, list[Node]] = {node.name: [] for node in nodes}
+        self.users: dict[str, list[GraphNode]] = {node.name: [] for node in nodes}
         for node in nodes:
             for name in dict.fromkeys(node.uses):
                 self.users[name].append(node)
 
-    def __getitem__(self, name: str) -> Node:
+    def __getitem__(self, name: str) -> GraphNode:
         return self.by_name[name]
 
     def shape(self, value: Any) -> tuple[int, ...]:
         """Shape of a referenced tensor; that of a number if it is none."""
         return self.by_name[value.name].shape or () if isinstance(value, Ref) else ()
 
-    def param(self, value: Any) -> Node | None:
+    def param(self, value: Any) -> GraphNode | None:
         """The parameter that is referenced, or None."""
         if isinstance(value, Ref):
             node = self.by_name[value.name]

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
-from shoal.plan.autotp.flow import POINTWISE, Split, States, Stop, travel
-from shoal.plan.autotp.graph import Graph, Node, Ref, refs
+from shoal.plan.autotp.flow import POINTWISE, SplitDimension, States, Stop, travel
+from shoal.plan.autotp.graph import Graph, GraphNode, Ref, refs
 
 __all__ = ["Flow", "TensorPlan", "WeightSplit", "plan_tensors"]
 
@@ -130,8 +130,8 @@ class Flow:
     columns: set[str] = field(default_factory=set)
     rows: set[str] = field(default_factory=set)
     tables: set[str] = field(default_factory=set)
-    cut: dict[tuple[str, str], Split] = field(default_factory=dict)
-    gathered: dict[str, Split] = field(default_factory=dict)
+    cut: dict[tuple[str, str], SplitDimension] = field(default_factory=dict)
+    gathered: dict[str, SplitDimension] = field(default_factory=dict)
     params: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
 
@@ -183,14 +183,14 @@ class _Search:
 
     # ------------------------------------------------------------------ products
 
-    def _weight(self, node: Node) -> Node | None:
+    def _weight(self, node: GraphNode) -> GraphNode | None:
         place = {"linear": 1, "addmm": 2, "embedding": 0}[node.op]
         return self.graph.param(node.args[place])
 
-    def _input(self, node: Node) -> Any:
+    def _input(self, node: GraphNode) -> Any:
         return node.args[{"linear": 0, "addmm": 1, "embedding": 1}[node.op]]
 
-    def _params_of(self, node: Node, segments: tuple[int, ...]) -> dict[str, tuple[int, Any]]:
+    def _params_of(self, node: GraphNode, segments: tuple[int, ...]) -> dict[str, tuple[int, Any]]:
         """Split of the parameters of a product or table that is split by outputs."""
         found = {}
         if node.op == "embedding":
@@ -201,7 +201,7 @@ class _Search:
             found[bias.name] = (len(self.graph.shape(bias)) - 1, segments)
         return found
 
-    def _attempt(self, node: Node) -> None:
+    def _attempt(self, node: GraphNode) -> None:
         """Split a product by its outputs, with all that must be split with it."""
         seeds: dict[str, tuple[int, ...]] = {node.name: (self._width(node),)}
         heads: Stop | None = None
@@ -229,7 +229,7 @@ class _Search:
             )
         self.why.setdefault(node.name, reason)
 
-    def _width(self, node: Node) -> int:
+    def _width(self, node: GraphNode) -> int:
         return (node.shape or (0,))[-1]
 
     def _held(self, name: str, segments: tuple[int, ...]) -> str:
@@ -304,7 +304,7 @@ class _Search:
         flow = Flow()
         for name, segments in seeds.items():
             node = self.graph[name]
-            flow.states[name] = Split(len(node.shape or ()) - 1, segments, name)
+            flow.states[name] = SplitDimension(len(node.shape or ()) - 1, segments, name)
             flow.params |= self._params_of(node, segments)
             flow.columns.add(name)
         # What is reached, in the order of the graph.
@@ -336,7 +336,7 @@ class _Search:
             reach(node.name)
         return flow
 
-    def _travel(self, node: Node, flow: Flow) -> Split | tuple[Split, ...]:
+    def _travel(self, node: GraphNode, flow: Flow) -> SplitDimension | tuple[SplitDimension, ...]:
         while True:
             try:
                 return travel(self.graph, node, self._seen(node, flow), self.tp)
@@ -357,18 +357,18 @@ class _Search:
                     segments = self._segments(node, flow)
                     if sum(segments) != (whole.shape or ())[stop.dim]:
                         raise
-                    flow.cut[node.name, name] = Split(stop.dim, segments, stop.origin)
+                    flow.cut[node.name, name] = SplitDimension(stop.dim, segments, stop.origin)
                 else:
                     raise
 
-    def _segments(self, node: Node, flow: Flow) -> tuple[int, ...]:
+    def _segments(self, node: GraphNode, flow: Flow) -> tuple[int, ...]:
         for use in node.uses:
             state = flow.states.get(use)
-            if isinstance(state, Split):
+            if isinstance(state, SplitDimension):
                 return state.segments
         raise AssertionError("a call without a split argument")
 
-    def _seen(self, node: Node, flow: Flow) -> States:
+    def _seen(self, node: GraphNode, flow: Flow) -> States:
         """Splits as a call sees them, with parameters and parts that it takes itself."""
         states: States = {use: flow.states[use] for use in node.uses if use in flow.states}
         for use in node.uses:
@@ -376,16 +376,18 @@ class _Search:
                 states[use] = flow.cut[node.name, use]
             elif use in flow.params and use not in flow.states:
                 dim, segments = flow.params[use]
-                origin = next(s.origin for s in flow.states.values() if isinstance(s, Split))
-                states[use] = Split(dim, segments, origin)
+                origin = next(
+                    s.origin for s in flow.states.values() if isinstance(s, SplitDimension)
+                )
+                states[use] = SplitDimension(dim, segments, origin)
         return states
 
-    def _is_row(self, node: Node, flow: Flow) -> bool:
+    def _is_row(self, node: GraphNode, flow: Flow) -> bool:
         """Whether a product takes a split as its inputs; it ends there in a sum."""
         source = self._input(node)
         state = flow.states.get(source.name) if isinstance(source, Ref) else None
         weight = self._weight(node)
-        if not isinstance(state, Split) or weight is None:
+        if not isinstance(state, SplitDimension) or weight is None:
             raise Stop(f"{node.op} has a split operand other than its input", node.name)
         if state.dim != len(self.graph.shape(source)) - 1:
             raise Stop("a product of every head alike", state.origin)
@@ -402,7 +404,7 @@ class _Search:
     def _leave(self, name: str, flow: Flow) -> None:
         """A split value is the model's output: fine behind the head, and given back whole."""
         state = flow.states[name]
-        if not isinstance(state, Split):
+        if not isinstance(state, SplitDimension):
             raise Stop("a list of split values is the output", name)
         head = self.graph[state.origin]
         weight = self._weight(head)
@@ -425,7 +427,7 @@ class _Search:
 
     # ------------------------------------------------------------------ tables
 
-    def _table(self, node: Node) -> None:
+    def _table(self, node: GraphNode) -> None:
         """Split a table by entries, if what is looked up is an input of the model."""
         weight = self.graph.param(node.args[0])
         if weight is None:
@@ -449,12 +451,12 @@ class _Search:
             node = self.graph[next(refs(node.args)).name]
         return node.kind == "input" and node.integer
 
-    def _disagreeing(self) -> tuple[str, Node] | None:
+    def _disagreeing(self) -> tuple[str, GraphNode] | None:
         """A split parameter with a use that is not split, and that use."""
         for name in self.flow.params:
             for user in self.graph.users[name]:
                 mine = user.name in self.flow.columns | self.flow.rows | self.flow.tables
-                held = isinstance(self.flow.states.get(user.name), Split)
+                held = isinstance(self.flow.states.get(user.name), SplitDimension)
                 if not mine and not held:
                     return name, user
         return None
@@ -492,7 +494,7 @@ class _Search:
                 whole[weight.target] = reason
         params = [node for node in graph.nodes if node.kind == "param"]
 
-        def size(node: Node) -> int:
+        def size(node: GraphNode) -> int:
             count = node.item_bytes
             for n in node.shape or ():
                 count *= n

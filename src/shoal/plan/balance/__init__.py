@@ -25,7 +25,7 @@ BALANCERS = PartTable(
 ASSIGNERS = PartTable(
     "assigner",
     {
-        "packed": "shoal.plan.balance.sequences.packed:Packed",
+        "packed": "shoal.plan.balance.sequences.packed:PackedAssigner",
         "bytescale": "shoal.plan.balance.sequences.bytescale:ByteScale",
         "flexsp": "shoal.plan.balance.sequences.flexsp:FlexSP",
     },

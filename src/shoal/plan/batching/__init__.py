@@ -1,6 +1,6 @@
 """plan.batching: who runs now, and who holds which block of the cache. Torch-free.
 
-The door: the tables of schedulers, of those that do one phase of serving each, of cache
+The tables of schedulers, of those that do one phase of serving each, of cache
 bookkeeping and of preemption. All promise what :mod:`shoal.ir.serving` and
 :mod:`shoal.ir.phases` say; the engine and the simulator drive the same objects.
 """
@@ -41,7 +41,7 @@ KV_MANAGERS = PartTable(
     {
         "paged": "shoal.plan.batching.cache.paged:Paged",
         "blockgroups": "shoal.plan.batching.cache.blockgroups:BlockGroups",
-        "contiguous": "shoal.plan.batching.cache.contiguous:Contiguous",
+        "contiguous": "shoal.plan.batching.cache.contiguous:ContiguousCache",
         "distributed": "shoal.plan.batching.cache.distributed:Distributed",
         "slots": "shoal.plan.batching.cache.slots:Slots",
     },
@@ -54,7 +54,7 @@ PREEMPTIONS = PartTable(
     {
         "recompute": "shoal.plan.batching.preemption.recompute:Recompute",
         "swap": "shoal.plan.batching.preemption.swap:Swap",
-        "auto": "shoal.plan.batching.preemption.auto:Auto",
+        "auto": "shoal.plan.batching.preemption.auto:AutoPreempt",
     },
     about=(
         "What becomes of the cache of a request that gives its blocks back. Chosen by "

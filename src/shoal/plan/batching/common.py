@@ -13,22 +13,22 @@ from functools import partial
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
     Chunk,
-    Compacting,
+    CompactingKVManager,
     Drafting,
     KVManager,
-    Limits,
     Output,
     Preemption,
     Request,
     SamplingParams,
+    SchedulerLimits,
     Step,
     StepResult,
 )
 from shoal.ir.serving import FinishReason
-from shoal.plan.batching.preemption.recompute import Recomputing
+from shoal.plan.batching.preemption.recompute import RecomputePreemption
 
 __all__ = [
-    "Chain",
+    "DigestChain",
     "Queues",
     "check_block_size",
     "guessable",
@@ -66,7 +66,7 @@ def whole_blocks(num_tokens: int, block_size: int) -> int:
     return num_tokens // block_size
 
 
-class Chain:
+class DigestChain:
     """Digests of the full blocks of a request: of all tokens up to the end of each block.
 
     The adapter and the salt are part of them. They are cryptographic: with a plain hash, a client
@@ -124,11 +124,13 @@ class Queues:
         preemption: what becomes of a cache that is taken away; by recomputing if not given.
     """
 
-    def __init__(self, kv: KVManager, limits: Limits, preemption: Preemption | None = None) -> None:
+    def __init__(
+        self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
+    ) -> None:
         self.kv = kv
-        self._slots = kv if isinstance(kv, Compacting) else None
+        self._slots = kv if isinstance(kv, CompactingKVManager) else None
         self.limits = limits
-        self.preemption: Preemption = preemption or Recomputing(kv)
+        self.preemption: Preemption = preemption or RecomputePreemption(kv)
         self.waiting: deque[Request] = deque()
         # By id, in the order of admission.
         self.running: dict[str, Request] = {}

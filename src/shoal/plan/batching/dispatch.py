@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from shoal.core.errors import require
 
-__all__ = ["LeastLoaded"]
+__all__ = ["LeastLoadedDispatcher"]
 
 
-class LeastLoaded:
+class LeastLoadedDispatcher:
     """Books of open requests; see :class:`~shoal.ir.phases.Dispatcher`.
 
     Args:

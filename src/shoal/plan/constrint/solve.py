@@ -34,9 +34,9 @@ from dataclasses import dataclass, field
 from shoal.core.errors import PlanError
 from shoal.plan.constrint.domain import Domain, Empty
 from shoal.plan.constrint.terms import Box, Constraint, Number, Relation
-from shoal.plan.constrint.text import Stated, System, parse
+from shoal.plan.constrint.text import ConstraintSystem, ConstraintText, parse
 
-__all__ = ["Solution", "System", "UnsatisfiableError", "brute_force", "parse", "solve"]
+__all__ = ["ConstraintSystem", "Solution", "UnsatisfiableError", "brute_force", "parse", "solve"]
 
 # Narrowing of a bound that only creeps is stopped after so many rounds; the search goes on.
 _ROUNDS = 64
@@ -103,7 +103,7 @@ def solve(text: str | Sequence[str], *, max_nodes: int | None = None) -> Solutio
 
 
 def brute_force(
-    system: System, *, max_leaves: int | None = None
+    system: ConstraintSystem, *, max_leaves: int | None = None
 ) -> tuple[dict[str, int] | None, int, bool]:
     """Try every assignment of the box, in order: what :func:`solve` is compared with.
 
@@ -150,7 +150,10 @@ class _Search:
     _score: int | None = field(default=None, repr=False)
 
     def best(
-        self, domains: Mapping[str, Domain], stated: Sequence[Stated], system: System
+        self,
+        domains: Mapping[str, Domain],
+        stated: Sequence[ConstraintText],
+        system: ConstraintSystem,
     ) -> dict[str, int] | None:
         """The best assignment, or None if there is none."""
         constraints = [one.constraint for one in stated]
@@ -184,7 +187,7 @@ class _Search:
                 stack.append({**box, name: domain})
         return best
 
-    def _bounded(self, system: System) -> tuple[Constraint, ...]:
+    def _bounded(self, system: ConstraintSystem) -> tuple[Constraint, ...]:
         """Better than the best so far."""
         if system.objective is None or self._score is None:
             return ()
@@ -227,7 +230,7 @@ def _fixpoint(box: Box, constraints: Sequence[Constraint], more: Sequence[Constr
             return
 
 
-def _conflict(system: System) -> tuple[Stated, ...]:
+def _conflict(system: ConstraintSystem) -> tuple[ConstraintText, ...]:
     """Constraints that cannot hold together, none of which could be left out."""
     kept = list(system.constraints)
     # Enough for systems of this size; what costs more to judge stays in.
@@ -235,7 +238,9 @@ def _conflict(system: System) -> tuple[Stated, ...]:
     for one in list(kept):
         rest = [other for other in kept if other is not one]
         try:
-            found = _Search(budget).best(system.domains, rest, System(system.domains, tuple(rest)))
+            found = _Search(budget).best(
+                system.domains, rest, ConstraintSystem(system.domains, tuple(rest))
+            )
         except PlanError:
             continue
         if found is None:
@@ -243,7 +248,9 @@ def _conflict(system: System) -> tuple[Stated, ...]:
     return tuple(kept)
 
 
-def _explained(system: System, conflict: Sequence[Stated], nodes: int) -> UnsatisfiableError:
+def _explained(
+    system: ConstraintSystem, conflict: Sequence[ConstraintText], nodes: int
+) -> UnsatisfiableError:
     names = sorted(frozenset().union(*(one.constraint.names for one in conflict)))
     facts = ", ".join(
         f"{name} = {system.domains[name].low}" for name in names if name in system.facts

@@ -23,11 +23,11 @@ from shoal.plan.constrint.terms import (
     Variable,
 )
 
-__all__ = ["Stated", "System", "parse"]
+__all__ = ["ConstraintSystem", "ConstraintText", "parse"]
 
 
 @dataclass(frozen=True)
-class Stated:
+class ConstraintText:
     """A constraint as it was written."""
 
     text: str
@@ -35,7 +35,7 @@ class Stated:
 
 
 @dataclass(frozen=True)
-class System:
+class ConstraintSystem:
     """Domains, constraints and what is best.
 
     Args:
@@ -47,7 +47,7 @@ class System:
     """
 
     domains: dict[str, Domain]
-    constraints: tuple[Stated, ...]
+    constraints: tuple[ConstraintText, ...]
     objective: Expression | None = None
     sign: int = 1
     facts: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class System:
 _TOKEN = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*)|(\*\*|==|<=|>=|\.\.|[-+*%<>|;(){},:=]))")
 
 
-def parse(text: str | Sequence[str]) -> System:
+def parse(text: str | Sequence[str]) -> ConstraintSystem:
     """Read a system.
 
     Raises:
@@ -96,7 +96,7 @@ def parse(text: str | Sequence[str]) -> System:
         if fact:
             facts.add(name)
     require(bool(domains), "constrint", text, expected="at least one domain, such as x in 1..9")
-    constraints: list[Stated] = []
+    constraints: list[ConstraintText] = []
     objective: Expression | None = None
     sign = 1
     for statement in later:
@@ -109,8 +109,8 @@ def parse(text: str | Sequence[str]) -> System:
             objective = found_objective if sign == 1 else _scaled(found_objective, -1)
             reader.end()
             continue
-        constraints.append(Stated(statement, reader.statement()))
-    return System(domains, tuple(constraints), objective, sign, frozenset(facts))
+        constraints.append(ConstraintText(statement, reader.statement()))
+    return ConstraintSystem(domains, tuple(constraints), objective, sign, frozenset(facts))
 
 
 def _statements(text: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """emit: a plan as the launch files of another engine, one engine a file. Torch-free.
 
-The door: the table of emitters. ``protocols`` says what one promises, ``shared`` holds what
+The table of emitters. ``protocols`` says what one promises, ``shared`` holds what
 several need.
 """
 

@@ -12,18 +12,18 @@ from typing import Any
 
 from shoal.core.errors import PlanError
 from shoal.cost.arithmetic import mixture_layers
-from shoal.cost.training.moe_tasks import Layer, layer_of
+from shoal.cost.training.moe_tasks import MoeLayer, layer_of
 from shoal.cost.training.step import microbatch_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob
 from shoal.plan.experts.moe_gradients import partition
 from shoal.plan.experts.moe_overlap import choose
 
-__all__ = ["AUTO", "Chooser", "slices_of"]
+__all__ = ["AUTO", "ChunkChooser", "slices_of"]
 
 AUTO = "auto"
 
 
-def slices_of(layer: Layer, shape: ModelShape) -> tuple[tuple[int, int], ...]:
+def slices_of(layer: MoeLayer, shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """Bytes beside the experts and beside the rest of each block's backward pass."""
     blocks = mixture_layers(shape)
     found = [[0, 0] for _ in range(shape.num_layers)]
@@ -32,7 +32,7 @@ def slices_of(layer: Layer, shape: ModelShape) -> tuple[tuple[int, int], ...]:
     return tuple((beside, rest) for beside, rest in found)
 
 
-class Chooser:
+class ChunkChooser:
     """Chooses for many jobs of one model and machine; what is alike is solved once.
 
     Args:

@@ -19,13 +19,13 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.training.moe_makespan import makespan
-from shoal.cost.training.moe_tasks import Layer, Line
+from shoal.cost.training.moe_tasks import Line, MoeLayer
 from shoal.plan.experts.moe_overlap import MOST, choose, room
 
-__all__ = ["Partition", "Slice", "partition"]
+__all__ = ["GradientSlice", "Partition", "partition"]
 
 
-class Slice(NamedTuple):
+class GradientSlice(NamedTuple):
     """A part of the gradients' sum.
 
     Args:
@@ -54,7 +54,7 @@ class Partition(NamedTuple):
     """
 
     r: tuple[int, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[GradientSlice, ...]
     tail: float
     tail_s: float
     seconds: float
@@ -73,11 +73,11 @@ def _seconds(line: Line, size: float) -> float:
 class _Walk(NamedTuple):
     seconds: float
     r: tuple[int, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[GradientSlice, ...]
     tail: float
 
 
-def partition(layers: Sequence[Layer], *, most: int = MOST, seed: int = 0) -> Partition:
+def partition(layers: Sequence[MoeLayer], *, most: int = MOST, seed: int = 0) -> Partition:
     """Cut the sums of gradients into slices that cost as little as can be.
 
     Args:
@@ -105,7 +105,7 @@ def partition(layers: Sequence[Layer], *, most: int = MOST, seed: int = 0) -> Pa
         """Go backward through the blocks; ``shares`` of what then still waits goes with each."""
         waiting = total = 0.0
         taken: list[int] = []
-        slices: list[Slice] = []
+        slices: list[GradientSlice] = []
         for number in reversed(range(len(layers))):
             layer, line = layers[number], layers[number].all_reduce
             fits = min(waiting, _fits(line, holes[number]))
@@ -114,12 +114,12 @@ def partition(layers: Sequence[Layer], *, most: int = MOST, seed: int = 0) -> Pa
             if sums > holes[number] and size > 0:
                 seconds, r = best(number, sums) if exact else (makespan(layer.backward, r, sums), r)
             if size > 0:
-                slices.append(Slice(number, "experts", size, sums))
+                slices.append(GradientSlice(number, "experts", size, sums))
             waiting -= size
             taken.append(r)
             size = min(waiting, _fits(line, layer.dense_backward_s))
             if size > 0:
-                slices.append(Slice(number, "dense", size, _seconds(line, size)))
+                slices.append(GradientSlice(number, "dense", size, _seconds(line, size)))
             waiting += layer.gradient - size
             total += seconds + layer.dense_backward_s
         total += _seconds(layers[0].all_reduce, waiting)

@@ -32,7 +32,7 @@ import numpy as np
 
 from shoal.cost.pipeline.simulator import Timeline, simulate
 from shoal.cost.training.moe_makespan import aheads, check_chunks, makespan, two_links
-from shoal.cost.training.moe_tasks import Pass
+from shoal.cost.training.moe_tasks import MoePass
 from shoal.ir.schedule import Op, OpCosts, Schedule
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "SLACK",
     "STREAMS",
     "TASKS",
-    "Chunks",
+    "PassChunks",
     "cases",
     "choose",
     "exhaustive",
@@ -63,7 +63,7 @@ _PLACE = (0, 1, 2, 1, 0, 0)
 _ONE_LINK = (0, 0, 2, 0, 0, 0)
 
 
-class Chunks(NamedTuple):
+class PassChunks(NamedTuple):
     """How a pass of a layer is cut.
 
     Args:
@@ -120,7 +120,12 @@ def schedule(r: int, ahead: int = 1, *, slice_: bool = False, one_link: bool = F
 
 
 def timeline(
-    pass_: Pass, r: int, slice_s: float = 0.0, *, ahead: int | None = None, one_link: bool = False
+    pass_: MoePass,
+    r: int,
+    slice_s: float = 0.0,
+    *,
+    ahead: int | None = None,
+    one_link: bool = False,
 ) -> Timeline:
     """When every task of a pass in r chunks begins and ends.
 
@@ -146,7 +151,7 @@ def timeline(
     )
 
 
-def cases(pass_: Pass, r: float, slice_s: float = 0.0, ahead: int = 1) -> dict[str, float]:
+def cases(pass_: MoePass, r: float, slice_s: float = 0.0, ahead: int = 1) -> dict[str, float]:
     """Seconds of a pass if one stream were the bottleneck all along; r need not be whole.
 
     Each is a lower bound: a stream's whole work, with what must come before its first task and
@@ -165,7 +170,7 @@ def cases(pass_: Pass, r: float, slice_s: float = 0.0, ahead: int = 1) -> dict[s
     }
 
 
-def relaxed(pass_: Pass, slice_s: float = 0.0, ahead: int = 1, *, most: int = MOST) -> float:
+def relaxed(pass_: MoePass, slice_s: float = 0.0, ahead: int = 1, *, most: int = MOST) -> float:
     """The real r in [1, most] at which the largest of the closed forms is smallest.
 
     Minimises T, which is at least each of them, by sequential quadratic programming from the best
@@ -205,7 +210,7 @@ def relaxed(pass_: Pass, slice_s: float = 0.0, ahead: int = 1, *, most: int = MO
     return min(start, r, key=worst)
 
 
-def choose(pass_: Pass, slice_s: float = 0.0, *, most: int = MOST) -> Chunks:
+def choose(pass_: MoePass, slice_s: float = 0.0, *, most: int = MOST) -> PassChunks:
     """The chunks of a pass: the relaxed r of every order, and its whole neighbours simulated.
 
     The fewest that are within :data:`SLACK` of the least: a chunk costs what no line tells.
@@ -240,18 +245,18 @@ def choose(pass_: Pass, slice_s: float = 0.0, *, most: int = MOST) -> Chunks:
     seconds, ahead = tried[r]
     found = cases(pass_, r, slice_s, ahead)
     bound = max(found, key=lambda name: found[name])
-    return Chunks(r, ahead, seconds, bound, min(reals, key=lambda real: abs(real - r)))
+    return PassChunks(r, ahead, seconds, bound, min(reals, key=lambda real: abs(real - r)))
 
 
 def exhaustive(
-    pass_: Pass, slice_s: float = 0.0, *, most: int = MOST, one_link: bool = False
+    pass_: MoePass, slice_s: float = 0.0, *, most: int = MOST, one_link: bool = False
 ) -> list[float]:
     """Seconds of a pass in 1, 2, ... chunks, all that there may be."""
     tried = range(1, min(most, pass_.tokens) + 1)
     return [makespan(pass_, r, slice_s, one_link=one_link) for r in tried]
 
 
-def room(pass_: Pass, r: int) -> float:
+def room(pass_: MoePass, r: int) -> float:
     """Seconds that the network between nodes idles in the middle of a pass of r chunks.
 
     So long a slice of the gradients' sum makes the pass no longer.

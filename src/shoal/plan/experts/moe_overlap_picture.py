@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from shoal.core.svg import COLOURS
-from shoal.cost.training.moe_tasks import Pass
-from shoal.plan.experts.moe_overlap import STREAMS, TASKS, Chunks, choose, timeline
+from shoal.cost.training.moe_tasks import MoePass
+from shoal.plan.experts.moe_overlap import STREAMS, TASKS, PassChunks, choose, timeline
 
 __all__ = ["streams"]
 
@@ -17,7 +17,7 @@ _PANEL = _TITLE + len(STREAMS) * (_ROW + _GAP) + 10
 _NUMBER = 12.0
 
 
-def streams(forward: Pass, backward: Pass, slice_s: float = 0.0) -> str:
+def streams(forward: MoePass, backward: MoePass, slice_s: float = 0.0) -> str:
     """An SVG: forward and backward pass of a layer, uncut above, as chosen below.
 
     A row is a stream, a bar a task of a chunk, whose number it bears; all have one scale.
@@ -28,7 +28,7 @@ def streams(forward: Pass, backward: Pass, slice_s: float = 0.0) -> str:
         slice_s: s of the gradients' sum that travels with the backward pass.
     """
     chosen = choose(forward), choose(backward, slice_s)
-    uncut = (Chunks(1, 0, 0.0, "", 1.0),) * 2
+    uncut = (PassChunks(1, 0, 0.0, "", 1.0),) * 2
     panels = [_times(forward, backward, chunks, slice_s) for chunks in (uncut, chosen)]
     most = max(panel[-1] for panel in panels) or 1.0
     words = [
@@ -57,7 +57,7 @@ def streams(forward: Pass, backward: Pass, slice_s: float = 0.0) -> str:
 
 
 def _times(
-    forward: Pass, backward: Pass, chunks: Sequence[Chunks], slice_s: float
+    forward: MoePass, backward: MoePass, chunks: Sequence[PassChunks], slice_s: float
 ) -> tuple[float, float]:
     """When the forward and when the backward pass ends."""
     first = timeline(forward, chunks[0].r, ahead=chunks[0].ahead).makespan
@@ -68,8 +68,8 @@ def _times(
 def _panel(
     top: int,
     title: str,
-    both: tuple[Pass, Pass],
-    chunks: Sequence[Chunks],
+    both: tuple[MoePass, MoePass],
+    chunks: Sequence[PassChunks],
     slice_s: float,
     scale: float,
 ) -> list[str]:

@@ -11,7 +11,7 @@ from shoal.core.sizes import human_bytes
 from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress
 from shoal.plan.experts.moe_overlap_picture import streams
-from shoal.plan.experts.moe_step import Planned, planned
+from shoal.plan.experts.moe_step import MoeStepPlan, planned
 
 __all__ = ["MoeOverlapStudy"]
 
@@ -90,12 +90,12 @@ class MoeOverlapStudy:
         )
         return Explanation(
             blocks=(passes, _tasks(found), *_sentences(found)),
-            data=found.told(),
+            data=found.as_record(),
             picture=lambda: streams(layer.forward, layer.backward),
         )
 
 
-def _tasks(found: Planned) -> Table:
+def _tasks(found: MoeStepPlan) -> Table:
     layer = found.layer
     named = zip(
         ("exchange", "gather", "experts"), layer.forward[:3], layer.backward[:3], strict=True
@@ -117,7 +117,7 @@ def _tasks(found: Planned) -> Table:
     )
 
 
-def _sentences(found: Planned) -> tuple[str, str, str]:
+def _sentences(found: MoeStepPlan) -> tuple[str, str, str]:
     sums, split = found.gradients, found.parallel
     way = "" if split.expert_dispatch == "flat" else f", expert_dispatch: {split.expert_dispatch}"
     early = sum(one.bytes for one in sums.slices)

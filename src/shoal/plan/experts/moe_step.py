@@ -13,15 +13,15 @@ from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.shapes import resolve
 from shoal.cost.training.moe_makespan import makespan
-from shoal.cost.training.moe_tasks import Layer, layer_of
+from shoal.cost.training.moe_tasks import MoeLayer, layer_of
 from shoal.ir import Machine, Parallel
 from shoal.plan.experts.moe_gradients import Partition, partition
-from shoal.plan.experts.moe_overlap import MOST, Chunks, choose
+from shoal.plan.experts.moe_overlap import MOST, PassChunks, choose
 
-__all__ = ["Planned", "planned"]
+__all__ = ["MoeStepPlan", "planned"]
 
 
-class Planned(NamedTuple):
+class MoeStepPlan(NamedTuple):
     """How a model's layers of experts are cut, and what that gains.
 
     Args:
@@ -34,10 +34,10 @@ class Planned(NamedTuple):
     """
 
     parallel: Parallel
-    layer: Layer
+    layer: MoeLayer
     blocks: int
-    forward: Chunks
-    backward: Chunks
+    forward: PassChunks
+    backward: PassChunks
     gradients: Partition
 
     @property
@@ -53,12 +53,12 @@ class Planned(NamedTuple):
         each += layer.dense_s + layer.dense_backward_s
         return self.blocks * each + line.alpha + line.beta * self.blocks * layer.gradient
 
-    def rows(self) -> Iterator[tuple[str, Chunks, float]]:
+    def rows(self) -> Iterator[tuple[str, PassChunks, float]]:
         """Name, chunks, and seconds uncut, of both passes."""
         yield "forward", self.forward, makespan(self.layer.forward, 1)
         yield "backward", self.backward, makespan(self.layer.backward, 1)
 
-    def told(self) -> dict[str, Any]:
+    def as_record(self) -> dict[str, Any]:
         """As JSON can say it."""
         return {
             "ep": self.parallel.ep,
@@ -94,7 +94,7 @@ def planned(
     etp: int | None = None,
     dispatch: str = "flat",
     most: int = MOST,
-) -> Planned:
+) -> MoeStepPlan:
     """Choose the chunks of a model's layers of experts.
 
     Args:
@@ -145,7 +145,7 @@ def planned(
     )
     layer = layer_of(shape, machine, split, tokens, seq_len)
     blocks = mixture_layers(shape)
-    return Planned(
+    return MoeStepPlan(
         split,
         layer,
         blocks,

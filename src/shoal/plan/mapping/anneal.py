@@ -12,10 +12,10 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.plan.mapping.greedy import Greedy
+from shoal.plan.mapping.greedy import GreedyMapper
 from shoal.plan.mapping.layout import COPY, Mapping
 from shoal.plan.mapping.native import FAST, mapping_of, replayer
-from shoal.plan.mapping.program import Compiled, Program, TierSpec
+from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
 __all__ = ["Anneal"]
 
@@ -43,7 +43,7 @@ class Anneal:
             expected=f"above 0 and at most hot, {self.hot:g}, which is at most 1",
         )
 
-    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+    def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """Begin with everything in slow memory; the best that was seen is the answer.
 
         Where so few rounds do not reach what the greedy mapper does, begin with that.
@@ -51,7 +51,7 @@ class Anneal:
         compiled = Compiled(program, tiers)
         wanted = np.zeros(compiled.decisions, np.int8)
         found = mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
-        greedy = Greedy().map(program, tiers)
+        greedy = GreedyMapper().map(program, tiers)
         if found.ticks > greedy.ticks:
             wanted = np.array(greedy.actions, np.int8)
             found = mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")

@@ -26,7 +26,7 @@ from shoal.core.extras import import_extra
 from shoal.plan.mapping.game import Game
 from shoal.plan.mapping.layout import DROP, NO_COPY, Mapping
 from shoal.plan.mapping.observation import OBSERVED, observe
-from shoal.plan.mapping.program import Compiled, Program, TierSpec
+from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 from shoal.plan.mapping.samples import random_program
 
 __all__ = ["NAME", "MallocGame", "register"]
@@ -46,7 +46,9 @@ class MallocGame(_gymnasium.Env):  # type: ignore[misc,name-defined]
 
     metadata: dict[str, Any] = {"render_modes": []}
 
-    def __init__(self, program: Program | None = None, tiers: TierSpec | None = None) -> None:
+    def __init__(
+        self, program: MappingProgram | None = None, tiers: TierSpec | None = None
+    ) -> None:
         self.compiled = Compiled(program or random_program(), tiers or TierSpec(fast_bytes=1 << 22))
         self.action_space = _gymnasium.spaces.Discrete(3)
         self.observation_space = _gymnasium.spaces.Box(
@@ -60,7 +62,7 @@ class MallocGame(_gymnasium.Env):  # type: ignore[misc,name-defined]
         """Begin again, everything in slow memory."""
         super().reset(seed=seed)
         self._game.reset()
-        return observe(self._game), self._told()
+        return observe(self._game), self._info()
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Decide about the next access.
@@ -81,7 +83,7 @@ class MallocGame(_gymnasium.Env):  # type: ignore[misc,name-defined]
         reward = self._game.step(played) / self.compiled.all_slow
         done = self._game.done
         seen = np.zeros(OBSERVED, np.float32) if done else observe(self._game)
-        return seen, reward, done, False, {**self._told(), "action": played}
+        return seen, reward, done, False, {**self._info(), "action": played}
 
     def mapping(self) -> Mapping:
         """What the finished game decided.
@@ -91,7 +93,7 @@ class MallocGame(_gymnasium.Env):  # type: ignore[misc,name-defined]
         """
         return self._game.mapping("environment")
 
-    def _told(self) -> dict[str, Any]:
+    def _info(self) -> dict[str, Any]:
         legal = (False,) * 3 if self._game.done else self._game.legal()
         return {"action_mask": np.array(legal, np.int8), "ticks": self._game.ticks}
 

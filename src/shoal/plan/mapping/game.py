@@ -22,7 +22,7 @@ Differs: results too may be copied out while other instructions run.
 from __future__ import annotations
 
 from shoal.core.errors import PlanError
-from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping, Moved, Rectangle
+from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, CopyTime, Mapping, Rectangle
 from shoal.plan.mapping.program import Compiled
 
 __all__ = ["Game"]
@@ -72,7 +72,7 @@ class Game:
         self.ready = [0 if made < 0 else never for made in self._made]
         # What is still to be copied out: [buffer, ticks, decision], oldest first.
         self.debts: list[list[int]] = []
-        self.moved: list[Moved] = []
+        self.moved: list[CopyTime] = []
         self.drain = 0
         self._settle()
 
@@ -189,7 +189,7 @@ class Game:
         address, pieces = found
         for at, ticks in pieces:
             self.busy[at] += ticks
-            self.moved.append(Moved(b, at, ticks, k))
+            self.moved.append(CopyTime(b, at, ticks, k))
         self.current[b] = len(self.stays)
         self.stays.append([b, pieces[-1][0], slot, address, k])
 
@@ -244,7 +244,7 @@ class Game:
             self.now += 1
         if self.done:
             for b, ticks, k in self.debts:
-                self.moved.append(Moved(b, self.compiled.slots, ticks, k))
+                self.moved.append(CopyTime(b, self.compiled.slots, ticks, k))
                 self.drain += ticks
             self.debts = []
 
@@ -257,7 +257,7 @@ class Game:
                 continue
             free -= take
             self.busy[slot] += take
-            self.moved.append(Moved(b, slot, take, k))
+            self.moved.append(CopyTime(b, slot, take, k))
             debt[1] -= take
             if debt[1] == 0:
                 self.ready[b] = slot + 1

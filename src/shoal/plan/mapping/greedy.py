@@ -19,15 +19,15 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping
 from shoal.plan.mapping.native import FAST, mapping_of, replayer
-from shoal.plan.mapping.program import Compiled, Program, TierSpec
+from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
-__all__ = ["Greedy", "greedy_actions"]
+__all__ = ["GreedyMapper", "greedy_actions"]
 
 _Replay = Callable[[np.ndarray], tuple[np.ndarray, int]]
 
 
 @part
-class Greedy:
+class GreedyMapper:
     """Most saved time per byte and slot first, with retries that evict; quick and never random.
 
     Args:
@@ -39,7 +39,7 @@ class Greedy:
     def __post_init__(self) -> None:
         require(0 <= self.retries <= 64, "mapper.greedy.retries", self.retries, expected="0 to 64")
 
-    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+    def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """Place candidates from the best down."""
         compiled = Compiled(program, tiers)
         return mapping_of(compiled, greedy_actions(compiled, self.retries), "greedy")

@@ -14,7 +14,7 @@ import numpy as np
 from shoal.core.errors import PlanError
 from shoal.plan.mapping.program import TICK_S, Compiled
 
-__all__ = ["ACTIONS", "COPY", "DROP", "NO_COPY", "Mapping", "Moved", "Rectangle", "verify"]
+__all__ = ["ACTIONS", "COPY", "DROP", "NO_COPY", "CopyTime", "Mapping", "Rectangle", "verify"]
 
 DROP, NO_COPY, COPY = 0, 1, 2
 ACTIONS = ("drop", "no_copy", "copy")
@@ -40,7 +40,7 @@ class Rectangle:
 
 
 @dataclass(frozen=True)
-class Moved:
+class CopyTime:
     """Link time that one copy takes in one slot.
 
     Args:
@@ -74,7 +74,7 @@ class Mapping:
     compiled: Compiled
     actions: tuple[int, ...]
     rectangles: tuple[Rectangle, ...]
-    moved: tuple[Moved, ...]
+    moved: tuple[CopyTime, ...]
     ticks: int
     mapper: str = ""
     notes: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ def verify(mapping: Mapping) -> int:
     for k, action in enumerate(mapping.actions):
         if action == DROP:
             link[c.slot[k]] += c.slow[k]
-    pieces: dict[int, list[Moved]] = {}
+    pieces: dict[int, list[CopyTime]] = {}
     for piece in mapping.moved:
         if piece.ticks <= 0 or c.buffer[piece.decision] != piece.buffer:
             raise PlanError(f"mapping: no copy of {name(piece.buffer)} is like this: {piece}")
@@ -177,7 +177,7 @@ def _apart(mapping: Mapping) -> None:
 
 
 def _in_slow(
-    mapping: Mapping, stays: dict[int, list[Rectangle]], pieces: dict[int, list[Moved]]
+    mapping: Mapping, stays: dict[int, list[Rectangle]], pieces: dict[int, list[CopyTime]]
 ) -> np.ndarray:
     """First slot in which slow memory has each buffer; past the end if never, [B]."""
     c = mapping.compiled
@@ -199,7 +199,7 @@ def _in_slow(
 
 
 def _filled(
-    mapping: Mapping, one: Rectangle, ready: np.ndarray, pieces: dict[int, list[Moved]]
+    mapping: Mapping, one: Rectangle, ready: np.ndarray, pieces: dict[int, list[CopyTime]]
 ) -> int:
     """First slot in which the data of a rectangle are there."""
     c, b = mapping.compiled, one.buffer

@@ -18,8 +18,8 @@ from scipy.sparse import csr_array
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping, Moved, Rectangle, verify
-from shoal.plan.mapping.program import Compiled, Program, TierSpec
+from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, CopyTime, Mapping, Rectangle, verify
+from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
 
 __all__ = ["Milp"]
 
@@ -45,7 +45,7 @@ class Milp:
         require(1 <= self.most <= 200, "mapper.milp.most", self.most, expected="1 to 200")
         require(self.seconds > 0, "mapper.milp.seconds", self.seconds, expected="above 0")
 
-    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+    def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """The fastest mapping.
 
         Raises:
@@ -322,7 +322,7 @@ class _Programme:
 
     def _booked(
         self, mapping: Mapping, stays: dict[int, tuple[int, int]], due: dict[int, int]
-    ) -> tuple[Moved, ...]:
+    ) -> tuple[CopyTime, ...]:
         """Whole ticks of every copy: of those that may run, the one that must end first.
 
         What is left of an output that stays to the end is copied out after the last instruction.
@@ -340,16 +340,16 @@ class _Programme:
             elif k in due:
                 last = c.slots if end == c.slots - 1 else end
                 jobs.append([min(due[k] - 1, last), k, int(c.slot[k]) + 1, need])
-        moved: list[Moved] = []
+        moved: list[CopyTime] = []
         for t in range(c.slots):
             for job in sorted(jobs):
                 _, k, first, need = job
                 take = min(int(free[t]), need)
                 if first <= t <= stays[k][1] and take > 0:
-                    moved.append(Moved(int(c.buffer[k]), t, take, k))
+                    moved.append(CopyTime(int(c.buffer[k]), t, take, k))
                     free[t] -= take
                     job[3] -= take
         for _, k, _, need in jobs:
             if need and c.write[k] and c.output[c.buffer[k]]:
-                moved.append(Moved(int(c.buffer[k]), c.slots, need, k))
+                moved.append(CopyTime(int(c.buffer[k]), c.slots, need, k))
         return tuple(moved)

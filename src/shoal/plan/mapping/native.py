@@ -22,7 +22,7 @@ from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping
 from shoal.plan.mapping.observation import OBSERVED
 from shoal.plan.mapping.program import Compiled
 
-__all__ = ["FAST", "Native", "Played", "Weights", "mapping_of", "replay", "replayer"]
+__all__ = ["FAST", "GameRecord", "Native", "NetworkWeights", "mapping_of", "replay", "replayer"]
 
 # Wanted of a decision: in fast memory, moved only if it is not there.
 FAST = 3
@@ -68,7 +68,7 @@ def _library() -> ctypes.CDLL:
 
 
 @dataclass
-class Played:
+class GameRecord:
     """One game, decision by decision.
 
     Args:
@@ -91,7 +91,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Weights:
+class NetworkWeights:
     """The networks of a search.
 
     Args:
@@ -148,7 +148,7 @@ class Native:
         )
         return played, int(ticks)
 
-    def trace(self, actions: np.ndarray) -> Played:
+    def trace(self, actions: np.ndarray) -> GameRecord:
         """A game whose actions are known, as a player would have seen it."""
         game = self._empty(actions)
         self._code.mapping_trace(
@@ -161,14 +161,14 @@ class Native:
 
     def play(
         self,
-        weights: Weights,
+        weights: NetworkWeights,
         *,
         simulations: int,
         temperature: float,
         noise: float,
         seed: int,
         given: np.ndarray | None = None,
-    ) -> Played:
+    ) -> GameRecord:
         """One game by search with a learned model.
 
         Args:
@@ -200,8 +200,8 @@ class Native:
 
     def reanalyse(
         self,
-        weights: Weights,
-        game: Played,
+        weights: NetworkWeights,
+        game: GameRecord,
         *,
         simulations: int,
         seed: int,
@@ -215,9 +215,9 @@ class Native:
             *(a.ctypes.data for a in (game.seen, game.masks, game.shares, game.values)),
         )
 
-    def _empty(self, actions: np.ndarray) -> Played:
+    def _empty(self, actions: np.ndarray) -> GameRecord:
         count = self.compiled.decisions
-        return Played(
+        return GameRecord(
             0,
             np.ascontiguousarray(actions, np.int8).copy(),
             np.zeros((count, OBSERVED), np.float32),

@@ -29,7 +29,7 @@ def picture(mapping: Mapping) -> str:
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(right - x, 0.5):.1f}" '
             f'height="{max(tall, 0.5):.1f}" fill="{COLOURS[one.buffer % len(COLOURS)]}" '
             f'fill-opacity="{0.75 if way == "made" else 0.45}" stroke="currentColor" '
-            f'stroke-width="0.4"><title>{escape(_told(mapping, one, way))}</title></rect>'
+            f'stroke-width="0.4"><title>{escape(_describe(mapping, one, way))}</title></rect>'
         )
         if right - x > 7 * len(name) and tall > 12:
             rows.append(
@@ -68,7 +68,7 @@ def picture(mapping: Mapping) -> str:
     )
 
 
-def _told(mapping: Mapping, one: Rectangle, way: str) -> str:
+def _describe(mapping: Mapping, one: Rectangle, way: str) -> str:
     c = mapping.compiled
     steps = c.program.instructions
     return (

@@ -17,7 +17,15 @@ from pydantic import Field
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 
-__all__ = ["TICK_S", "Access", "Buffer", "Compiled", "Instruction", "Program", "TierSpec"]
+__all__ = [
+    "TICK_S",
+    "Buffer",
+    "BufferAccess",
+    "Compiled",
+    "MappingProgram",
+    "ProgramInstruction",
+    "TierSpec",
+]
 
 TICK_S = 1e-12
 
@@ -38,7 +46,7 @@ class Buffer(Value):
     output: bool = False
 
 
-class Access(Value):
+class BufferAccess(Value):
     """Bytes of a buffer that an instruction reads or writes.
 
     Args:
@@ -50,7 +58,7 @@ class Access(Value):
     nbytes: int | None = Field(default=None, ge=1, le=2**50)
 
 
-class Instruction(Value):
+class ProgramInstruction(Value):
     """One step of the program.
 
     Args:
@@ -62,8 +70,8 @@ class Instruction(Value):
 
     name: str
     compute_s: float = Field(default=0.0, ge=0.0, le=1e5)
-    reads: tuple[Access, ...] = ()
-    writes: tuple[Access, ...] = ()
+    reads: tuple[BufferAccess, ...] = ()
+    writes: tuple[BufferAccess, ...] = ()
 
 
 class TierSpec(Value):
@@ -118,7 +126,7 @@ class TierSpec(Value):
         )
 
 
-class Program(Value):
+class MappingProgram(Value):
     """Instructions in the order in which they run.
 
     A buffer is written by one instruction at most; one that none writes is an input, in slow
@@ -132,7 +140,7 @@ class Program(Value):
 
     name: str
     buffers: tuple[Buffer, ...]
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[ProgramInstruction, ...]
 
     def root(self, name: str) -> str:
         """The buffer whose memory this one uses."""
@@ -210,8 +218,8 @@ class Program(Value):
 
     @classmethod
     def ordered(
-        cls, name: str, buffers: Sequence[Buffer], instructions: Iterable[Instruction]
-    ) -> Program:
+        cls, name: str, buffers: Sequence[Buffer], instructions: Iterable[ProgramInstruction]
+    ) -> MappingProgram:
         """A program from instructions in any order, each after what it reads.
 
         Raises:
@@ -274,7 +282,7 @@ class Compiled:
         room: units of fast memory.
     """
 
-    def __init__(self, program: Program, tiers: TierSpec) -> None:
+    def __init__(self, program: MappingProgram, tiers: TierSpec) -> None:
         self.program, self.tiers = program, tiers
         used = {
             program.root(access.buffer): None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from shoal.plan.mapping.layout import Mapping
-from shoal.plan.mapping.program import Program, TierSpec
+from shoal.plan.mapping.program import MappingProgram, TierSpec
 
 __all__ = ["Mapper"]
 
@@ -13,7 +13,7 @@ __all__ = ["Mapper"]
 class Mapper(Protocol):
     """A part of kind ``mapper``."""
 
-    def map(self, program: Program, tiers: TierSpec, *, seed: int = 0) -> Mapping:
+    def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """Say what is in fast memory when, at which address, and what is copied.
 
         No two buffers are in one place at one time, every copy fits into idle time of the slow

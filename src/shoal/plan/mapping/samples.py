@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
 from shoal.core.random import generator
-from shoal.plan.mapping.program import Access, Buffer, Instruction, Program
+from shoal.plan.mapping.program import Buffer, BufferAccess, MappingProgram, ProgramInstruction
 
 __all__ = ["random_program", "strassen"]
 
@@ -20,7 +20,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self.steps: list[Instruction] = []
+        self.steps: list[ProgramInstruction] = []
 
     def buffer(self, name: str, nbytes: int, *, output: bool = False) -> str:
         self.buffers.append(Buffer(name=name, nbytes=nbytes, output=output))
@@ -29,11 +29,11 @@ class _Writer:
     def step(self, out: str, reads: list[str], nbytes: int, seconds: float) -> str:
         self.buffer(out, nbytes)
         self.steps.append(
-            Instruction(
+            ProgramInstruction(
                 name=f"make_{out}",
                 compute_s=seconds,
-                reads=tuple(Access(buffer=name) for name in reads),
-                writes=(Access(buffer=out),),
+                reads=tuple(BufferAccess(buffer=name) for name in reads),
+                writes=(BufferAccess(buffer=out),),
             )
         )
         return out
@@ -41,7 +41,7 @@ class _Writer:
 
 def strassen(
     *, block: int = 128, matmul_flops: float = 1e12, vector_flops: float = 1e11
-) -> Program:
+) -> MappingProgram:
     """The product of two 4x4 matrices of blocks by two levels of Strassen's scheme, 49 products.
 
     Args:
@@ -98,12 +98,12 @@ def strassen(
         one.model_copy(update={"output": True}) if one.name in results else one
         for one in out.buffers
     ]
-    return Program(name="strassen", buffers=tuple(buffers), instructions=tuple(out.steps))
+    return MappingProgram(name="strassen", buffers=tuple(buffers), instructions=tuple(out.steps))
 
 
 def random_program(
     steps: int = 60, *, seed: int = 0, most_bytes: int = 1 << 20, seconds: float = 2e-5
-) -> Program:
+) -> MappingProgram:
     """Instructions that read some of what is there, near and far, and write one buffer each.
 
     Args:
@@ -132,4 +132,6 @@ def random_program(
         one.model_copy(update={"output": one.name not in used and one.name.startswith("x")})
         for one in out.buffers
     ]
-    return Program(name=f"random{seed}", buffers=tuple(buffers), instructions=tuple(out.steps))
+    return MappingProgram(
+        name=f"random{seed}", buffers=tuple(buffers), instructions=tuple(out.steps)
+    )

@@ -15,11 +15,11 @@ from shoal.cost.training.memory import TIERS
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 
-__all__ = ["TIERS", "Way", "budgets_of", "ways"]
+__all__ = ["TIERS", "OffloadOption", "budgets_of", "ways"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class OffloadOption:
     """One way, and what it costs a rank.
 
     Args:
@@ -77,7 +77,7 @@ def ways(
     *,
     budgets: Mapping[str, int],
     only: str | None = None,
-) -> list[Way]:
+) -> list[OffloadOption]:
     """All ways, those that fit before those that do not, the fastest first.
 
     Args:
@@ -118,7 +118,7 @@ def _priced(
     choice: Choice | None,
     recompute: str,
     budgets: Mapping[str, int],
-) -> Way:
+) -> OffloadOption:
     shown = "none" if choice is None else _shown(choice)
     candidate = job.model_copy(update={"offload": choice, "recompute": recompute})
     work = Work(shape=shape, job=candidate)
@@ -128,11 +128,13 @@ def _priced(
             part.check(candidate)
         cost = pricer.estimate(work)
     except ShoalError as cause:
-        return Way(choice=shown, recompute=recompute, tier_bytes={}, step_s=0.0, refused=str(cause))
+        return OffloadOption(
+            choice=shown, recompute=recompute, tier_bytes={}, step_s=0.0, refused=str(cause)
+        )
     filled = {tier: cost.memory_bytes[tier] for tier in TIERS if tier in cost.memory_bytes}
     if part is None:
         filled = {"device": cost.memory_total}
-    return Way(
+    return OffloadOption(
         choice=shown,
         recompute=recompute,
         tier_bytes=filled,

@@ -24,9 +24,9 @@ from shoal.core.errors import PlanError, require
 __all__ = [
     "HOST_ONLY",
     "LONGEST",
-    "Pattern",
-    "Rates",
-    "Timeline",
+    "UpdatePattern",
+    "UpdateRates",
+    "UpdateTimeline",
     "choose",
     "steady_stride",
     "timeline",
@@ -44,7 +44,7 @@ SLOTS = 2
 Resource = Literal["host", "device", "in", "out"]
 
 
-class Rates(Value):
+class UpdateRates(Value):
     """What a machine does in a second, in parameters.
 
     Args:
@@ -73,7 +73,7 @@ class Rates(Value):
         return there if self.duplex else there + 3 * size / self.link
 
 
-class Pattern(Value):
+class UpdatePattern(Value):
     """Who updates which sub-group.
 
     Args:
@@ -97,7 +97,7 @@ class Pattern(Value):
         ]
         return (*chosen, *[True] * (self.groups - moving))
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """In a few words."""
         if self.stride == HOST_ONLY:
             return "host only"
@@ -105,7 +105,7 @@ class Pattern(Value):
         return f"every {self.stride}. on the {where}"
 
 
-class Timeline(Value):
+class UpdateTimeline(Value):
     """An update, played.
 
     Args:
@@ -115,13 +115,13 @@ class Timeline(Value):
         busy_s: of each resource.
     """
 
-    pattern: Pattern
+    pattern: UpdatePattern
     seconds: float
     flushed_s: float
     busy_s: dict[str, float]
 
 
-def timeline(rates: Rates, sizes: Sequence[int], pattern: Pattern) -> Timeline:
+def timeline(rates: UpdateRates, sizes: Sequence[int], pattern: UpdatePattern) -> UpdateTimeline:
     """Play one update phase.
 
     Args:
@@ -156,7 +156,7 @@ def timeline(rates: Rates, sizes: Sequence[int], pattern: Pattern) -> Timeline:
     for resource, seconds, _, _ in tasks:
         busy[resource] = busy.get(resource, 0.0) + seconds
     needed = [end for end, task in zip(ends, tasks, strict=True) if task[3]]
-    return Timeline(pattern=pattern, seconds=max(needed), flushed_s=max(ends), busy_s=busy)
+    return UpdateTimeline(pattern=pattern, seconds=max(needed), flushed_s=max(ends), busy_s=busy)
 
 
 def _played(tasks: Sequence[tuple[Resource, float, list[int], bool]]) -> list[float]:
@@ -189,7 +189,7 @@ def _played(tasks: Sequence[tuple[Resource, float, list[int], bool]]) -> list[fl
                 heapq.heappush(ready.setdefault(tasks[number][0], []), (now, number))
 
 
-def steady_stride(rates: Rates, size: int) -> int:
+def steady_stride(rates: UpdateRates, size: int) -> int:
     """The stride at which a sub-group's trip to the device is hidden behind those of the host.
 
     One rides along k - 1 of the host when (k - 1) t_host >= t_device, so k is
@@ -199,8 +199,8 @@ def steady_stride(rates: Rates, size: int) -> int:
 
 
 def choose(
-    rates: Rates, sizes: Sequence[int], *, residents: int = 0
-) -> tuple[Timeline, list[Timeline]]:
+    rates: UpdateRates, sizes: Sequence[int], *, residents: int = 0
+) -> tuple[UpdateTimeline, list[UpdateTimeline]]:
     """The shortest update, and all that were played: host only, strides to 32, their mirrors.
 
     Args:
@@ -217,10 +217,10 @@ def choose(
             f"static_residents = {residents}: there are {groups} sub-groups; give 0 to {groups}"
         )
     moving = groups - residents
-    patterns = [Pattern(groups=groups, residents=residents)]
+    patterns = [UpdatePattern(groups=groups, residents=residents)]
     for mirrored in (False, True):
         patterns += [
-            Pattern(groups=groups, stride=stride, mirrored=mirrored, residents=residents)
+            UpdatePattern(groups=groups, stride=stride, mirrored=mirrored, residents=residents)
             for stride in range(2, min(moving, LONGEST) + 1)
         ]
     played = [timeline(rates, sizes, pattern) for pattern in patterns]

@@ -10,7 +10,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.ir import Explanation, Progress
-from shoal.plan.memory.stride import HOST_ONLY, Rates, choose, steady_stride
+from shoal.plan.memory.stride import HOST_ONLY, UpdateRates, choose, steady_stride
 
 __all__ = ["StrideStudy"]
 
@@ -60,7 +60,7 @@ class StrideStudy:
             self.sub_group,
             expected="at most 2,000 of them in all",
         )
-        rates = Rates(
+        rates = UpdateRates(
             host=self.host,
             device=self.device,
             convert=self.convert,
@@ -81,7 +81,7 @@ class StrideStudy:
             ),
             rows=tuple(
                 (
-                    one.pattern.told(),
+                    one.pattern.describe(),
                     f"{1e3 * one.seconds:,.1f} ms",
                     f"{alone.seconds / one.seconds:.2f}x",
                     *(f"{100 * one.busy_s.get(r, 0) / one.flushed_s:.0f} %" for r in _RESOURCES),
@@ -93,7 +93,8 @@ class StrideStudy:
         return Explanation(
             blocks=(
                 shown,
-                f"{best.pattern.told()}: {alone.seconds / best.seconds:.2f}x the host alone; the "
+                f"{best.pattern.describe()}: {alone.seconds / best.seconds:.2f}x the host alone; "
+                "the "
                 f"formula 1 + ceil(t_device / t_host) says {formula}",
             ),
             data={

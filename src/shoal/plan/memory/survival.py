@@ -20,7 +20,7 @@ from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.core.random import generator
 
-__all__ = ["Saving", "Survival", "daly", "lost_share", "sampled", "young"]
+__all__ = ["SaveLevel", "Survival", "daly", "lost_share", "sampled", "young"]
 
 
 class Survival(Value):
@@ -149,7 +149,7 @@ def lost_share(interval_s: float, cost_s: float, mtbf_s: float, restart_s: float
     return min(1.0, cost_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s)
 
 
-class Saving(Value):
+class SaveLevel(Value):
     """A level of saving, and what it costs where it is used best.
 
     Args:
@@ -163,7 +163,7 @@ class Saving(Value):
     lost: float
 
     @classmethod
-    def storage(cls, cost_s: float, mtbf_s: float, restart_s: float) -> Saving:
+    def storage(cls, cost_s: float, mtbf_s: float, restart_s: float) -> SaveLevel:
         """Every failure goes back to the storage."""
         interval = daly(cost_s, mtbf_s)
         return cls(
@@ -181,7 +181,7 @@ class Saving(Value):
         repair_h: float,
         restart_s: float,
         storage: tuple[float, float],
-    ) -> Saving:
+    ) -> SaveLevel:
         """Failures go back to memory; those of more nodes than the code survives to the storage.
 
         Args:

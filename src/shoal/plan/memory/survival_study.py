@@ -9,7 +9,7 @@ from pydantic import NonNegativeInt
 from shoal.core.parts import part
 from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress
-from shoal.plan.memory.survival import Saving, Survival, daly, sampled, young
+from shoal.plan.memory.survival import SaveLevel, Survival, daly, sampled, young
 
 __all__ = ["SurvivalStudy"]
 
@@ -73,8 +73,8 @@ class SurvivalStudy:
             shape=self.shape,
         )
         mtbf_s, read_s = 3600 * job.job_mtbf_h, self.restart_s + self.read_s
-        storage = Saving.storage(self.storage_s, mtbf_s, read_s)
-        memory = Saving.memory(
+        storage = SaveLevel.storage(self.storage_s, mtbf_s, read_s)
+        memory = SaveLevel.memory(
             self.memory_s, self.step_s, job, self.repair_h, self.restart_s, (self.storage_s, read_s)
         )
         drawn = (

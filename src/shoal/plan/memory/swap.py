@@ -29,10 +29,10 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 
-__all__ = ["Iteration", "Swappable", "Tensor", "Times", "choose", "curve"]
+__all__ = ["SwapIteration", "SwapTensor", "Swappable", "Times", "choose", "curve"]
 
 
-class Tensor(Value):
+class SwapTensor(Value):
     """What can be swapped.
 
     Args:
@@ -44,7 +44,7 @@ class Tensor(Value):
     again_s: NonNegativeFloat
 
 
-class Iteration(Value):
+class SwapIteration(Value):
     """The last micro-batch of a step, forward and backward, with everything swapped.
 
     Args:
@@ -166,7 +166,7 @@ class Swappable:
         order: their numbers.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[SwapTensor]) -> None:
         worth = [tensor.again_s / tensor.nbytes for tensor in tensors]
         self.order = sorted(range(len(tensors)), key=lambda number: (-worth[number], number))
         self.nbytes, self.again_s = [0], [sum(tensor.again_s for tensor in tensors)]
@@ -194,7 +194,9 @@ def _least(ordered: Swappable, least: float) -> int:
     return bisect.bisect_left(ordered.nbytes, least)
 
 
-def choose(iteration: Iteration, ordered: Swappable, *, least: float = 0.0) -> tuple[int, Times]:
+def choose(
+    iteration: SwapIteration, ordered: Swappable, *, least: float = 0.0
+) -> tuple[int, Times]:
     """The number of tensors, from the first, that makes the iteration shortest, and its times.
 
     T is convex, so where one more tensor is no longer better, none further on is: a search by
@@ -223,7 +225,7 @@ def choose(iteration: Iteration, ordered: Swappable, *, least: float = 0.0) -> t
 
 
 def curve(
-    iteration: Iteration, ordered: Swappable, points: int = 9, *, least: float = 0.0
+    iteration: SwapIteration, ordered: Swappable, points: int = 9, *, least: float = 0.0
 ) -> list[Times]:
     """T(A) at evenly spread amounts, from the least to everything.
 

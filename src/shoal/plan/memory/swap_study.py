@@ -11,7 +11,7 @@ from shoal.core.parts import part
 from shoal.core.sizes import Size, human_bytes
 from shoal.core.tables import Table
 from shoal.ir import Explanation, Progress
-from shoal.plan.memory.swap import Iteration, Swappable, Tensor, choose, curve
+from shoal.plan.memory.swap import SwapIteration, Swappable, SwapTensor, choose, curve
 
 __all__ = ["SwapStudy", "curve_explained"]
 
@@ -59,7 +59,7 @@ class SwapStudy:
     def explain(self, machine: None, progress: Progress) -> Explanation:
         """The time of a step for nine amounts, and the best one."""
         fetched = _WORD * self.parameters
-        iteration = Iteration(
+        iteration = SwapIteration(
             forward_s=self.forward,
             backward_s=self.backward,
             forward_fetched=fetched,
@@ -76,14 +76,14 @@ class SwapStudy:
         each, number = max(1, self.activations // self.tensors), self.tensors
         ordered = Swappable(
             [
-                Tensor(nbytes=each, again_s=2 * self.again * (number - n - 0.5) / number**2)
+                SwapTensor(nbytes=each, again_s=2 * self.again * (number - n - 0.5) / number**2)
                 for n in range(number)
             ]
         )
         return curve_explained(iteration, ordered)
 
 
-def curve_explained(iteration: Iteration, ordered: Swappable) -> Explanation:
+def curve_explained(iteration: SwapIteration, ordered: Swappable) -> Explanation:
     """The time of a step for nine amounts, and the best one."""
     _, best = choose(iteration, ordered)
     points = curve(iteration, ordered)

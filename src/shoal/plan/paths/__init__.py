@@ -12,9 +12,9 @@ PATH_PLANNERS = PartTable(
     "path_planner",
     {
         "ecmp": "shoal.plan.paths.ecmp:ECMP",
-        "greedy": "shoal.plan.paths.greedy:Greedy",
+        "greedy": "shoal.plan.paths.greedy:GreedyPaths",
         "on_arrival": "shoal.plan.paths.on_arrival:OnArrival",
-        "split": "shoal.plan.paths.split:Split",
+        "split": "shoal.plan.paths.split:SplitPaths",
         "spray": "shoal.plan.paths.spray:Spray",
         "lp": "shoal.plan.paths.lp:MinMaxLP",
         "c4p": "shoal.plan.paths.c4p:C4P",

@@ -17,12 +17,12 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.cost.network.fabric import Health, LeafSpine
+from shoal.cost.network.fabric import DegradedLink, LeafSpine
 from shoal.cost.network.fair import max_min_rates
-from shoal.cost.network.flows import Flows, Paths
+from shoal.cost.network.flows import FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 from shoal.plan.paths.lp import rounded
-from shoal.plan.paths.split import deal_phases
+from shoal.plan.paths.split import assign_phases
 
 __all__ = ["C4P", "measured_rates", "reweighted", "without_bad_links"]
 
@@ -54,7 +54,7 @@ class C4P:
             expected="0 to 1",
         )
 
-    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """Deal connections evenly; around bad links, by the linear programme.
 
         Raises:
@@ -63,7 +63,7 @@ class C4P:
         good, notes = without_bad_links(fabric, self.bad_below)
         if good.uniform:
             cut = pieces_of(flows, good)
-            return deal_phases(cut, good, self.connections, "c4p", notes)
+            return assign_phases(cut, good, self.connections, "c4p", notes)
         return rounded(flows, good, self.connections, "c4p", notes)
 
 
@@ -77,14 +77,14 @@ def without_bad_links(fabric: LeafSpine, bad_below: float) -> tuple[LeafSpine, t
         return fabric, ()
     left_out = [(int(a), int(s)) for a, s in np.argwhere(bad)]
     kept = tuple(pair for pair in fabric.health if (pair.leaf, pair.spine) not in left_out)
-    out = tuple(Health(leaf=a, spine=s, share=0.0) for a, s in left_out)
+    out = tuple(DegradedLink(leaf=a, spine=s, share=0.0) for a, s in left_out)
     named = ", ".join(f"{a}-{s}" for a, s in left_out[:4]) + (" ..." if len(left_out) > 4 else "")
     note = f"left out {len(left_out)} pairs of links between leaf and spine: {named}"
     changed = fabric.model_dump() | {"health": [*kept, *out]}
     return LeafSpine.model_validate(changed), (note,)
 
 
-def measured_rates(flows: Flows, paths: Paths, fabric: LeafSpine) -> np.ndarray:
+def measured_rates(flows: Flows, paths: FlowPaths, fabric: LeafSpine) -> np.ndarray:
     """Byte/s of each connection while all are busy, [P]; infinite for those inside a node."""
     out = np.full(len(paths), np.inf)
     rows = np.flatnonzero(~flows.inside(fabric)[paths.flow])
@@ -93,7 +93,7 @@ def measured_rates(flows: Flows, paths: Paths, fabric: LeafSpine) -> np.ndarray:
     return out
 
 
-def reweighted(paths: Paths, rates: np.ndarray) -> Paths:
+def reweighted(paths: FlowPaths, rates: np.ndarray) -> FlowPaths:
     """The same paths with bytes dealt by measured rates, so that a flow's connections end together.
 
     Args:

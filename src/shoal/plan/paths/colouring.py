@@ -19,10 +19,10 @@ from scipy.sparse.csgraph import maximum_flow
 
 from shoal.core.errors import require
 
-__all__ = ["deal"]
+__all__ = ["assign"]
 
 
-def deal(count_AB: np.ndarray, colours: int) -> np.ndarray:
+def assign(count_AB: np.ndarray, colours: int) -> np.ndarray:
     """How many edges of each pair get each colour, [colours, A, B].
 
     The sums of every row and column of every colour are the row's or column's sum over
@@ -37,11 +37,11 @@ def deal(count_AB: np.ndarray, colours: int) -> np.ndarray:
     """
     require(colours >= 1, "colours", colours, expected="at least 1")
     out = np.zeros((colours, *count_AB.shape), np.int64)
-    _deal(np.asarray(count_AB, np.int64), out)
+    _assign(np.asarray(count_AB, np.int64), out)
     return out
 
 
-def _deal(count_AB: np.ndarray, out: np.ndarray) -> None:
+def _assign(count_AB: np.ndarray, out: np.ndarray) -> None:
     colours = len(out)
     if colours == 1:
         out[0] = count_AB
@@ -49,12 +49,12 @@ def _deal(count_AB: np.ndarray, out: np.ndarray) -> None:
         out[:] = 0
     elif colours % 2 == 0:
         first = _half(count_AB)
-        _deal(first, out[: colours // 2])
-        _deal(count_AB - first, out[colours // 2 :])
+        _assign(first, out[: colours // 2])
+        _assign(count_AB - first, out[colours // 2 :])
     else:
         one = _one_colour(count_AB, colours)
         out[0] = one
-        _deal(count_AB - one, out[1:])
+        _assign(count_AB - one, out[1:])
 
 
 def _half(count_AB: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import WITHIN, Flows, Paths
+from shoal.cost.network.flows import WITHIN, FlowPaths, Flows
 
 __all__ = ["Pieces", "pieces_of", "regular_note"]
 
@@ -47,7 +47,7 @@ class Pieces:
         *,
         planner: str,
         notes: tuple[str, ...] = (),
-    ) -> Paths:
+    ) -> FlowPaths:
         """Paths of crossing pieces, with those that need no spine.
 
         Args:
@@ -59,7 +59,7 @@ class Pieces:
         """
         rest, port, within = self.within()
         part = np.full(len(chosen), share) if np.ndim(share) == 0 else np.asarray(share)
-        return Paths.of(
+        return FlowPaths.of(
             np.concatenate([self.flow[chosen], rest]),
             np.concatenate([part * self.share, np.full(len(rest), self.share)]),
             np.concatenate([np.asarray(spine, np.int64), within]),

@@ -12,19 +12,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.core.parts import Choice
-from shoal.cost.network.collectives import Collective, jittered
+from shoal.cost.network.collectives import CollectiveFlows, jittered
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import SPRAYED, Flows, Paths, link_bytes, lower_bound_s, worst_bytes
+from shoal.cost.network.flows import (
+    SPRAYED,
+    FlowPaths,
+    Flows,
+    link_bytes,
+    lower_bound_s,
+    worst_bytes,
+)
 from shoal.cost.network.simulate import simulate
 from shoal.plan.paths import PATH_PLANNERS
 from shoal.plan.paths.protocols import PathPlanner
 from shoal.plan.paths.spray import Spray
 
-__all__ = ["Compared", "busiest", "compare", "plan_paths"]
+__all__ = ["PathPlannerResult", "busiest", "compare", "plan_paths"]
 
 
 @dataclass(frozen=True)
-class Compared:
+class PathPlannerResult:
     """What one planner reaches.
 
     Args:
@@ -51,7 +58,9 @@ class Compared:
     notes: tuple[str, ...]
 
 
-def plan_paths(policy: Choice | str, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
+def plan_paths(
+    policy: Choice | str, flows: Flows, fabric: LeafSpine, *, seed: int = 0
+) -> FlowPaths:
     """Paths by the planner of that name, checked.
 
     Raises:
@@ -63,7 +72,7 @@ def plan_paths(policy: Choice | str, flows: Flows, fabric: LeafSpine, *, seed: i
     return paths
 
 
-def busiest(flows: Flows, paths: Paths, fabric: LeafSpine) -> int:
+def busiest(flows: Flows, paths: FlowPaths, fabric: LeafSpine) -> int:
     """Most connections that share a link between leaf and spine in one phase."""
     pinned = np.flatnonzero(paths.spine >= 0)
     if not len(pinned):
@@ -78,7 +87,7 @@ def busiest(flows: Flows, paths: Paths, fabric: LeafSpine) -> int:
 
 
 def compare(
-    job: Collective,
+    job: CollectiveFlows,
     fabric: LeafSpine,
     policies: list[Choice | str],
     *,
@@ -87,7 +96,7 @@ def compare(
     size: float = 0.0,
     resolution: float = 0.0,
     progress: Callable[[str, float], None] = lambda text, share: None,
-) -> list[Compared]:
+) -> list[PathPlannerResult]:
     """Plan and simulate a collective under each policy, with the same jitter for all.
 
     Args:
@@ -121,7 +130,7 @@ def compare(
         spread = fabric.spines * int((paths.spine == SPRAYED).sum())
         pieces = int((paths.spine >= 0).sum()) + spread
         out.append(
-            Compared(
+            PathPlannerResult(
                 planner=str(policy),
                 seconds=job.seconds(found.phase_s),
                 bound_s=job.seconds(bound),

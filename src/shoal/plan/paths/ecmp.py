@@ -11,7 +11,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import WITHIN, Flows, Paths
+from shoal.cost.network.flows import WITHIN, FlowPaths, Flows
 
 __all__ = ["ECMP"]
 
@@ -38,7 +38,7 @@ class ECMP:
             expected="0 for one a port, to 1024",
         )
 
-    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """Hashed spines and ports; links that are down are left out, as routing does."""
         flows.check(fabric)
         many = self.connections or fabric.ports
@@ -60,6 +60,6 @@ class ECMP:
                 up = np.minimum(fabric.uplinks[first[some]], fabric.uplinks[last[some]]) > 0
                 turn = (draw[begin : begin + len(some)] * up.sum(1)).astype(np.int64)
                 spine[some] = (up.cumsum(1) > turn[:, None]).argmax(1)
-        return Paths.of(
+        return FlowPaths.of(
             flow, 1.0 / many, spine, src_port=src_port, dst_port=dst_port, planner="ecmp"
         )

@@ -10,17 +10,17 @@ import numpy as np
 
 from shoal.core.parts import part
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import Flows, Paths
+from shoal.cost.network.flows import FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 
-__all__ = ["Greedy", "least_loaded"]
+__all__ = ["GreedyPaths", "least_loaded"]
 
 
 @part
-class Greedy:
+class GreedyPaths:
     """Least-loaded single paths, flow by flow in the order of hosts; no flow is split."""
 
-    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """The spine on which the busier of the two links is least busy, by bytes."""
         cut = pieces_of(flows, fabric)
         chosen = np.flatnonzero(cut.crossing)

@@ -17,7 +17,7 @@ from scipy.sparse import coo_array, csr_array
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import Flows, Paths
+from shoal.cost.network.flows import FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 from shoal.plan.paths.greedy import least_loaded
 
@@ -41,7 +41,7 @@ class MinMaxLP:
             1 <= self.pieces <= 1024, "path_planner.lp.pieces", self.pieces, expected="1 to 1024"
         )
 
-    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """Solve and round phase by phase; phases with the same demand are solved once.
 
         Raises:
@@ -52,7 +52,7 @@ class MinMaxLP:
 
 def rounded(
     flows: Flows, fabric: LeafSpine, pieces: int, planner: str, notes: tuple[str, ...] = ()
-) -> Paths:
+) -> FlowPaths:
     """Paths by the programme, in whole pieces.
 
     Args:

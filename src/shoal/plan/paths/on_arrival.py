@@ -13,7 +13,7 @@ import numpy as np
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import Flows, Paths
+from shoal.cost.network.flows import FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 from shoal.plan.paths.greedy import least_loaded
 
@@ -27,7 +27,7 @@ class OnArrival:
     Flows arrive by their beginnings, and those of one moment in random order.
     """
 
-    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """Pieces of each flow in the order of arrival."""
         cut = pieces_of(flows, fabric)
         k = fabric.spines // math.gcd(fabric.hosts, fabric.spines)

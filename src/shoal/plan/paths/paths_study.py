@@ -14,11 +14,11 @@ from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.core.svg import Chart, Series
 from shoal.core.tables import Table
-from shoal.cost.network.collectives import Collective, collective, place
+from shoal.cost.network.collectives import CollectiveFlows, collective, place
 from shoal.cost.network.fabric import LeafSpine
 from shoal.ir import Explanation, Machine, Progress
 from shoal.plan.paths import PATH_PLANNERS
-from shoal.plan.paths.compare import Compared, compare
+from shoal.plan.paths.compare import PathPlannerResult, compare
 
 __all__ = ["PathsStudy"]
 
@@ -165,7 +165,9 @@ def _broken(word: str) -> dict[str, float]:
     return {"leaf": int(found[1]), "spine": int(found[2]), "share": float(found[3] or 0.0)}
 
 
-def _record(fabric: LeafSpine, job: Collective, found: Sequence[Compared]) -> dict[str, Any]:
+def _record(
+    fabric: LeafSpine, job: CollectiveFlows, found: Sequence[PathPlannerResult]
+) -> dict[str, Any]:
     return {
         "fabric": fabric.model_dump(mode="json", exclude_none=True),
         "collective": job.name,
@@ -190,7 +192,7 @@ def _record(fabric: LeafSpine, job: Collective, found: Sequence[Compared]) -> di
     }
 
 
-def _picture(job: Collective, found: Sequence[Compared]) -> str:
+def _picture(job: CollectiveFlows, found: Sequence[PathPlannerResult]) -> str:
     """Bytes of every link between leaf and spine, busiest first, as SVG."""
     series = []
     for item in found:
@@ -207,7 +209,9 @@ def _picture(job: Collective, found: Sequence[Compared]) -> str:
     ).render()
 
 
-def _blocks(fabric: LeafSpine, job: Collective, found: Sequence[Compared]) -> list[Table | str]:
+def _blocks(
+    fabric: LeafSpine, job: CollectiveFlows, found: Sequence[PathPlannerResult]
+) -> list[Table | str]:
     rails = f", {fabric.rails} rails" if fabric.rails > 1 else ""
     ports = f", {fabric.ports} ports a card" if fabric.ports > 1 else ""
     ranked = sorted(found, key=lambda item: (item.seconds, item.connections))

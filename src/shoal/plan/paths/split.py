@@ -17,15 +17,15 @@ import numpy as np
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import Flows, Paths
-from shoal.plan.paths.colouring import deal
+from shoal.cost.network.flows import FlowPaths, Flows
+from shoal.plan.paths.colouring import assign
 from shoal.plan.paths.common import Pieces, pieces_of, regular_note
 
-__all__ = ["Split"]
+__all__ = ["SplitPaths"]
 
 
 @part
-class Split:
+class SplitPaths:
     """Minimal splitting and an edge colouring: the congestion of ideal spraying, on single paths.
 
     Args:
@@ -42,7 +42,7 @@ class Split:
             expected="0 for the fewest, to 1024",
         )
 
-    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """Pieces of every flow, dealt to spines phase by phase.
 
         Raises:
@@ -57,12 +57,12 @@ class Split:
             error=PlanError,
         )
         cut = pieces_of(flows, fabric)
-        return deal_phases(cut, fabric, self.pieces, "split", regular_note(flows))
+        return assign_phases(cut, fabric, self.pieces, "split", regular_note(flows))
 
 
-def deal_phases(
+def assign_phases(
     cut: Pieces, fabric: LeafSpine, pieces: int, planner: str, notes: tuple[str, ...] = ()
-) -> Paths:
+) -> FlowPaths:
     """Deal crossing pieces to spines, phase by phase.
 
     Args:
@@ -78,7 +78,7 @@ def deal_phases(
     chosen, share, spine = [], [], []
     for begin, end in zip(borders, [*borders[1:], len(phase)], strict=True):
         rows = crossing[begin:end]
-        found = _deal_one(cut.first[rows], cut.last[rows], fabric, pieces)
+        found = _assign_one(cut.first[rows], cut.last[rows], fabric, pieces)
         chosen.append(rows[found[0]])
         share.append(found[1])
         spine.append(found[2])
@@ -92,7 +92,7 @@ def deal_phases(
     )
 
 
-def _deal_one(
+def _assign_one(
     first: np.ndarray, last: np.ndarray, fabric: LeafSpine, pieces: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row, share and spine of the parts of one phase's pieces."""
@@ -101,7 +101,7 @@ def _deal_one(
     count_LL = np.bincount(pair, minlength=L * L).reshape(L, L)
     most = int(max(count_LL.sum(0).max(), count_LL.sum(1).max()))
     k = pieces or n // math.gcd(most, n)
-    dealt = deal(count_LL * k, n).reshape(n, L * L)
+    dealt = assign(count_LL * k, n).reshape(n, L * L)
     # Rows sorted by pair meet colours sorted by pair. Pieces that meet on a spine stay
     # connections of their own: equal pieces at fair rates are what keeps the bound.
     row = np.argsort(pair, kind="stable")

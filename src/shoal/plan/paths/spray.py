@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.core.parts import part
 from shoal.cost.network.fabric import LeafSpine
-from shoal.cost.network.flows import SPRAYED, Flows, Paths
+from shoal.cost.network.flows import SPRAYED, FlowPaths, Flows
 from shoal.plan.paths.common import pieces_of
 
 __all__ = ["Spray"]
@@ -19,7 +19,7 @@ __all__ = ["Spray"]
 class Spray:
     """Packets over all paths in turn, by what each can carry; order at the receiver is free."""
 
-    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> Paths:
+    def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """All spines for every flow that leaves its leaf."""
         cut = pieces_of(flows, fabric)
         crossing = np.flatnonzero(cut.crossing)

@@ -20,11 +20,11 @@ from shoal.cost.price.experts import (
     ranks_per_node,
 )
 from shoal.cost.price.ops import stage_share
-from shoal.cost.price.rates import Rates
+from shoal.cost.price.rates import RankRates
 from shoal.cost.training.step import microbatch_of
 from shoal.cost.training.wire import add_wire
 from shoal.ir import Estimate, Interval, Machine, Work
-from shoal.plan.placement.protocols import Again, Budget
+from shoal.plan.placement.protocols import Again, LinkBudget
 
 __all__ = ["attention_s", "both", "budget", "copies", "hidden_again", "moves"]
 
@@ -39,17 +39,19 @@ def attention_s(work: Work, machine: Machine) -> float:
     query, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # A token at place t sees t + 1 keys.
     each = 4.0 * shape.hidden * (query + keys) + 4.0 * query * job.seq_len / 2
-    return tokens * each / Rates(machine, split).matmul_curve(job.precision)(float(shape.hidden))
+    return (
+        tokens * each / RankRates(machine, split).matmul_curve(job.precision)(float(shape.hidden))
+    )
 
 
-def budget(work: Work, machine: Machine) -> Budget | None:
+def budget(work: Work, machine: Machine) -> LinkBudget | None:
     """Of links, while attention computes; None where nothing is hidden behind it."""
     if machine.device.kind == "cpu":
         return None
     size = _travelling(work)
     near, far = machine.link("device") or machine.link("loopback"), machine.link("node")
     far = far or near
-    return Budget(
+    return LinkBudget(
         attention_s(work, machine),
         0.0 if near is None else size / near.bandwidth,
         0.0 if far is None else size / far.bandwidth,

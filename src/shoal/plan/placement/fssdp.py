@@ -19,7 +19,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.plan.placement.estimates import both, copies, moves
 from shoal.plan.placement.owners import even_owners, in_order, only_owners
-from shoal.plan.placement.protocols import Again, Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.protocols import Again, Devices, Flags, Floats, Ints, LinkBudget
 from shoal.plan.placement.routing import balanced
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class FSSDP:
         return new_E if new * (1 + self.slack) < now else now_E
 
     def place(
-        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: LinkBudget | None = None
     ) -> Flags:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         held_EN = only_owners(owner_E, devices)
@@ -104,9 +104,9 @@ class FSSDP:
 class _Links:
     """Seconds in which each device sends and receives copies."""
 
-    def __init__(self, devices: Devices, budget: Budget | None) -> None:
+    def __init__(self, devices: Devices, budget: LinkBudget | None) -> None:
         self.devices = devices
-        self._budget = budget or Budget(1.0, 0.0, 0.0)
+        self._budget = budget or LinkBudget(1.0, 0.0, 0.0)
         self._sends_N, self._receives_N = np.zeros(devices.count), np.zeros(devices.count)
 
     def _takes(self, source: int, device: int) -> float:

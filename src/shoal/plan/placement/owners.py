@@ -10,7 +10,7 @@ import numpy as np
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.plan.placement.estimates import copies
-from shoal.plan.placement.protocols import Again, Budget, Devices, Flags, Floats, Ints
+from shoal.plan.placement.protocols import Again, Devices, Flags, Floats, Ints, LinkBudget
 
 if TYPE_CHECKING:
     from shoal.ir import Estimate, Machine, Work
@@ -44,7 +44,7 @@ class Owners:
         return in_order(len(expected_E), devices)
 
     def place(
-        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: LinkBudget | None = None
     ) -> Flags:
         """See :class:`~shoal.plan.placement.protocols.ExpertPlacer`."""
         return only_owners(owner_E, devices)

@@ -16,7 +16,16 @@ from shoal.core.errors import require
 if TYPE_CHECKING:
     from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Again", "Budget", "Devices", "Expected", "ExpertPlacer", "Flags", "Floats", "Ints"]
+__all__ = [
+    "Again",
+    "Devices",
+    "ExpertPlacer",
+    "Flags",
+    "Floats",
+    "Ints",
+    "LinkBudget",
+    "LoadForecast",
+]
 
 Again: TypeAlias = Literal["auto", "on", "off"]
 """Of all layers, of none, or of those in which it takes no time."""
@@ -54,7 +63,7 @@ class Devices:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class LinkBudget:
     """What of a device's links is free while attention computes.
 
     Args:
@@ -104,7 +113,7 @@ class ExpertPlacer(Protocol):
         ...
 
     def place(
-        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: Budget | None = None
+        self, expected_E: Floats, owner_E: Ints, devices: Devices, budget: LinkBudget | None = None
     ) -> Flags:
         """Who has each expert [E, N] for a step; its owner always does.
 
@@ -117,7 +126,7 @@ class ExpertPlacer(Protocol):
         ...
 
 
-class Expected:
+class LoadForecast:
     """The loads that are expected of the next step: a moving average of those that were.
 
     Args:

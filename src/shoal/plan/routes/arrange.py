@@ -18,7 +18,7 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 from shoal.core.random import generator
-from shoal.plan.routes.network import Network
+from shoal.plan.routes.network import WanNetwork
 
 __all__ = ["Arrangement", "arrange", "arrangement_cost", "bottleneck", "default_sizes"]
 
@@ -82,7 +82,7 @@ def bottleneck(cost: Sequence[Sequence[float]]) -> float:
 
 
 def arrangement_cost(
-    network: Network, stages: Arrangement, *, sync_bytes: float, boundary_bytes: float
+    network: WanNetwork, stages: Arrangement, *, sync_bytes: float, boundary_bytes: float
 ) -> tuple[float, float]:
     """(slowest link inside a stage, sum of the bottlenecks round the stages), in seconds."""
     within = max(
@@ -98,7 +98,7 @@ def arrangement_cost(
 
 
 def arrange(
-    network: Network,
+    network: WanNetwork,
     sizes: Sequence[int],
     *,
     sync_bytes: float,

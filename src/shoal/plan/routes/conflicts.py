@@ -29,7 +29,7 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 from shoal.core.random import generator
-from shoal.plan.routes.path import Limits, Pass, Problem, Windows, best_route
+from shoal.plan.routes.path import RouteLimits, RoutePass, RouteProblem, Windows, best_route
 from shoal.plan.routes.turns import PRIORITIES, in_turn, scheduled
 
 __all__ = ["Routes", "plan_routes", "random_routes", "search"]
@@ -48,7 +48,7 @@ class Routes:
         expanded: nodes of the constraint tree that were looked at.
     """
 
-    passes: tuple[tuple[Pass, ...], ...]
+    passes: tuple[tuple[RoutePass, ...], ...]
     optimal: bool = False
     expanded: int = 0
 
@@ -67,7 +67,7 @@ class Routes:
         return tuple(p.node for p in self.passes[mb] if p.kind == "F")
 
 
-def plan_routes(problem: Problem, *, effort: int = 100, seed: int = 0) -> Routes:
+def plan_routes(problem: RouteProblem, *, effort: int = 100, seed: int = 0) -> Routes:
     """The best plan that so much effort finds.
 
     Args:
@@ -90,7 +90,7 @@ def plan_routes(problem: Problem, *, effort: int = 100, seed: int = 0) -> Routes
     return search(problem, most=effort, known=best)
 
 
-def _plain(problem: Problem) -> list[Routes]:
+def _plain(problem: RouteProblem) -> list[Routes]:
     """Where the search begins: the best plan whose stages take turns, and one by one.
 
     Raises:
@@ -110,7 +110,7 @@ def _plain(problem: Problem) -> list[Routes]:
     return best
 
 
-def _scheduled(problem: Problem, routes: Sequence[Sequence[int]]) -> Iterator[Routes]:
+def _scheduled(problem: RouteProblem, routes: Sequence[Sequence[int]]) -> Iterator[Routes]:
     """Plans of the same routes by every priority of passes."""
     for priority in PRIORITIES.values():
         passes = scheduled(problem, routes, priority)
@@ -118,7 +118,7 @@ def _scheduled(problem: Problem, routes: Sequence[Sequence[int]]) -> Iterator[Ro
             yield Routes(passes)
 
 
-def random_routes(problem: Problem, *, seed: int = 0) -> Routes:
+def random_routes(problem: RouteProblem, *, seed: int = 0) -> Routes:
     """Stages and nodes drawn at random, evenly, and passes as early as they then can be.
 
     Raises:
@@ -127,7 +127,7 @@ def random_routes(problem: Problem, *, seed: int = 0) -> Routes:
     _check(problem)
     random = generator(seed, purpose="random routes")
     counts = [0] * len(problem.stages)
-    passes: dict[int, tuple[Pass, ...]] = {}
+    passes: dict[int, tuple[RoutePass, ...]] = {}
     for mb in range(problem.microbatches):
         left = problem.microbatches - mb - 1
         while True:
@@ -152,7 +152,7 @@ def random_routes(problem: Problem, *, seed: int = 0) -> Routes:
     return Routes(tuple(passes[mb] for mb in range(problem.microbatches)))
 
 
-def _check(problem: Problem) -> None:
+def _check(problem: RouteProblem) -> None:
     """Refuse what no plan can do."""
     count, keep = len(problem.stages), problem.keep
     require(
@@ -193,7 +193,9 @@ def _check(problem: Problem) -> None:
         )
 
 
-def _even(problem: Problem, counts: Sequence[int], left: int) -> Callable[[frozenset[int]], bool]:
+def _even(
+    problem: RouteProblem, counts: Sequence[int], left: int
+) -> Callable[[frozenset[int]], bool]:
     """Whether, after a visit to these stages, ``left`` micro-batches can still even out C2."""
     low, high = problem.visits
     hops = problem.keep - 1
@@ -212,10 +214,10 @@ def _even(problem: Problem, counts: Sequence[int], left: int) -> Callable[[froze
 
 
 def _reserved(
-    problem: Problem, passes: Mapping[int, tuple[Pass, ...]]
+    problem: RouteProblem, passes: Mapping[int, tuple[RoutePass, ...]]
 ) -> tuple[dict[tuple[str, int], Windows], dict[int, Windows]]:
     """When nodes are busy for a pass of each kind, and when they hold all that they can."""
-    taken: dict[int, list[Pass]] = {}
+    taken: dict[int, list[RoutePass]] = {}
     held: dict[int, list[tuple[int, int]]] = {}
     for route in passes.values():
         opened = {}
@@ -248,27 +250,27 @@ def _reserved(
 
 
 def _after(
-    problem: Problem,
+    problem: RouteProblem,
     mb: int,
-    passes: Mapping[int, tuple[Pass, ...]],
+    passes: Mapping[int, tuple[RoutePass, ...]],
     *,
     allowed: Callable[[frozenset[int]], bool] | None = None,
     route: Sequence[int] | None = None,
-) -> tuple[Pass, ...] | None:
+) -> tuple[RoutePass, ...] | None:
     """The best route around those of others; where none is found soon, behind all of them."""
     busy, full = _reserved(problem, passes)
     start = problem.start(mb)
-    found = best_route(problem, start, Limits(busy, full), allowed=allowed, route=route)
+    found = best_route(problem, start, RouteLimits(busy, full), allowed=allowed, route=route)
     if found is None:
         end = max((one[-1].end for one in passes.values()), default=0)
-        alone = Limits({("F", start): [(0, end)]})
+        alone = RouteLimits({("F", start): [(0, end)]})
         found = best_route(problem, start, alone, allowed=allowed, route=route)
     return found
 
 
 def _placed(
-    problem: Problem, order: Sequence[int], passes: Mapping[int, tuple[Pass, ...]]
-) -> dict[int, tuple[Pass, ...]] | None:
+    problem: RouteProblem, order: Sequence[int], passes: Mapping[int, tuple[RoutePass, ...]]
+) -> dict[int, tuple[RoutePass, ...]] | None:
     """Those of ``order`` one after the other around what is placed."""
     placed = dict(passes)
     counts = [0] * len(problem.stages)
@@ -285,7 +287,7 @@ def _placed(
     return placed
 
 
-def _improved(problem: Problem, routes: Routes, effort: int, seed: int) -> Routes:
+def _improved(problem: RouteProblem, routes: Routes, effort: int, seed: int) -> Routes:
     """Plan some micro-batches anew, the last ones more often, and keep what is not worse."""
     random = generator(seed, purpose="improve routes")
     best, count = routes, problem.microbatches
@@ -304,7 +306,7 @@ def _improved(problem: Problem, routes: Routes, effort: int, seed: int) -> Route
     return best
 
 
-def search(problem: Problem, *, most: int, known: Routes | None = None) -> Routes:
+def search(problem: RouteProblem, *, most: int, known: Routes | None = None) -> Routes:
     """Conflict-based search.
 
     Args:
@@ -316,14 +318,14 @@ def search(problem: Problem, *, most: int, known: Routes | None = None) -> Route
         PlanError: none was found, and none is known.
     """
     mbs = range(problem.microbatches)
-    limits = Limits()
-    first: list[tuple[Pass, ...]] = []
+    limits = RouteLimits()
+    first: list[tuple[RoutePass, ...]] = []
     for mb in mbs:
         found = best_route(problem, problem.start(mb), limits)
         if found is None:
             break
         first.append(found)
-    tree: list[tuple[tuple[int, int], int, Routes, tuple[Limits, ...]]] = []
+    tree: list[tuple[tuple[int, int], int, Routes, tuple[RouteLimits, ...]]] = []
     if len(first) == len(mbs):
         root = Routes(tuple(first))
         tree.append((root.key, 0, root, (limits,) * len(mbs)))
@@ -354,8 +356,8 @@ def search(problem: Problem, *, most: int, known: Routes | None = None) -> Route
 
 
 def _split(
-    problem: Problem, routes: Routes, limited: Sequence[Limits]
-) -> Iterator[tuple[int, Limits]]:
+    problem: RouteProblem, routes: Routes, limited: Sequence[RouteLimits]
+) -> Iterator[tuple[int, RouteLimits]]:
     """(micro-batch, its stricter limits) of each child; nothing where there is no conflict."""
     low, high = problem.visits
     mbs = range(problem.microbatches)
@@ -385,7 +387,7 @@ def _split(
         yield b, limited[b].also_busy(other.kind, other.node, (other.start, one.end))
 
 
-def _crowd(problem: Problem, routes: Routes) -> tuple[int, int, list[int]] | None:
+def _crowd(problem: RouteProblem, routes: Routes) -> tuple[int, int, list[int]] | None:
     """(node, tick, micro-batches) of the first activations too many."""
     found: tuple[int, int, list[int]] | None = None
     held: dict[int, list[tuple[int, int, int]]] = {}
@@ -407,14 +409,14 @@ def _crowd(problem: Problem, routes: Routes) -> tuple[int, int, list[int]] | Non
     return found
 
 
-def _meeting(routes: Routes) -> tuple[tuple[int, Pass], tuple[int, Pass]] | None:
+def _meeting(routes: Routes) -> tuple[tuple[int, RoutePass], tuple[int, RoutePass]] | None:
     """The first two passes of different micro-batches on one node at one time."""
-    taken: dict[int, list[tuple[int, int, int, Pass]]] = {}
+    taken: dict[int, list[tuple[int, int, int, RoutePass]]] = {}
     for mb, route in enumerate(routes.passes):
         for one in route:
             if one.end > one.start:
                 taken.setdefault(one.node, []).append((one.start, one.end, mb, one))
-    first: tuple[int, tuple[int, Pass], tuple[int, Pass]] | None = None
+    first: tuple[int, tuple[int, RoutePass], tuple[int, RoutePass]] | None = None
     for _, rows in sorted(taken.items()):
         rows.sort()
         latest = rows[0]

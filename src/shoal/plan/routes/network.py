@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 from shoal.core.config import Value
 from shoal.core.errors import MachineError, PlanError, nearest, require
 
-__all__ = ["REGIONS", "WAN", "Network", "NodeLink", "WanNode"]
+__all__ = ["REGIONS", "WAN", "NodeLink", "WanNetwork", "WanNode"]
 
 # Between two regions: (ms, Gbit/s).
 WAN: dict[tuple[str, str], tuple[float, float]] = {
@@ -108,7 +108,7 @@ class NodeLink(Value):
     bandwidth: PositiveFloat
 
 
-class Network(Value):
+class WanNetwork(Value):
     """Nodes and the links between them; node i is rank i of the pipeline.
 
     Two nodes are linked if ``links`` says how, or if both are in a region of the table.
@@ -163,7 +163,7 @@ class Network(Value):
         return self
 
     @classmethod
-    def wan(cls, nodes: int, regions: Sequence[str] = REGIONS) -> Network:
+    def wan(cls, nodes: int, regions: Sequence[str] = REGIONS) -> WanNetwork:
         """``nodes`` nodes dealt to regions in turn.
 
         Args:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-__all__ = ["Limits", "Pass", "Problem", "Windows", "best_route", "next_stages"]
+__all__ = ["RouteLimits", "RoutePass", "RouteProblem", "Windows", "best_route", "next_stages"]
 
 Windows = list[tuple[int, int]]
 """Half-open intervals [from, to), by their beginning."""
@@ -31,7 +31,7 @@ _NEVER = 2**62
 
 
 @dataclass(frozen=True)
-class Problem:
+class RouteProblem:
     """Nodes in stages, and micro-batches that are to visit them. Times are whole ticks.
 
     Args:
@@ -108,7 +108,7 @@ class Problem:
         return self._rest[start][hops][node]
 
 
-class Pass(NamedTuple):
+class RoutePass(NamedTuple):
     """One pass of a route on a node.
 
     Args:
@@ -125,7 +125,7 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RouteLimits:
     """What a micro-batch must not do.
 
     Args:
@@ -140,27 +140,27 @@ class Limits:
     forbidden: frozenset[int] = frozenset()
     required: frozenset[int] = frozenset()
 
-    def also_busy(self, kind: str, node: int, window: tuple[int, int]) -> Limits:
+    def also_busy(self, kind: str, node: int, window: tuple[int, int]) -> RouteLimits:
         """These, and one window more."""
         windows = list(self.busy.get((kind, node), ()))
         insort(windows, window)
         busy = {**self.busy, (kind, node): windows}
-        return Limits(busy, self.full, self.forbidden, self.required)
+        return RouteLimits(busy, self.full, self.forbidden, self.required)
 
-    def also_full(self, node: int, window: tuple[int, int]) -> Limits:
+    def also_full(self, node: int, window: tuple[int, int]) -> RouteLimits:
         """These, and one window more."""
         windows = list(self.full.get(node, ()))
         insort(windows, window)
         full = {**self.full, node: windows}
-        return Limits(self.busy, full, self.forbidden, self.required)
+        return RouteLimits(self.busy, full, self.forbidden, self.required)
 
-    def without(self, stage: int) -> Limits:
+    def without(self, stage: int) -> RouteLimits:
         """These, and a stage that is not visited."""
-        return Limits(self.busy, self.full, self.forbidden | {stage}, self.required)
+        return RouteLimits(self.busy, self.full, self.forbidden | {stage}, self.required)
 
-    def through(self, stage: int) -> Limits:
+    def through(self, stage: int) -> RouteLimits:
         """These, and a stage that is visited."""
-        return Limits(self.busy, self.full, self.forbidden, self.required | {stage})
+        return RouteLimits(self.busy, self.full, self.forbidden, self.required | {stage})
 
 
 def _earliest(tick: int, windows: Windows) -> int:
@@ -174,7 +174,7 @@ def _earliest(tick: int, windows: Windows) -> int:
 
 
 def next_stages(
-    problem: Problem, top: int, gap: bool, left: int
+    problem: RouteProblem, top: int, gap: bool, left: int
 ) -> Iterator[tuple[int, int, bool]]:
     """(stage, highest stage, its lower neighbour may follow) of what may come next.
 
@@ -207,14 +207,14 @@ class _Label:
 
 
 def best_route(
-    problem: Problem,
+    problem: RouteProblem,
     start: int,
-    limits: Limits,
+    limits: RouteLimits,
     *,
     allowed: Callable[[frozenset[int]], bool] | None = None,
     route: Sequence[int] | None = None,
     most: int = 50_000,
-) -> tuple[Pass, ...] | None:
+) -> tuple[RoutePass, ...] | None:
     """The route that is done first, with the times of its passes.
 
     Args:
@@ -230,10 +230,10 @@ def best_route(
     """
     none: Windows = []
     required = limits.required
-    queue: list[tuple[float, int, int, _Label | tuple[Pass, ...]]] = []
+    queue: list[tuple[float, int, int, _Label | tuple[RoutePass, ...]]] = []
     number = 0
 
-    def push(bound: float, hops: int, label: _Label | tuple[Pass, ...]) -> None:
+    def push(bound: float, hops: int, label: _Label | tuple[RoutePass, ...]) -> None:
         nonlocal number
         if bound < math.inf:
             heapq.heappush(queue, (bound, hops, number, label))
@@ -290,25 +290,27 @@ def best_route(
     return None
 
 
-def _return(problem: Problem, label: _Label, limits: Limits) -> tuple[Pass, ...] | None:
+def _return(
+    problem: RouteProblem, label: _Label, limits: RouteLimits
+) -> tuple[RoutePass, ...] | None:
     """The passes of a whole route; None if its activations would be in the way."""
     none: Windows = []
     passes = [
-        Pass("F", node, begin, begin + problem.forward[node])
+        RoutePass("F", node, begin, begin + problem.forward[node])
         for node, begin in zip(label.nodes, label.starts, strict=True)
     ]
     home = label.nodes[0]
     tick = _earliest(
         label.tick + (problem.links[label.nodes[-1]][home] or 0), limits.busy.get(("H", home), none)
     )
-    passes.append(Pass("H", home, tick, tick + problem.head[home]))
+    passes.append(RoutePass("H", home, tick, tick + problem.head[home]))
     tick += problem.head[home]
     before = home
     for node, until in zip(reversed(label.nodes), reversed(label.until), strict=True):
         tick = _earliest(
             tick + (problem.links[before][node] or 0), limits.busy.get(("B", node), none)
         )
-        passes.append(Pass("B", node, tick, tick + problem.backward[node]))
+        passes.append(RoutePass("B", node, tick, tick + problem.backward[node]))
         tick += problem.backward[node]
         if tick > until:
             return None

@@ -26,10 +26,10 @@ from shoal.cost.pipeline.simulator import Timeline, simulate
 from shoal.ir.schedule import Op, OpCosts, Schedule
 from shoal.plan.routes.arrange import Arrangement, arrange, arrangement_cost, default_sizes
 from shoal.plan.routes.conflicts import Routes, plan_routes
-from shoal.plan.routes.network import Network
-from shoal.plan.routes.path import Problem
+from shoal.plan.routes.network import WanNetwork
+from shoal.plan.routes.path import RouteProblem
 
-__all__ = ["Planned", "RouteTask", "plan", "problem_of", "to_schedule"]
+__all__ = ["RoutePlan", "RouteTask", "plan", "problem_of", "to_schedule"]
 
 # The solver's clock: this many ticks are one forward pass of the slowest node.
 _TICKS = 1000
@@ -92,7 +92,7 @@ class RouteTask(Value):
 
 
 @dataclass(frozen=True)
-class Planned:
+class RoutePlan:
     """Routes through a network, and the schedule that does them.
 
     Args:
@@ -104,10 +104,10 @@ class Planned:
         routes: the solution.
     """
 
-    network: Network
+    network: WanNetwork
     task: RouteTask
     stages: Arrangement
-    problem: Problem
+    problem: RouteProblem
     tick_s: float
     routes: Routes
 
@@ -167,7 +167,9 @@ class Planned:
         )
 
 
-def problem_of(network: Network, task: RouteTask, stages: Arrangement) -> tuple[Problem, float]:
+def problem_of(
+    network: WanNetwork, task: RouteTask, stages: Arrangement
+) -> tuple[RouteProblem, float]:
     """The problem in ticks, and the seconds of a tick.
 
     Raises:
@@ -197,7 +199,7 @@ def problem_of(network: Network, task: RouteTask, stages: Arrangement) -> tuple[
     room = task.stages if task.in_flight is None else task.in_flight
     head, back = by_node(task.head_s), by_node(2 * task.head_s)
     return (
-        Problem(
+        RouteProblem(
             stages=stages,
             microbatches=task.microbatches,
             keep=task.kept,
@@ -214,7 +216,7 @@ def problem_of(network: Network, task: RouteTask, stages: Arrangement) -> tuple[
     )
 
 
-def plan(network: Network, task: RouteTask) -> Planned:
+def plan(network: WanNetwork, task: RouteTask) -> RoutePlan:
     """Arrange the nodes of a network into stages, and plan the routes of a step.
 
     Raises:
@@ -231,11 +233,11 @@ def plan(network: Network, task: RouteTask) -> Planned:
     )
     problem, tick = problem_of(network, task, stages)
     routes = plan_routes(problem, effort=task.effort, seed=task.seed)
-    return Planned(network, task, stages, problem, tick, routes)
+    return RoutePlan(network, task, stages, problem, tick, routes)
 
 
 def to_schedule(
-    problem: Problem, routes: Routes, *, ranks: int, name: str = "skippipe"
+    problem: RouteProblem, routes: Routes, *, ranks: int, name: str = "skippipe"
 ) -> Schedule:
     """The schedule of a plan: every node does its passes in the order of their planned times.
 

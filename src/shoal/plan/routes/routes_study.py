@@ -17,8 +17,8 @@ from shoal.cost.pipeline.text import lines
 from shoal.cost.pipeline.trace import trace
 from shoal.ir import Explanation, Machine, Progress
 from shoal.ir.explanation import Text
-from shoal.plan.routes.network import Network
-from shoal.plan.routes.plan import Planned, RouteTask, plan
+from shoal.plan.routes.network import WanNetwork
+from shoal.plan.routes.plan import RoutePlan, RouteTask, plan
 
 __all__ = ["RoutesStudy"]
 
@@ -93,7 +93,7 @@ class RoutesStudy:
             "effort": self.effort,
             "seed": self.seed,
         }
-        network = Network.load(self.network)
+        network = WanNetwork.load(self.network)
         found = plan(network, parse(RouteTask, task, where="explain routes"))
         title = (
             f"{network.name}: {found.task.kept} of {self.stages} stages, "
@@ -111,7 +111,7 @@ class RoutesStudy:
         )
 
 
-def _record(found: Planned) -> dict[str, Any]:
+def _record(found: RoutePlan) -> dict[str, Any]:
     names = [node.name for node in found.network.nodes]
     tick = found.tick_s
     within, around = found.arrangement_s
@@ -144,7 +144,7 @@ def _record(found: Planned) -> dict[str, Any]:
     }
 
 
-def _blocks(found: Planned) -> list[Table | str]:
+def _blocks(found: RoutePlan) -> list[Table | str]:
     names = [node.name for node in found.network.nodes]
     timeline, routes = found.timeline, found.routes
     how = "the best there is" if routes.optimal else "the best found"

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice
 
-from shoal.plan.routes.path import Pass, Problem
+from shoal.plan.routes.path import RoutePass, RouteProblem
 
 __all__ = ["PRIORITIES", "in_turn", "scheduled"]
 
@@ -28,7 +28,7 @@ PRIORITIES: dict[str, Priority] = {
 }
 
 
-def in_turn(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
+def in_turn(problem: RouteProblem) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Routes whose stages take turns: nodes that every micro-batch visits, in order.
 
     Four ways to take turns: windows that move on over the stages visited, the same over the
@@ -66,7 +66,9 @@ def _window(mb: int, size: int, others: int) -> list[int]:
     return [1 + (mb * size + i) % others for i in range(size)]
 
 
-def _nodes(problem: Problem, way: Sequence[frozenset[int]]) -> tuple[tuple[int, ...], ...] | None:
+def _nodes(
+    problem: RouteProblem, way: Sequence[frozenset[int]]
+) -> tuple[tuple[int, ...], ...] | None:
     """Nodes for the stages of every micro-batch: little to do until then, and near each other."""
     load = {node: 0.0 for nodes in problem.stages for node in nodes}
     routes = []
@@ -99,8 +101,8 @@ def _nodes(problem: Problem, way: Sequence[frozenset[int]]) -> tuple[tuple[int, 
 
 
 def scheduled(
-    problem: Problem, routes: Sequence[Sequence[int]], priority: Priority
-) -> tuple[tuple[Pass, ...], ...] | None:
+    problem: RouteProblem, routes: Sequence[Sequence[int]], priority: Priority
+) -> tuple[tuple[RoutePass, ...], ...] | None:
     """Passes of given routes: whatever can begin first does, by priority where several can.
 
     Args:
@@ -117,7 +119,7 @@ def scheduled(
         [*(("F", n) for n in route), ("H", route[0]), *(("B", n) for n in reversed(route))]
         for route in routes
     ]
-    done: list[list[Pass]] = [[] for _ in routes]
+    done: list[list[RoutePass]] = [[] for _ in routes]
     free = {node: 0 for nodes in problem.stages for node in nodes}
     # Node -> micro-batch -> when its activations go; infinite until their backward has begun.
     held: dict[int, dict[int, float]] = {node: {} for node in free}
@@ -145,7 +147,7 @@ def scheduled(
         begin, mb = int(best[0]), best[2]
         kind, node = steps[mb][len(done[mb])]
         end = begin + length[kind][node]
-        done[mb].append(Pass(kind, node, begin, end))
+        done[mb].append(RoutePass(kind, node, begin, end))
         free[node] = max(free[node], end) if end > begin else free[node]
         if kind == "F":
             held[node] = {other: at for other, at in held[node].items() if at > begin}

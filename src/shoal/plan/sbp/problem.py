@@ -37,25 +37,25 @@ from shoal.ir.placement import (
     parse_placement,
     show_placement,
 )
-from shoal.ir.signatures import Legal, legal, operation, result_shape
+from shoal.ir.signatures import MeshSignature, legal, operation, result_shape
 
 __all__ = [
     "Choice",
     "Given",
     "Leaf",
-    "Move",
-    "Node",
+    "MeshRates",
     "OpGraph",
-    "Options",
-    "Problem",
-    "Rates",
+    "OpNode",
+    "OpOptions",
+    "PlacementMove",
     "SbpPlan",
+    "SbpProblem",
 ]
 
 # What makes no copy of what it takes.
 VIEWS = ("permute", "reshape", "narrow")
 
-Choice = dict[str, Legal]
+Choice = dict[str, MeshSignature]
 Given = dict[str, Placement]
 
 
@@ -73,7 +73,7 @@ class Leaf(Value):
     itemsize: PositiveInt = 4
 
 
-class Node(Value):
+class OpNode(Value):
     """An operation; its result has its name.
 
     Args:
@@ -98,12 +98,12 @@ class OpGraph(Value):
     """
 
     leaves: tuple[Leaf, ...]
-    ops: tuple[Node, ...] = Field(min_length=1)
+    ops: tuple[OpNode, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> OpGraph:
         known: set[str] = set()
-        items: tuple[Leaf | Node, ...] = (*self.leaves, *self.ops)
+        items: tuple[Leaf | OpNode, ...] = (*self.leaves, *self.ops)
         for item in items:
             require(
                 item.name not in known and ":" not in item.name and bool(item.name),
@@ -112,7 +112,7 @@ class OpGraph(Value):
                 expected="a name of its own, without ':'",
                 error=PlanError,
             )
-            for name in item.inputs if isinstance(item, Node) else ():
+            for name in item.inputs if isinstance(item, OpNode) else ():
                 require(
                     name in known,
                     f"graph: inputs of {item.name}",
@@ -162,12 +162,12 @@ class OpGraph(Value):
         )
 
     @cached_property
-    def users(self) -> dict[str, tuple[Node, ...]]:
+    def users(self) -> dict[str, tuple[OpNode, ...]]:
         """Operations that take a tensor, each once."""
         return {name: tuple(op for op in self.ops if name in op.inputs) for name in self.shapes}
 
 
-class Rates(Value):
+class MeshRates(Value):
     """How fast the ranks are.
 
     Args:
@@ -183,7 +183,7 @@ class Rates(Value):
     read_bytes_per_s: PositiveFloat = 3e12
 
 
-class Move(Value):
+class PlacementMove(Value):
     """A tensor brought into another placement.
 
     Args:
@@ -223,7 +223,7 @@ class SbpPlan(Value):
     inputs: dict[str, tuple[str, ...]]
     placements: dict[str, str]
     results: dict[str, str]
-    moves: tuple[Move, ...]
+    moves: tuple[PlacementMove, ...]
     boxing_bytes: int
     flops: float
     memory_bytes: int
@@ -231,7 +231,7 @@ class SbpPlan(Value):
     method: Literal["dynamic programming", "integer program", "given"]
 
 
-class Options(NamedTuple):
+class OpOptions(NamedTuple):
     """What one operation can do.
 
     Args:
@@ -240,19 +240,21 @@ class Options(NamedTuple):
         output: [n], number of the placement that the result has.
     """
 
-    legal: list[Legal]
+    legal: list[MeshSignature]
     seconds: NDArray[np.float64]
     output: NDArray[np.int64]
 
 
-class Problem:
+class SbpProblem:
     """Costs of every choice of a graph on a mesh.
 
     Raises:
         PlanError: a pin names nothing, is no placement, or no operation takes it.
     """
 
-    def __init__(self, graph: OpGraph, mesh: Mesh, pins: Mapping[str, str], rates: Rates) -> None:
+    def __init__(
+        self, graph: OpGraph, mesh: Mesh, pins: Mapping[str, str], rates: MeshRates
+    ) -> None:
         require(
             bool(mesh) and all(size >= 1 for size in mesh),
             "mesh",
@@ -299,7 +301,7 @@ class Problem:
             return np.array([found.index[self.tensors[leaf]]])
         return np.arange(len(found.placements))
 
-    def wanted(self, op: Node, tensor: str) -> list[tuple[int, ...]]:
+    def wanted(self, op: OpNode, tensor: str) -> list[tuple[int, ...]]:
         """Numbers of the placements in which each signature takes ``tensor``."""
         index = self.boxing(tensor).index
         places = [i for i, name in enumerate(op.inputs) if name == tensor]
@@ -372,9 +374,9 @@ class Problem:
             method=method,
         )
 
-    def _move(self, tensor: str, source: Placement, target: Placement) -> Move:
+    def _move(self, tensor: str, source: Placement, target: Placement) -> PlacementMove:
         table, size = self.boxing(tensor), self.graph.itemsizes[tensor]
-        return Move(
+        return PlacementMove(
             tensor=tensor,
             source=show_placement(source),
             target=show_placement(target),
@@ -386,7 +388,7 @@ class Problem:
             collectives=int(table.sends[table.index[source], table.index[target]]),
         )
 
-    def _flops(self, op: Node, signature: Legal) -> float:
+    def _flops(self, op: OpNode, signature: MeshSignature) -> float:
         first = (0,) * len(self.mesh)
         shapes = [
             local_box(self.graph.shapes[name], placement, self.mesh, first).shape
@@ -420,7 +422,7 @@ class Problem:
         else:
             self.tensors[name] = placement
 
-    def _options(self, op: Node) -> Options:
+    def _options(self, op: OpNode) -> OpOptions:
         shapes = [self.graph.shapes[name] for name in op.inputs]
         everything = [
             signature
@@ -452,4 +454,4 @@ class Problem:
             pinned = index[self.tensors[op.name]]
             seconds = seconds + self.transit_s(op.name)[output, pinned]
             output = np.full(len(found), pinned)
-        return Options(found, seconds, output)
+        return OpOptions(found, seconds, output)

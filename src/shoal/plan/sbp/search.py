@@ -25,15 +25,24 @@ from shoal.plan.sbp.problem import (
     Choice,
     Given,
     Leaf,
-    Move,
-    Node,
+    MeshRates,
     OpGraph,
-    Problem,
-    Rates,
+    OpNode,
+    PlacementMove,
     SbpPlan,
+    SbpProblem,
 )
 
-__all__ = ["Leaf", "Move", "Node", "OpGraph", "Problem", "Rates", "SbpPlan", "place"]
+__all__ = [
+    "Leaf",
+    "MeshRates",
+    "OpGraph",
+    "OpNode",
+    "PlacementMove",
+    "SbpPlan",
+    "SbpProblem",
+    "place",
+]
 
 
 def place(
@@ -41,7 +50,7 @@ def place(
     mesh: Mesh,
     *,
     pins: Mapping[str, str] | None = None,
-    rates: Rates | None = None,
+    rates: MeshRates | None = None,
     memory_limit: float | None = None,
     method: Literal["auto", "dynamic", "ilp"] = "auto",
     time_limit_s: float = 120.0,
@@ -61,7 +70,7 @@ def place(
     Raises:
         PlanError: a pin that cannot be, a graph that does not fit, or no time to find out.
     """
-    problem = Problem(graph, mesh, pins or {}, rates or Rates())
+    problem = SbpProblem(graph, mesh, pins or {}, rates or MeshRates())
     tree = all(len(users) <= 1 for users in graph.users.values())
     require(
         method != "dynamic" or (tree and memory_limit is None),
@@ -78,7 +87,7 @@ def place(
     return problem.plan(*_integer(problem, memory_limit, time_limit_s), method="integer program")
 
 
-def _dynamic(problem: Problem) -> tuple[Choice, Given]:
+def _dynamic(problem: SbpProblem) -> tuple[Choice, Given]:
     """Trees: best[p] of a tensor is the least time of everything before it, and of it in p."""
     graph = problem.graph
     best: dict[str, NDArray[np.float64]] = {}
@@ -117,7 +126,7 @@ def _dynamic(problem: Problem) -> tuple[Choice, Given]:
     return chosen, given
 
 
-def _moved_s(problem: Problem, op: Node, tensor: str) -> NDArray[np.float64]:
+def _moved_s(problem: SbpProblem, op: OpNode, tensor: str) -> NDArray[np.float64]:
     """[n, signatures]: seconds to bring ``tensor`` from each placement to what ``op`` takes."""
     transit = problem.transit_s(tensor)
     columns = [transit[:, list(w)].sum(axis=1) for w in problem.wanted(op, tensor)]
@@ -166,7 +175,7 @@ class _Program:
 
 
 def _integer(
-    problem: Problem, memory_limit: float | None, time_limit_s: float
+    problem: SbpProblem, memory_limit: float | None, time_limit_s: float
 ) -> tuple[Choice, Given]:
     """Any graph: one binary for each signature and each placement of a leaf.
 
@@ -230,10 +239,10 @@ def _integer(
 
 
 def _flows(
-    problem: Problem,
+    problem: SbpProblem,
     program: _Program,
     tensor: str,
-    users: Sequence[Node],
+    users: Sequence[OpNode],
     has: Mapping[int, Sequence[int]],
     binaries: Mapping[str, Sequence[int]],
     memory: defaultdict[int, float],
@@ -275,7 +284,7 @@ def _flows(
 
 
 def _unsolved(
-    problem: Problem, memory_limit: float | None, found: Any, time_limit_s: float
+    problem: SbpProblem, memory_limit: float | None, found: Any, time_limit_s: float
 ) -> None:
     if memory_limit is not None and found.status == 2:
         raise PlanError(

@@ -9,7 +9,7 @@ SCHEDULES = PartTable(
     {
         "gpipe": "shoal.plan.schedules.gpipe:GPipe",
         "1f1b": "shoal.plan.schedules.one_f_one_b:OneFOneB",
-        "interleaved": "shoal.plan.schedules.interleaved:Interleaved",
+        "interleaved": "shoal.plan.schedules.interleaved:InterleavedSchedule",
         "zb_h1": "shoal.plan.schedules.zb_h1:ZeroBubbleH1",
         "zbv": "shoal.plan.schedules.zbv:ZeroBubbleV",
         "vhalf": "shoal.plan.schedules.vhalf:VHalf",

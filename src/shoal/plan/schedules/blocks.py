@@ -14,13 +14,13 @@ from typing import NamedTuple
 from shoal.ir.schedule import Op, Schedule
 from shoal.plan.schedules.common import vee
 
-__all__ = ["PERIOD", "Block", "repeated"]
+__all__ = ["PERIOD", "ScheduleBlock", "repeated"]
 
 PERIOD = 6
 """Passes of one micro-batch on one rank: F, I and W of two stages, each one unit long."""
 
 
-class Block(NamedTuple):
+class ScheduleBlock(NamedTuple):
     """When one rank does the passes of the first micro-batch, in units.
 
     No two of the times may be equal modulo :data:`PERIOD`; weight gradients take what is left.
@@ -32,7 +32,9 @@ class Block(NamedTuple):
     backward_lower: int
 
 
-def repeated(name: str, pp: int, microbatches: int, block: Callable[[int], Block]) -> Schedule:
+def repeated(
+    name: str, pp: int, microbatches: int, block: Callable[[int], ScheduleBlock]
+) -> Schedule:
     """Passes of every rank sorted by their block's time plus a period for each micro-batch.
 
     Idle places close up when it runs.
@@ -55,7 +57,7 @@ def repeated(name: str, pp: int, microbatches: int, block: Callable[[int], Block
     return Schedule(name, tuple(programs), vee(pp), microbatches)
 
 
-def _passes(block: Block, lower: int, upper: int) -> list[tuple[int, str, int]]:
+def _passes(block: ScheduleBlock, lower: int, upper: int) -> list[tuple[int, str, int]]:
     """(time, kind, stage) of the first micro-batch's passes on the rank of two stages."""
     free = sorted(set(range(PERIOD)) - {at % PERIOD for at in block})
     # Two places of the period are left for the weights; sooner holds less.

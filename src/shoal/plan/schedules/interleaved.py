@@ -20,11 +20,11 @@ from shoal.ir.plan import Work
 from shoal.ir.schedule import Schedule
 from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped, passes
 
-__all__ = ["Interleaved"]
+__all__ = ["InterleavedSchedule"]
 
 
 @part
-class Interleaved:
+class InterleavedSchedule:
     """Micro-batches go in groups of ``pp`` through one chunk after the other."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"groups_of_microbatches", "several_stages"})

@@ -29,8 +29,8 @@ from shoal.ir.plan import Work
 from shoal.ir.schedule import OpCosts, Schedule
 from shoal.plan.routes.arrange import default_sizes
 from shoal.plan.routes.conflicts import plan_routes
-from shoal.plan.routes.network import Network
-from shoal.plan.routes.path import Problem
+from shoal.plan.routes.network import WanNetwork
+from shoal.plan.routes.path import RouteProblem
 from shoal.plan.routes.plan import RouteTask, plan, to_schedule
 from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped
 from shoal.plan.schedules.one_f_one_b import OneFOneB
@@ -150,7 +150,7 @@ class SkipPipe:
             + (f"at least {-(-(stages - 1) // (keep - 1))}" if keep > 1 else "keep at least 2"),
             error=PlanError,
         )
-        network = Network.load(Path(self.network)) if self.network else None
+        network = WanNetwork.load(Path(self.network)) if self.network else None
         if network is not None:
             require(
                 len(network.nodes) == pp,
@@ -191,7 +191,7 @@ class SkipPipe:
         split = job.parallel.tp * job.parallel.cp
         size = 4.0 * microbatch * job.seq_len * work.shape.hidden / split
         near = MachineLinks(machine, job.parallel.attention())
-        far = Network.load(Path(self.network)) if self.network else None
+        far = WanNetwork.load(Path(self.network)) if self.network else None
         seconds, sent = [0.0] * schedule.ranks, [0.0] * schedule.ranks
         scopes = {"wan"} if far is not None else set()
         for mb in range(passes):
@@ -213,7 +213,7 @@ class SkipPipe:
 
 
 @lru_cache(maxsize=64)
-def _built(options: SkipPipe, pp: int, microbatches: int, network: Network | None) -> Schedule:
+def _built(options: SkipPipe, pp: int, microbatches: int, network: WanNetwork | None) -> Schedule:
     stages = options.of or pp
     keep = options.keep or stages
     if network is not None:
@@ -234,7 +234,7 @@ def _built(options: SkipPipe, pp: int, microbatches: int, network: Network | Non
         return plan(network, task).schedule
     sizes = default_sizes(pp, stages, keep)
     ends = [sum(sizes[: s + 1]) for s in range(stages)]
-    problem = Problem(
+    problem = RouteProblem(
         stages=tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)),
         microbatches=microbatches,
         keep=keep,

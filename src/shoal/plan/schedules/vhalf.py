@@ -18,7 +18,7 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 from shoal.ir.schedule import Schedule
-from shoal.plan.schedules.blocks import PERIOD, Block, repeated
+from shoal.plan.schedules.blocks import PERIOD, ScheduleBlock, repeated
 from shoal.plan.schedules.common import boundary_estimate, check_numbers, vee
 
 __all__ = ["VHalf"]
@@ -43,9 +43,9 @@ class VHalf:
         check_numbers("vhalf", pp, microbatches, vpp, self.chunks)
         gap = 3 if pp % 2 == 0 else 0
 
-        def block(rank: int) -> Block:
+        def block(rank: int) -> ScheduleBlock:
             up = 3 * pp + gap + 2 * rank - 1
-            return Block(2 * rank, 3 * pp - rank - 2, up, 6 * pp + gap - rank - 2)
+            return ScheduleBlock(2 * rank, 3 * pp - rank - 2, up, 6 * pp + gap - rank - 2)
 
         return repeated("vhalf", pp, microbatches, block)
 

@@ -17,7 +17,7 @@ from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 from shoal.ir.schedule import Schedule
-from shoal.plan.schedules.blocks import PERIOD, Block, repeated
+from shoal.plan.schedules.blocks import PERIOD, ScheduleBlock, repeated
 from shoal.plan.schedules.common import boundary_estimate, check_numbers, vee
 
 __all__ = ["VMin"]
@@ -42,8 +42,10 @@ class VMin:
         check_numbers("vmin", pp, microbatches, vpp, self.chunks)
         gap = _gap(pp)
 
-        def block(rank: int) -> Block:
-            return Block(rank, 2 * pp - 1 - rank, 2 * pp + gap + rank, 4 * pp + gap - 1 - rank)
+        def block(rank: int) -> ScheduleBlock:
+            return ScheduleBlock(
+                rank, 2 * pp - 1 - rank, 2 * pp + gap + rank, 4 * pp + gap - 1 - rank
+            )
 
         return repeated("vmin", pp, microbatches, block)
 

@@ -17,8 +17,8 @@ from shoal.cost.serving.simulator import Simulation, simulate
 from shoal.ir import (
     Arrival,
     KVManager,
-    Limits,
     Request,
+    SchedulerLimits,
     ServeJob,
     Step,
     StepCost,
@@ -26,10 +26,10 @@ from shoal.ir import (
 )
 from shoal.plan.batching.schedulers.masked import MaskedScheduler, block_of, full_length
 
-__all__ = ["Passing", "PredictedPasses", "foretell_passes", "usual_pass"]
+__all__ = ["DiffusionDecoding", "PredictedPasses", "simulate_passes", "usual_pass"]
 
 
-class Passing(Protocol):
+class DiffusionDecoding(Protocol):
     """What a plan asks the part of kind ``decode`` that is called diffusion."""
 
     block: int
@@ -50,7 +50,7 @@ class PredictedPasses:
         longest: most tokens and masks of a request.
     """
 
-    def __init__(self, cost: StepCost, decode: Passing, longest: int) -> None:
+    def __init__(self, cost: StepCost, decode: DiffusionDecoding, longest: int) -> None:
         self._cost, self._decode, self._longest = cost, decode, longest
         self._refresh = table("refresh").build(decode.refresh)
         # Request -> the block that it works on, and passes over it.
@@ -81,7 +81,7 @@ class PredictedPasses:
         return length - (stop - first), stop - first
 
 
-def foretell_passes(job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival]) -> Simulation:
+def simulate_passes(job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival]) -> Simulation:
     """Serve ``arrivals`` in virtual time, as a concrete job with ``decode`` diffusion says.
 
     Raises:
@@ -95,9 +95,9 @@ def foretell_passes(job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival]) 
             f"replicas = {job.replicas} with decode diffusion: plans are of one engine; give 1, "
             "and divide the rate of arrivals"
         )
-    decode: Passing = table("decode").build(job.decode, where="decode")
+    decode: DiffusionDecoding = table("decode").build(job.decode, where="decode")
     kv: KVManager = table("kv").build(job.kv, where="kv").build(job.kv_tokens)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=job.max_running,
         max_step_tokens=job.max_step_tokens,
         max_position=job.max_position,
@@ -110,7 +110,7 @@ def foretell_passes(job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival]) 
 
 def usual_pass(job: ServeJob, context: int) -> tuple[int, int]:
     """A pass over a block in the middle of a request of so many tokens: (cached, computed)."""
-    decode: Passing = table("decode").build(job.decode, where="decode")
+    decode: DiffusionDecoding = table("decode").build(job.decode, where="decode")
     start = max(0, (context - decode.block) // 2)
     block = (start, min(start + decode.block, context))
     first, stop = table("refresh").build(decode.refresh).window(block, context, 1)

@@ -20,35 +20,35 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.svg import Chart, Series
 from shoal.core.traits import traits
-from shoal.cost.serving.fleet import Instance, Wire, simulate_fleet
+from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate_fleet
 from shoal.cost.serving.queueing import busy_share
-from shoal.cost.serving.simulator import Served
+from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.roofline import cache_bytes_per_token
 from shoal.cost.workloads.describe import describe
 from shoal.ir import (
     Arrival,
     Disagg,
-    Limits,
     Machine,
     ModelShape,
     Phase,
+    SchedulerLimits,
     ServeJob,
     ServeParallel,
     ServeWork,
     StepCost,
 )
 from shoal.ir.phases import PhasePart
-from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.serving.choices import offered
 from shoal.plan.serving.goodput import FEWEST_REQUESTS, Goodput, Slo, poisson, replicas
 from shoal.plan.serving.memory import fillable, fixed_memory
 from shoal.plan.serving.plans import arrivals_of, positions, precision_of, sharded_costs
 
 __all__ = [
+    "DisaggSetting",
     "GoodputReport",
-    "Setting",
-    "Tried",
+    "SettingResult",
     "drifted",
     "plan_goodput",
 ]
@@ -66,7 +66,7 @@ _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
 _UNLIMITED = 1e15
 
 
-class Setting(Value):
+class DisaggSetting(Value):
     """A way to use devices.
 
     Args:
@@ -99,7 +99,7 @@ def _split(phase: Phase) -> str:
     return f"{phase.count}x{shared}".replace("x ", " x ")
 
 
-class Tried(Value):
+class SettingResult(Value):
     """A setting, and what it serves.
 
     Args:
@@ -110,7 +110,7 @@ class Tried(Value):
             kind.
     """
 
-    setting: Setting
+    setting: DisaggSetting
     goodput: float
     per_device: float
     curve: tuple[tuple[float, float], ...] = ()
@@ -135,18 +135,18 @@ class GoodputReport(Value):
     machine: Machine
     devices: int
     slo: Slo
-    tried: tuple[Tried, ...]
+    tried: tuple[SettingResult, ...]
     workload: dict[str, float] = {}
     wanted: float | None = None
     why: str = ""
     notes: tuple[str, ...] = ()
 
     @property
-    def best(self) -> Tried:
+    def best(self) -> SettingResult:
         """The one to take."""
         return self.tried[0]
 
-    def best_of(self, *, apart: bool) -> Tried | None:
+    def best_of(self, *, apart: bool) -> SettingResult | None:
         """The best with, or without, instances for each phase."""
         return next((t for t in self.tried if (t.setting.both is None) == apart), None)
 
@@ -285,7 +285,7 @@ class _Search:
         # Phases on any two devices: the slower link, where there are several nodes.
         self.link = machine.link("node") or machine.link("device") or machine.link("loopback")
         self.costs: Costs = costs or sharded_costs(job, machine)
-        self.limits = Limits(
+        self.limits = SchedulerLimits(
             max_running=job.max_running,
             max_step_tokens=job.max_step_tokens,
             max_position=self.job.max_position or 0,
@@ -303,14 +303,14 @@ class _Search:
             if progress is not None:
                 progress(min(done, steps), steps, text)
 
-        tried: list[tuple[Tried, Goodput]] = []
+        tried: list[tuple[SettingResult, Goodput]] = []
         schedulers = list(offered("scheduler", self._work(*splits[0]), self.machine))
         steps = len(schedulers) * len(splits) + _KEPT
         for scheduler in schedulers:
             for tp, pp in splits:
                 if pp == 1:
                     both = Phase(count=self.devices // tp, tp=tp)
-                    tried.append(self._try(Setting(scheduler=scheduler, both=both), near=0.0))
+                    tried.append(self._try(DisaggSetting(scheduler=scheduler, both=both), near=0.0))
                 tell(str(scheduler))
         fronts = sorted(((self._prompts(*split), *split) for split in splits), reverse=True)
         backs = sorted(((self._tokens(*split), *split) for split in splits), reverse=True)
@@ -327,7 +327,7 @@ class _Search:
         return self._reported(tried, wanted)
 
     def _reported(
-        self, tried: Sequence[tuple[Tried, Goodput]], wanted: float | None
+        self, tried: Sequence[tuple[SettingResult, Goodput]], wanted: float | None
     ) -> GoodputReport:
         rows = []
         for apart in (True, False):
@@ -427,7 +427,7 @@ class _Search:
 
     def _instances(
         self, role: str, phase: Phase, scheduler: Choice | None = None
-    ) -> list[Instance]:
+    ) -> list[SimulatedInstance]:
         """Schedulers with their costs; a pipeline that generates is one for each of its stages.
 
         As many groups of requests as stages take turns, each with its share of the cache.
@@ -442,7 +442,7 @@ class _Search:
         )
         stages = phase.pp if role == "prefill" else 1
         return [
-            Instance(
+            SimulatedInstance(
                 part.build(table("kv").build(self.job.kv).build(tokens), self.limits), cost, stages
             )
             for _ in range(phase.count * lanes)
@@ -466,9 +466,9 @@ class _Search:
             cost=self.costs(tp, pp),
         )
 
-    def _wire(self) -> Wire:
+    def _wire(self) -> KVTransferLink:
         link = self.link
-        return Wire(
+        return KVTransferLink(
             bandwidth=link.bandwidth if link else _UNLIMITED,
             latency_s=link.latency_s if link else 0.0,
             token_bytes=cache_bytes_per_token(self.shape, self.precision),
@@ -476,7 +476,7 @@ class _Search:
             overlap=True,
         )
 
-    def _try(self, setting: Setting, near: float) -> tuple[Tried, Goodput]:
+    def _try(self, setting: DisaggSetting, near: float) -> tuple[SettingResult, Goodput]:
         """The goodput of a setting: of the smallest group of instances that repeats.
 
         Args:
@@ -489,15 +489,17 @@ class _Search:
         def fewer(phase: Phase) -> Phase:
             return phase.model_copy(update={"count": phase.count // copies})
 
-        def serve(arrivals: Sequence[Arrival]) -> Sequence[Served]:
+        def serve(arrivals: Sequence[Arrival]) -> Sequence[ServedRequest]:
             if setting.both is not None:
                 fronts = self._instances("both", fewer(setting.both), setting.scheduler)
-                return simulate_fleet(fronts, [], LeastLoaded(len(fronts)), arrivals).served
+                return simulate_fleet(
+                    fronts, [], LeastLoadedDispatcher(len(fronts)), arrivals
+                ).served
             assert setting.prefill is not None
             assert setting.decode is not None
             fronts = self._instances("prefill", fewer(setting.prefill))
             backs = self._instances("decode", fewer(setting.decode))
-            dispatcher = LeastLoaded(len(fronts), len(backs))
+            dispatcher = LeastLoadedDispatcher(len(fronts), len(backs))
             return simulate_fleet(fronts, backs, dispatcher, arrivals, wire=self._wire()).served
 
         used = setting.devices // copies
@@ -512,7 +514,7 @@ class _Search:
         )
         self._guess = found or self._guess
         total = found * setting.devices
-        return Tried(setting=setting, goodput=total, per_device=total / self.devices), rates
+        return SettingResult(setting=setting, goodput=total, per_device=total / self.devices), rates
 
     def _prompts(self, tp: int, pp: int) -> float:
         """Rate per device of an instance that computes prompts alone, by its queue's closed form.
@@ -558,9 +560,9 @@ class _Search:
 
     def _together(
         self, fronts: Sequence[tuple[float, int, int]], backs: Sequence[tuple[float, int, int]]
-    ) -> Iterator[tuple[float, Setting]]:
+    ) -> Iterator[tuple[float, DisaggSetting]]:
         """(expected rate, setting) of both phases, in the numbers that should serve most."""
-        made: list[tuple[float, Setting]] = []
+        made: list[tuple[float, DisaggSetting]] = []
         for (front, ftp, fpp), (back, btp, bpp) in itertools.product(fronts, backs):
             if not front or not back:
                 continue
@@ -570,7 +572,7 @@ class _Search:
                 rate = min(prompts * ftp * fpp * front, decodes * btp * bpp * back)
                 if rate > most:
                     most = rate
-                    found = Setting(
+                    found = DisaggSetting(
                         prefill=Phase(count=prompts, tp=ftp, pp=fpp),
                         decode=Phase(count=decodes, tp=btp, pp=bpp),
                     )

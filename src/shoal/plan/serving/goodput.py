@@ -21,7 +21,7 @@ from pydantic import Field, PositiveFloat
 from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.cost.serving.fleet import attainment
-from shoal.cost.serving.simulator import Served
+from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.workloads.drawing import times
 from shoal.ir import Arrival
 
@@ -90,15 +90,15 @@ class Goodput:
 
     def __init__(
         self,
-        serve: Callable[[Sequence[Arrival]], Sequence[Served]],
+        serve: Callable[[Sequence[Arrival]], Sequence[ServedRequest]],
         arrivals: Sequence[Arrival],
         devices: int = 1,
     ) -> None:
         self._serve, self._arrivals = serve, arrivals
         self.devices = devices
-        self._seen: dict[float, Sequence[Served]] = {}
+        self._seen: dict[float, Sequence[ServedRequest]] = {}
 
-    def served(self, rate: float) -> Sequence[Served]:
+    def served(self, rate: float) -> Sequence[ServedRequest]:
         """What happens to every request at ``rate`` a second and device."""
         if rate not in self._seen:
             factor = 1.0 / (rate * self.devices)

@@ -9,8 +9,8 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.roofline import Roofline
-from shoal.ir import MAX_NODES, Calibration, Machine, TreePart
-from shoal.plan.trees.drafting import Paying, RowCosts
+from shoal.ir import MAX_NODES, DrafterCalibration, Machine, TreePart
+from shoal.plan.trees.drafting import ProfitableDrafting, RowCosts
 from shoal.plan.trees.dynamic import DynamicTrees
 
 __all__ = ["decode_plan", "expected_tokens", "predicted_costs"]
@@ -19,7 +19,7 @@ _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 def expected_tokens(
-    calibration: Calibration, tree: Choice, *, asking: int = 0
+    calibration: DrafterCalibration, tree: Choice, *, asking: int = 0
 ) -> tuple[float, ...]:
     """Tokens of a step with 0, 1, ... rows beside the root.
 
@@ -61,7 +61,9 @@ def predicted_costs(
     )
 
 
-def decode_plan(expected: tuple[float, ...], costs: RowCosts, requests: int = 1) -> Paying:
+def decode_plan(
+    expected: tuple[float, ...], costs: RowCosts, requests: int = 1
+) -> ProfitableDrafting:
     """Who says how many nodes pay.
 
     Args:
@@ -73,4 +75,4 @@ def decode_plan(expected: tuple[float, ...], costs: RowCosts, requests: int = 1)
         PlanError: no request at all.
     """
     require(requests >= 1, "requests", requests, expected="1 or more", error=PlanError)
-    return Paying(expected[: MAX_NODES + 1], costs)
+    return ProfitableDrafting(expected[: MAX_NODES + 1], costs)

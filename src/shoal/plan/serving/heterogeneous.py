@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
-from shoal.ir import MAX_NODES, Calibration, Verifying
-from shoal.plan.trees.auto import Auto
+from shoal.ir import MAX_NODES, DrafterCalibration, VerificationCost
+from shoal.plan.trees.auto import AutoTree
 
-__all__ = ["DraftOption", "Heterogeneous", "Placed"]
+__all__ = ["DraftOption", "Heterogeneous", "HeterogeneousPlacement"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class DraftOption:
     def __post_init__(self) -> None:
         require(self.layers >= 1, "drafter layers", self.layers, expected="1 or more")
         require(self.level_s > 0, "drafter level_s", self.level_s, expected="above 0 s")
-        Calibration(self.right)
+        DrafterCalibration(self.right)
 
 
-class Placed(NamedTuple):
+class HeterogeneousPlacement(NamedTuple):
     """One way to place both.
 
     Args:
@@ -96,7 +96,7 @@ class Heterogeneous:
         head_s: of a step on the host, what is not of the target's layers.
     """
 
-    verify: Verifying
+    verify: VerificationCost
     hidden: int
     itemsize: int
     memory_cap: int
@@ -106,7 +106,7 @@ class Heterogeneous:
     round_s: float = 0.0
     num_layers: int = 0
     layer_bytes: int = 0
-    layer: Verifying | None = None
+    layer: VerificationCost | None = None
     head_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Heterogeneous:
 
     def rank(
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
-    ) -> list[Placed]:
+    ) -> list[HeterogeneousPlacement]:
         """Every way that fits, the fastest first.
 
         Args:
@@ -144,14 +144,16 @@ class Heterogeneous:
             if option.nbytes > self.memory_cap:
                 continue
             most = min(max(nodes), MAX_NODES)
-            tree = Auto(nodes=most).build(Calibration(option.right), most)
+            tree = AutoTree(nodes=most).build(DrafterCalibration(option.right), most)
             expected = tree.expected()
             for count in nodes:
                 if count < len(expected):
                     found += self._placed(option, count, tree.first(count).depth, expected[count])
         return sorted(found, key=lambda one: (-one.tokens_per_s, one.nbytes))
 
-    def _placed(self, option: DraftOption, nodes: int, depth: int, tokens: float) -> list[Placed]:
+    def _placed(
+        self, option: DraftOption, nodes: int, depth: int, tokens: float
+    ) -> list[HeterogeneousPlacement]:
         """With none and with more and more of the target's layers on the small device."""
         most = 0
         if self.layer is not None:  # the host keeps the last one
@@ -179,7 +181,7 @@ class Heterogeneous:
             nbytes = option.nbytes + count * self.layer_bytes
             rate = tokens / (draft_s + link_s + verify_s + self.round_s)
             found.append(
-                Placed(
+                HeterogeneousPlacement(
                     option.layers, nodes, count, tokens, draft_s, link_s, verify_s, link_bytes,
                     nbytes, rate, option.name,
                 )
@@ -201,7 +203,7 @@ class Heterogeneous:
         self, options: Sequence[DraftOption], nodes: Sequence[int] = range(1, 33)
     ) -> list[Mapping[str, float | str]]:
         """The best of every drafter, beside no layers of the target and beside some, best first."""
-        best: dict[tuple[str, int, bool], Placed] = {}
+        best: dict[tuple[str, int, bool], HeterogeneousPlacement] = {}
         for one in self.rank(options, nodes):
             best.setdefault((one.name, one.layers, one.target_layers > 0), one)
         alone = 1 / self.verify.seconds(1)

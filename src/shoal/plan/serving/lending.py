@@ -1,6 +1,6 @@
 """Instances that lend each other memory, on one virtual clock: what would it be worth?
 
-Schedulers, books and ledger are the objects that real instances have; what differs is that steps,
+Schedulers, block tables and loan registry are those of real instances; what differs is that steps,
 copies and others' attention take predicted time. So a plan can say beforehand what a distributed
 cache serves of a trace, beside instances that keep their memory to themselves.
 
@@ -14,12 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.core.errors import ServeError, require
-from shoal.cost.serving.simulator import Predicted, Served, Simulation, StepRecord, request_of
-from shoal.cost.step_cost.lent import Lent
-from shoal.ir import Arrival, KVManager, Limits, Request, Scheduler, SchedulerPart, Step
+from shoal.cost.serving.simulator import (
+    ServedRequest,
+    SimulatedRunner,
+    Simulation,
+    StepRecord,
+    request_of,
+)
+from shoal.cost.step_cost.lending import LendingStepCost
+from shoal.ir import Arrival, KVManager, Request, Scheduler, SchedulerLimits, SchedulerPart, Step
 from shoal.plan.batching.cache.borrowing import Borrower
-from shoal.plan.batching.cache.distributed import Distributed, DistributedBlocks, Lend, place_of
-from shoal.plan.batching.cache.ledger import Ledger
+from shoal.plan.batching.cache.distributed import (
+    BlockLoan,
+    Distributed,
+    DistributedBlocks,
+    place_of,
+)
+from shoal.plan.batching.cache.loans import LoanRegistry
 from shoal.plan.batching.common import Queues, most_cached
 
 __all__ = ["LendingSimulation", "simulate_lending"]
@@ -53,7 +64,7 @@ class _Instance:
     ) -> None:
         self.number, self.kv, self.scheduler = number, kv, scheduler
         self.borrower = Borrower(queues, kv, number)
-        self.flights: list[tuple[float, Lend]] = []
+        self.flights: list[tuple[float, BlockLoan]] = []
         self.asleep = True
         # s that others' attention has taken of it and that no step has had yet.
         self.taken_s = 0.0
@@ -66,20 +77,22 @@ class _Instance:
 class _World:
     """All instances and what happens when."""
 
-    def __init__(self, instances: list[_Instance], ledger: Ledger, cost: Lent, lend: bool) -> None:
-        self.instances, self.ledger, self.cost, self.lend = instances, ledger, cost, lend
+    def __init__(
+        self, instances: list[_Instance], registry: LoanRegistry, cost: LendingStepCost, lend: bool
+    ) -> None:
+        self.instances, self.registry, self.cost, self.lend = instances, registry, cost, lend
         self.seen = LendingSimulation()
 
     def advise(self, now: float) -> None:
-        """What the ledger proposes is asked of lenders at once."""
+        """Requests what the registry proposes from lenders at once."""
         if not self.lend:
             return
         for one in self.instances:
-            self.ledger.beat(one.borrower.beat(), now)
-        for debt in self.ledger.recalls():
+            self.registry.beat(one.borrower.beat(), now)
+        for debt in self.registry.recalls():
             self.instances[debt.debtor].borrower.recall(debt.creditor, debt.blocks)
             self.give_back(self.instances[debt.debtor])
-        for debt in self.ledger.loans():
+        for debt in self.registry.loans():
             granted = self.instances[debt.creditor].kv.lend(debt.debtor, debt.blocks)
             self.instances[debt.debtor].kv.credit(debt.creditor, granted)
 
@@ -117,7 +130,7 @@ class _World:
             one.borrower.give_way()
         return fitted, waited
 
-    def begin(self, one: _Instance, lends: Sequence[Lend], now: float) -> None:
+    def begin(self, one: _Instance, lends: Sequence[BlockLoan], now: float) -> None:
         """Copies follow one another."""
         at = max([now, *(over for over, _ in one.flights)])
         for lend in lends:
@@ -148,8 +161,8 @@ def simulate_lending(
     part: Distributed,
     kv_tokens: int,
     scheduler: SchedulerPart,
-    limits: Limits,
-    cost: Lent,
+    limits: SchedulerLimits,
+    cost: LendingStepCost,
     arrivals: Sequence[Arrival],
     *,
     lend: bool = True,
@@ -190,7 +203,7 @@ def simulate_lending(
     )
     for one in instances:
         one.kv.lendable = lent if lend else 0
-    ledger = Ledger(
+    ledger = LoanRegistry(
         part.instances,
         part.block_size,
         cost,
@@ -202,9 +215,9 @@ def simulate_lending(
     return world.seen
 
 
-def _run(world: _World, arrivals: Sequence[Arrival], limits: Limits) -> None:
-    runner = Predicted(world.cost)
-    live: dict[str, tuple[Request, Served, int]] = {}
+def _run(world: _World, arrivals: Sequence[Arrival], limits: SchedulerLimits) -> None:
+    runner = SimulatedRunner(world.cost)
+    live: dict[str, tuple[Request, ServedRequest, int]] = {}
     # (time, order, what): arrivals by number, then turns of instances and ends of their steps.
     events: list[tuple[float, int, int, Step | None]] = []
     order = 0
@@ -259,10 +272,10 @@ def _run(world: _World, arrivals: Sequence[Arrival], limits: Limits) -> None:
 
 def _arrive(
     world: _World,
-    live: dict[str, tuple[Request, Served, int]],
+    live: dict[str, tuple[Request, ServedRequest, int]],
     arrival: Arrival,
     name: str,
-    limits: Limits,
+    limits: SchedulerLimits,
 ) -> None:
     """To the instance with the fewest tokens to do, unless nobody ever has room for it."""
     loads = [0] * len(world.instances)
@@ -275,6 +288,6 @@ def _arrive(
         world.seen.refused.append(name)
         return
     world.instances[place].scheduler.add(request)
-    served = Served(name, arrival.at, request.n_prompt)
+    served = ServedRequest(name, arrival.at, request.n_prompt)
     world.seen.served.append(served)
     live[name] = request, served, place

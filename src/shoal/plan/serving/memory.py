@@ -10,9 +10,9 @@ import math
 
 from shoal.core.parts import table
 from shoal.cost.arithmetic import parameters
-from shoal.cost.price.rates import Rates
+from shoal.cost.price.rates import RankRates
 from shoal.cost.step_cost.roofline import BYTES, activation_bytes, cache_bytes_per_token
-from shoal.ir import Expectation, Foretold, Machine, ModelShape, Parallel, ServeJob
+from shoal.ir import Expectation, Machine, ModelShape, Parallel, ServeJob, SpeculationEstimator
 
 __all__ = [
     "FILL",
@@ -85,7 +85,7 @@ def expectation(job: ServeJob) -> Expectation | None:
     """
     if job.speculative is None:
         return None
-    part: Foretold = table("speculative").build(job.speculative, where="speculative")
+    part: SpeculationEstimator = table("speculative").build(job.speculative, where="speculative")
     return part.expects()
 
 
@@ -98,7 +98,7 @@ def _caches(job: ServeJob, machine: Machine) -> int:
 def fillable(job: ServeJob, machine: Machine) -> float:
     """Bytes of a device that one rank of a plan may fill."""
     ranks = Parallel(tp=job.parallel.world * job.replicas)
-    capacity = Rates(machine, ranks, job.threads).capacity_bytes
+    capacity = RankRates(machine, ranks, job.threads).capacity_bytes
     return FILL[machine.device.kind] * capacity
 
 

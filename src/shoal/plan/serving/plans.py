@@ -22,25 +22,25 @@ from shoal.core.parts import table
 from shoal.core.traits import traits
 from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.price.host_link import host_link
-from shoal.cost.price.rates import Rates
-from shoal.cost.serving.fleet import Instance, simulate_fleet
+from shoal.cost.price.rates import RankRates
+from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
 from shoal.cost.serving.simulator import Simulation, Speculation, simulate, simulate_ahead
 from shoal.cost.shapes import resolve
-from shoal.cost.step_cost.fitted import Fitted
-from shoal.cost.step_cost.lent import Lent
+from shoal.cost.step_cost.fitted import FittedStepCost
+from shoal.cost.step_cost.lending import LendingStepCost
 from shoal.cost.step_cost.roofline import BYTES, Roofline
-from shoal.cost.step_cost.sharded import Sharded
+from shoal.cost.step_cost.sharded import ShardedStepCost
 from shoal.cost.workloads.describe import sentence
 from shoal.ir import (
     Arrival,
     Estimate,
     HostLink,
     Interval,
-    Limits,
     Machine,
     ModelShape,
     Parallel,
     Scheduler,
+    SchedulerLimits,
     ServeJob,
     ServePlan,
     ServeWork,
@@ -49,10 +49,10 @@ from shoal.ir import (
 from shoal.plan.batching.balanced import Balanced
 from shoal.plan.batching.cache.distributed import Distributed
 from shoal.plan.batching.common import Queues
-from shoal.plan.batching.schedulers.ahead import Ahead, Open
+from shoal.plan.batching.schedulers.ahead import AheadScheduler, OpenScheduler
 from shoal.plan.serving.choices import alternatives, check_split, offered, splits
 from shoal.plan.serving.decode_measured import decoding_notes
-from shoal.plan.serving.diffusion import foretell_passes, usual_pass
+from shoal.plan.serving.diffusion import simulate_passes, usual_pass
 from shoal.plan.serving.lending import simulate_lending
 from shoal.plan.serving.memory import (
     FILL,
@@ -64,17 +64,17 @@ from shoal.plan.serving.memory import (
     token_bytes,
 )
 from shoal.plan.serving.table import rank
-from shoal.plan.trees.drafting import Paying, PredictedRows
+from shoal.plan.trees.drafting import PredictedRows, ProfitableDrafting
 
 __all__ = [
     "arrivals_of",
     "build_scheduler",
     "competing",
-    "foretell",
     "plan_serve",
     "positions",
     "precision_of",
     "sharded_costs",
+    "simulate_plan",
 ]
 
 # Half-widths of the 90 % interval of a step, as shares: a roofline of declared rates, one of
@@ -175,7 +175,7 @@ def build_scheduler(
             "kv_tokens and max_position: expected numbers in the job of a scheduler; plan it first"
         )
     kv = table("kv").build(job.kv, where="kv").build(job.kv_tokens)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=job.max_running,
         max_step_tokens=job.max_step_tokens,
         max_position=job.max_position,
@@ -190,7 +190,7 @@ def build_scheduler(
     return found
 
 
-def foretell(
+def simulate_plan(
     job: ServeJob, machine: Machine, cost: StepCost, arrivals: Sequence[Arrival]
 ) -> Simulation:
     """Serve ``arrivals`` in virtual time, as a concrete job says.
@@ -208,12 +208,14 @@ def foretell(
     link = host_link(machine, resolve(job.model), job.precision, block_size(job))
     split = job.parallel
     if "whole_blocks" in traits("decode", job.decode):
-        return foretell_passes(job, cost, arrivals)
+        return simulate_passes(job, cost, arrivals)
     if "lends_blocks" in traits("kv", job.kv):
         return _lending(job, cost, arrivals, link)
     if job.replicas > 1:
         balancer = table("balancer").build(job.balancer, where="balancer").build()
-        replicas = [Instance(build_scheduler(job, cost=cost), cost) for _ in range(job.replicas)]
+        replicas = [
+            SimulatedInstance(build_scheduler(job, cost=cost), cost) for _ in range(job.replicas)
+        ]
         dispatcher = Balanced(balancer, job.replicas, arrivals)
         fleet = simulate_fleet(replicas, [], dispatcher, arrivals)
         return Simulation(fleet.served, busy_s=sum(fleet.busy_s) / job.replicas)
@@ -224,9 +226,9 @@ def foretell(
             assert isinstance(scheduler, Queues)
             context = round(sum(len(one.prompt) for one in arrivals) / len(arrivals))
             costs = PredictedRows(cost, context, speculation.guess_s)
-            scheduler.drafting = Paying(speculation.tokens, costs)
+            scheduler.drafting = ProfitableDrafting(speculation.tokens, costs)
         return simulate(scheduler, cost, arrivals, link=link, speculation=speculation)
-    ahead = Ahead(cast(Open, scheduler), split.depth)
+    ahead = AheadScheduler(cast(OpenScheduler, scheduler), split.depth)
     return simulate_ahead(scheduler, ahead, cost, arrivals, stages=split.pp)
 
 
@@ -240,7 +242,7 @@ def guessing(job: ServeJob, machine: Machine) -> Speculation | None:
         return None
     found = expectation(job)
     assert found is not None
-    rate = Rates(machine, Parallel(), job.threads).stream_curve()(max(1.0, found.weight_bytes))
+    rate = RankRates(machine, Parallel(), job.threads).stream_curve()(max(1.0, found.weight_bytes))
     return Speculation(found.tokens, found.reads * found.weight_bytes / rate)
 
 
@@ -323,9 +325,9 @@ def plan_serve(
     require(
         bool(arrivals), "trace", len(arrivals), expected="at least one request", hint="add some"
     )
-    seen = foretell(concrete, machine, model, arrivals)
+    seen = simulate_plan(concrete, machine, model, arrivals)
     ends = [
-        foretell(concrete, machine, _Scaled(model, factor), arrivals).quantities()
+        simulate_plan(concrete, machine, _Scaled(model, factor), arrivals).quantities()
         for factor in (1 / (1 + spread), 1 + spread)
     ]
     context = round(sum(len(a.prompt) + a.output_tokens / 2 for a in arrivals) / len(arrivals))
@@ -395,7 +397,7 @@ def competing(
     return rank(found)
 
 
-def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Sharded]:
+def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], ShardedStepCost]:
     """(tp, pp) -> seconds of a step on that many devices, predicted from the machine's rates.
 
     Args:
@@ -406,11 +408,11 @@ def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Shard
     shape, precision = resolve(job.model), precision_of(job)
 
     @functools.cache
-    def cost(tp: int, pp: int) -> Sharded:
+    def cost(tp: int, pp: int) -> ShardedStepCost:
         # Ranks of a CPU share it; devices of their own are those of the machine.
         ranks = tp * pp * job.replicas
         roofline = Roofline(machine, shape, precision, job.threads, ranks=ranks)
-        return Sharded(roofline, tp, pp, inside)
+        return ShardedStepCost(roofline, tp, pp, inside)
 
     return cost
 
@@ -423,13 +425,13 @@ def _lending(
     assert isinstance(part, Distributed)
     assert job.kv_tokens is not None
     assert job.max_position is not None
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=job.max_running,
         max_step_tokens=job.max_step_tokens,
         max_position=job.max_position,
     )
     block_s = link.copy_s + link.block_bytes / link.bytes_per_s
-    lent = Lent(cost=cost, layers=link.layers, hop_s=HOP_S, block_s=block_s)
+    lent = LendingStepCost(cost=cost, layers=link.layers, hop_s=HOP_S, block_s=block_s)
     scheduler = table("scheduler").build(job.scheduler, where="scheduler")
     return simulate_lending(part, job.kv_tokens, scheduler, limits, lent, arrivals)
 
@@ -448,14 +450,14 @@ def _spread(machine: Machine, cost: StepCost | None) -> float:
     noise = 2 * (machine.noise or 0.0)
     if cost is None:
         return math.hypot(SPREAD[machine.provenance], noise)
-    own = cost.error_p90 if isinstance(cost, Fitted) else 0.0
+    own = cost.error_p90 if isinstance(cost, FittedStepCost) else 0.0
     return math.hypot(max(SPREAD["fitted"], own), noise)
 
 
 def _decode_step(
     job: ServeJob,
     shape: ModelShape,
-    priced: Sharded,
+    priced: ShardedStepCost,
     cost: StepCost,
     spread: float,
     memory: dict[str, float],

@@ -1,7 +1,7 @@
 """What a small device beside a host bears: bytes and seconds of a drafter and of target layers.
 
-Bytes are those that :mod:`shoal.serve.decode.dovetail.room` counts where the drafter is computed
-without the kernels of inference. Seconds are the cost model's: nothing is measured here.
+Bytes are those that :mod:`shoal.serve.decode.dovetail.small_device` counts where the drafter is
+computed without the kernels of inference. Seconds are the cost model's: nothing is measured here.
 
 Source: Zhang et al., Dovetail, 2025, sections 3.2 and 3.3.
 """

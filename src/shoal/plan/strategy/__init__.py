@@ -1,6 +1,6 @@
 """plan.strategy: planners of training jobs.
 
-The door: the table of planners. ``protocols`` says what a planner promises.
+The table of planners. ``protocols`` says what a planner promises.
 """
 
 from shoal.core.parts import PartTable
@@ -10,10 +10,10 @@ __all__ = ["PLANNERS"]
 PLANNERS = PartTable(
     "planner",
     {
-        "search": "shoal.plan.strategy.search:Search",
-        "rules": "shoal.plan.strategy.rules:Rules",
+        "search": "shoal.plan.strategy.search:SearchPlanner",
+        "rules": "shoal.plan.strategy.rules:RulesPlanner",
         "galvatron": "shoal.plan.strategy.galvatron:Galvatron",
-        "megatron": "shoal.plan.strategy.megatron:Megatron",
+        "megatron": "shoal.plan.strategy.megatron:MegatronPlanner",
     },
     about="How plans are found. Chosen by `shoal plan train --planner`.",
     protocol="shoal.plan.strategy.protocols:Planner",

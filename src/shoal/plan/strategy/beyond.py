@@ -28,7 +28,7 @@ from shoal.plan.strategy.judge import (
 )
 from shoal.plan.strategy.space import candidates, most_ranks
 
-__all__ = ["NONE", "Way", "all_ways", "every_way", "names_of", "refusal", "ways"]
+__all__ = ["NONE", "PartCandidate", "all_ways", "every_way", "names_of", "refusal", "ways"]
 
 NONE = "none"
 """The way of a job as it is."""
@@ -37,19 +37,19 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class PartCandidate:
     """One part, and the best that a job can do with it.
 
     Args:
         name: of a part of kind ``offload`` or ``activation``, or :data:`NONE`.
-        found: plans that fit, or where none does the one that misses by least.
+        plans: plans that fit, or where none does the one that misses by least.
         best: the best of them; None if none is legal.
         fits: it does.
         refused: why none is legal.
     """
 
     name: str
-    found: tuple[Judged, ...] = ()
+    plans: tuple[Judged, ...] = ()
     best: Judged | None = None
     fits: bool = False
     refused: str = ""
@@ -92,7 +92,7 @@ def names_of(asked: Sequence[str] | str) -> tuple[str, ...]:
 
 def ways(
     job: TrainJob, shape: ModelShape, machine: Machine, names: Sequence[str], pricer: Pricer
-) -> list[Way]:
+) -> list[PartCandidate]:
     """Each of these ways with its plans, in the order of the names.
 
     Raises:
@@ -109,7 +109,9 @@ def ways(
     return [_way(job, shape, machine, name, pricer) for name in names]
 
 
-def _way(job: TrainJob, shape: ModelShape, machine: Machine, name: str, pricer: Pricer) -> Way:
+def _way(
+    job: TrainJob, shape: ModelShape, machine: Machine, name: str, pricer: Pricer
+) -> PartCandidate:
     found: list[tuple[float, Work]] = []
     refused = ""
     for variant in _variants(job, shape, machine, name):
@@ -124,12 +126,12 @@ def _way(job: TrainJob, shape: ModelShape, machine: Machine, name: str, pricer: 
             work = Work.model_construct(shape=shape, job=concrete)
             found.append((excess(concrete, machine, pricer.memory(work)), work))
     if not found:
-        return Way(name=name, refused=refused or "no split is legal")
+        return PartCandidate(name=name, refused=refused or "no split is legal")
     fitting = [work for needed, work in found if needed <= 1.0]
     # Where none fits, the one that misses by least says enough.
     nearest = fitting or [min(found, key=lambda item: item[0])[1]]
     priced = tuple((work.job, pricer.estimate(work)) for work in nearest)
-    return Way(name=name, found=priced, best=rank(priced, machine)[0], fits=bool(fitting))
+    return PartCandidate(name=name, plans=priced, best=rank(priced, machine)[0], fits=bool(fitting))
 
 
 def _tried(candidate: TrainJob, job: TrainJob, machine: Machine) -> bool:
@@ -217,7 +219,7 @@ def _stored(job: TrainJob, shape: ModelShape, machine: Machine) -> TrainJob:
     return job.model_copy(update={"activation": choice})
 
 
-def refusal(job: TrainJob, machine: Machine, found: Sequence[Way]) -> PlanError:
+def refusal(job: TrainJob, machine: Machine, found: Sequence[PartCandidate]) -> PlanError:
     """Nothing fits: what each way needs, or why it cannot be had."""
     told = []
     for way in found:
@@ -234,13 +236,13 @@ def refusal(job: TrainJob, machine: Machine, found: Sequence[Way]) -> PlanError:
     )
 
 
-def all_ways(job: TrainJob, shape: ModelShape, machine: Machine) -> list[Way]:
+def all_ways(job: TrainJob, shape: ModelShape, machine: Machine) -> list[PartCandidate]:
     """Every way, those that fit before the others, fastest first; none if the job states one."""
     if _states(job):
         return []
     found = ways(job, shape, machine, every_way(), Pricer(machine))
 
-    def order(way: Way) -> tuple[bool, bool, float]:
+    def order(way: PartCandidate) -> tuple[bool, bool, float]:
         seconds = way.best[1].step_s.value if way.best is not None else 0.0
         return not way.fits, way.best is None, seconds
 

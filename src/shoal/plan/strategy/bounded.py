@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, Work
-from shoal.plan.experts.moe_auto import Chooser
+from shoal.plan.experts.moe_auto import ChunkChooser
 from shoal.plan.strategy.judge import EQUAL, Judged, beyond_room, excess, missed, usable_bytes
 from shoal.plan.strategy.objective import check_objective, worth
-from shoal.plan.strategy.space import Family, families
+from shoal.plan.strategy.space import PlanFamily, families
 
-__all__ = ["Found", "best_of"]
+__all__ = ["BoundedResult", "best_of"]
 
 
-class Found(NamedTuple):
+class BoundedResult(NamedTuple):
     """What a search found.
 
     Args:
@@ -47,7 +47,7 @@ class _Member(NamedTuple):
     missed: int
     bound: float
     order: tuple[int, ...]
-    family: Family
+    family: PlanFamily
     choice: tuple[int, str, str]
 
 
@@ -59,7 +59,7 @@ def best_of(
     pricer: Pricer,
     *,
     syncs: Sequence[str] = (),
-) -> Found:
+) -> BoundedResult:
     """The ``keep`` best plans of the space, and those that are as good as one of them.
 
     Args:
@@ -79,7 +79,7 @@ def best_of(
     heap = list(_fitting(space, shape, pricer)) or list(_missing(space, shape, pricer))
     number = len(heap)
     heapq.heapify(heap)
-    chooser = Chooser(shape, machine)
+    chooser = ChunkChooser(shape, machine)
     found: list[tuple[tuple[int, ...], Judged]] = []
     best: list[tuple[int, float]] = []
     while heap:
@@ -92,10 +92,10 @@ def best_of(
         bisect.insort(best, (one.missed, worth(candidate, machine, cost.step_s.value)))
         del best[keep:]
     found.sort(key=lambda item: item[0])
-    return Found([item for _, item in found], number)
+    return BoundedResult([item for _, item in found], number)
 
 
-def _fitting(space: list[Family], shape: ModelShape, pricer: Pricer) -> Iterator[_Member]:
+def _fitting(space: list[PlanFamily], shape: ModelShape, pricer: Pricer) -> Iterator[_Member]:
     """Jobs that fit. A larger micro-batch needs no less memory than a smaller one."""
     machine = pricer.machine
     for number, family in enumerate(space):
@@ -124,7 +124,7 @@ def _fitting(space: list[Family], shape: ModelShape, pricer: Pricer) -> Iterator
                     )
 
 
-def _missing(space: list[Family], shape: ModelShape, pricer: Pricer) -> Iterator[_Member]:
+def _missing(space: list[PlanFamily], shape: ModelShape, pricer: Pricer) -> Iterator[_Member]:
     """All jobs, of which none fits."""
     machine = pricer.machine
     for number, family in enumerate(space):
@@ -142,7 +142,7 @@ def _missing(space: list[Family], shape: ModelShape, pricer: Pricer) -> Iterator
                     )
 
 
-def _work(family: Family, precision: str, shape: ModelShape) -> Work:
+def _work(family: PlanFamily, precision: str, shape: ModelShape) -> Work:
     job = family.job
     if precision != job.precision:
         job = job.model_copy(update={"precision": precision})
@@ -150,6 +150,6 @@ def _work(family: Family, precision: str, shape: ModelShape) -> Work:
 
 
 def _memory(
-    family: Family, choice: tuple[int, str, str], pricer: Pricer, shape: ModelShape
+    family: PlanFamily, choice: tuple[int, str, str], pricer: Pricer, shape: ModelShape
 ) -> dict[str, float]:
     return pricer.memory(Work.model_construct(shape=shape, job=family.member(*choice)))

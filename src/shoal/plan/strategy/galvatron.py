@@ -25,17 +25,17 @@ from typing import NamedTuple
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, part, table
 from shoal.core.traits import traits
-from shoal.cost.price.rates import Rates
+from shoal.cost.price.rates import RankRates
 from shoal.cost.shapes import shape_of
 from shoal.cost.training.layer_fit import LayerProfile
 from shoal.cost.training.layer_plan import LayerPlan, estimate_layers
-from shoal.cost.training.layers import Layer, Strategy, layers_of
+from shoal.cost.training.layers import ModelLayer, Strategy, layers_of
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
-from shoal.plan.experts.moe_auto import Chooser
+from shoal.plan.experts.moe_auto import ChunkChooser
 from shoal.plan.strategy.judge import FILL, describe, to_plan
-from shoal.plan.strategy.layer_search import Found, StageSearch
-from shoal.plan.strategy.search import Search
+from shoal.plan.strategy.layer_search import StageSearch, StageSolution
+from shoal.plan.strategy.search import SearchPlanner
 from shoal.plan.strategy.space import candidates, divisors, most_ranks, needs_whole_matrices, worlds
 
 __all__ = ["Galvatron", "Option", "group_words", "to_job"]
@@ -51,14 +51,14 @@ class Option(NamedTuple):
     """One searched number of stages and micro-batch.
 
     Args:
-        found: what the search gave.
+        solution: what the search gave.
         precision: fp32 or bf16.
         pp: stages.
         sequences: of a micro-batch, on all ranks of a stage.
         pricer: of its layers.
     """
 
-    found: Found
+    solution: StageSolution
     precision: str
     pp: int
     sequences: int
@@ -107,7 +107,7 @@ class Galvatron:
         machine: Machine,
         *,
         profile: LayerProfile | None = None,
-        layers: Sequence[Layer] = (),
+        layers: Sequence[ModelLayer] = (),
     ) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`.
 
@@ -119,7 +119,7 @@ class Galvatron:
         """
         beyond = _beyond(job)
         if beyond:
-            plans = Search(keep=self.keep).plan(job, machine)
+            plans = SearchPlanner(keep=self.keep).plan(job, machine)
             note = f"all layers run alike: {beyond} is not planned layer by layer"
             changed = {"planner": "galvatron"}
             return [p.model_copy(update={**changed, "notes": (note, *p.notes)}) for p in plans]
@@ -140,7 +140,7 @@ class Galvatron:
         job: TrainJob,
         machine: Machine,
         shape: ModelShape,
-        layers: Sequence[Layer],
+        layers: Sequence[ModelLayer],
         *,
         profile: LayerProfile | None = None,
         world: int | None = None,
@@ -179,7 +179,7 @@ class Galvatron:
                     )
                     option = self._one(search, best, precision)
                     if option is not None:
-                        best = min(best, option.found.seconds)
+                        best = min(best, option.solution.seconds)
                         found.append((search, option))
             if found and machine.device.kind == "gpu":
                 break
@@ -190,15 +190,15 @@ class Galvatron:
                 f"and {shape.num_kv_heads} key/value heads; change global_batch"
             )
         options = self._improved(found)
-        good = [option for option in options if option.found.plan is not None]
-        bad = [option for option in options if option.found.plan is None]
-        good.sort(key=lambda option: option.found.seconds)
-        bad.sort(key=lambda option: option.found.missing_bytes)
+        good = [option for option in options if option.solution.plan is not None]
+        bad = [option for option in options if option.solution.plan is None]
+        good.sort(key=lambda option: option.solution.seconds)
+        bad.sort(key=lambda option: option.solution.missing_bytes)
         return good, bad
 
     def _improved(self, found: list[tuple[StageSearch, Option]]) -> list[Option]:
         """Move layers between the stages of the most promising ones, and of what hardly misses."""
-        found.sort(key=lambda item: (item[1].found.seconds, item[1].found.missing_bytes))
+        found.sort(key=lambda item: (item[1].solution.seconds, item[1].solution.missing_bytes))
         options = []
         for place, (search, option) in enumerate(found):
             if option.pp > 1 and place < _IMPROVED:
@@ -215,7 +215,7 @@ class Galvatron:
         """Bytes that a rank may fill."""
         if self.memory_gib is not None:
             return self.memory_gib * 2**30
-        rates = Rates(machine, Parallel(dp=world), job.threads)
+        rates = RankRates(machine, Parallel(dp=world), job.threads)
         return FILL[machine.device.kind] * rates.capacity_bytes
 
     def _spaces(
@@ -320,7 +320,7 @@ class Galvatron:
         groups: dict[tuple[tuple[int, int, int], str], list[Strategy]] = {}
         for s in search.strategies:
             groups.setdefault((s.layout, s.shard), []).append(s)
-        best: Found | None = None
+        best: StageSolution | None = None
         for strategies in groups.values():
             own = StageSearch(
                 search.pricer,
@@ -349,18 +349,18 @@ class Galvatron:
         job: TrainJob,
         machine: Machine,
         shape: ModelShape,
-        layers: Sequence[Layer],
+        layers: Sequence[ModelLayer],
         profile: LayerProfile | None,
     ) -> list[TrainPlan]:
         priced = []
-        chooser = Chooser(shape, machine)
+        chooser = ChunkChooser(shape, machine)
         for option in options[: 2 * self.keep]:
-            assert option.found.plan is not None
-            concrete = chooser.planned(to_job(job, option.found.plan, option.precision))
+            assert option.solution.plan is not None
+            concrete = chooser.planned(to_job(job, option.solution.plan, option.precision))
             work = Work.model_construct(shape=shape, job=concrete)
             pricer = LayerPricer(concrete, machine, shape, profile)
             cost = estimate_layers(work, machine, pricer=pricer, layers=layers)
-            priced.append((concrete, cost, option.found.plan))
+            priced.append((concrete, cost, option.solution.plan))
         priced.sort(key=lambda row: row[1].step_s.value)
         best = priced[0]
         found = []
@@ -381,18 +381,18 @@ class Galvatron:
         job: TrainJob,
         machine: Machine,
         shape: ModelShape,
-        layers: Sequence[Layer],
+        layers: Sequence[ModelLayer],
     ) -> tuple[str, ...]:
         """Why other ways lose: other numbers of stages, and one strategy for all layers."""
         best = options[0]
-        assert best.found.plan is not None
+        assert best.solution.plan is not None
         said = []
-        if not best.found.plan.uniform:
+        if not best.solution.plan.uniform:
             uniform = self.best_uniform(job, machine, shape, layers, best)
             if uniform is None:
                 said.append("rejected: one strategy for all layers: none fits")
             else:
-                name = uniform.found.plan.strategies[0] if uniform.found.plan else ""
+                name = uniform.solution.plan.strategies[0] if uniform.solution.plan else ""
                 said.append(f"rejected: {name} for all layers: {_slower(uniform, best)}")
         seen = {best.pp}
         for option in options:
@@ -400,11 +400,11 @@ class Galvatron:
                 seen.add(option.pp)
                 said.append(f"rejected: pp{option.pp}: {_slower(option, best)}")
         for option in failed:
-            if option.pp not in seen and math.isfinite(option.found.missing_bytes):
+            if option.pp not in seen and math.isfinite(option.solution.missing_bytes):
                 seen.add(option.pp)
                 said.append(
-                    f"rejected: pp{option.pp}: does not fit; stage {option.found.stage} lacks "
-                    f"{option.found.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
+                    f"rejected: pp{option.pp}: does not fit; stage {option.solution.stage} lacks "
+                    f"{option.solution.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
                 )
         return tuple(said[:8])
 
@@ -413,7 +413,7 @@ class Galvatron:
         job: TrainJob,
         machine: Machine,
         shape: ModelShape,
-        layers: Sequence[Layer],
+        layers: Sequence[ModelLayer],
         like: Option,
     ) -> Option | None:
         """The best plan with one strategy for all layers, stages cut as freely as ever.
@@ -425,10 +425,10 @@ class Galvatron:
             layers: the model's blocks.
             like: of the same precision and number of ranks.
         """
-        assert like.found.plan is not None
+        assert like.solution.plan is not None
         one = job.model_copy(update={"precision": like.precision})
         pricer = like.pricer
-        first = like.found.plan.strategies[0]
+        first = like.solution.plan.strategies[0]
         world = like.pp * first.dp * first.tp * first.cp
         usable = self._usable(job, machine, world)
         tried: list[tuple[StageSearch, Option]] = []
@@ -450,11 +450,11 @@ class Galvatron:
                 if bound >= best:
                     continue
                 option = Option(search.run(improve=False), like.precision, pp, sequences, pricer)
-                best = min(best, option.found.seconds)
+                best = min(best, option.solution.seconds)
                 tried.append((search, option))
         wide = dataclasses.replace(self, runnable=False)
-        options = [o for o in wide._improved(tried) if o.found.plan is not None]
-        return min(options, key=lambda option: option.found.seconds, default=None)
+        options = [o for o in wide._improved(tried) if o.solution.plan is not None]
+        return min(options, key=lambda option: option.solution.seconds, default=None)
 
     def _nothing_fits(
         self, job: TrainJob, machine: Machine, failed: list[Option]
@@ -462,10 +462,10 @@ class Galvatron:
         """The nearest plans of the plain search, and by how much the best layer-wise one misses."""
         nearest = failed[0]
         note = (
-            f"no layer-wise plan fits: with pp = {nearest.pp} stage {nearest.found.stage} lacks "
-            f"{nearest.found.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
+            f"no layer-wise plan fits: with pp = {nearest.pp} stage {nearest.solution.stage} lacks "
+            f"{nearest.solution.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
         )
-        found = Search(keep=self.keep).plan(job, machine)
+        found = SearchPlanner(keep=self.keep).plan(job, machine)
         changed = {"planner": "galvatron", "fits": False}
         return [plan.model_copy(update={**changed, "notes": (note, *plan.notes)}) for plan in found]
 
@@ -491,20 +491,20 @@ def _shards(*, whole: bool = False) -> tuple[str, ...]:
 
 
 def _slower(option: Option, best: Option) -> str:
-    share = option.found.seconds / best.found.seconds - 1
-    stages = option.found.stages
-    m = option.found.plan.microbatches if option.found.plan else 1
+    share = option.solution.seconds / best.solution.seconds - 1
+    stages = option.solution.stages
+    m = option.solution.plan.microbatches if option.solution.plan else 1
     slowest = max(stages, key=lambda stage: stage.micro_s)
     wire = m * (sum(c.wire_s for c in slowest.layers) + slowest.change_s)
     parts = {
-        "bubble": option.found.seconds - m * slowest.micro_s - slowest.once_s,
+        "bubble": option.solution.seconds - m * slowest.micro_s - slowest.once_s,
         "communication of passes": wire + 2 * m * slowest.boundary_s,
         "gradients and update": slowest.once_s,
     }
     cause = max(parts, key=lambda name: parts[name])
     return (
         f"{100 * share:.0f} % slower; {cause} take"
-        f"{'s' if cause == 'bubble' else ''} {100 * parts[cause] / option.found.seconds:.0f} %"
+        f"{'s' if cause == 'bubble' else ''} {100 * parts[cause] / option.solution.seconds:.0f} %"
     )
 
 

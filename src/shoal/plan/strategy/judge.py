@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal.core.parts import table
 from shoal.core.traits import traits
-from shoal.cost.price.rates import Rates, ranks_per_host
+from shoal.cost.price.rates import RankRates, ranks_per_host
 from shoal.cost.training.memory import tier_bytes
 from shoal.cost.training.step import estimate, microbatch_of
 from shoal.cost.training.totals import steps_of
@@ -49,7 +49,7 @@ Judged = tuple[TrainJob, Estimate]
 
 def usable_bytes(job: TrainJob, machine: Machine) -> float:
     """Bytes that a rank of ``job`` may fill."""
-    capacity = Rates(machine, job.parallel, job.threads).capacity_bytes
+    capacity = RankRates(machine, job.parallel, job.threads).capacity_bytes
     return FILL[machine.device.kind] * capacity
 
 

@@ -23,13 +23,13 @@ import numpy.typing as npt
 
 from shoal.core.errors import PlanError, require
 
-__all__ = ["Chain", "cheapest_chain"]
+__all__ = ["StrategyChain", "cheapest_chain"]
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
 
-class Chain(NamedTuple):
+class StrategyChain(NamedTuple):
     """The best strategies of some layers.
 
     Args:
@@ -50,7 +50,7 @@ def cheapest_chain(
     change: _Floats,
     budget: int,
     group: Sequence[int] | None = None,
-) -> Chain:
+) -> StrategyChain:
     """The strategies of the least time among those whose memory is within the budget.
 
     Args:
@@ -82,14 +82,14 @@ def cheapest_chain(
     last = int(best[:, budget].argmin())
     found = float(best[last, budget])
     if found == math.inf:
-        return Chain(math.inf, (), _least(seconds, units, change, own_group))
+        return StrategyChain(math.inf, (), _least(seconds, units, change, own_group))
     choice, left = [last], budget
     for layer in range(layers - 1, 0, -1):
         left -= int(units[layer, choice[-1]])
         choice.append(int(before[layer][choice[-1], left]))
     choice.reverse()
     filled = int(units[np.arange(layers), choice].sum())
-    return Chain(found, tuple(choice), filled)
+    return StrategyChain(found, tuple(choice), filled)
 
 
 def _arrive(best: _Floats, change: _Floats, group: _Ints) -> tuple[_Floats, _Ints]:

@@ -26,19 +26,19 @@ from shoal.cost.training.layer_plan import (
     seconds_of,
     stage_cost,
 )
-from shoal.cost.training.layers import Layer, LayerCost, Strategy
+from shoal.cost.training.layers import LayerCost, ModelLayer, Strategy
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.cost.training.memory import ALLOCATOR_SLACK, RUNTIME_BYTES
 from shoal.plan.partition import partition
 from shoal.plan.strategy.layer_dp import cheapest_chain
 
-__all__ = ["Found", "StageSearch", "undominated"]
+__all__ = ["StageSearch", "StageSolution", "undominated"]
 
 _MIB = 2.0**20
 _MOST_MOVES = 64
 
 
-class Found(NamedTuple):
+class StageSolution(NamedTuple):
     """What was found for one number of stages and one micro-batch.
 
     Args:
@@ -98,7 +98,7 @@ class StageSearch:
     """
 
     pricer: LayerPricer
-    layers: Sequence[Layer]
+    layers: Sequence[ModelLayer]
     strategies: Sequence[Strategy]
     pp: int
     sequences: int
@@ -107,13 +107,13 @@ class StageSearch:
     units: int = 256
     _memo: dict[tuple[object, ...], _Solved] = field(default_factory=dict)
 
-    def run(self, *, improve: bool = True) -> Found:
+    def run(self, *, improve: bool = True) -> StageSolution:
         """The best stages and strategies that were found.
 
         Args:
             improve: move layers between stages; else the balanced cuts alone are tried.
         """
-        best = Found(None, math.inf, missing_bytes=math.inf)
+        best = StageSolution(None, math.inf, missing_bytes=math.inf)
         for cut in self._starts():
             found = self._improved(cut) if improve else self.of(cut)
             if found.seconds < best.seconds or (
@@ -122,7 +122,7 @@ class StageSearch:
                 best = found
         return best
 
-    def of(self, sizes: Sequence[int]) -> Found:
+    def of(self, sizes: Sequence[int]) -> StageSolution:
         """The best strategies for given stages."""
         stages, cuts, first = [], [], 0
         strategies: list[Strategy] = []
@@ -130,13 +130,13 @@ class StageSearch:
             cut = range(first, first + size)
             solved = self._solve(number, cut)
             if solved.cost is None:
-                return Found(None, math.inf, (), solved.missing, number)
+                return StageSolution(None, math.inf, (), solved.missing, number)
             stages.append(solved.cost)
             strategies += solved.strategies
             cuts.append(cut)
             first += size
         plan = LayerPlan(tuple(cuts), tuple(strategies), self.sequences, self.microbatches)
-        return Found(plan, seconds_of(stages, self.microbatches), tuple(stages))
+        return StageSolution(plan, seconds_of(stages, self.microbatches), tuple(stages))
 
     # Stages ------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class StageSearch:
         ]
         return min(costs, key=lambda cost: self.microbatches * cost.micro_s + cost.once_s)
 
-    def _improved(self, sizes: tuple[int, ...]) -> Found:
+    def _improved(self, sizes: tuple[int, ...]) -> StageSolution:
         """Move layers one at a time while that helps: first to fit, then to be faster."""
         best, current = self.of(sizes), sizes
         for _ in range(_MOST_MOVES):
@@ -182,7 +182,7 @@ class StageSearch:
             current = better
         return best
 
-    def _worst(self, found: Found) -> int:
+    def _worst(self, found: StageSolution) -> int:
         """The stage that should lose a layer."""
         if found.plan is None:
             return found.stage
@@ -198,7 +198,7 @@ class StageSearch:
             self._memo[key] = self._chosen([self.layers[at] for at in cut], end, held)
         return self._memo[key]
 
-    def _chosen(self, layers: list[Layer], end: str, held: int) -> _Solved:
+    def _chosen(self, layers: list[ModelLayer], end: str, held: int) -> _Solved:
         """The strategies of one stage's layers."""
         costs = self._table(layers, end)
         kept = sorted({s for row in _distinct(costs) for s in undominated(list(row.items()), held)})
@@ -245,7 +245,7 @@ class StageSearch:
         strategies = tuple(kept[s] for s in chosen)
         return _Solved(strategies, self._cost(layers, strategies, end, held), 0.0)
 
-    def _table(self, layers: list[Layer], end: str) -> list[dict[Strategy, LayerCost]]:
+    def _table(self, layers: list[ModelLayer], end: str) -> list[dict[Strategy, LayerCost]]:
         found = []
         for at, layer in enumerate(layers):
             here = "embed" if at == 0 and end in ("embed", "both") else ""
@@ -260,7 +260,7 @@ class StageSearch:
         return found
 
     def _changes(
-        self, layers: list[Layer], kept: list[Strategy]
+        self, layers: list[ModelLayer], kept: list[Strategy]
     ) -> tuple[npt.NDArray[np.float64], list[int]]:
         """[L - 1, G, G]: seconds of changes of layout in a step, and each strategy's layout."""
         hidden = layers[0].shape.hidden
@@ -278,7 +278,7 @@ class StageSearch:
         return np.broadcast_to(once, (len(layers) - 1, *once.shape)), group
 
     def _cost(
-        self, layers: list[Layer], strategies: Sequence[Strategy], end: str, held: int
+        self, layers: list[ModelLayer], strategies: Sequence[Strategy], end: str, held: int
     ) -> StageCost:
         return stage_cost(
             self.pricer,

@@ -27,11 +27,11 @@ from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 from shoal.plan.strategy.space import candidates, divisors, legal_parallel, most_ranks
 
-__all__ = ["Megatron"]
+__all__ = ["MegatronPlanner"]
 
 
 @part
-class Megatron:
+class MegatronPlanner:
     """A plan by the paper's take-aways.
 
     Args:

@@ -25,11 +25,11 @@ from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 from shoal.plan.strategy.space import candidates, legal_parallel, most_ranks
 
-__all__ = ["Rules"]
+__all__ = ["RulesPlanner"]
 
 
 @part
-class Rules:
+class RulesPlanner:
     """A plan by rules of thumb; it prices few plans and shows what a search adds.
 
     Args:

@@ -9,17 +9,17 @@ from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, TrainJob, TrainPlan
 from shoal.plan.composition import check_composition
 from shoal.plan.strategy.beyond import NONE, names_of, refusal, ways
-from shoal.plan.strategy.bounded import Found, best_of
+from shoal.plan.strategy.bounded import BoundedResult, best_of
 from shoal.plan.strategy.judge import describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 
-__all__ = ["Search"]
+__all__ = ["SearchPlanner"]
 
 BEST = {"time": "fastest", "cost": "cheapest", "energy": "thriftiest"}
 
 
 @part
-class Search:
+class SearchPlanner:
     """Price all legal splits, shards, micro-batches and recomputations; the default.
 
     Args:
@@ -45,7 +45,7 @@ class Search:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
         check_composition(job)
-        found = self._found(job, shape, machine)
+        found = self._ranked(job, shape, machine)
         if not found.priced:
             raise PlanError(
                 f"{job.model} on {machine.name}: no split of {machine.num_devices} device(s) is "
@@ -96,7 +96,7 @@ class Search:
             )
         return names
 
-    def _found(self, job: TrainJob, shape: ModelShape, machine: Machine) -> Found:
+    def _ranked(self, job: TrainJob, shape: ModelShape, machine: Machine) -> BoundedResult:
         """The best legal jobs with their estimates.
 
         Raises:
@@ -114,7 +114,7 @@ class Search:
             )
             return best_of(job, shape, machine, self.keep, pricer, syncs=syncs)
         tried = ways(job, shape, machine, names_of(self.offload), pricer)
-        found = [item for way in tried if way.fits for item in way.found]
+        found = [item for way in tried if way.fits for item in way.plans]
         if not found:
             raise refusal(job, machine, tried)
-        return Found(found, len(found))
+        return BoundedResult(found, len(found))

@@ -18,10 +18,10 @@ from shoal.cost.price.rates import ranks_per_host
 from shoal.cost.shapes import shape_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, Work
 from shoal.plan.composition import clash, split_traits, work_traits
-from shoal.plan.experts.moe_auto import Chooser
+from shoal.plan.experts.moe_auto import ChunkChooser
 
 __all__ = [
-    "Family",
+    "PlanFamily",
     "candidates",
     "divisors",
     "families",
@@ -165,7 +165,7 @@ def worlds(job: TrainJob, machine: Machine) -> list[int]:
     return sorted({*divisors(most), *powers}, reverse=True)
 
 
-class Family(NamedTuple):
+class PlanFamily(NamedTuple):
     """Concrete jobs that differ in micro-batch, recomputation and precision.
 
     Args:
@@ -195,7 +195,7 @@ def candidates(
         PlanError: the stated split is not legal.
     """
     shape = shape or shape_of(job)
-    chooser = Chooser(shape, machine)
+    chooser = ChunkChooser(shape, machine)
     for family in families(job, machine, shape):
         for size in family.sizes:
             for recompute in family.recomputes:
@@ -205,7 +205,7 @@ def candidates(
 
 def families(
     job: TrainJob, machine: Machine, shape: ModelShape, syncs: Sequence[str] = ()
-) -> Iterator[Family]:
+) -> Iterator[PlanFamily]:
     """The same, those of a split and a sharding together; chunks may be left open.
 
     Args:
@@ -249,7 +249,7 @@ def families(
             for shard in sharding_choices(agreeing, parallel, machine, shape):
                 if not clash(split_traits(parallel), traits("shard", shard)):
                     one = agreeing.model_copy(update={"parallel": parallel, "shard": shard})
-                    yield Family(one, legal, recomputes, precisions)
+                    yield PlanFamily(one, legal, recomputes, precisions)
 
 
 def _agreeing(

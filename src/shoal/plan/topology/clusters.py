@@ -19,7 +19,7 @@ from shoal.ir.machine import MAX_BANDWIDTH, MIN_BANDWIDTH
 from shoal.machine.composition import LATENCY_S
 from shoal.machine.described import load
 
-__all__ = ["Cluster", "Clusters", "Joint", "Place", "Port", "Way"]
+__all__ = ["Cluster", "Clusters", "DeviceLocation", "DevicePath", "InterClusterLink", "Port"]
 
 Nic = Literal["infiniband", "roce", "ethernet"]
 _USUAL_LATENCY = {
@@ -64,7 +64,7 @@ class Cluster(Value):
     flops: PositiveFloat | None = None
 
 
-class Joint(Value):
+class InterClusterLink(Value):
     """What nodes of two clusters reach each other over, where it is not the common network.
 
     Args:
@@ -80,7 +80,7 @@ class Joint(Value):
     latency_s: NonNegativeFloat | None = Field(default=None, le=10.0)
 
 
-class Place(NamedTuple):
+class DeviceLocation(NamedTuple):
     """Where a device is.
 
     Args:
@@ -94,7 +94,7 @@ class Place(NamedTuple):
     device: int
 
 
-class Way(NamedTuple):
+class DevicePath(NamedTuple):
     """How two devices reach each other.
 
     Args:
@@ -130,7 +130,7 @@ class Clusters(Value):
     devices_per_node: PositiveInt = Field(default=8, le=1024)
     clusters: tuple[Cluster, ...] = Field(min_length=1)
     common: Port | None = None
-    joints: tuple[Joint, ...] = ()
+    joints: tuple[InterClusterLink, ...] = ()
     described: Machine | None = None
 
     @model_validator(mode="after")
@@ -214,7 +214,7 @@ class Clusters(Value):
         )
 
     @cached_property
-    def _joined(self) -> dict[tuple[int, int], Joint]:
+    def _joined(self) -> dict[tuple[int, int], InterClusterLink]:
         number = {one.name: at for at, one in enumerate(self.clusters)}
         found = {}
         for joint in self.joints:
@@ -223,12 +223,14 @@ class Clusters(Value):
         return found
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[DeviceLocation, ...]:
         """Of every device, by number."""
         found, node = [], 0
         for at, cluster in enumerate(self.clusters):
             for _ in range(cluster.nodes):
-                found += [Place(at, node, device) for device in range(self.devices_per_node)]
+                found += [
+                    DeviceLocation(at, node, device) for device in range(self.devices_per_node)
+                ]
                 node += 1
         return tuple(found)
 
@@ -265,14 +267,14 @@ class Clusters(Value):
             found.append(cluster.flops or rates.get("bf16") or max(rates.values()))
         return tuple(found)
 
-    def way(self, a: int, b: int) -> Way:
+    def way(self, a: int, b: int) -> DevicePath:
         """How devices ``a`` and ``b`` reach each other."""
         one, other = self.places[a], self.places[b]
         if one.node == other.node:
             link = self.machines[one.cluster].link("device")
             if link is None:
                 link = self.machines[one.cluster].link("loopback")
-            return Way("device", math.inf if link is None else link.bandwidth,
+            return DevicePath("device", math.inf if link is None else link.bandwidth,
                        0.0 if link is None else link.latency_s)  # fmt: skip
         if one.cluster == other.cluster:
             cluster = self.clusters[one.cluster]
@@ -285,5 +287,5 @@ class Clusters(Value):
         return _way("ethernet", self.common.bandwidth, self.common.latency_s)
 
 
-def _way(nic: str, bandwidth: float, latency_s: float | None) -> Way:
-    return Way(nic, bandwidth, _USUAL_LATENCY[nic] if latency_s is None else latency_s)
+def _way(nic: str, bandwidth: float, latency_s: float | None) -> DevicePath:
+    return DevicePath(nic, bandwidth, _USUAL_LATENCY[nic] if latency_s is None else latency_s)

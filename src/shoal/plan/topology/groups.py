@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from shoal.plan.topology.clusters import Clusters, Way
+from shoal.plan.topology.clusters import Clusters, DevicePath
 
-__all__ = ["Grid", "Group", "crossing", "groups"]
+__all__ = ["DegreeGrid", "Group", "crossing", "groups"]
 
 
-class Grid(NamedTuple):
+class DegreeGrid(NamedTuple):
     """The degrees of a split of all devices.
 
     Args:
@@ -73,7 +73,7 @@ class Group(NamedTuple):
     clusters: int
 
 
-def groups(clusters: Clusters, devices: Sequence[int], grid: Grid, axis: str) -> list[Group]:
+def groups(clusters: Clusters, devices: Sequence[int], grid: DegreeGrid, axis: str) -> list[Group]:
     """The groups of one axis.
 
     Args:
@@ -114,7 +114,7 @@ def groups(clusters: Clusters, devices: Sequence[int], grid: Grid, axis: str) ->
 
 def _ways(
     clusters: Clusters, devices: Sequence[int], *, ring: bool
-) -> list[tuple[tuple[int, int], Way]]:
+) -> list[tuple[tuple[int, int], DevicePath]]:
     """Each message of a round, from whom to whom, and its way.
 
     A collective between different networks falls to the one that all members share, and so do all

@@ -20,12 +20,12 @@ from shoal.cost.training.step import Pricer, microbatch_of
 from shoal.ir import OpCosts, Parallel, Schedule, TrainJob, Work
 from shoal.plan.partition import block_costs
 from shoal.plan.topology.clusters import Clusters
-from shoal.plan.topology.groups import Grid, Group, groups
+from shoal.plan.topology.groups import DegreeGrid, Group, groups
 
-__all__ = ["Costs", "Step", "costs_of", "layer_weights", "step_of"]
+__all__ = ["IterationCosts", "SimulatedStep", "costs_of", "layer_weights", "step_of"]
 
 
-class Costs(NamedTuple):
+class IterationCosts(NamedTuple):
     """What a job's passes take on a device of the first cluster, and what travels.
 
     Args:
@@ -54,7 +54,7 @@ class Costs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A simulated step.
 
     Args:
@@ -72,7 +72,7 @@ class Step:
     stages: tuple[int, ...]
 
 
-def costs_of(job: TrainJob, clusters: Clusters, grid: Grid) -> Costs:
+def costs_of(job: TrainJob, clusters: Clusters, grid: DegreeGrid) -> IterationCosts:
     """Price the passes on the first cluster's devices; others are slower or faster as a whole.
 
     Raises:
@@ -98,7 +98,7 @@ def costs_of(job: TrainJob, clusters: Clusters, grid: Grid) -> Costs:
     every = 4.0 * parameters(shape) / grid.tp
     outside = 4.0 * shape.vocab_size * shape.hidden / grid.tp
     held = outside * (1 if shape.tied else 2)
-    return Costs(
+    return IterationCosts(
         forward,
         backward,
         (ahead[0] - forward, behind[0] - backward) if few else (0.0, 0.0),
@@ -140,12 +140,12 @@ def _schedule(pp: int, microbatches: int) -> Schedule:
 def step_of(
     clusters: Clusters,
     devices: Sequence[int],
-    grid: Grid,
-    costs: Costs,
+    grid: DegreeGrid,
+    costs: IterationCosts,
     stages: Sequence[int],
     *,
     overlap: bool = False,
-) -> Step:
+) -> SimulatedStep:
     """Simulate one step.
 
     Args:
@@ -179,28 +179,30 @@ def step_of(
         if overlap:
             sync = max(0.0, sync / 2 - backward) + max(0.0, sync / 2 - forward)
         late.append(end + sync)
-    return Step(max(late), timeline.makespan, tuple(sums), timeline.busy, tuple(stages))
+    return SimulatedStep(max(late), timeline.makespan, tuple(sums), timeline.busy, tuple(stages))
 
 
-def _by_stage(devices: Sequence[int], grid: Grid) -> list[Sequence[int]]:
+def _by_stage(devices: Sequence[int], grid: DegreeGrid) -> list[Sequence[int]]:
     size = grid.per_stage
     return [devices[start : start + size] for start in range(0, grid.world, size)]
 
 
-def _chains(clusters: Clusters, devices: Sequence[int], grid: Grid) -> _Links:
+def _chains(clusters: Clusters, devices: Sequence[int], grid: DegreeGrid) -> _Links:
     """Rates between neighbouring stages, while all ranks of both send."""
     latency, rates = 0.0, []
     stages = _by_stage(devices, grid)
     for one, other in pairwise(stages):
         # Two stages at a time: others send when these compute.
-        pair = Grid(2, grid.dp, grid.tp)
+        pair = DegreeGrid(2, grid.dp, grid.tp)
         found = groups(clusters, [*one, *other], pair, "pp")
         rates.append(min(group.bandwidth for group in found))
         latency = max(latency, *(group.latency_s for group in found))
     return _Links(latency, tuple(rates))
 
 
-def _sync(found: Sequence[Group], grid: Grid, costs: Costs, stages: Sequence[int]) -> list[float]:
+def _sync(
+    found: Sequence[Group], grid: DegreeGrid, costs: IterationCosts, stages: Sequence[int]
+) -> list[float]:
     """By stage, seconds of an all-reduce of its gradients."""
     sizes = [n * costs.block_bytes for n in stages]
     sizes[0] += costs.embed_bytes

@@ -24,17 +24,23 @@ from shoal.cost.training.step import Pricer, microbatch_of
 from shoal.ir import ModelShape, Parallel, TrainJob, Work
 from shoal.plan.strategy.judge import usable_bytes
 from shoal.plan.topology.clusters import Clusters
-from shoal.plan.topology.groups import Grid, Group, crossing, groups
-from shoal.plan.topology.iteration import Costs, Step, costs_of, layer_weights, step_of
+from shoal.plan.topology.groups import DegreeGrid, Group, crossing, groups
+from shoal.plan.topology.iteration import (
+    IterationCosts,
+    SimulatedStep,
+    costs_of,
+    layer_weights,
+    step_of,
+)
 from shoal.plan.topology.speed import adaptive, exact
 from shoal.plan.topology.ways import assignments, candidates, improved, searched_whole
 
-__all__ = ["Order", "Price", "brute", "plan_order"]
+__all__ = ["Price", "RankOrder", "brute", "plan_order"]
 
 _BRUTE = 8
 
 
-class Order(NamedTuple):
+class RankOrder(NamedTuple):
     """Ranks on devices, and what a step takes.
 
     Args:
@@ -50,9 +56,9 @@ class Order(NamedTuple):
     """
 
     clusters: Clusters
-    grid: Grid
+    grid: DegreeGrid
     devices: tuple[int, ...]
-    step: Step
+    step: SimulatedStep
     rule: tuple[int, ...]
     cut: tuple[int, ...]
     memory_bytes: float
@@ -114,22 +120,26 @@ class Price:
         self,
         job: TrainJob,
         clusters: Clusters,
-        grid: Grid,
+        grid: DegreeGrid,
         *,
         overlap: bool = False,
         alpha: float = 1.05,
     ) -> None:
         self.job, self.clusters, self.grid = job, clusters, grid
         self.overlap, self.alpha = overlap, alpha
-        self.costs: Costs = costs_of(job, clusters, grid)
+        self.costs: IterationCosts = costs_of(job, clusters, grid)
         self._cuts: dict[tuple[float, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._known: dict[tuple[int, ...], tuple[Step, tuple[int, ...], tuple[int, ...]]] = {}
+        self._known: dict[
+            tuple[int, ...], tuple[SimulatedStep, tuple[int, ...], tuple[int, ...]]
+        ] = {}
 
     @cached_property
     def _weights(self) -> tuple[float, ...]:
         return layer_weights(self.job)
 
-    def __call__(self, devices: Sequence[int]) -> tuple[Step, tuple[int, ...], tuple[int, ...]]:
+    def __call__(
+        self, devices: Sequence[int]
+    ) -> tuple[SimulatedStep, tuple[int, ...], tuple[int, ...]]:
         """The step of the better cut, Holmes's cut, and the exact one."""
         key = tuple(devices)
         if key not in self._known:
@@ -161,7 +171,7 @@ def plan_order(
     tp: int | None = None,
     overlap: bool = False,
     alpha: float = 1.05,
-) -> Order:
+) -> RankOrder:
     """The best ranks for a job on some clusters.
 
     A grid whose data-parallel groups stay inside clusters goes before any that does not, and one
@@ -195,7 +205,7 @@ def plan_order(
 
 def _grids(
     job: TrainJob, shape: ModelShape, clusters: Clusters, pp: int | None, tp: int | None
-) -> Iterator[Grid]:
+) -> Iterator[DegreeGrid]:
     world = clusters.num_devices
     micro = microbatch_of(job)
     for t in range(1, clusters.devices_per_node + 1):
@@ -208,12 +218,17 @@ def _grids(
             if p * dp * t != world or (pp is not None and p != pp):
                 continue
             if job.global_batch % dp == 0 and (job.global_batch // dp) % micro == 0:
-                yield Grid(p, dp, t)
+                yield DegreeGrid(p, dp, t)
 
 
 def _best(
-    job: TrainJob, shape: ModelShape, clusters: Clusters, grid: Grid, overlap: bool, alpha: float
-) -> Order:
+    job: TrainJob,
+    shape: ModelShape,
+    clusters: Clusters,
+    grid: DegreeGrid,
+    overlap: bool,
+    alpha: float,
+) -> RankOrder:
     """The best order of stages for one grid."""
     priced = Price(job, clusters, grid, overlap=overlap, alpha=alpha)
 
@@ -226,11 +241,11 @@ def _best(
         devices = improved(devices, grid, seconds)
     step, rule, cut = priced(devices)
     nbytes, fits = _memory(job, shape, clusters, grid, step)
-    return Order(clusters, grid, devices, step, rule, cut, nbytes, fits, reason)
+    return RankOrder(clusters, grid, devices, step, rule, cut, nbytes, fits, reason)
 
 
 def _memory(
-    job: TrainJob, shape: ModelShape, clusters: Clusters, grid: Grid, step: Step
+    job: TrainJob, shape: ModelShape, clusters: Clusters, grid: DegreeGrid, step: SimulatedStep
 ) -> tuple[float, bool]:
     """Bytes of the fullest stage's rank by the cost model; whether the smallest device has them."""
     split = Parallel(pp=grid.pp, dp=grid.dp, tp=grid.tp, sp=grid.tp > 1)
@@ -244,7 +259,7 @@ def _memory(
     return nbytes, nbytes <= room
 
 
-def _why(clusters: Clusters, grid: Grid) -> str:
+def _why(clusters: Clusters, grid: DegreeGrid) -> str:
     """Why stages of this grid cannot stay inside clusters."""
     size = grid.per_stage
     sizes = [one.nodes * clusters.devices_per_node for one in clusters.clusters]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.core.svg import COLOURS
 
 if TYPE_CHECKING:
-    from shoal.plan.topology.order import Order
+    from shoal.plan.topology.order import RankOrder
 
 __all__ = ["picture"]
 
@@ -17,7 +17,7 @@ _BOX, _GAP, _TOP, _LEFT = 30, 4, 40, 150
 _NODES = 24
 
 
-def picture(order: Order) -> str:
+def picture(order: RankOrder) -> str:
     """An SVG: a row is a node, a box a device with its rank, a colour a stage.
 
     Args:

@@ -14,7 +14,7 @@ from shoal.ir import Explanation, Machine, Progress, TrainJob
 from shoal.machine.described import load
 from shoal.plan.topology.clusters import Clusters
 from shoal.plan.topology.groups import Group
-from shoal.plan.topology.order import Order, plan_order
+from shoal.plan.topology.order import RankOrder, plan_order
 from shoal.plan.topology.picture import picture
 
 __all__ = ["TopologyStudy"]
@@ -107,7 +107,7 @@ class TopologyStudy:
         )
 
 
-def _row(order: Order, axis: str, group: Group) -> tuple[str, ...]:
+def _row(order: RankOrder, axis: str, group: Group) -> tuple[str, ...]:
     members = ", ".join(order.where(rank) for rank in group.ranks[:4])
     return (
         f"{axis} of stage {group.ranks[0] // order.grid.per_stage}" if axis != "pp" else axis,
@@ -118,7 +118,7 @@ def _row(order: Order, axis: str, group: Group) -> tuple[str, ...]:
     )
 
 
-def _first(order: Order, axis: str) -> list[Group]:
+def _first(order: RankOrder, axis: str) -> list[Group]:
     """One group of each stage; pipelines are alike."""
     groups = order.groups(axis)
     return groups[:1] if axis == "pp" else groups[:: len(groups) // order.grid.pp]
@@ -128,7 +128,7 @@ def _numbers(stages: tuple[int, ...]) -> str:
     return " ".join(map(str, stages))
 
 
-def _record(order: Order, split: dict[str, Any], hosts: list[str]) -> dict[str, Any]:
+def _record(order: RankOrder, split: dict[str, Any], hosts: list[str]) -> dict[str, Any]:
     return {
         "parallel": split,
         "hosts": hosts,

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import combinations, permutations, product
 
 from shoal.plan.topology.clusters import Clusters
-from shoal.plan.topology.groups import Grid
+from shoal.plan.topology.groups import DegreeGrid
 
 __all__ = ["assignments", "candidates", "improved", "interleaved", "searched_whole"]
 
@@ -21,24 +21,24 @@ _ALL = 120
 _STAGES, _ROUNDS = 12, 4
 
 
-def _stages_of(clusters: Clusters, grid: Grid) -> list[int]:
+def _stages_of(clusters: Clusters, grid: DegreeGrid) -> list[int]:
     """Stages that each cluster holds: in proportion to its devices."""
     each = clusters.devices_per_node
     return [cluster.nodes * each // grid.per_stage for cluster in clusters.clusters]
 
 
-def _sequences(clusters: Clusters, grid: Grid) -> int:
+def _sequences(clusters: Clusters, grid: DegreeGrid) -> int:
     """Ways to say which cluster each stage is in."""
     held = _stages_of(clusters, grid)
     return math.factorial(sum(held)) // math.prod(map(math.factorial, held))
 
 
-def searched_whole(clusters: Clusters, grid: Grid) -> bool:
+def searched_whole(clusters: Clusters, grid: DegreeGrid) -> bool:
     """Whether all ways to say which cluster each stage is in are few enough to be tried."""
     return _sequences(clusters, grid) <= _ALL
 
 
-def candidates(clusters: Clusters, grid: Grid, *, whole: bool) -> Iterator[tuple[int, ...]]:
+def candidates(clusters: Clusters, grid: DegreeGrid, *, whole: bool) -> Iterator[tuple[int, ...]]:
     """Devices by rank: clusters in every order, or stages in every order where these are few.
 
     In a cluster a stage takes the devices of a node after another, or some of every node, so that
@@ -56,7 +56,7 @@ def candidates(clusters: Clusters, grid: Grid, *, whole: bool) -> Iterator[tuple
         members = [own[far] for own, far in zip(lists, way, strict=True)]
         if whole and searched_whole(clusters, grid):
             for sequence in _labels(held):
-                yield _dealt(members, sequence, grid.per_stage)
+                yield _assigned(members, sequence, grid.per_stage)
             continue
         orders: Iterable[tuple[int, ...]] = permutations(range(count))
         if math.factorial(count) > _ALL:
@@ -93,7 +93,9 @@ def _listed(clusters: Clusters, cluster: int, tp: int, *, far: bool) -> tuple[in
     return tuple(device for _, _, unit in units for device in unit)
 
 
-def _dealt(members: Sequence[Sequence[int]], sequence: Sequence[int], size: int) -> tuple[int, ...]:
+def _assigned(
+    members: Sequence[Sequence[int]], sequence: Sequence[int], size: int
+) -> tuple[int, ...]:
     """Each stage the next ``size`` devices of its cluster."""
     taken = [0] * len(members)
     found: list[int] = []
@@ -104,7 +106,7 @@ def _dealt(members: Sequence[Sequence[int]], sequence: Sequence[int], size: int)
 
 
 def improved(
-    devices: tuple[int, ...], grid: Grid, seconds: Callable[[Sequence[int]], float]
+    devices: tuple[int, ...], grid: DegreeGrid, seconds: Callable[[Sequence[int]], float]
 ) -> tuple[int, ...]:
     """Exchange two stages as long as that is faster."""
     size = grid.per_stage

@@ -1,7 +1,8 @@
 """plan.trees: which guesses a step of speculative decoding verifies, and how many. Torch-free.
 
-The door: the table of tree shapes. What they are built from is in :mod:`shoal.ir.decoding`; how
-many of a tree's nodes pay on this machine is :class:`~shoal.plan.trees.drafting.Paying`'s choice.
+The table of tree shapes. What they are built from is in :mod:`shoal.ir.decoding`; how
+many of a tree's nodes pay on this machine is
+:class:`~shoal.plan.trees.drafting.ProfitableDrafting`'s choice.
 """
 
 from shoal.core.parts import PartTable
@@ -11,11 +12,11 @@ __all__ = ["TREES"]
 TREES = PartTable(
     "tree",
     {
-        "auto": "shoal.plan.trees.auto:Auto",
-        "chain": "shoal.plan.trees.chain:Chain",
+        "auto": "shoal.plan.trees.auto:AutoTree",
+        "chain": "shoal.plan.trees.chain:ChainTree",
         "cartesian": "shoal.plan.trees.cartesian:Cartesian",
         "hardware": "shoal.plan.trees.hardware:Hardware",
-        "paths": "shoal.plan.trees.paths:Paths",
+        "paths": "shoal.plan.trees.paths:PathTree",
     },
     about=(
         "Which guesses are verified together. Chosen by `tree` of a part of kind "

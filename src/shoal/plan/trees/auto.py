@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import MAX_NODES, Calibration, TreeSpec
+from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
 
-__all__ = ["Auto"]
+__all__ = ["AutoTree"]
 
 
 @part
-class Auto:
+class AutoTree:
     """Nodes by the probability that they are accepted, from the drafter's own calibration.
 
     A node's value is the product of the shares along its path, and the expected number of
@@ -34,7 +34,7 @@ class Auto:
         require(1 <= self.nodes <= MAX_NODES, "tree.auto.nodes", self.nodes,
                 expected=f"1 to {MAX_NODES}")  # fmt: skip
 
-    def build(self, calibration: Calibration, most: int = MAX_NODES) -> TreeSpec:
+    def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """See :class:`~shoal.ir.decoding.TreePart`."""
         right = calibration.right
         # By falling value; of equal ones the shorter path, then the better guess.

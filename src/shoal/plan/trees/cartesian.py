@@ -6,7 +6,7 @@ from itertools import product
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import MAX_NODES, Calibration, TreeSpec
+from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
 
 __all__ = ["Cartesian"]
@@ -35,7 +35,7 @@ class Cartesian:
         require(nodes <= MAX_NODES, "tree.cartesian.widths", list(self.widths),
                 expected=f"a tree of at most {MAX_NODES} nodes; this one has {nodes}")  # fmt: skip
 
-    def build(self, calibration: Calibration, most: int = MAX_NODES) -> TreeSpec:
+    def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """See :class:`~shoal.ir.decoding.TreePart`."""
         paths = [
             path

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import MAX_NODES, Calibration, TreeSpec
+from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
 
-__all__ = ["Chain"]
+__all__ = ["ChainTree"]
 
 
 @part
-class Chain:
+class ChainTree:
     """One path of best guesses.
 
     Args:
@@ -26,7 +26,7 @@ class Chain:
         require(0 <= self.depth <= MAX_NODES, "tree.chain.depth", self.depth,
                 expected=f"0 to {MAX_NODES}")  # fmt: skip
 
-    def build(self, calibration: Calibration, most: int = MAX_NODES) -> TreeSpec:
+    def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """See :class:`~shoal.ir.decoding.TreePart`."""
         depth = min(self.depth or calibration.levels, most)
         return tree_of("tree.chain", [(0,) * (n + 1) for n in range(depth)], calibration)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shoal.core.errors import ConfigError
-from shoal.ir import Calibration, TreeSpec
+from shoal.ir import DrafterCalibration, TreeSpec
 
 __all__ = ["tree_of"]
 
 
-def tree_of(where: str, paths: Iterable[Sequence[int]], calibration: Calibration) -> TreeSpec:
+def tree_of(
+    where: str, paths: Iterable[Sequence[int]], calibration: DrafterCalibration
+) -> TreeSpec:
     """The tree of these paths, in their order; each is a rank for every level from the root on.
 
     Args:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.files import write_json
-from shoal.ir import MAX_NODES, StepCost, Verifying
+from shoal.ir import MAX_NODES, StepCost, VerificationCost
 
-__all__ = ["Always", "Paying", "PredictedRows", "RowCosts"]
+__all__ = ["FixedDrafting", "PredictedRows", "ProfitableDrafting", "RowCosts"]
 
 # Weight of the newest step in what is known of acceptance; some fifty steps count.
 _NEWEST = 0.02
@@ -107,7 +107,7 @@ class RowCosts:
         write_json(path, table)
 
     def seconds(self, rows: int) -> float:
-        """See :class:`~shoal.ir.decoding.Verifying`."""
+        """See :class:`~shoal.ir.decoding.VerificationCost`."""
         at = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
         if not at:
             return self.seconds_of[0]
@@ -116,7 +116,7 @@ class RowCosts:
         return max(min(a, b) / 2, a + (b - a) * (rows - low) / (high - low))
 
     def drafting_s(self, requests: int, nodes: int = MAX_NODES) -> float:
-        """See :class:`~shoal.ir.decoding.Verifying`."""
+        """See :class:`~shoal.ir.decoding.VerificationCost`."""
         whole = self.draft_s + self.draft_request_s * requests
         # Between two numbers of nodes, of which nothing is known, as much as for more of them.
         less = next((saved for count, saved in self.draft_less if nodes <= count), 0.0)
@@ -138,15 +138,15 @@ class PredictedRows:
     guess_s: float
 
     def seconds(self, rows: int) -> float:
-        """See :class:`~shoal.ir.decoding.Verifying`."""
+        """See :class:`~shoal.ir.decoding.VerificationCost`."""
         return self.cost.seconds([(self.context, 1)] * rows)
 
     def drafting_s(self, requests: int, nodes: int) -> float:
-        """See :class:`~shoal.ir.decoding.Verifying`."""
+        """See :class:`~shoal.ir.decoding.VerificationCost`."""
         return self.guess_s
 
 
-class Always:
+class FixedDrafting:
     """As many nodes as were asked for, whatever they cost; for comparisons and tests.
 
     Args:
@@ -167,7 +167,7 @@ class Always:
         """See :class:`~shoal.ir.decoding.Drafting`."""
 
 
-class Paying:
+class ProfitableDrafting:
     """Guesses while they give more tokens per second than plain decoding.
 
     Args:
@@ -179,7 +179,7 @@ class Paying:
     # ``worth``: accepted tokens over those hoped for from the same trees. ``share``: of requests
     # that were to guess, those that had a tree. Both of late.
     def __init__(
-        self, expected: Sequence[float], cost: Verifying, *, fixed: int | None = None
+        self, expected: Sequence[float], cost: VerificationCost, *, fixed: int | None = None
     ) -> None:
         require(
             len(expected) >= 2 and expected[0] == 1,
@@ -258,7 +258,7 @@ class Paying:
         """Rows cost too much for so many requests, even if guesses came true as hoped for."""
         if requests not in self._hopeless:
             fixed = self._choices[0] if len(self._choices) == 1 else None
-            hoped = Paying(self.expected, self.cost, fixed=fixed)
+            hoped = ProfitableDrafting(self.expected, self.cost, fixed=fixed)
             self._hopeless[requests] = not hoped.best(requests)
         return self._hopeless[requests]
 

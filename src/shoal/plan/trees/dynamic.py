@@ -21,12 +21,12 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.core.errors import PlanError, require
-from shoal.ir import MAX_NODES, Calibration, TreePart, TreeSpec
+from shoal.ir import MAX_NODES, DrafterCalibration, TreePart, TreeSpec
 
 __all__ = [
-    "AskingTree",
     "Dynamic",
     "DynamicTrees",
+    "StateTree",
     "best_rows",
     "kept_prompts",
     "last_of",
@@ -44,7 +44,7 @@ _ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AskingTree:
+class StateTree:
     """The tree of one state.
 
     Args:
@@ -77,7 +77,7 @@ class Dynamic:
     """
 
     rows: int
-    trees: tuple[AskingTree, ...]
+    trees: tuple[StateTree, ...]
 
     @property
     def transitions(self) -> np.ndarray:
@@ -132,11 +132,11 @@ def _begun(spec: TreeSpec, nodes: int) -> _Begun:
     return _Begun(first, sum(first.value), last_of(first))
 
 
-def _best(calibration: Calibration, tree: TreePart, depth: int) -> TreeSpec:
+def _best(calibration: DrafterCalibration, tree: TreePart, depth: int) -> TreeSpec:
     """The tree where guesses of so many levels are at hand; nodes that are never right left out."""
     right = calibration.right
     nothing = tuple((0.0,) * len(row) for row in right[depth:])
-    spec = tree.build(Calibration((*right[:depth], *nothing)))
+    spec = tree.build(DrafterCalibration((*right[:depth], *nothing)))
     kept = [node for node, value in enumerate(spec.value) if value > 0]
     place = {node: number for number, node in enumerate(kept)} | {-1: -1}
     return TreeSpec(
@@ -183,7 +183,7 @@ class DynamicTrees:
 
     def __init__(
         self,
-        calibration: Calibration,
+        calibration: DrafterCalibration,
         tree: TreePart,
         ensemble: int = 1,
         most: int = MAX_NODES + 1,
@@ -257,7 +257,7 @@ class DynamicTrees:
         assert best is not None
         return best
 
-    def _tree(self, first: Sequence[_Begun], rows: int, worth: np.ndarray) -> AskingTree:
+    def _tree(self, first: Sequence[_Begun], rows: int, worth: np.ndarray) -> StateTree:
         """Stage 2: as many of the candidates, and prompts below them, as are worth most."""
         best, kept, most = first[0], np.zeros(1, dtype=int), -np.inf
         for nodes, one in enumerate(first[:rows]):
@@ -265,7 +265,7 @@ class DynamicTrees:
             total = one.gain + float(one.last @ worth[prompts])
             if total > most + 1e-12:
                 best, kept, most = one, prompts, total
-        return AskingTree(best.spec, tuple(kept.tolist()), best.last)
+        return StateTree(best.spec, tuple(kept.tolist()), best.last)
 
 
 def best_rows(expected: Sequence[float], seconds: Sequence[float]) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import MAX_NODES, Calibration, TreeSpec
-from shoal.plan.trees.auto import Auto
+from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
+from shoal.plan.trees.auto import AutoTree
 
 __all__ = ["Hardware"]
 
@@ -29,6 +29,6 @@ class Hardware:
         require(2 <= self.rows <= MAX_NODES + 1, "tree.hardware.rows", self.rows,
                 expected=f"2 to {MAX_NODES + 1}")  # fmt: skip
 
-    def build(self, calibration: Calibration, most: int = MAX_NODES) -> TreeSpec:
+    def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """See :class:`~shoal.ir.decoding.TreePart`."""
-        return Auto().build(calibration, min(most, self.rows - 1))
+        return AutoTree().build(calibration, min(most, self.rows - 1))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import MAX_NODES, Calibration, TreeSpec
+from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
 
-__all__ = ["Paths"]
+__all__ = ["PathTree"]
 
 
 @part
-class Paths:
+class PathTree:
     """Nodes by hand: ``[[0], [1], [0, 0]]`` verifies two guesses of the first token and one after.
 
     Args:
@@ -28,6 +28,6 @@ class Paths:
         require(good, "tree.paths.paths", len(self.paths),
                 expected=f"1 to {MAX_NODES} paths, none of them empty")  # fmt: skip
 
-    def build(self, calibration: Calibration, most: int = MAX_NODES) -> TreeSpec:
+    def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """See :class:`~shoal.ir.decoding.TreePart`."""
         return tree_of("tree.paths", self.paths, calibration).first(most)

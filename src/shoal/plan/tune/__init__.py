@@ -1,6 +1,6 @@
 """plan.tune: search when pricing everything is too much, and failures cost a trial.
 
-The door: the table of tuners. ``protocols`` says what a tuner promises, ``training`` and
+The table of tuners. ``protocols`` says what a tuner promises, ``training`` and
 ``serving`` what is tuned, ``repeats`` how often something is measured, ``shapley`` what made the
 difference, ``landscape`` where the peaks are.
 """

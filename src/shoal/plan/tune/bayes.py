@@ -29,7 +29,15 @@ from scipy.special import ndtr
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check, order
+from shoal.plan.tune.protocols import (
+    Objective,
+    Progress,
+    SearchSpace,
+    Trial,
+    TuningResult,
+    check,
+    order,
+)
 from shoal.plan.tune.surrogate import Surrogate, fit_surrogate
 
 __all__ = ["Bayes", "penalised"]
@@ -75,7 +83,7 @@ class Bayes:
 
     def tune(
         self,
-        space: Space,
+        space: SearchSpace,
         objective: Objective,
         trials: int,
         *,
@@ -83,7 +91,7 @@ class Bayes:
         history: Sequence[Trial] = (),
         elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
-    ) -> Study:
+    ) -> TuningResult:
         """See :class:`~shoal.plan.tune.protocols.Tuner`."""
         seen = check(space, trials, history)
         rows = space.indices()
@@ -110,7 +118,7 @@ class Bayes:
                     best = max((t.value for t in made if t.value is not None), default=None)
                     said = "none works yet" if best is None else f"best {best:.4g}"
                     progress(len(made), trials, said)
-        return Study(tuner="bayes", space=space, trials=tuple(made), seed=seed)
+        return TuningResult(tuner="bayes", space=space, trials=tuple(made), seed=seed)
 
     def _choose(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
-from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check
+from shoal.plan.tune.protocols import Objective, Progress, SearchSpace, Trial, TuningResult, check
 
 __all__ = ["Exhaustive"]
 
@@ -26,7 +26,7 @@ class Exhaustive:
 
     def tune(
         self,
-        space: Space,
+        space: SearchSpace,
         objective: Objective,
         trials: int,
         *,
@@ -34,7 +34,7 @@ class Exhaustive:
         history: Sequence[Trial] = (),
         elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
-    ) -> Study:
+    ) -> TuningResult:
         """See :class:`~shoal.plan.tune.protocols.Tuner`.
 
         Raises:
@@ -55,4 +55,4 @@ class Exhaustive:
                 made.append(Trial.of(space.config(row), objective))
                 if progress is not None:
                     progress(len(made), space.size, "")
-        return Study(tuner="exhaustive", space=space, trials=tuple(made), seed=seed)
+        return TuningResult(tuner="exhaustive", space=space, trials=tuple(made), seed=seed)

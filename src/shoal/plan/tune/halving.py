@@ -17,11 +17,11 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.plan.tune.protocols import (
     Objective,
-    Partial,
+    PartialObjective,
     Progress,
-    Space,
-    Study,
+    SearchSpace,
     Trial,
+    TuningResult,
     check,
     order,
 )
@@ -49,7 +49,7 @@ class Halving:
 
     def tune(
         self,
-        space: Space,
+        space: SearchSpace,
         objective: Objective,
         trials: int,
         *,
@@ -57,7 +57,7 @@ class Halving:
         history: Sequence[Trial] = (),
         elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
-    ) -> Study:
+    ) -> TuningResult:
         """See :class:`~shoal.plan.tune.protocols.Tuner`.
 
         ``trials`` are the configurations of the first round.
@@ -68,7 +68,7 @@ class Halving:
         found: dict[int, Trial] = {}
         going = [int(row) for row in free[: max(0, trials - len(history))]]
         asked: object = objective
-        partial = asked if isinstance(asked, Partial) else None
+        partial = asked if isinstance(asked, PartialObjective) else None
         share = self.least if partial is not None else 1.0
         while going:
             for row in going:
@@ -89,4 +89,4 @@ class Halving:
             going = ranked[: math.ceil(len(going) / self.factor)]
             share = min(1.0, share * self.factor)
         made = (*history, *found.values())
-        return Study(tuner="halving", space=space, trials=made, seed=seed)
+        return TuningResult(tuner="halving", space=space, trials=made, seed=seed)

@@ -23,7 +23,7 @@ import numpy as np
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.gemm.forest import fit_forest
-from shoal.plan.tune.protocols import Setting, Space, Study
+from shoal.plan.tune.protocols import SearchSpace, Setting, TuningResult
 
 __all__ = ["Landscape", "Turn", "summary", "transfer_gain"]
 
@@ -55,7 +55,7 @@ class Landscape:
         failed: positions that failed: worse than whatever worked.
     """
 
-    space: Space
+    space: SearchSpace
     samples: Mapping[Row, Sequence[float]]
     failed: frozenset[Row] = frozenset()
 
@@ -71,7 +71,7 @@ class Landscape:
         require(least > 0, "tune.landscape", least, expected="measurements above 0")
 
     @classmethod
-    def of(cls, study: Study) -> Landscape:
+    def of(cls, study: TuningResult) -> Landscape:
         """The trials of a study that were measured wholly, and those that failed.
 
         Raises:
@@ -257,7 +257,7 @@ def transfer_gain(home: Landscape, away: Landscape) -> list[float]:
     return gains
 
 
-def summary(study: Study) -> dict[str, Any]:
+def summary(study: TuningResult) -> dict[str, Any]:
     """What was found, for other programs."""
     land = Landscape.of(study)
     return {

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from shoal.core.errors import MissingExtraError
 from shoal.core.svg import Chart, Series
 from shoal.plan.tune.landscape import Landscape
-from shoal.plan.tune.protocols import Axis, Setting, Study
+from shoal.plan.tune.protocols import Axis, Setting, TuningResult
 
-__all__ = ["Table", "page", "tables"]
+__all__ = ["LandscapeTable", "page", "tables"]
 
 
 @dataclass(frozen=True)
-class Table:
+class LandscapeTable:
     """Rows below a title.
 
     Args:
@@ -30,7 +30,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def page(study: Study, *, title: str, unit: str) -> str:
+def page(study: TuningResult, *, title: str, unit: str) -> str:
     """A study as one HTML page without links to other files.
 
     Args:
@@ -43,9 +43,9 @@ def page(study: Study, *, title: str, unit: str) -> str:
     """
     from markupsafe import Markup
 
-    from shoal.core.web import Site
+    from shoal.core.web import WebSite
 
-    site = Site("shoal.plan")
+    site = WebSite("shoal.plan")
 
     def asset(name: str) -> Markup:
         # Files of this package, which stand in the page as they are.
@@ -66,7 +66,7 @@ def page(study: Study, *, title: str, unit: str) -> str:
     )
 
 
-def _charts(study: Study, unit: str) -> list[Chart]:
+def _charts(study: TuningResult, unit: str) -> list[Chart]:
     """Every trial over each axis of numbers, and the best at each of its values."""
     found = []
     whole = [trial for trial in study.feasible if trial.share >= 1]
@@ -114,7 +114,7 @@ def _spelt(config: Mapping[str, Setting]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in config.items())
 
 
-def tables(study: Study, unit: str) -> list[Table]:
+def tables(study: TuningResult, unit: str) -> list[LandscapeTable]:
     """Peaks, turns, what matters, and all trials."""
     land = Landscape.of(study)
     names = study.space.names
@@ -126,14 +126,14 @@ def tables(study: Study, unit: str) -> list[Table]:
     except MissingExtraError as missing:
         effects, hint = {}, str(missing)
     return [
-        Table(
+        LandscapeTable(
             "Peaks",
             "Configurations whose neighbours along every axis are all significantly worse; "
             f"the noise is {noise}.",
             names,
             _rows(names, land.peaks()),
         ),
-        Table(
+        LandscapeTable(
             "Turns",
             "Where more of one knob helps first and hurts then (peak), or hurts first (valley).",
             ("knob", "kind", *names),
@@ -142,13 +142,13 @@ def tables(study: Study, unit: str) -> list[Table]:
                 for turn in land.turns()
             ),
         ),
-        Table(
+        LandscapeTable(
             "What matters",
             hint,
             ("knobs", "share"),
             tuple((" with ".join(who), f"{100 * share:.1f} %") for who, share in effects.items()),
         ),
-        Table(
+        LandscapeTable(
             "Trials",
             "Best first; those that failed say why.",
             (unit, *names, "measurements"),

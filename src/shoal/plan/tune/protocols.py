@@ -18,13 +18,13 @@ __all__ = [
     "Axis",
     "Config",
     "Objective",
-    "Outcome",
-    "Partial",
+    "PartialObjective",
+    "SearchSpace",
     "Setting",
-    "Space",
-    "Study",
     "Trial",
+    "TrialOutcome",
     "Tuner",
+    "TuningResult",
 ]
 
 Setting = bool | int | float | str
@@ -70,7 +70,7 @@ class Axis(Value):
         return np.linspace(0.0, 1.0, len(self.values))
 
 
-class Space(Value):
+class SearchSpace(Value):
     """Everything that can be chosen: the product of its axes.
 
     Args:
@@ -158,7 +158,7 @@ class Space(Value):
             yield self.config(row)
 
 
-class Outcome(Value):
+class TrialOutcome(Value):
     """What a configuration gave.
 
     Args:
@@ -190,19 +190,19 @@ class Outcome(Value):
         return float(np.var(self.samples, ddof=1)) / len(self.samples)
 
 
-Objective = Callable[[Config], Outcome | float]
+Objective = Callable[[Config], TrialOutcome | float]
 
 
 @runtime_checkable
-class Partial(Protocol):
+class PartialObjective(Protocol):
     """An objective that can be asked for less than a whole measurement."""
 
-    def part(self, config: Config, share: float) -> Outcome:
+    def part(self, config: Config, share: float) -> TrialOutcome:
         """What the configuration gives in this share of a measurement, above 0 to 1."""
         ...
 
 
-class Trial(Outcome):
+class Trial(TrialOutcome):
     """A configuration that was tried.
 
     Args:
@@ -215,7 +215,7 @@ class Trial(Outcome):
     def of(cls, config: Config, objective: Objective) -> Trial:
         """Try a configuration; a number that is none is a failure, and is remembered as one."""
         found = objective(config)
-        if not isinstance(found, Outcome):
+        if not isinstance(found, TrialOutcome):
             number = float(found)
             if math.isfinite(number):
                 return cls(config=dict(config), value=number)
@@ -223,7 +223,7 @@ class Trial(Outcome):
         return cls(config=dict(config), **found.model_dump(exclude={"config"}))
 
 
-class Study(Value):
+class TuningResult(Value):
     """A search that was done.
 
     Args:
@@ -234,7 +234,7 @@ class Study(Value):
     """
 
     tuner: str
-    space: Space
+    space: SearchSpace
     trials: tuple[Trial, ...]
     seed: int = 0
 
@@ -268,7 +268,7 @@ class Tuner(Protocol):
 
     def tune(
         self,
-        space: Space,
+        space: SearchSpace,
         objective: Objective,
         trials: int,
         *,
@@ -276,7 +276,7 @@ class Tuner(Protocol):
         history: Sequence[Trial] = (),
         elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
-    ) -> Study:
+    ) -> TuningResult:
         """Look for the configuration with the largest objective; none is tried twice.
 
         Args:
@@ -295,7 +295,7 @@ class Tuner(Protocol):
         ...
 
 
-def order(space: Space, seed: int, elsewhere: Sequence[Trial] = ()) -> np.ndarray:
+def order(space: SearchSpace, seed: int, elsewhere: Sequence[Trial] = ()) -> np.ndarray:
     """[size] rows of the space, in which order they are tried: at random.
 
     First come the best of another machine. What this space does not have is left out.
@@ -316,7 +316,7 @@ def order(space: Space, seed: int, elsewhere: Sequence[Trial] = ()) -> np.ndarra
     return np.concatenate([np.array(first, dtype=places.dtype), rest])
 
 
-def check(space: Space, trials: int, history: Sequence[Trial]) -> set[tuple[int, ...]]:
+def check(space: SearchSpace, trials: int, history: Sequence[Trial]) -> set[tuple[int, ...]]:
     """Rows that were tried before.
 
     Raises:

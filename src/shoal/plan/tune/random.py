@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.core.parts import part
-from shoal.plan.tune.protocols import Objective, Progress, Space, Study, Trial, check, order
+from shoal.plan.tune.protocols import (
+    Objective,
+    Progress,
+    SearchSpace,
+    Trial,
+    TuningResult,
+    check,
+    order,
+)
 
 __all__ = ["Random"]
 
@@ -19,7 +27,7 @@ class Random:
 
     def tune(
         self,
-        space: Space,
+        space: SearchSpace,
         objective: Objective,
         trials: int,
         *,
@@ -27,7 +35,7 @@ class Random:
         history: Sequence[Trial] = (),
         elsewhere: Sequence[Trial] = (),
         progress: Progress | None = None,
-    ) -> Study:
+    ) -> TuningResult:
         """See :class:`~shoal.plan.tune.protocols.Tuner`."""
         seen = check(space, trials, history)
         rows = space.indices()
@@ -40,4 +48,4 @@ class Random:
                 made.append(Trial.of(space.config(row), objective))
                 if progress is not None:
                     progress(len(made), trials, "")
-        return Study(tuner="random", space=space, trials=tuple(made), seed=seed)
+        return TuningResult(tuner="random", space=space, trials=tuple(made), seed=seed)

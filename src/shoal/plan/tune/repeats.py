@@ -19,11 +19,11 @@ import numpy as np
 
 from shoal.core.errors import require
 
-__all__ = ["Repeated", "Repeats"]
+__all__ = ["RepeatedMeasurements", "Repeats"]
 
 
 @dataclass(frozen=True)
-class Repeated:
+class RepeatedMeasurements:
     """What was measured again and again.
 
     Args:
@@ -74,16 +74,16 @@ class Repeats:
             0 < self.confidence < 1, "repeats.confidence", self.confidence, expected="in (0, 1)"
         )
 
-    def measure(self, once: Callable[[], float]) -> Repeated:
+    def measure(self, once: Callable[[], float]) -> RepeatedMeasurements:
         """Measure as often as it takes; ``once`` gives one measurement."""
         from scipy.stats import t as student
 
         samples = [once() for _ in range(self.first)]
         if self.first == 1:
-            return Repeated(tuple(samples), math.inf)
+            return RepeatedMeasurements(tuple(samples), math.inf)
         spread = float(np.std(samples, ddof=1))
         reach = float(student.ppf(0.5 + self.confidence / 2, self.first - 1)) * spread
         wanted = self.width * abs(float(np.mean(samples)))
         number = math.ceil((reach / wanted) ** 2) if wanted else self.first
         samples += [once() for _ in range(min(number, self.most) - self.first)]
-        return Repeated(tuple(samples), reach / math.sqrt(len(samples)))
+        return RepeatedMeasurements(tuple(samples), reach / math.sqrt(len(samples)))

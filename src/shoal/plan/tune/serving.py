@@ -21,13 +21,13 @@ from shoal.ir import Arrival, ServeJob
 from shoal.plan.tune.protocols import (
     Axis,
     Config,
-    Outcome,
     Progress,
+    SearchSpace,
     Setting,
-    Space,
-    Study,
     Trial,
+    TrialOutcome,
     Tuner,
+    TuningResult,
 )
 from shoal.plan.tune.repeats import Repeats
 
@@ -37,8 +37,8 @@ __all__ = [
     "UNITS",
     "Goal",
     "Measure",
-    "Sample",
     "ServingObjective",
+    "ServingSample",
     "job_of",
     "knob_of",
     "serving_space",
@@ -88,7 +88,7 @@ def knob_of(word: str) -> tuple[str, tuple[Setting, ...]]:
     )
 
 
-def serving_space(given: Mapping[str, Sequence[Setting]] | None = None) -> Space:
+def serving_space(given: Mapping[str, Sequence[Setting]] | None = None) -> SearchSpace:
     """The knobs that are tuned.
 
     Args:
@@ -108,7 +108,7 @@ def serving_space(given: Mapping[str, Sequence[Setting]] | None = None) -> Space
                 + (f"; {hint}" if hint else "")
             )
     chosen = {name: tuple(given.get(name, usual)) for name, (_, usual) in KNOBS.items()}
-    return Space(
+    return SearchSpace(
         axes=tuple(
             Axis(name=name, values=values)
             for name, values in chosen.items()
@@ -135,7 +135,7 @@ def job_of(job: ServeJob, config: Config) -> ServeJob:
     return parse(ServeJob, raw, where="tune")
 
 
-class Sample(Value):
+class ServingSample(Value):
     """What serving a workload once gave.
 
     Args:
@@ -171,7 +171,7 @@ class Sample(Value):
 class Measure(Protocol):
     """Serves a workload with an engine."""
 
-    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> Sample:
+    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
         """Serve once.
 
         Memory that does not suffice, a time that is over and a request that can never run are
@@ -218,11 +218,11 @@ class ServingObjective:
         require(self.goal in GOALS, "tune.goal", self.goal, expected=f"one of {', '.join(GOALS)}")
         require(self.limit_s > 0, "tune.limit_s", self.limit_s, expected="above 0")
 
-    def __call__(self, config: Config) -> Outcome:
+    def __call__(self, config: Config) -> TrialOutcome:
         """Measure with the whole workload."""
         return self.part(config, 1.0)
 
-    def part(self, config: Config, share: float) -> Outcome:
+    def part(self, config: Config, share: float) -> TrialOutcome:
         """Measure with the first requests, this share of all."""
         number = max(1, math.ceil(share * len(self.workload)))
         workload = self.workload[:number]
@@ -246,9 +246,9 @@ class ServingObjective:
         found = self.repeats.measure(once)
         share = number / len(self.workload)
         outcome = (
-            Outcome(failure=failure, share=share)
+            TrialOutcome(failure=failure, share=share)
             if failure
-            else Outcome(value=found.mean, samples=found.samples, share=share)
+            else TrialOutcome(value=found.mean, samples=found.samples, share=share)
         )
         self.trials.append(Trial(config=dict(config), **outcome.model_dump()))
         return outcome
@@ -256,7 +256,7 @@ class ServingObjective:
 
 def tune_serving(
     tuner: Tuner,
-    space: Space,
+    space: SearchSpace,
     objective: ServingObjective,
     trials: int,
     *,
@@ -264,7 +264,7 @@ def tune_serving(
     seed: int = 0,
     elsewhere: Sequence[Trial] = (),
     progress: Progress | None = None,
-) -> Study:
+) -> TuningResult:
     """Search until the trials are made or the objective's time is over.
 
     Args:
@@ -287,6 +287,6 @@ def tune_serving(
     except _SpentError:
         # What was measured with more of the workload replaces what was with less.
         made = {space.row(trial.config): trial for trial in objective.trials}
-        study = Study(tuner=name, space=space, trials=tuple(made.values()), seed=seed)
+        study = TuningResult(tuner=name, space=space, trials=tuple(made.values()), seed=seed)
     _ = study.best
     return study

@@ -19,7 +19,7 @@ from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.core.random import generator
 from shoal.plan.tune.bayes import penalised
-from shoal.plan.tune.protocols import Study
+from shoal.plan.tune.protocols import TuningResult
 from shoal.plan.tune.surrogate import Kind, fit_surrogate
 
 __all__ = ["MOST_AXES", "Influence", "explain", "shapley"]
@@ -83,7 +83,7 @@ def shapley(predict: Predict, points: np.ndarray, background: np.ndarray) -> np.
     return found
 
 
-def explain(study: Study, *, surrogate: Kind = "gp", seed: int = 0) -> list[Influence]:
+def explain(study: TuningResult, *, surrogate: Kind = "gp", seed: int = 0) -> list[Influence]:
     """Axes by influence, largest first, on a surrogate fitted to the trials, failures included.
 
     Axes that had no choice are left out.

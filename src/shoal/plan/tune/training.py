@@ -18,7 +18,7 @@ from shoal.cost.training.step import Pricer
 from shoal.ir import Estimate, Machine, ModelShape, Parallel, TrainJob, Work
 from shoal.plan.strategy.judge import fits, usable_bytes
 from shoal.plan.strategy.space import divisors
-from shoal.plan.tune.protocols import Axis, Config, Outcome, Setting, Space
+from shoal.plan.tune.protocols import Axis, Config, SearchSpace, Setting, TrialOutcome
 
 __all__ = ["AXES", "TrainingObjective", "training_space"]
 
@@ -30,7 +30,7 @@ INTERLEAVED = "interleaved"
 
 def training_space(
     shape: ModelShape, machine: Machine, fixed: Mapping[str, Sequence[Setting]] | None = None
-) -> Space:
+) -> SearchSpace:
     """The axes of a model on a machine.
 
     ``nodes`` of the machine are used; ``tp`` is a divisor of a node's devices, ``pp`` one of the
@@ -60,7 +60,7 @@ def training_space(
         "shard": ("replicated", "zero1"),
         "recompute": ("none", "full"),
     }
-    return Space(
+    return SearchSpace(
         axes=tuple(Axis(name=name, values=tuple(fixed.get(name, usual[name]))) for name in AXES)
     )
 
@@ -178,14 +178,14 @@ class TrainingObjective:
             )
         return self.rate(job, cost) / peak
 
-    def __call__(self, config: Config) -> Outcome:
+    def __call__(self, config: Config) -> TrialOutcome:
         """See :data:`~shoal.plan.tune.protocols.Objective`."""
         try:
             job, cost = self.price(config)
         except (ConfigError, PlanError) as cause:
-            return Outcome(failure=str(cause))
+            return TrialOutcome(failure=str(cause))
         over = cost.memory_total / usable_bytes(job, self.machine)
         if not fits(job, self.machine, cost):
             failure = f"out of memory: a rank needs {over:.2g} times what it has"
-            return Outcome(failure=failure, excess=math.log(over))
-        return Outcome(value=self.rate(job, cost) / 1e12, excess=min(0.0, math.log(over)))
+            return TrialOutcome(failure=failure, excess=math.log(over))
+        return TrialOutcome(value=self.rate(job, cost) / 1e12, excess=min(0.0, math.log(over)))

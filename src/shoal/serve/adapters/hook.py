@@ -12,17 +12,17 @@ from shoal.core.errors import ServeError, require
 from shoal.ir import Request
 from shoal.serve.adapters.loaded import AdapterBank
 from shoal.serve.engine.failure import failure
-from shoal.serve.engine.hooks import Hook, Pass
+from shoal.serve.engine.hooks import EngineHook, ForwardPass
 
 if TYPE_CHECKING:
-    from shoal.serve.engine.build import Building
+    from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["Adapters", "adapters_of"]
+__all__ = ["AdapterHook", "adapters_of"]
 
 log = logging.getLogger("shoal.serve")
 
 
-class Adapters(Hook):
+class AdapterHook(EngineHook):
     """Gives each request its adapter.
 
     Args:
@@ -72,19 +72,19 @@ class Adapters(Hook):
         """See :meth:`~shoal.serve.adapters.loaded.AdapterBank.stats`."""
         return self.bank.stats()
 
-    def before_pass(self, work: Pass) -> None:
+    def before_pass(self, work: ForwardPass) -> None:
         """Take in whose the rows are."""
         adapted = self.bank.begin(work.chunks)
         work.plain, work.merged = work.plain and not adapted, self.bank.merged
 
-    def around(self, work: Pass) -> AbstractContextManager[None]:
+    def around(self, work: ForwardPass) -> AbstractContextManager[None]:
         """Say which rows are needed behind the last attention."""
         if work.needed is not None:
             self.bank.select(work.chunks, work.rows)
         return nullcontext()
 
 
-def adapters_of(built: Building) -> Adapters | None:
+def adapters_of(built: EngineBuilder) -> AdapterHook | None:
     """Of a job with room for adapters, with those that it names.
 
     Raises:
@@ -103,4 +103,4 @@ def adapters_of(built: Building) -> Adapters | None:
     bank = AdapterBank(built.model, most=job.room_for_adapters, max_rank=job.max_adapter_rank)
     for name, directory in job.adapters.items():
         bank.load(name, Path(directory))
-    return Adapters(bank)
+    return AdapterHook(bank)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from shoal.serve.adapters.loaded import AdapterBank
     from shoal.train.peft.run.sites import Site
 
-__all__ = ["Layered", "Rows", "Stack"]
+__all__ = ["AdapterRows", "Layered", "Stack"]
 
 
 @dataclass
-class Rows:
+class AdapterRows:
     """Whose each row of a step is.
 
     Args:
@@ -129,7 +129,7 @@ class Layered(nn.Module):
         made._parameters = {**base._parameters, "weight": nn.Parameter(weight, False)}
         return made
 
-    def _mixed(self, out: Tensor, x: Tensor, rows: Rows, stack: Stack) -> None:
+    def _mixed(self, out: Tensor, x: Tensor, rows: AdapterRows, stack: Stack) -> None:
         """Add to single rows what is theirs of the products of all adapters."""
         assert rows.single is not None
         every = len(rows.single) == len(x)

@@ -32,7 +32,7 @@ from shoal.core.parts import table
 from shoal.ir import Chunk
 from shoal.model.finite import check_finite
 from shoal.model.transformer import Transformer
-from shoal.serve.adapters.linear import Layered, Rows, Stack
+from shoal.serve.adapters.linear import AdapterRows, Layered, Stack
 
 if TYPE_CHECKING:
     from shoal.train.peft.run.sites import Site
@@ -62,7 +62,7 @@ def pairs_of(model: Transformer, directory: Path) -> Pairs:
     """
     from shoal.model.initialise import empty
     from shoal.train.peft import files
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.low_rank import LowRankPart
     from shoal.train.peft.run.sites import find_sites
 
@@ -77,7 +77,7 @@ def pairs_of(model: Transformer, directory: Path) -> Pairs:
     )
     part: Any = table("peft").build(stored.method, where=str(directory))
     shapes = empty(model.config)
-    handle = Handle(shapes, part.name, part, mergeable=True)
+    handle = ModelPeftHandle(shapes, part.name, part, mergeable=True)
     sites = find_sites(shapes, part.targets, f"{directory}: targets")
     part.prepare(handle, sites, 0)
     for site in sites:
@@ -113,8 +113,8 @@ class AdapterBank:
     def __init__(self, model: Transformer, *, most: int, max_rank: int) -> None:
         self.most, self.max_rank = most, max_rank
         self.merged: str | None = None
-        self.rows: Rows | None = None
-        self.needed: Rows | None = None
+        self.rows: AdapterRows | None = None
+        self.needed: AdapterRows | None = None
         self._switches = 0
         self._model = model
         self._pairs: dict[str, Pairs] = {}
@@ -123,7 +123,7 @@ class AdapterBank:
         self._open: Counter[str | None] = Counter()
         self._loads = 0
         self._layers: dict[str, Layered] = {}
-        self._known: tuple[list[tuple[int, int]], Rows] | None = None
+        self._known: tuple[list[tuple[int, int]], AdapterRows] | None = None
         last = len(model.blocks) - 1
         for layer, block in enumerate(model.blocks):
             for path in _MODULES:
@@ -359,7 +359,7 @@ class AdapterBank:
         ]
         self.needed = self._rows([(owner[row], 1) for row in rows])
 
-    def _rows(self, given: Sequence[tuple[int, int]]) -> Rows:
+    def _rows(self, given: Sequence[tuple[int, int]]) -> AdapterRows:
         """Runs of rows, and which are multiplied together."""
         runs: list[tuple[int, int, int]] = []
         at = 0
@@ -371,15 +371,15 @@ class AdapterBank:
             at += length
         runs = [run for run in runs if run[2] >= 0]
         if len(runs) <= _MOST_RUNS:
-            return Rows(runs)
+            return AdapterRows(runs)
         long = [run for run in runs if run[1] - run[0] >= _LONG]
         short = [run for run in runs if run[1] - run[0] < _LONG]
         if not short:
-            return Rows(long)
+            return AdapterRows(long)
         places = [row for start, stop, _ in short for row in range(start, stop)]
         slots = [slot for start, stop, slot in short for _ in range(start, stop)]
         weight = self._model.weight
         single = torch.tensor(places, device=weight.device)
         mask = torch.ones(len(places), len(self._slots), dtype=torch.bool, device=weight.device)
         mask[torch.arange(len(places)), torch.tensor(slots)] = False
-        return Rows(long, single, mask)
+        return AdapterRows(long, single, mask)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from shoal.core.errors import ServeError, require
 from shoal.core.svg import Chart, Series, stacked
 from shoal.cost.serving.fleet import attainment
-from shoal.cost.serving.simulator import Served, quantities, summary
+from shoal.cost.serving.simulator import ServedRequest, quantities, summary
 
 __all__ = ["draw", "measured_of", "samples_of"]
 
@@ -22,7 +22,7 @@ _NAMES = {
 _POINTS = 400
 
 
-def samples_of(served: Sequence[Served], gaps: Sequence[float]) -> dict[str, list[float]]:
+def samples_of(served: Sequence[ServedRequest], gaps: Sequence[float]) -> dict[str, list[float]]:
     """``ttft``, ``tpot``, ``e2e`` of the requests that finished and ``itl``, in s.
 
     Args:
@@ -39,7 +39,10 @@ def samples_of(served: Sequence[Served], gaps: Sequence[float]) -> dict[str, lis
 
 
 def measured_of(
-    served: Sequence[Served], gaps: Sequence[float], *, targets: tuple[float, float] | None = None
+    served: Sequence[ServedRequest],
+    gaps: Sequence[float],
+    *,
+    targets: tuple[float, float] | None = None,
 ) -> dict[str, float]:
     """Quantities of :func:`~shoal.cost.serving.simulator.quantities`, of ``itl``, and goodput.
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from shoal.core.errors import ServeError, require
 from shoal.core.random import generator
-from shoal.cost.step_cost.fitted import Fitted, Sample
-from shoal.ir import Chunk, Limits, Request, SamplingParams, Step
+from shoal.cost.step_cost.fitted import FittedStepCost, StepSample
+from shoal.ir import Chunk, Request, SamplingParams, SchedulerLimits, Step
 from shoal.serve.engine.runner import LocalRunner
 
 __all__ = ["Shape", "profile", "quick_cost", "spread"]
@@ -25,7 +25,7 @@ Shape = tuple[tuple[int, int], ...]
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 40
 
 
-def spread(limits: Limits, num_tokens: int, *, seed: int = 0) -> list[Shape]:
+def spread(limits: SchedulerLimits, num_tokens: int, *, seed: int = 0) -> list[Shape]:
     """Shapes of steps that a scheduler with these limits can plan.
 
     Decodes of few and many requests with short and long contexts, prompts whole and
@@ -78,7 +78,7 @@ def profile(
     seconds: float = 5.0,
     progress: Callable[[float, float, str], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Sample]:
+) -> list[StepSample]:
     """Measure steps of these shapes; the cache of ``runner`` is not touched.
 
     Args:
@@ -119,14 +119,14 @@ def profile(
         if progress is not None:
             progress(turn + 1, rounds, f"{len(steps)} shapes of a step")
     return [
-        Sample(chunks=shape, seconds=statistics.median(taken))
+        StepSample(chunks=shape, seconds=statistics.median(taken))
         for shape, taken in zip(shapes, times, strict=True)
     ]
 
 
 def quick_cost(
-    runner: LocalRunner, limits: Limits, *, clock: Callable[[], float] = time.perf_counter
-) -> Fitted:
+    runner: LocalRunner, limits: SchedulerLimits, *, clock: Callable[[], float] = time.perf_counter
+) -> FittedStepCost:
     """Seconds of a step and of a token of a prompt, from a few steps; for coarse choices.
 
     Args:
@@ -142,7 +142,7 @@ def quick_cost(
         for sample in profile(runner, [((0, 1),), ((0, most),)], seconds=0.0, clock=clock)
     }
     token = max(1e-9, (times[most] - times[1]) / (most - 1))
-    return Fitted(
+    return FittedStepCost(
         step=max(0.0, times[1] - token), token=token, prompt_pair=0.0, decode_key=0.0, chunk=0.0
     )
 

@@ -5,8 +5,8 @@ step has another shape, and under little load the caches forget between two requ
 with the same lengths and times and other tokens are served first, a line is fitted to the steps as
 they were, and moved to meet their sum: whoever waits, waits for every interruption as well.
 
-A machine is not the same for long, either. :class:`Pulse` times a few fixed steps: before and
-after what is compared, so that a change is seen, and said.
+A machine is not the same for long, either. :class:`MachineSpeed` times a few fixed steps: before
+and after what is compared, so that a change is seen, and said.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal.core.measure import Elsewhere
-from shoal.cost.serving.simulator import Served
-from shoal.cost.step_cost.fitted import FEWEST, Fitted, Sample, fit, scaled
+from shoal.core.measure import BackgroundLoad
+from shoal.cost.serving.simulator import ServedRequest
+from shoal.cost.step_cost.fitted import FEWEST, FittedStepCost, StepSample, fit, scaled
 from shoal.ir import Arrival
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = [
     "OTHERS",
     "PULSE",
     "STEADY",
-    "Pulse",
+    "MachineSpeed",
     "learned",
     "opening",
     "others",
@@ -51,13 +51,13 @@ def others(arrivals: Sequence[Arrival], vocab_size: int) -> list[Arrival]:
     ]
 
 
-def opening(served: Sequence[Served], seconds: float) -> int:
+def opening(served: Sequence[ServedRequest], seconds: float) -> int:
     """How many requests from the first on had all ended after so many s."""
     late = (index for index, one in enumerate(served) if not one.finish <= seconds)
     return next(late, len(served))
 
 
-def learned(steps: Sequence[Sample], profiled: Sequence[Sample] = ()) -> Fitted:
+def learned(steps: Sequence[StepSample], profiled: Sequence[StepSample] = ()) -> FittedStepCost:
     """A line through steps, which meets the sum of those that were rehearsed.
 
     Args:
@@ -74,7 +74,7 @@ def learned(steps: Sequence[Sample], profiled: Sequence[Sample] = ()) -> Fitted:
     return scaled(line, factor)
 
 
-class Pulse:
+class MachineSpeed:
     """How fast the machine is now, and whether somebody else is at work on it.
 
     Args:
@@ -84,7 +84,7 @@ class Pulse:
 
     def __init__(self, runner: LocalRunner, *, seconds: float = 0.4) -> None:
         self._runner, self._seconds = runner, seconds
-        self._elsewhere = Elsewhere()
+        self._elsewhere = BackgroundLoad()
 
     def take(self) -> tuple[float, float]:
         """(s of the fixed steps, share of all cores that others had since the last look)."""
@@ -92,7 +92,7 @@ class Pulse:
 
         busy = self._elsewhere.share()
         taken = sum(one.seconds for one in profile(self._runner, PULSE, seconds=self._seconds))
-        self._elsewhere = Elsewhere()
+        self._elsewhere = BackgroundLoad()
         return taken, busy
 
 

@@ -18,12 +18,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal.core.errors import ServeError, require
-from shoal.cost.serving.simulator import Served
+from shoal.cost.serving.simulator import ServedRequest
 from shoal.ir import Arrival
 from shoal.serve.cluster.resume import DONE
-from shoal.serve.cluster.upstream import Answered, LostError, Tcp, ask
+from shoal.serve.cluster.upstream import ServerLostError, Tcp, UpstreamResponse, ask
 
-__all__ = ["Remote", "RemoteModel", "Replayed", "replay_remote", "served_model"]
+__all__ = ["RemoteModel", "RemoteServer", "ReplayedRequest", "replay_remote", "served_model"]
 
 # Nothing that a server sends may be longer, B: an event, and a page that is no stream.
 _EVENT_BYTES = 2**20
@@ -41,7 +41,7 @@ _WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
+class RemoteServer:
     """A server, and how it is asked.
 
     Args:
@@ -136,7 +136,7 @@ class RemoteModel:
 
 
 @dataclass
-class Replayed:
+class ReplayedRequest:
     """What became of one request, in s since the start.
 
     Args:
@@ -147,7 +147,7 @@ class Replayed:
         reason: the same in words.
     """
 
-    served: Served
+    served: ServedRequest
     sent: float = math.nan
     times: list[float] = field(default_factory=list)
     failure: str | None = None
@@ -167,7 +167,7 @@ class _WrongError(Exception):
         self.failure = failure
 
 
-def served_model(remote: Remote) -> RemoteModel:
+def served_model(remote: RemoteServer) -> RemoteModel:
     """The model that a server is asked for: ``remote.model``, or the first that it lists.
 
     Raises:
@@ -176,7 +176,7 @@ def served_model(remote: Remote) -> RemoteModel:
     return asyncio.run(_served_model(remote))
 
 
-async def _served_model(remote: Remote) -> RemoteModel:
+async def _served_model(remote: RemoteServer) -> RemoteModel:
     where = remote.target("models")
     try:
         async with (
@@ -189,7 +189,7 @@ async def _served_model(remote: Remote) -> RemoteModel:
         listed = {str(one["id"]): one.get("max_model_len") for one in json.loads(data)["data"]}
     except TimeoutError:
         raise ServeError(f"{remote.url}: GET {where}: no answer within {_ASK_S:g} s") from None
-    except LostError as cause:
+    except ServerLostError as cause:
         raise ServeError(f"{remote.url}: {cause}; is a server running there?") from cause
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
         raise ServeError(
@@ -207,7 +207,7 @@ async def _served_model(remote: Remote) -> RemoteModel:
     return RemoteModel(name, longest if isinstance(longest, int) and longest > 1 else None)
 
 
-async def _page(answered: Answered) -> str:
+async def _page(answered: UpstreamResponse) -> str:
     """The text of a short body."""
     data = bytearray()
     async for piece in answered.pieces:
@@ -218,11 +218,11 @@ async def _page(answered: Answered) -> str:
 
 
 def replay_remote(
-    remote: Remote,
+    remote: RemoteServer,
     arrivals: Sequence[Arrival],
     *,
     progress: Callable[[float, float, str], None] | None = None,
-) -> list[Replayed]:
+) -> list[ReplayedRequest]:
     """Send ``arrivals`` in real time.
 
     Args:
@@ -237,13 +237,13 @@ def replay_remote(
 
 
 async def _replay(
-    remote: Remote,
+    remote: RemoteServer,
     arrivals: Sequence[Arrival],
     progress: Callable[[float, float, str], None] | None,
-) -> list[Replayed]:
+) -> list[ReplayedRequest]:
     bodies = [remote.body(arrival) for arrival in arrivals]
     found = [
-        Replayed(Served(str(number), arrival.at, len(arrival.prompt)))
+        ReplayedRequest(ServedRequest(str(number), arrival.at, len(arrival.prompt)))
         for number, arrival in enumerate(arrivals)
     ]
     began = time.perf_counter()
@@ -263,7 +263,9 @@ async def _replay(
     return found
 
 
-async def _request(remote: Remote, body: bytes, replayed: Replayed, began: float) -> None:
+async def _request(
+    remote: RemoteServer, body: bytes, replayed: ReplayedRequest, began: float
+) -> None:
     """Send one request and note what comes."""
     served = replayed.served
     path = remote.target("chat/completions" if remote.chat else "completions")
@@ -288,11 +290,11 @@ async def _request(remote: Remote, body: bytes, replayed: Replayed, began: float
     except TimeoutError:
         replayed.failure = "hung"
         replayed.reason = f"not ended within {remote.timeout_s:g} s"
-    except (LostError, UnicodeDecodeError) as cause:
+    except (ServerLostError, UnicodeDecodeError) as cause:
         replayed.failure, replayed.reason = "broken", str(cause)
 
 
-def _take(data: bytes, replayed: Replayed, now: float) -> None:
+def _take(data: bytes, replayed: ReplayedRequest, now: float) -> None:
     """Note what an event says."""
     try:
         event = json.loads(data)
@@ -322,12 +324,12 @@ def _says(choice: Mapping[str, Any]) -> bool:
     return told or (choice.get("finish_reason") is None and delta.get("role") is None)
 
 
-async def _events(answered: Answered) -> AsyncGenerator[bytes, None]:
+async def _events(answered: UpstreamResponse) -> AsyncGenerator[bytes, None]:
     """The data of all events up to the last.
 
     Raises:
         _WrongError: it is no stream of events, or ends in the middle.
-        LostError: the connection breaks.
+        ServerLostError: the connection breaks.
     """
     held = bytearray()
     async for piece in answered.pieces:

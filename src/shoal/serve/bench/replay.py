@@ -17,8 +17,8 @@ from shoal.core.files import write_json
 from shoal.core.measure import check_quiet
 from shoal.core.parts import Choice, options_of, table
 from shoal.cost.score import Score
-from shoal.cost.serving.simulator import Served, request_of
-from shoal.cost.step_cost.fitted import Sample
+from shoal.cost.serving.simulator import ServedRequest, request_of
+from shoal.cost.step_cost.fitted import StepSample
 from shoal.ir import Arrival, Machine, Output, ServeJob, ServeReport, Watch, errors_of
 from shoal.machine import host
 from shoal.serve.bench.latencies import measured_of, samples_of
@@ -55,7 +55,7 @@ def weights_of(job: ServeJob, *, seed: int = 0) -> tuple[Transformer, str]:
             f"model = {job.model!r}: expected a Hugging Face directory or one of "
             f"{', '.join(zoo.names())}" + (f"; {hint}" if hint else "")
         )
-    there = zoo.found(job.model)
+    there = zoo.trained_directory(job.model)
     if there is not None:
         model = load_model(job.model_copy(update={"model": str(there)}))
         return model, f"{job.model}, trained before"
@@ -98,7 +98,7 @@ def bench_serve(
     profile_s: float = 5.0,
     wait_s: float | None = 60.0,
     progress: Callable[[str, float, float], None] | None = None,
-    told: Callable[[ServePlan], None] | None = None,
+    on_plan: Callable[[ServePlan], None] | None = None,
     targets: tuple[float, float] | None = None,
     seen: Callable[[dict[str, list[float]]], None] | None = None,
     anyway: bool = False,
@@ -115,7 +115,7 @@ def bench_serve(
             requests; with 0 there is none.
         wait_s: how long to wait for a quiet machine; None measures on a busy one too.
         progress: called with (what is done, done, total).
-        told: called with the plan, before anything is served.
+        on_plan: called with the plan, before anything is served.
         targets: most s to the first token and per further token, for goodput.
         seen: called with what :func:`~shoal.serve.bench.latencies.samples_of` gives.
         anyway: serve on this host's device what is planned for another kind; nothing is scored.
@@ -129,7 +129,7 @@ def bench_serve(
     from shoal.machine.described import load
     from shoal.machine.fingerprint import versions
     from shoal.plan.saved import check_device
-    from shoal.plan.serving.plans import arrivals_of, foretell, plan_serve
+    from shoal.plan.serving.plans import arrivals_of, plan_serve, simulate_plan
     from shoal.serve.bench.profile import profile, spread
     from shoal.serve.bench.rehearse import learned, opening, others
     from shoal.serve.engine.build import concrete, engine_of
@@ -153,9 +153,9 @@ def bench_serve(
         runner, spread(limits, job.kv_tokens), seconds=profile_s, progress=bar("profile")
     )
     cost = fit(samples)
-    first = opening(foretell(job, machine, cost, arrivals).served, profile_s)
+    first = opening(simulate_plan(job, machine, cost, arrivals).served, profile_s)
     if first:
-        steps: list[Sample] = []
+        steps: list[StepSample] = []
         rehearsed = others(arrivals[:first], model.config.vocab_size)
         replay(engine, rehearsed, progress=bar("rehearsal"), steps=steps)
         cost = learned(steps, samples)
@@ -168,8 +168,8 @@ def bench_serve(
         }
     )
     plan = plan_serve(job, machine, cost=cost, trace=arrivals)
-    if told is not None:
-        told(plan)
+    if on_plan is not None:
+        on_plan(plan)
     before = engine.stats()
     gaps = _Gaps()
     served = replay(engine, arrivals, progress=bar("requests"), watch=gaps)
@@ -258,8 +258,8 @@ def replay(
     sleep: Callable[[float], None] = time.sleep,
     progress: Progress | None = None,
     watch: Callable[[Output, float], None] | None = None,
-    steps: list[Sample] | None = None,
-) -> list[Served]:
+    steps: list[StepSample] | None = None,
+) -> list[ServedRequest]:
     """Serve ``arrivals`` in real time: each is added when its time has come.
 
     Args:
@@ -274,8 +274,8 @@ def replay(
     Raises:
         ServeError: a request that can never run.
     """
-    live: dict[str, Served] = {}
-    seen: list[Served] = []
+    live: dict[str, ServedRequest] = {}
+    seen: list[ServedRequest] = []
     place = finished = 0
     requests = [request_of(str(number), arrival) for number, arrival in enumerate(arrivals)]
     began = clock()
@@ -284,7 +284,7 @@ def replay(
         while place < len(arrivals) and arrivals[place].at <= now:
             request = requests[place]
             engine.add(request)
-            live[request.id] = Served(request.id, arrivals[place].at, request.n_prompt)
+            live[request.id] = ServedRequest(request.id, arrivals[place].at, request.n_prompt)
             seen.append(live[request.id])
             place += 1
         if not engine.busy:
@@ -295,7 +295,7 @@ def replay(
         now = clock() - began
         if steps is not None and engine.last_chunks:
             chunks = tuple((one.start, one.length) for one in engine.last_chunks)
-            steps.append(Sample(chunks=chunks, seconds=clock() - started))
+            steps.append(StepSample(chunks=chunks, seconds=clock() - started))
         for output in outputs:
             if watch is not None:
                 watch(output, now)

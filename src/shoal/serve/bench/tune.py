@@ -17,11 +17,11 @@ import torch
 
 from shoal.core.errors import ConfigError, RankError, ServeError
 from shoal.core.pool.local import LocalActor
-from shoal.cost.serving.simulator import Served
+from shoal.cost.serving.simulator import ServedRequest
 from shoal.ir import Arrival, ModelShape, Output, ServeJob
 from shoal.plan.serving.plans import arrivals_of
-from shoal.plan.tune.protocols import Config, Setting, Space
-from shoal.plan.tune.serving import Measure, Sample, job_of, serving_space
+from shoal.plan.tune.protocols import Config, SearchSpace, Setting
+from shoal.plan.tune.serving import Measure, ServingSample, job_of, serving_space
 from shoal.serve.bench.replay import replay, weights_of
 from shoal.serve.engine.build import engine_of
 
@@ -62,7 +62,7 @@ class ShoalRunner:
     _models: dict[tuple[object, ...], Transformer] = field(default_factory=dict, repr=False)
     _ready: tuple[Config, Engine, int] | None = field(default=None, repr=False)
 
-    def prepare(self, config: Config, workload: Sequence[Arrival]) -> Sample | None:
+    def prepare(self, config: Config, workload: Sequence[Arrival]) -> ServingSample | None:
         """Make the engine that is measured next; a sample where that fails."""
         job = job_of(self.job, config)
         began = time.perf_counter()
@@ -73,12 +73,12 @@ class ShoalRunner:
             # What is made at the first step of an engine is not of this workload.
             replay(engine, [Arrival(0.0, (0,) * len(workload[0].prompt), 1)])
         except (MemoryError, RuntimeError, ServeError, ConfigError) as cause:
-            return Sample(seconds=time.perf_counter() - began, failed=failure(cause))
+            return ServingSample(seconds=time.perf_counter() - began, failed=failure(cause))
         weights = sum(p.nbytes for p in model.parameters())
         self._ready = config, engine, weights + runner.cache.nbytes
         return None
 
-    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> Sample:
+    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
         """See :class:`~shoal.plan.tune.serving.Measure`."""
         if self._ready is None or self._ready[0] != config:
             failed = self.prepare(config, workload)
@@ -96,12 +96,12 @@ class ShoalRunner:
         try:
             served = replay(engine, workload, watch=late)
         except _LateError:
-            return Sample(
+            return ServingSample(
                 seconds=time.perf_counter() - began,
                 failed=f"out of time: not served within {seconds:.3g} s",
             )
         except (MemoryError, RuntimeError, ServeError, ConfigError) as cause:
-            return Sample(seconds=time.perf_counter() - began, failed=failure(cause))
+            return ServingSample(seconds=time.perf_counter() - began, failed=failure(cause))
         return sample_of(served, memory_bytes=float(memory_bytes))
 
     def _model(self, job: ServeJob) -> Transformer:
@@ -132,7 +132,7 @@ class MeasureProcess:
     grace_s: float = 5.0
     _actor: LocalActor | None = field(default=None, repr=False)
 
-    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> Sample:
+    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
         """See :class:`~shoal.plan.tune.serving.Measure`."""
         began = time.perf_counter()
         for method, limit_s, given in (
@@ -148,10 +148,10 @@ class MeasureProcess:
             else:
                 if sample is None:
                     continue
-                assert isinstance(sample, Sample)
+                assert isinstance(sample, ServingSample)
                 return sample
             self.close()
-            return Sample(seconds=time.perf_counter() - began, failed=why)
+            return ServingSample(seconds=time.perf_counter() - began, failed=why)
         raise AssertionError("measure() gives a sample")
 
     def close(self) -> None:
@@ -175,13 +175,13 @@ class _Measured:
         self._make, self._arguments = make, arguments
         self._measure: Measure | None = None
 
-    def prepare(self, config: Config, workload: Sequence[Arrival]) -> Sample | None:
+    def prepare(self, config: Config, workload: Sequence[Arrival]) -> ServingSample | None:
         if self._measure is None:
             self._measure = self._make(**self._arguments)
         prepare = getattr(self._measure, "prepare", None)
         return None if prepare is None else prepare(config, workload)
 
-    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> Sample:
+    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
         assert self._measure is not None
         return self._measure.measure(config, workload, seconds)
 
@@ -207,11 +207,11 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {str(q): float(np.percentile(values, q)) for q in (50, 95, 99) if values}
 
 
-def sample_of(served: Sequence[Served], *, memory_bytes: float) -> Sample:
+def sample_of(served: Sequence[ServedRequest], *, memory_bytes: float) -> ServingSample:
     """What was served, in numbers."""
     ended = [one for one in served if not math.isnan(one.finish)]
     total = max(one.finish for one in ended) - min(one.arrival for one in ended)
-    return Sample(
+    return ServingSample(
         throughput=sum(one.n_output for one in ended) / max(total, 1e-12),
         latency_s=quantiles([one.finish - one.arrival for one in ended]),
         ttft_s=quantiles([one.ttft for one in ended if not math.isnan(one.first)]),
@@ -233,7 +233,9 @@ def workload_of(job: ServeJob, shape: ModelShape, requests: int | None) -> list[
     return arrivals_of(job, shape, count=requests or few)
 
 
-def shoal_engine(job: ServeJob, given: Mapping[str, Sequence[Setting]]) -> tuple[Space, Start]:
+def shoal_engine(
+    job: ServeJob, given: Mapping[str, Sequence[Setting]]
+) -> tuple[SearchSpace, Start]:
     """The knobs of this engine, and what loads it and its workload.
 
     Args:

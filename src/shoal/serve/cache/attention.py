@@ -29,14 +29,14 @@ from shoal.model.attention import attend
 from shoal.model.parscale import before, causal
 from shoal.serve.cache.paged import PagedCache
 
-__all__ = ["Context", "PagedAttention"]
+__all__ = ["PagedAttention", "RequestContext"]
 
 # Padded tokens that are cheaper than another call of the kernel.
 _SPARE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class RequestContext:
     """What the new tokens of one request see.
 
     Args:
@@ -136,7 +136,7 @@ class PagedAttention:
     def __init__(
         self,
         cache: PagedCache,
-        contexts: Sequence[Context],
+        contexts: Sequence[RequestContext],
         slots_N: Tensor,
         dtype: torch.dtype,
         kernel: Ready | None = None,
@@ -180,14 +180,14 @@ class PagedAttention:
         else:
             self._add_prompts(contexts[trees:], row, dtype)
 
-    def _add_prompts(self, contexts: Sequence[Context], row: int, dtype: torch.dtype) -> int:
+    def _add_prompts(self, contexts: Sequence[RequestContext], row: int, dtype: torch.dtype) -> int:
         """Let a dense call answer each of these; where their rows end."""
         for context in contexts:
             self._prompts.append(self._prompt(row, context, dtype))
             row += context.length
         return row
 
-    def _add_pages(self, kernel: Ready, contexts: Sequence[Context], first: int = 0) -> int:
+    def _add_pages(self, kernel: Ready, contexts: Sequence[RequestContext], first: int = 0) -> int:
         """Let a kernel answer these, whose rows begin at ``first``; where they end."""
         if not contexts:
             return first
@@ -220,7 +220,7 @@ class PagedAttention:
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.cache.device)
 
-    def _group(self, first: int, contexts: Sequence[Context], dtype: torch.dtype) -> _Group:
+    def _group(self, first: int, contexts: Sequence[RequestContext], dtype: torch.dtype) -> _Group:
         size = self.cache.block_size
         longest = contexts[0].stop
         width = contexts[0].num_blocks(size)
@@ -238,12 +238,12 @@ class PagedAttention:
         blocks, bare = self._tensor(blocks_BW), self._bare(contexts)
         return _Group(first, first + len(contexts), blocks, longest, mask, bare)
 
-    def _bare(self, contexts: Sequence[Context]) -> Tensor | None:
+    def _bare(self, contexts: Sequence[RequestContext]) -> Tensor | None:
         if self._prefix is None or all(context.virtual for context in contexts):
             return None
         return self._tensor(np.array([not context.virtual for context in contexts]))
 
-    def _slots(self, contexts: Sequence[Context], dtype: torch.dtype) -> _Dense:
+    def _slots(self, contexts: Sequence[RequestContext], dtype: torch.dtype) -> _Dense:
         slots = np.array([context.blocks[0] for context in contexts]) // self.cache.slot_blocks
         first = int(slots.min())
         places = slots - first
@@ -261,7 +261,7 @@ class PagedAttention:
             bare[places] = found
         return _Dense(len(contexts), first, self._tensor(places), count, longest, mask, bare)
 
-    def _prompt(self, row: int, context: Context, dtype: torch.dtype) -> _Prompt:
+    def _prompt(self, row: int, context: RequestContext, dtype: torch.dtype) -> _Prompt:
         stop = context.stop
         last = row + context.length
         slots = self.cache.slot_blocks
@@ -377,7 +377,7 @@ def _single(q_BHd: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) ->
     return out.reshape(batch, heads, dim)
 
 
-def _root(context: Context) -> int:
+def _root(context: RequestContext) -> int:
     return context.start if context.root is None else context.root
 
 

@@ -25,12 +25,12 @@ from torch import Tensor
 from shoal.core.errors import ServeError
 from shoal.ir import Copy, HostLink, Step, Transfer
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.engine.hooks import Executed, Hook
+from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 
 if TYPE_CHECKING:
-    from shoal.serve.engine.build import Building
+    from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["HostCopies", "HostStore", "Mover", "copies_of", "measure_link"]
+__all__ = ["HostCopyHook", "HostMover", "HostStore", "copies_of", "measure_link"]
 
 # Enough for both directions, and for some that wait for others.
 _THREADS = 4
@@ -64,7 +64,7 @@ class HostStore:
             ) from cause
 
 
-class Mover:
+class HostMover:
     """Begins transfers, waits for them and tells which are over.
 
     Args:
@@ -180,7 +180,7 @@ class Mover:
         return self._host.blocks
 
 
-class HostCopies(Hook):
+class HostCopyHook(EngineHook):
     """Moves blocks between cache and host as steps say, and counts what moved.
 
     Args:
@@ -190,14 +190,14 @@ class HostCopies(Hook):
 
     place: ClassVar[str] = "host_copies"
 
-    def __init__(self, mover: Mover | None = None, *, at_once: bool = False) -> None:
+    def __init__(self, mover: HostMover | None = None, *, at_once: bool = False) -> None:
         self.mover, self._at_once = mover, at_once
         self._blocks = {"out": 0, "in": 0, "own": 0}
         self._copies = 0
         self._seconds = 0.0
         self._since: dict[int, float] = {}
 
-    def executed(self, done: Executed) -> None:
+    def executed(self, done: ExecutedStep) -> None:
         """Count the transfers that began and ended."""
         for transfer in done.step.transfers:
             self._blocks[transfer.kind] += sum(copy.num_blocks for copy in transfer.copies)
@@ -261,7 +261,7 @@ def measure_link(cache: PagedCache, host: HostStore, *, seconds: float = 0.05) -
     layers = len(cache.blocks[0])
     block_bytes = sum(one[:, :, 0].numel() * one.element_size() for one in cache.blocks)
     long = max(1, min(cache.num_blocks, host.num_blocks, 64))
-    mover = Mover(cache, host)
+    mover = HostMover(cache, host)
     times = {}
     for number in (1, long):
         best, began = float("inf"), time.perf_counter()
@@ -284,12 +284,12 @@ def measure_link(cache: PagedCache, host: HostStore, *, seconds: float = 0.05) -
     )
 
 
-def copies_of(built: Building) -> HostCopies | None:
+def copies_of(built: EngineBuilder) -> HostCopyHook | None:
     """The host tier of an engine; measures its link unless one is emulated."""
     tokens = built.job.host_tokens
     if not tokens:
         return None
     host = HostStore(built.cache, tokens // built.kv.block_size)
-    mover = Mover(built.cache, host, link=built.link)
+    mover = HostMover(built.cache, host, link=built.link)
     built.link = built.link or measure_link(built.cache, host)
-    return HostCopies(mover)
+    return HostCopyHook(mover)

@@ -13,14 +13,14 @@ from shoal.core.parts import part
 from shoal.core.sizes import Size
 
 if TYPE_CHECKING:
-    from shoal.memory.streaming.superpipeline import Superpipeline as Wrapped
+    from shoal.memory.streaming.superpipeline import SuperpipelineModel as Wrapped
     from shoal.model.transformer import Transformer
 
-__all__ = ["Superpipeline"]
+__all__ = ["SuperpipelineMemory"]
 
 
 @part
-class Superpipeline:
+class SuperpipelineMemory:
     """A window of blocks lies on the device and moves along the model; the others are loaded.
 
     Args:

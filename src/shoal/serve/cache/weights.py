@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.model.linear import DispatchedLinear
-    from shoal.model.transformer import Block, Transformer
+    from shoal.model.transformer import Transformer, TransformerBlock
 
-__all__ = ["MemoryPart", "Peer", "PeerPool", "Resident", "elsewhere", "least_resident"]
+__all__ = ["MemoryPart", "PeerMemory", "PeerPool", "Resident", "elsewhere", "least_resident"]
 
 
 class MemoryPart(Protocol):
@@ -55,7 +55,7 @@ class Resident:
 
 
 @part
-class Peer:
+class PeerMemory:
     """Some layers lie in a neighbour's memory and are copied before they are needed.
 
     Args:
@@ -215,7 +215,7 @@ class PeerPool:
             view = part.view(rows, columns) if by_rows else part.view(columns, rows).t()
             linear.replace(torch.nn.Parameter(view, requires_grad=False))
 
-    def _wrap(self, block: Block, place: int) -> None:
+    def _wrap(self, block: TransformerBlock, place: int) -> None:
         inner = block.flat
 
         def flat(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -255,7 +255,7 @@ class PeerPool:
                 self._sleep(left)
 
 
-def _linears(block: Block) -> list[DispatchedLinear]:
+def _linears(block: TransformerBlock) -> list[DispatchedLinear]:
     """The matrices of a block, which are nearly all of it.
 
     Raises:

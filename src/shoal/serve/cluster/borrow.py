@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 from shoal.core.errors import ServeError
 from shoal.ir import Request, Step
 from shoal.plan.batching.cache.borrowing import Borrower
-from shoal.plan.batching.cache.distributed import DistributedBlocks, Lend
-from shoal.plan.batching.cache.ledger import Beat
+from shoal.plan.batching.cache.distributed import BlockLoan, DistributedBlocks
+from shoal.plan.batching.cache.loans import InstanceStatus
 from shoal.plan.batching.common import Queues
 from shoal.serve.cluster.distattn import DistRunner
-from shoal.serve.cluster.lender import Creditor, LenderLostError
-from shoal.serve.engine.hooks import Executed, Hook
+from shoal.serve.cluster.lending import LenderClient, LenderLostError
+from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 from shoal.serve.engine.loop import Engine
 
-__all__ = ["Lending"]
+__all__ = ["LendingHook"]
 
 
 class _Copies:
@@ -32,12 +32,12 @@ class _Copies:
 
     def __init__(self, runner: DistRunner) -> None:
         self._runner = runner
-        self.creditors: dict[int, Creditor] = {}
+        self.creditors: dict[int, LenderClient] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shoal-lend")
-        self._under_way: list[tuple[Future[int], list[Lend]]] = []
+        self._under_way: list[tuple[Future[int], list[BlockLoan]]] = []
         self.moved_bytes = 0
 
-    def begin(self, lends: list[Lend]) -> None:
+    def begin(self, lends: list[BlockLoan]) -> None:
         """Start to copy; those to one lender go together."""
         for instance in sorted({lend.instance for lend in lends}):
             some = [lend for lend in lends if lend.instance == instance]
@@ -46,7 +46,7 @@ class _Copies:
             future = self._pool.submit(put, self._runner.cache, blocks, targets)
             self._under_way.append((future, some))
 
-    def over(self, *, wait: bool = False) -> list[Lend]:
+    def over(self, *, wait: bool = False) -> list[BlockLoan]:
         """Copies that have arrived.
 
         Args:
@@ -55,7 +55,7 @@ class _Copies:
         Raises:
             LenderLostError: one that cannot arrive; those before it are told first.
         """
-        found: list[Lend] = []
+        found: list[BlockLoan] = []
         while self._under_way and (self._under_way[0][0].done() or (wait and not found)):
             future, lends = self._under_way[0]
             if found and future.exception() is not None:
@@ -65,9 +65,9 @@ class _Copies:
             found += lends
         return found
 
-    def drop(self, instance: int) -> list[Lend]:
+    def drop(self, instance: int) -> list[BlockLoan]:
         """Wait for what is under way; the others' copies, when those to an instance are lost."""
-        found: list[Lend] = []
+        found: list[BlockLoan] = []
         for future, lends in self._under_way:
             try:
                 self.moved_bytes += future.result()
@@ -92,7 +92,7 @@ class _Copies:
         return bool(self._under_way)
 
 
-class Lending(Hook):
+class LendingHook(EngineHook):
     """Lets an engine borrow memory from other instances.
 
     Args:
@@ -131,7 +131,7 @@ class Lending(Hook):
         """
         for instance, path in paths.items():
             self._runner.creditors[instance], self._copies.creditors[instance] = (
-                Creditor(instance, path, self.instance, form, timeout_s=timeout_s) for _ in "ab"
+                LenderClient(instance, path, self.instance, form, timeout_s=timeout_s) for _ in "ab"
             )
 
     def guard(self) -> AbstractContextManager[object]:
@@ -160,7 +160,7 @@ class Lending(Hook):
                 self._borrower.give_way()
         return fitting
 
-    def executed(self, done: Executed) -> None:
+    def executed(self, done: ExecutedStep) -> None:
         """Count tokens."""
         self._computed += done.step.num_tokens
 
@@ -219,7 +219,7 @@ class Lending(Hook):
                 self._kv.finish(lend)
             self._borrower.lose(instance)
 
-    def beat(self) -> Beat:
+    def beat(self) -> InstanceStatus:
         """See :meth:`~shoal.plan.batching.cache.borrowing.Borrower.beat`."""
         with self._lock:
             return self._borrower.beat()

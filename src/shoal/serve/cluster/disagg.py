@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.core.errors import ServeError, require
 from shoal.core.scratch import SHARED_MEMORY, scratch
-from shoal.cost.serving.simulator import Served, request_of
-from shoal.cost.step_cost.fitted import Sample
-from shoal.ir import Arrival, Limits, Output, Request, ServeJob
+from shoal.cost.serving.simulator import ServedRequest, request_of
+from shoal.cost.step_cost.fitted import StepSample
+from shoal.ir import Arrival, Output, Request, SchedulerLimits, ServeJob
 from shoal.plan.batching.cache.paged import PagedBlocks
 from shoal.plan.batching.common import Queues
-from shoal.plan.batching.dispatch import LeastLoaded
+from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.serve.cluster.phase import phase_choice
 from shoal.serve.engine.child import Child, readable
 from shoal.serve.engine.process import EngineLike
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.serve.bench.profile import Shape
 
-__all__ = ["DisaggEngine", "Moved", "build_engine", "packed", "replay"]
+__all__ = ["DisaggEngine", "MigratedRequest", "build_engine", "packed", "replay"]
 
 Role = Literal["prefill", "decode", "both"]
 
 
 @dataclass(frozen=True)
-class Moved:
+class MigratedRequest:
     """One request whose keys and values went to a decode instance.
 
     Args:
@@ -103,8 +103,8 @@ class DisaggEngine(EngineLike):
         fronts = colocated or (disagg.prefill.count if disagg else 1)
         backs = 0 if colocated or disagg is None else disagg.decode.count
         self.clock, self._hang_s = clock, hang_s
-        self.moved: list[Moved] = []
-        self._dispatch = LeastLoaded(fronts, backs)
+        self.moved: list[MigratedRequest] = []
+        self._dispatch = LeastLoadedDispatcher(fronts, backs)
         self._open: dict[str, _Open] = {}
         # Aborted while a decode instance may be fetching them -> who holds them.
         self._dropping: dict[str, int] = {}
@@ -176,7 +176,7 @@ class DisaggEngine(EngineLike):
             size = child.ready["block_size"]
             kv = PagedBlocks(child.ready["num_blocks"], size, prefix_reuse=False)
             most = child.ready["max_position"]
-            limits = Limits(max_running=1, max_step_tokens=1, max_position=most)
+            limits = SchedulerLimits(max_running=1, max_step_tokens=1, max_position=most)
             self._refusing.append(Queues(kv, limits))
 
     def _wait(self, done: Callable[[Child], object], kind: str) -> None:
@@ -214,7 +214,7 @@ class DisaggEngine(EngineLike):
 
     def profile(
         self, shapes: Sequence[Shape], *, seconds: float, together: bool
-    ) -> list[tuple[Sample, ...]]:
+    ) -> list[tuple[StepSample, ...]]:
         """Time steps of these shapes in the instances; no request may be open.
 
         Args:
@@ -233,11 +233,11 @@ class DisaggEngine(EngineLike):
         for child in chosen:
             taken = child.answer("profiled")["seconds"]
             found.append(
-                tuple(Sample(chunks=c, seconds=s) for c, s in zip(shapes, taken, strict=True))
+                tuple(StepSample(chunks=c, seconds=s) for c, s in zip(shapes, taken, strict=True))
             )
         return found
 
-    def record(self, *, on: bool) -> list[tuple[Sample, ...]]:
+    def record(self, *, on: bool) -> list[tuple[StepSample, ...]]:
         """The steps of each instance since recording began, which begins anew or ends.
 
         Their seconds are those of the whole turn of its loop. No request may be open.
@@ -247,7 +247,9 @@ class DisaggEngine(EngineLike):
         for child in self._children:
             child.send({"kind": "record", "on": on})
             steps = child.answer("recorded")["steps"]
-            found.append(tuple(Sample(chunks=c, seconds=s, pause_s=p) for c, s, p in steps if c))
+            found.append(
+                tuple(StepSample(chunks=c, seconds=s, pause_s=p) for c, s, p in steps if c)
+            )
         return found
 
     def _readable(self, timeout_s: float | None) -> list[socket.socket]:
@@ -378,7 +380,9 @@ class DisaggEngine(EngineLike):
             )
         self._counts["moved_bytes"] += due
         if self._recording:
-            self.moved.append(Moved(request.id, request.n_prompt, due, message["seconds"]))
+            self.moved.append(
+                MigratedRequest(request.id, request.n_prompt, due, message["seconds"])
+            )
         found.held = False
         front = self._fronts[found.front]
         front.open -= 1
@@ -395,7 +399,7 @@ class DisaggEngine(EngineLike):
             self._fronts[found.front].open -= 1
         return found
 
-    def told(self) -> list[dict[str, Any]]:
+    def drain_events(self) -> list[dict[str, Any]]:
         """What instances gave besides tokens; see :class:`~shoal.serve.engine.loop.Engine`."""
         told, self._told = self._told, []
         return told
@@ -444,7 +448,7 @@ def build_engine(job: ServeJob) -> tuple[DisaggEngine, ModelConfig]:
     return DisaggEngine(job, recording=False), config
 
 
-def replay(engine: DisaggEngine, arrivals: Sequence[Arrival]) -> list[Served]:
+def replay(engine: DisaggEngine, arrivals: Sequence[Arrival]) -> list[ServedRequest]:
     """Serve ``arrivals`` in real time; a token is there when it has come back to this process.
 
     Args:
@@ -455,7 +459,10 @@ def replay(engine: DisaggEngine, arrivals: Sequence[Arrival]) -> list[Served]:
         ServeError: a request that can never run, or an instance that died.
     """
     requests = [request_of(str(number), arrival) for number, arrival in enumerate(arrivals)]
-    seen = [Served(one.id, at.at, one.n_prompt) for one, at in zip(requests, arrivals, strict=True)]
+    seen = [
+        ServedRequest(one.id, at.at, one.n_prompt)
+        for one, at in zip(requests, arrivals, strict=True)
+    ]
     place, began = 0, engine.clock()
     while place < len(arrivals) or engine.num_open:
         now = engine.clock() - began

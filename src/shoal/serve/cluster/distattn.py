@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ServeError
-from shoal.kernel.calls import PagedAttention as PagedCall
+from shoal.kernel.calls import PagedAttentionCall as PagedCall
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.paged.common import Cached
 from shoal.kernel.paged.partial import merge
@@ -25,9 +25,9 @@ from shoal.kernel.tensors import name_of
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
 from shoal.plan.batching.cache.distributed import UNBACKED, place_of
-from shoal.serve.cache.attention import Context, PagedAttention
+from shoal.serve.cache.attention import PagedAttention, RequestContext
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.cluster.lender import Creditor
+from shoal.serve.cluster.lending import LenderClient
 from shoal.serve.engine.runner import LocalRunner
 
 __all__ = ["DistRunner", "part_kernel"]
@@ -66,7 +66,7 @@ class _Ask:
         record: where its answer comes.
     """
 
-    creditor: Creditor
+    creditor: LenderClient
     rows_n: Tensor
     places_n: Tensor
     record: Tensor
@@ -78,23 +78,25 @@ class DistRunner(LocalRunner):
     ``creditors`` and ``part`` are set once the other instances are known.
     """
 
-    creditors: dict[int, Creditor]
+    creditors: dict[int, LenderClient]
     part: Ready
     # Tokens that were generated with the help of others, and bytes that went out and came back
     # for them, of all lenders together; and the keys and values that stayed where they are.
     helped_tokens = helped_bytes = spared_bytes = 0
 
-    def _mixer(self, contexts: list[Context], slots_N: Tensor) -> Mixer:
+    def _mixer(self, contexts: list[RequestContext], slots_N: Tensor) -> Mixer:
         away = [_away(context.blocks) for context in contexts]
         if not any(away):
             return super()._mixer(contexts, slots_N)
         return self._spread(contexts, away, slots_N)
 
-    def _spread(self, contexts: Sequence[Context], away: list[int], slots_N: Tensor) -> Mixer:
+    def _spread(
+        self, contexts: Sequence[RequestContext], away: list[int], slots_N: Tensor
+    ) -> Mixer:
         size, dtype = self.cache.block_size, self.model.weight.dtype
         config = self.model.config
         here = [
-            Context(one.start - gone * size, one.length, one.blocks[gone:])
+            RequestContext(one.start - gone * size, one.length, one.blocks[gone:])
             for one, gone in zip(contexts, away, strict=True)
         ]
         single = sum(context.length == 1 for context in contexts)
@@ -142,7 +144,7 @@ class DistRunner(LocalRunner):
         self._count(contexts[:single], away, asks)
         return _DistMixer(part, inner)
 
-    def _count(self, singles: Sequence[Context], away: list[int], asks: list[_Ask]) -> None:
+    def _count(self, singles: Sequence[RequestContext], away: list[int], asks: list[_Ask]) -> None:
         """Add up traffic of single tokens, which is what generating costs."""
         helped = [gone for _, gone in zip(singles, away, strict=False) if gone]
         if not helped or len(helped) != sum(map(bool, away)):

@@ -1,7 +1,7 @@
 """Several engines that lend each other memory, as one: contexts longer than one of them holds.
 
 Every instance is a process with an engine and a cache of its own. This one computes nothing: it
-gives each request to an instance, keeps the ledger of who owes whom how many blocks, and advises
+gives each request to an instance, keeps the registry of loans between instances, and advises
 loans and recalls. Blocks and queries go from instance to instance. An instance that dies is struck
 out: the others compute again what they had there, and its own requests go on elsewhere from the
 tokens that they already have.
@@ -26,11 +26,11 @@ from shoal.core.scratch import scratch
 from shoal.core.traits import traits
 from shoal.ir import Output, Request, ServeJob, StepCost
 from shoal.plan.batching.cache.distributed import Distributed
-from shoal.plan.batching.cache.ledger import Beat, Ledger
+from shoal.plan.batching.cache.loans import InstanceStatus, LoanRegistry
 from shoal.plan.batching.common import most_cached
 from shoal.serve.cluster.disagg import packed
 from shoal.serve.engine.child import Child, readable
-from shoal.serve.engine.deaths import MOST_DEATHS
+from shoal.serve.engine.crashes import MOST_DEATHS
 from shoal.serve.engine.process import EngineLike
 from shoal.serve.engine.wire import unpack_output
 
@@ -127,7 +127,7 @@ class DistKVEngine(EngineLike):
             self.close()
             raise
         self.block_size: int = self._children[0].ready["block_size"]
-        self.ledger = Ledger(
+        self.registry = LoanRegistry(
             part.lenders,
             self.block_size,
             cost or EvenCost(),
@@ -233,7 +233,7 @@ class DistKVEngine(EngineLike):
             error=ServeError,
         )
         place = self._place()
-        self.ledger.require_room(request.id, most_cached(request, longest), *self.capacity(place))
+        self.registry.require_room(request.id, most_cached(request, longest), *self.capacity(place))
         request.state, request.arrival = "waiting", self.clock()
         self._counts["prompt"] += request.n_prompt
         self._send(request, place)
@@ -272,7 +272,7 @@ class DistKVEngine(EngineLike):
                     outputs += self._heard(number, child, message)
             except ServeError as cause:
                 self._lose(number, str(cause))
-        for number in self.ledger.silent(self.clock()):
+        for number in self.registry.silent(self.clock()):
             self._lose(number, "it was silent for too long")
         return outputs
 
@@ -281,7 +281,7 @@ class DistKVEngine(EngineLike):
             raw = dict(message["beat"])
             raw["borrowed"] = dict(raw["borrowed"])
             raw["contexts"] = tuple(raw["contexts"])
-            self.ledger.beat(Beat(**raw), self.clock())
+            self.registry.beat(InstanceStatus(**raw), self.clock())
             self._advise()
             return []
         if message["kind"] == "taken" and message["id"] in self._open:
@@ -308,17 +308,17 @@ class DistKVEngine(EngineLike):
         return outputs
 
     def _advise(self) -> None:
-        """Tell instances what the ledger proposes; they may do otherwise."""
+        """Send instances what the registry proposes; they may do otherwise."""
         if not self._lending:
             return
-        for debt in self.ledger.recalls():
+        for debt in self.registry.recalls():
             words = {"kind": "recall", "creditor": debt.creditor, "blocks": debt.blocks}
             self._tell(debt.debtor, words)
         loans: dict[int, list[list[int]]] = {}
-        for debt in self.ledger.loans():
+        for debt in self.registry.loans():
             loans.setdefault(debt.debtor, []).append([debt.creditor, debt.blocks])
         for debtor, some in loans.items():
-            self.ledger.proposed(debtor)
+            self.registry.proposed(debtor)
             self._tell(debtor, {"kind": "loans", "loans": some})
 
     def _tell(self, number: int, message: Mapping[str, Any]) -> None:
@@ -347,7 +347,7 @@ class DistKVEngine(EngineLike):
                 self._met[request.id] = self._met.get(request.id, 0) + 1
         known = {*self._open, *(request.id for request in homeless)}
         self._met = {name: met for name, met in self._met.items() if name in known}
-        self.ledger.lose(number)
+        self.registry.lose(number)
         self.losses.append(f"{child.name}: {reason}")
         if not any(one < self.part.instances for one in self._children):
             raise ServeError(f"the last instance is gone ({reason}); restart the server")
@@ -366,7 +366,7 @@ class DistKVEngine(EngineLike):
             try:
                 longest = self._children[place].ready["max_position"]
                 most = most_cached(request, longest)
-                self.ledger.require_room(request.id, most, *self.capacity(place))
+                self.registry.require_room(request.id, most, *self.capacity(place))
             except ServeError as cause:
                 refused = {"kind": "refused", "id": request.id, "message": str(cause)}
                 self._told.append(refused)
@@ -376,7 +376,7 @@ class DistKVEngine(EngineLike):
             except ServeError as cause:  # it is gone, too, and what it has got goes on elsewhere
                 self._lose(place, str(cause))
 
-    def told(self) -> list[dict[str, Any]]:
+    def drain_events(self) -> list[dict[str, Any]]:
         """Requests that cannot go on, once: ``refused`` and ``error`` (id, message)."""
         told, self._told = self._told, []
         return told
@@ -387,7 +387,8 @@ class DistKVEngine(EngineLike):
         names = {name for child in children for name in child.stats}
         waiting = sum(request.n_generated == 0 for request, _ in self._open.values())
         ledger = {
-            f"debt_blocks_{debt.debtor}_{debt.creditor}": debt.blocks for debt in self.ledger.debts
+            f"debt_blocks_{debt.debtor}_{debt.creditor}": debt.blocks
+            for debt in self.registry.debts
         }
         return {
             **{name: sum(child.stats.get(name, 0.0) for child in children) for name in names},

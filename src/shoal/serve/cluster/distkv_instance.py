@@ -31,18 +31,18 @@ from shoal.core.parts import table
 from shoal.ir import Request, ServeJob
 from shoal.model import huggingface
 from shoal.plan.batching.cache.distributed import Distributed, DistributedBlocks
-from shoal.plan.batching.cache.ledger import Beat
+from shoal.plan.batching.cache.loans import InstanceStatus
 from shoal.serve.cache.paged import PagedCache, token_bytes
-from shoal.serve.cluster.borrow import Lending
+from shoal.serve.cluster.borrow import LendingHook
 from shoal.serve.cluster.distattn import DistRunner, part_kernel
 from shoal.serve.cluster.instance import main_of
-from shoal.serve.cluster.lender import Lender
+from shoal.serve.cluster.lending import Lender
 from shoal.serve.engine.build import DTYPES, concrete, engine_of, load_model
 from shoal.serve.engine.loop import Engine
-from shoal.serve.engine.process import Connection
+from shoal.serve.engine.process import EngineConnection
 from shoal.serve.engine.wire import pack_output, unpack_request
 
-__all__ = ["Instance", "main"]
+__all__ = ["DistKVInstance", "main"]
 
 # A lender's thread must not wait long for the interpreter while the engine's has it.
 _SWITCH_S = 2e-4
@@ -50,7 +50,7 @@ _SWITCH_S = 2e-4
 _PAUSE_S = 2e-3
 
 
-class Instance:
+class DistKVInstance:
     """One engine of several, at the end of a connection.
 
     Args:
@@ -58,7 +58,7 @@ class Instance:
         parent: the process that started this one.
     """
 
-    def __init__(self, start: Mapping[str, Any], parent: Connection) -> None:
+    def __init__(self, start: Mapping[str, Any], parent: EngineConnection) -> None:
         job = parse(ServeJob, start["job"], where="job")
         part = table("kv").build(job.kv, where="kv")
         assert isinstance(part, Distributed)
@@ -66,7 +66,7 @@ class Instance:
         self.number: int = start["instance"]
         self.engine: Engine | None = None
         self._lock = threading.RLock()
-        self._told = Beat(instance=-1)
+        self._told = InstanceStatus(instance=-1)
         self._spoke = 0.0
         host = self.number == part.instances
         if host:
@@ -90,7 +90,7 @@ class Instance:
             assert isinstance(self.engine.kv, DistributedBlocks)
             self.kv, cache, most = self.engine.kv, runner.cache, limits.max_position
             runner.part = part_kernel(config, cache, batch=job.max_running)
-            self.lending = Lending(self.engine, self.number, self._lock)
+            self.lending = LendingHook(self.engine, self.number, self._lock)
         require(
             cache.device.type == "cpu",
             "kv.distributed",
@@ -147,7 +147,7 @@ class Instance:
             pause = self.part.beat_s
             if engine is not None and engine.busy:
                 outputs = engine.step()
-                told = engine.told()
+                told = engine.drain_events()
                 pause = 0.0 if engine.last_chunks else _PAUSE_S
                 if outputs or told:
                     self._tell(engine, outputs, told)
@@ -155,12 +155,12 @@ class Instance:
                 pause = _PAUSE_S
             self._beat()
 
-    def _tell(self, engine: Engine, outputs: list[Any], told: list[Any]) -> None:
+    def _tell(self, engine: Engine, outputs: list[Any], events: list[Any]) -> None:
         self.parent.send(
             {
                 "kind": "outputs",
                 "outputs": [pack_output(output) for output in outputs],
-                "told": [one for one in told if one["kind"] != "began"],
+                "told": [one for one in events if one["kind"] != "began"],
                 "stats": engine.stats(),
             }
         )
@@ -172,7 +172,7 @@ class Instance:
             beat = self.lending.beat()
         else:
             with self._lock:
-                beat = Beat(instance=self.number, lendable=self.kv.num_lendable)
+                beat = InstanceStatus(instance=self.number, lendable=self.kv.num_lendable)
         # Contexts grow in every step, and that is no news.
         news = (beat.lendable, beat.short, beat.ahead, beat.borrowed, len(beat.contexts))
         old = self._told
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     """See :func:`~shoal.serve.cluster.instance.main_of`."""
     sys.setswitchinterval(_SWITCH_S)
     return main_of(
-        lambda start, parent: Instance(start, parent).run(),
+        lambda start, parent: DistKVInstance(start, parent).run(),
         "shoal.serve.cluster.distkv_instance",
         __doc__,
         arguments,

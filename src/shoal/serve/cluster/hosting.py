@@ -21,13 +21,13 @@ from shoal.core import children
 from shoal.core.errors import RankError
 from shoal.core.scratch import scratch
 from shoal.serve.cluster.upstream import Tcp
-from shoal.serve.engine.launched import PRIVATE
+from shoal.serve.engine.launch import PRIVATE
 from shoal.serve.engine.wire import encode
 
 if TYPE_CHECKING:
     from shoal.core.pool import Actor, Pool
 
-__all__ = ["FAILED", "Hosted", "LocalHosted", "PoolHosted", "ReplicaProcess"]
+__all__ = ["FAILED", "LocalReplica", "PoolReplica", "ReplicaHandle", "ReplicaProcess"]
 
 # s in which a pool must find a place for a replica and start its process.
 _START_S = 600.0
@@ -36,7 +36,7 @@ FAILED = "failed"
 """The file in which a replica says why it could not start."""
 
 
-class Hosted(Protocol):
+class ReplicaHandle(Protocol):
     """A replica that was started. Only making one and :meth:`close` may take their time."""
 
     server: str | Tcp
@@ -134,7 +134,7 @@ def _listener(directory: Path, host: str | None) -> socket.socket:
     return listener
 
 
-class LocalHosted(ReplicaProcess):
+class LocalReplica(ReplicaProcess):
     """A replica on this machine."""
 
     headers: Mapping[str, str] = {}
@@ -171,7 +171,7 @@ def _own_address() -> str:
     return str(ray.util.get_node_ip_address()) if ray is not None else "127.0.0.1"
 
 
-class PoolHosted:
+class PoolReplica:
     """A replica in the process of an actor, which may be on another machine.
 
     Args:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.core.errors import ShoalError
-from shoal.serve.engine.process import Connection
+from shoal.serve.engine.process import EngineConnection
 
 __all__ = ["main_of"]
 
 
 def main_of(
-    run: Callable[[Mapping[str, Any], Connection], None],
+    run: Callable[[Mapping[str, Any], EngineConnection], None],
     module: str,
     description: str | None,
     arguments: list[str] | None = None,
@@ -36,7 +36,7 @@ def main_of(
     parser.add_argument("--fd", required=True, type=int, help="the inherited socket")
     options = parser.parse_args(arguments)
     with socket.socket(fileno=options.fd) as raw:
-        parent = Connection(raw)
+        parent = EngineConnection(raw)
         try:
             start: Mapping[str, Any] | None = None
             while start is None:

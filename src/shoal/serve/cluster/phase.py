@@ -26,10 +26,10 @@ from shoal.core.config import parse
 from shoal.core.errors import ServeError
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
-from shoal.ir import Fetching, Handing, Output, Phase, ServeJob
+from shoal.ir import DecodePhaseScheduler, Output, Phase, PrefillPhaseScheduler, ServeJob
 from shoal.serve.cluster.instance import main_of
-from shoal.serve.engine.hooks import Hook
-from shoal.serve.engine.process import Connection
+from shoal.serve.engine.hooks import EngineHook
+from shoal.serve.engine.process import EngineConnection
 from shoal.serve.engine.wire import pack_output, unpack_request
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shoal.serve.engine.loop import Engine
     from shoal.serve.engine.runner import LocalRunner
 
-__all__ = ["Instance", "main", "phase_choice"]
+__all__ = ["PhaseInstance", "main", "phase_choice"]
 
 
 def phase_choice(role: str, phase: Phase | None) -> Choice:
@@ -48,18 +48,17 @@ def phase_choice(role: str, phase: Phase | None) -> Choice:
     """
     found = phase.scheduler if phase is not None and phase.scheduler else Choice(name=role)
     built = table("phase").load(found.name)
-    wanted = {"prefill": Handing, "decode": Fetching}[role]
     made = built.__name__
     other = {"prefill": "phase_decode", "decode": "phase_prefill"}[role]
     if other in traits("phase", found):
         raise ServeError(
-            f"disagg.{role}.scheduler = {found.name} ({made}): expected a scheduler that is "
-            f"{wanted.__name__.lower()}, such as {role}"
+            f"disagg.{role}.scheduler = {found.name} ({made}): expected a scheduler "
+            f"of the {role} phase, such as {role}"
         )
     return found
 
 
-class Fetches(Hook):
+class FetchHook(EngineHook):
     """Brings what the scheduler of a decode instance has room for, before it plans.
 
     Args:
@@ -72,14 +71,14 @@ class Fetches(Hook):
 
     place: ClassVar[str] = "fetching"
 
-    def __init__(self, parent: Connection) -> None:
+    def __init__(self, parent: EngineConnection) -> None:
         self._parent = parent
         self.sources: dict[str, tuple[int, list[int]]] = {}
         self.caches: KVTransfer | None = None
 
     def before_plan(self) -> None:
         """Fetch."""
-        scheduler = cast(Fetching, self.engine.scheduler)
+        scheduler = cast(DecodePhaseScheduler, self.engine.scheduler)
         for request in scheduler.accept():
             assert self.caches is not None
             source, blocks = self.sources.pop(request.id)
@@ -95,7 +94,7 @@ class Fetches(Hook):
         self.sources.pop(request_id, None)
 
 
-class Instance:
+class PhaseInstance:
     """One engine of several, at the end of a connection.
 
     Args:
@@ -103,7 +102,7 @@ class Instance:
         parent: the process that started this one.
     """
 
-    def __init__(self, start: Mapping[str, Any], parent: Connection) -> None:
+    def __init__(self, start: Mapping[str, Any], parent: EngineConnection) -> None:
         from shoal.serve.engine.build import concrete, engine_of, load_model
 
         job = parse(ServeJob, start["job"], where="job")
@@ -130,7 +129,7 @@ class Instance:
             job, model, phase=part, zeros=self.stores.zeros if self.stores else None
         )
         if self.role == "decode":
-            self.fetches = Fetches(parent)
+            self.fetches = FetchHook(parent)
             self.engine.register(self.fetches)
         # Steps as they were run, with all that the loop does around them; None: not recorded.
         # With the pause before each.
@@ -168,7 +167,7 @@ class Instance:
             if self._working:
                 outputs = engine.step()
                 # Not who began: the process before this one times requests.
-                told = [one for one in engine.told() if one["kind"] != "began"]
+                told = [one for one in engine.drain_events() if one["kind"] != "began"]
                 if outputs or told:
                     self._tell(outputs, told)
                 before, ended = ended, time.perf_counter()
@@ -180,19 +179,19 @@ class Instance:
     def _working(self) -> bool:
         """Whether a step would compute something: held requests wait for others."""
         if self.role == "prefill":
-            handing = cast(Handing, self.engine.scheduler)
+            handing = cast(PrefillPhaseScheduler, self.engine.scheduler)
             return handing.num_waiting + handing.num_running > len(handing.held)
         return self.engine.busy
 
-    def _tell(self, outputs: list[Output], told: list[dict[str, Any]]) -> None:
+    def _tell(self, outputs: list[Output], events: list[dict[str, Any]]) -> None:
         message: dict[str, Any] = {
             "kind": "outputs",
             "outputs": [pack_output(output) for output in outputs],
-            "told": told,
+            "told": events,
             "stats": self.engine.stats(),
         }
         if self.role == "prefill":
-            held = cast(Handing, self.engine.scheduler).held
+            held = cast(PrefillPhaseScheduler, self.engine.scheduler).held
             message["held"] = {
                 output.request_id: held[output.request_id].blocks
                 for output in outputs
@@ -209,7 +208,7 @@ class Instance:
             self.fetches.sources[request.id] = message["source"], message["blocks"]
             self.engine.scheduler.add(request)
         elif kind == "release":
-            cast(Handing, self.engine.scheduler).release(message["id"])
+            cast(PrefillPhaseScheduler, self.engine.scheduler).release(message["id"])
         elif kind == "abort":
             self.engine.abort(message["id"])
             # Nothing of it is fetched any more: its blocks elsewhere can be given to others.
@@ -245,7 +244,7 @@ def _token_bytes(runner: LocalRunner) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """See :func:`~shoal.serve.cluster.instance.main_of`."""
     return main_of(
-        lambda start, parent: Instance(start, parent).run(),
+        lambda start, parent: PhaseInstance(start, parent).run(),
         "shoal.serve.cluster.phase",
         __doc__,
         arguments,

@@ -17,12 +17,12 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.core.errors import ServeError, ShoalError, require
-from shoal.core.pool import POOLS, Needs, Pool
+from shoal.core.pool import POOLS, ActorResources, Pool
 from shoal.core.traits import traits
 from shoal.ir.serve_job import ServeJob
-from shoal.serve.cluster.hosting import Hosted, LocalHosted, PoolHosted
+from shoal.serve.cluster.hosting import LocalReplica, PoolReplica, ReplicaHandle
 from shoal.serve.cluster.replica import start_message
-from shoal.serve.cluster.upstream import Answered, LostError, ask
+from shoal.serve.cluster.upstream import ServerLostError, UpstreamResponse, ask
 from shoal.serve.http.server import ServerOptions
 
 __all__ = ["Replica", "Replicas", "WatchOptions"]
@@ -69,7 +69,7 @@ class Replica:
     """
 
     def __init__(
-        self, number: int, host: Callable[[int], Hosted], watch: WatchOptions, start_s: float
+        self, number: int, host: Callable[[int], ReplicaHandle], watch: WatchOptions, start_s: float
     ) -> None:
         self.number = number
         self.ready = False
@@ -79,7 +79,7 @@ class Replica:
         self._host = host
         self._watch = watch
         self._start_s = start_s
-        self._hosted: Hosted | None = None
+        self._hosted: ReplicaHandle | None = None
         self._suspect = asyncio.Event()
 
     @property
@@ -104,17 +104,17 @@ class Replica:
         *,
         headers: Mapping[str, str] | None = None,
         body: bytes = b"",
-    ) -> AsyncGenerator[Answered, None]:
+    ) -> AsyncGenerator[UpstreamResponse, None]:
         """See :func:`shoal.serve.cluster.upstream.ask`; checks a replica that it cannot reach."""
         hosted = self._hosted
         if hosted is None:
-            raise LostError(f"replica {self.number} does not run")
+            raise ServerLostError(f"replica {self.number} does not run")
         headers = {**(headers or {}), **hosted.headers}
         try:
             async with ask(hosted.server, method, target, headers=headers, body=body) as answered:
                 self.answered = self.answered or (method == "POST" and answered.status == 200)
                 yield answered
-        except LostError:
+        except ServerLostError:
             self._suspect.set()
             raise
 
@@ -151,7 +151,7 @@ class Replica:
 
     async def _healthy(self) -> bool:
         """Whether it says that it takes requests; TimeoutError if it hangs."""
-        with contextlib.suppress(LostError):
+        with contextlib.suppress(ServerLostError):
             async with asyncio.timeout(self._watch.hang_s), self.ask("GET", "/health") as answered:
                 return answered.status == 200
         return False
@@ -262,11 +262,11 @@ class Replicas:
             await asyncio.to_thread(self._pool.close, now=True)
         await asyncio.gather(*self._keeping, return_exceptions=True)
 
-    def _host(self, number: int) -> Hosted:
+    def _host(self, number: int) -> ReplicaHandle:
         """Start the process of a replica, here or wherever the launcher has room."""
         if self._pool is not None:
-            return PoolHosted(self._pool, number, self._start)
-        return LocalHosted(number, self._start)
+            return PoolReplica(self._pool, number, self._start)
+        return LocalReplica(number, self._start)
 
     async def _keep(self, replica: Replica) -> None:
         """Start a replica again whenever it is gone."""
@@ -294,7 +294,7 @@ class Replicas:
                     break
 
 
-def _needs_of(job: ServeJob) -> Needs:
+def _needs_of(job: ServeJob) -> ActorResources:
     """What a replica takes of its node: a processor for each thread, or one for each rank."""
     ranks = job.parallel.world if job.disagg is None else job.disagg.devices
-    return Needs(cpus=float(ranks * (job.threads or 1)))
+    return ActorResources(cpus=float(ranks * (job.threads or 1)))

@@ -28,21 +28,21 @@ from shoal.plan.balance.replicas.protocols import Balancer
 from shoal.serve.cluster.replicas import Replica, Replicas
 from shoal.serve.cluster.resume import DONE, DivergedError, Progress, resumable, split_events
 from shoal.serve.cluster.router_metrics import RouterMetrics
-from shoal.serve.cluster.upstream import Answered, LostError
-from shoal.serve.engine.deaths import Deaths
+from shoal.serve.cluster.upstream import ServerLostError, UpstreamResponse
+from shoal.serve.engine.crashes import CrashHistory
 from shoal.serve.engine.failure import RequestFailedError
 from shoal.serve.http.api import ROUTES, protect
 from shoal.serve.http.body import parsed, read_bytes
-from shoal.serve.http.door import Door
+from shoal.serve.http.draining import DrainState
 from shoal.serve.http.errors import DIED, ApiError, as_api_error, error_body
-from shoal.serve.http.guard import Access
+from shoal.serve.http.guard import AccessControl
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.openapi import document
 from shoal.serve.http.stream import EventStream, until_gone
 
 __all__ = ["create_router", "prompt_of"]
 
-# Tries of a request; fewer where engines die of it, see shoal.serve.engine.deaths.
+# Tries of a request; fewer where engines die of it, see shoal.serve.engine.crashes.
 _ATTEMPTS = 3
 # s to wait for a replica when none takes requests, and between two looks.
 _PATIENCE_S = 10.0
@@ -104,9 +104,9 @@ def create_router(
     balancer: Balancer,
     *,
     name: str,
-    access: Access | None = None,
+    access: AccessControl | None = None,
     limits: HttpLimits | None = None,
-    door: Door | None = None,
+    drain: DrainState | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -116,7 +116,7 @@ def create_router(
         name: what the model is called in requests.
         access: who may call.
         limits: what a request may ask for; answers under way are those of one replica.
-        door: closed while the server drains.
+        drain: closed while the server drains.
     """
     limits = limits or HttpLimits()
     metrics = RouterMetrics(replicas, name)
@@ -134,7 +134,7 @@ def create_router(
         app.add_api_route(path, handler, methods=[method], response_model=None)
     replicas.on_gone = balancer.forget
     app.state.stop = _nothing
-    protect(app, metrics.http, access=access, limits=limits, door=door)
+    protect(app, metrics.http, access=access, limits=limits, drain=drain)
     return app
 
 
@@ -158,7 +158,7 @@ class _Router:
         self._name = name
         self._limits = limits
         self._metrics = metrics
-        self._deaths = Deaths()
+        self._deaths = CrashHistory()
 
     async def health(self) -> Response:
         """200 while any replica takes requests."""
@@ -213,7 +213,7 @@ class _Router:
                     tries.served(answered.status)
                     kept = {n: answered.headers[n] for n in _PASSED_ON if n in answered.headers}
                     return Response(await answered.body(), answered.status, headers=kept)
-            except LostError as cause:
+            except ServerLostError as cause:
                 if not tries.more(replica, died="" if cause.sent else None):
                     raise _broken(cause) from cause
 
@@ -240,7 +240,7 @@ class _Router:
                             yield event
                         tries.served(answered.status)
                         break
-                except LostError as cause:
+                except ServerLostError as cause:
                     begun = progress.num_events > 0
                     more = tries.more(replica, died="" if cause.sent else None)
                     if (begun and not resumes) or not more:
@@ -256,9 +256,9 @@ class _Router:
         yield _event(DONE)
 
     @contextlib.asynccontextmanager
-    async def _ask(self, replica: Replica, asked: _Asked) -> AsyncGenerator[Answered, None]:
+    async def _ask(self, replica: Replica, asked: _Asked) -> AsyncGenerator[UpstreamResponse, None]:
         question = replica.ask(asked.method, asked.target, headers=asked.headers, body=asked.body)
-        self._metrics.asked(replica.number)
+        self._metrics.count_request(replica.number)
         with replica.load():
             async with question as answered:
                 yield answered
@@ -295,7 +295,7 @@ class _Tries:
         RequestFailedError: it has met too many already.
     """
 
-    def __init__(self, replicas: Replicas, deaths: Deaths, key: bytes) -> None:
+    def __init__(self, replicas: Replicas, deaths: CrashHistory, key: bytes) -> None:
         self._replicas = replicas
         self._deaths, self._key = deaths, key
         deaths.check(key)
@@ -367,7 +367,7 @@ def _broken(cause: ServeError) -> ApiError:
     )
 
 
-async def _error_of(answered: Answered) -> ApiError:
+async def _error_of(answered: UpstreamResponse) -> ApiError:
     """The error that a replica answered with."""
     error = json.loads(await answered.body())["error"]
     message, param, code = (error[name] for name in ("message", "param", "code"))
@@ -375,11 +375,11 @@ async def _error_of(answered: Answered) -> ApiError:
     return ApiError(message, status=answered.status, param=param, code=code, headers=again)
 
 
-async def _events(answered: Answered, progress: Progress) -> AsyncGenerator[bytes, None]:
+async def _events(answered: UpstreamResponse, progress: Progress) -> AsyncGenerator[bytes, None]:
     """What the client is to be sent of a replica's stream, its end excepted.
 
     Raises:
-        LostError: it breaks off, or its engine died.
+        ServerLostError: it breaks off, or its engine died.
         DivergedError: it says something else than what the client has.
     """
     held = bytearray()
@@ -389,11 +389,11 @@ async def _events(answered: Answered, progress: Progress) -> AsyncGenerator[byte
             if data == DONE:
                 return
             if data.startswith(b'{"error"') and _DIED in data:
-                raise LostError("its engine died")
+                raise ServerLostError("its engine died")
             new = progress.take(data)
             if new is not None:
                 yield _event(new)
-    raise LostError("its stream ended in the middle")
+    raise ServerLostError("its stream ended in the middle")
 
 
 def _event(data: bytes) -> bytes:

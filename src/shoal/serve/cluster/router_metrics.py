@@ -117,7 +117,7 @@ class RouterMetrics:
         """Count an HTTP request."""
         self._http.labels(self._model, route, str(status)).inc()
 
-    def asked(self, replica: int) -> None:
+    def count_request(self, replica: int) -> None:
         """A replica was asked."""
         self._asked.labels(self._model, str(replica)).inc()
 

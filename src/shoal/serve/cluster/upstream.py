@@ -13,7 +13,7 @@ import h11
 
 from shoal.core.errors import ServeError
 
-__all__ = ["Answered", "LostError", "Tcp", "ask"]
+__all__ = ["ServerLostError", "Tcp", "UpstreamResponse", "ask"]
 
 _READ_BYTES = 2**16
 _HEADERS = 2**16
@@ -28,7 +28,7 @@ _ALIVE = {
 }
 
 
-class LostError(ServeError):
+class ServerLostError(ServeError):
     """A server is not there, or was gone before its answer had ended.
 
     Args:
@@ -73,13 +73,13 @@ async def _connect(server: str | Tcp) -> tuple[asyncio.StreamReader, asyncio.Str
 
 
 @dataclass(frozen=True)
-class Answered:
+class UpstreamResponse:
     """An answer whose head is there and whose body is still to come.
 
     Args:
         status: HTTP status.
         headers: names in lower case.
-        pieces: bytes of the body as they come; LostError if they break off.
+        pieces: bytes of the body as they come; ServerLostError if they break off.
     """
 
     status: int
@@ -87,7 +87,7 @@ class Answered:
     pieces: AsyncGenerator[bytes, None]
 
     async def body(self) -> bytes:
-        """All of it; LostError if it breaks off."""
+        """All of it; ServerLostError if it breaks off."""
         return b"".join([piece async for piece in self.pieces])
 
 
@@ -120,7 +120,7 @@ def _as_lost(*, sent: bool = True) -> Any:
     try:
         yield
     except (OSError, h11.RemoteProtocolError) as cause:
-        raise LostError(f"the connection to the server broke: {cause}", sent=sent) from cause
+        raise ServerLostError(f"the connection to the server broke: {cause}", sent=sent) from cause
 
 
 @contextlib.asynccontextmanager
@@ -131,7 +131,7 @@ async def ask(
     *,
     headers: Mapping[str, str] | None = None,
     body: bytes = b"",
-) -> AsyncGenerator[Answered, None]:
+) -> AsyncGenerator[UpstreamResponse, None]:
     """Ask a server; leaving the block closes the connection, which ends what was asked.
 
     Args:
@@ -142,7 +142,7 @@ async def ask(
         body: JSON, or nothing.
 
     Raises:
-        LostError: it is not there, or went away before the head of its answer.
+        ServerLostError: it is not there, or went away before the head of its answer.
     """
     host = f"{server.host}:{server.port}" if isinstance(server, Tcp) else "localhost"
     common = {"Host": host, "Connection": "close", "Content-Length": str(len(body))}
@@ -158,10 +158,10 @@ async def ask(
             while isinstance(event := await exchange.next(), h11.InformationalResponse):
                 pass
             if not isinstance(event, h11.Response):
-                raise LostError("the server closed the connection before it answered")
+                raise ServerLostError("the server closed the connection before it answered")
         fields = {name.decode(): value.decode("latin-1") for name, value in event.headers}
         async with contextlib.aclosing(exchange.pieces()) as pieces:
-            yield Answered(event.status_code, fields, pieces)
+            yield UpstreamResponse(event.status_code, fields, pieces)
     finally:
         writer.close()
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """serve.decode: many tokens a step, the same tokens.
 
-The life of a guess is in :mod:`~shoal.serve.decode.protocols`. The door: the tables of those that
+The life of a guess is in :mod:`~shoal.serve.decode.protocols`. The tables of those that
 guess and of the rules by which guesses are accepted, of the other ways to decode, and of the
 layouts of concurrent workers. Torch-free.
 """
@@ -12,13 +12,13 @@ __all__ = ["ACCEPTANCES", "DECODES", "HOGWILD_LAYOUTS", "SPECULATORS"]
 SPECULATORS = PartTable(
     "speculative",
     {
-        "dovetail": "shoal.serve.decode.dovetail.part:Dovetail",
+        "dovetail": "shoal.serve.decode.dovetail.part:DovetailSpeculative",
         "draft_model": "shoal.serve.decode.draft.part:DraftModel",
         "easyspec": "shoal.serve.decode.draft.easyspec:EasySpec",
-        "falcon": "shoal.serve.decode.falcon.part:Falcon",
-        "medusa": "shoal.serve.decode.heads.medusa:Medusa",
+        "falcon": "shoal.serve.decode.falcon.part:FalconSpeculative",
+        "medusa": "shoal.serve.decode.heads.medusa:MedusaSpeculative",
         "ngram": "shoal.serve.decode.ngram:Ngram",
-        "ppd": "shoal.serve.decode.heads.ppd:Ppd",
+        "ppd": "shoal.serve.decode.heads.ppd:PpdSpeculative",
     },
     about=(
         "Who guesses several tokens a step, which the model verifies. Chosen by the key "
@@ -30,7 +30,7 @@ SPECULATORS = PartTable(
 ACCEPTANCES = PartTable(
     "accept",
     {
-        "greedy": "shoal.serve.decode.accept.greedy:Greedy",
+        "greedy": "shoal.serve.decode.accept.greedy:GreedyAcceptance",
         "rejection": "shoal.serve.decode.accept.rejection:Rejection",
         "sample_match": "shoal.serve.decode.accept.sample_match:SampleMatch",
         "typical": "shoal.serve.decode.accept.typical:Typical",
@@ -56,9 +56,9 @@ DECODES = PartTable(
 HOGWILD_LAYOUTS = PartTable(
     "hogwild_layout",
     {
-        "contiguous": "shoal.serve.decode.hogwild.contiguous:Contiguous",
-        "interleaved": "shoal.serve.decode.hogwild.interleaved:Interleaved",
-        "combined": "shoal.serve.decode.hogwild.combined:Combined",
+        "contiguous": "shoal.serve.decode.hogwild.contiguous:ContiguousLayout",
+        "interleaved": "shoal.serve.decode.hogwild.interleaved:InterleavedLayout",
+        "combined": "shoal.serve.decode.hogwild.combined:CombinedLayout",
     },
     about=(
         "What a concurrent worker sees, in which order. Chosen by `layout` of `decode: "

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import Choice, table
-from shoal.ir import Foretold, Limits, Output, Request, ServeJob
+from shoal.ir import Output, Request, SchedulerLimits, ServeJob, SpeculationEstimator
 from shoal.plan.batching.common import Queues
-from shoal.plan.trees.drafting import Paying
+from shoal.plan.trees.drafting import ProfitableDrafting
 from shoal.serve.decode.captured import CapturedRows
 from shoal.serve.decode.costs import measure_costs
 from shoal.serve.decode.dovetail.layers import LaterRows
-from shoal.serve.decode.protocols import Acceptance, Adjustable, Hosting, Speculator
+from shoal.serve.decode.protocols import Acceptance, Adjustable, HostingDrafter, Speculator
 from shoal.serve.decode.runner import SpeculativeRunner
-from shoal.serve.engine.captured import Captured, recordable
-from shoal.serve.engine.hooks import Executed, Hook
+from shoal.serve.engine.captured import CapturedModel, recordable
+from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 from shoal.serve.engine.loop import Engine
 from shoal.serve.engine.runner import FlatModel
 
 if TYPE_CHECKING:
-    from shoal.serve.engine.build import Building
+    from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["Speculation", "speculate", "speculative_runner"]
+__all__ = ["SpeculationHook", "speculate", "speculative_runner"]
 
 
 def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
@@ -47,7 +47,7 @@ def acceptance(choice: Choice, *, lossless: bool = False) -> Acceptance:
     return rule
 
 
-def speculative_runner(built: Building, options: dict[str, Any]) -> SpeculativeRunner:
+def speculative_runner(built: EngineBuilder, options: dict[str, Any]) -> SpeculativeRunner:
     """The runner of a job that guesses.
 
     Args:
@@ -64,13 +64,13 @@ def speculative_runner(built: Building, options: dict[str, Any]) -> SpeculativeR
     left: FlatModel = model
     recorded: CapturedRows | None = None
     attention = recordable(built)
-    if isinstance(drafter, Hosting) and drafter.target_layers:
+    if isinstance(drafter, HostingDrafter) and drafter.target_layers:
         left, cache = drafter.left(model, cache)
         if attention is not None:
             recorded = LaterRows(left, cache, attention, job.max_position)
     elif attention is not None:
         recorded = CapturedRows(model, cache, attention, job.max_position)
-        captured = Captured(model, cache, attention, job.max_position)
+        captured = CapturedModel(model, cache, attention, job.max_position)
         options = {**options, "hooks": [*options["hooks"], captured]}
     return SpeculativeRunner(
         left,
@@ -82,7 +82,7 @@ def speculative_runner(built: Building, options: dict[str, Any]) -> SpeculativeR
     )
 
 
-class Speculation(Hook):
+class SpeculationHook(EngineHook):
     """Refuses what an acceptance rule cannot decide, and counts guesses.
 
     Args:
@@ -99,7 +99,7 @@ class Speculation(Hook):
         """See :meth:`~shoal.serve.decode.protocols.Acceptance.check`."""
         self._runner.accept.check(request.params)
 
-    def committed(self, done: Executed, outputs: Sequence[Output]) -> None:
+    def committed(self, done: ExecutedStep, outputs: Sequence[Output]) -> None:
         """Count the guesses of a step, and those that held."""
         for request_id, nodes in done.result.guessed.items():
             if nodes:
@@ -116,21 +116,27 @@ class Speculation(Hook):
         }
 
 
-def speculate(engine: Engine, runner: SpeculativeRunner, limits: Limits, job: ServeJob) -> None:
+def speculate(
+    engine: Engine, runner: SpeculativeRunner, limits: SchedulerLimits, job: ServeJob
+) -> None:
     """Let an engine guess where it pays, by what steps cost here; measures that."""
     scheduler = engine.scheduler
     assert job.speculative is not None
     assert isinstance(scheduler, Queues)
     drafter = runner.drafter
     if isinstance(drafter, Adjustable):
-        ways: list[Paying] = []
+        ways: list[ProfitableDrafting] = []
         for number, expected in enumerate(drafter.ways()):
             drafter.take(number)
-            ways.append(Paying(expected, measure_costs(runner, limits)))
+            ways.append(ProfitableDrafting(expected, measure_costs(runner, limits)))
         best = max(range(len(ways)), key=lambda way: ways[way].rate(ways[way].best(1), 1))
         drafter.take(best)
         scheduler.drafting = ways[best]
     else:
-        part: Foretold = table("speculative").build(job.speculative, where="speculative")
-        scheduler.drafting = Paying(part.expects().tokens, measure_costs(runner, limits))
-    engine.register(Speculation(runner))
+        part: SpeculationEstimator = table("speculative").build(
+            job.speculative, where="speculative"
+        )
+        scheduler.drafting = ProfitableDrafting(
+            part.expects().tokens, measure_costs(runner, limits)
+        )
+    engine.register(SpeculationHook(runner))

@@ -20,7 +20,7 @@ from shoal.model.attention import Mixer
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.protocols import TokenTree, branches
 
-__all__ = ["Branch", "CapturedRows", "Playable", "Recordable", "Recordings"]
+__all__ = ["CapturedRows", "Recordable", "RecordedPass", "Recordings", "TreeRows"]
 
 # Steps of more rows take so long that asking the kernels is little beside.
 _MOST = 64
@@ -48,7 +48,7 @@ class Recordable(Protocol):
         ...
 
 
-class Playable(Protocol):
+class RecordedPass(Protocol):
     """A pass that is written down; a :class:`~shoal.kernel.tape.Tape`, or several."""
 
     @property
@@ -61,7 +61,7 @@ class Playable(Protocol):
         ...
 
 
-class Branch(NamedTuple):
+class TreeRows(NamedTuple):
     """Rows of one request: some or all of a tree, or tokens one after the other.
 
     Args:
@@ -99,11 +99,11 @@ class Recording:
         self.numbers, self._blocks = self.fed.numpy(), self.blocks.numpy()
         self._held: list[Sequence[int]] = [()] * requests
         self.inputs: list[tuple[slice, Tensor]] = []  # rows that are no tokens
-        self.several: Sequence[Branch] = ()  # where somebody else computes what they read
+        self.several: Sequence[TreeRows] = ()  # where somebody else computes what they read
         self.hidden: Tensor | None = None
-        self.tape: Playable | None = None
+        self.tape: RecordedPass | None = None
 
-    def write(self, several: Iterable[Branch], size: int) -> None:
+    def write(self, several: Iterable[TreeRows], size: int) -> None:
         """The rows of these requests."""
         numbers, row = self.numbers, 0
         self.inputs = []
@@ -150,7 +150,7 @@ class Recordings:
         """The same for another cache of the model, with nothing recorded yet."""
         return type(self)(self._model, cache, self._attention, self._width * self._cache.block_size)
 
-    def play(self, several: Sequence[Branch]) -> tuple[Tensor, Tensor] | None:
+    def play(self, several: Sequence[TreeRows]) -> tuple[Tensor, Tensor] | None:
         """Hidden states [N, D] and scores [N, V] of these rows, in memory of the recording.
 
         None where they must be computed as others are: there are many rows, or they are the
@@ -184,7 +184,7 @@ class Recordings:
         for rows, inputs in recording.inputs:
             recording.x_ND[rows] = inputs
 
-    def write(self, recording: Recording, several: Iterable[Branch]) -> None:
+    def write(self, recording: Recording, several: Iterable[TreeRows]) -> None:
         """Put these rows where a recording reads them."""
         recording.write(several, self._cache.block_size)
 
@@ -244,7 +244,7 @@ class CapturedRows(Recordings):
         None where the step must be computed as others are; so must one that has a prompt.
         """
         rows, first = 0, {}
-        several: list[Branch] = []
+        several: list[TreeRows] = []
         for chunk in chunks:
             if chunk.length > 1 or not chunk.yields:
                 return None
@@ -259,7 +259,7 @@ class CapturedRows(Recordings):
                 if tree.asking is not None:  # rows without a token
                     tokens, inputs = tokens.clip(0), tree.asking.inputs
             several.append(
-                Branch(tokens, request.blocks, start, start, shape.depth, shape.seen, inputs)
+                TreeRows(tokens, request.blocks, start, start, shape.depth, shape.seen, inputs)
             )
             rows += len(shape)
         found = self.play(several)

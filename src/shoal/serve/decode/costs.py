@@ -17,9 +17,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from shoal.ir import MAX_NODES, Chunk, Limits, Request, SamplingParams, Step
+from shoal.ir import MAX_NODES, Chunk, Request, SamplingParams, SchedulerLimits, Step
 from shoal.plan.trees.drafting import RowCosts
-from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree, branches
+from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree, branches
 from shoal.serve.decode.runner import SpeculativeRunner
 
 __all__ = ["measure_costs"]
@@ -51,7 +51,7 @@ class _Known:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         return [self._tree] * len(guesses)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Nothing."""
 
     def memory_bytes(self) -> int:
@@ -61,7 +61,7 @@ class _Known:
 
 def measure_costs(
     runner: SpeculativeRunner,
-    limits: Limits,
+    limits: SchedulerLimits,
     *,
     rows: Sequence[int] = _ROWS,
     seconds: float = _SECONDS,
@@ -126,13 +126,13 @@ def measure_costs(
         needs = runner.drafter.needs
         of = {"nothing": None, "last": hidden[:1], "all": hidden[:1]}[needs]
         runner.drafter.observe(
-            [Seen(one, context - 2, tokens[-2:-1], of, tokens[-1]) for one in asked]
+            [AcceptedTokens(one, context - 2, tokens[-2:-1], of, tokens[-1]) for one in asked]
         )
         runner.drafter.propose([Guess(one, nodes) for one in asked])
 
     if runner.drafter.needs == "all":
         runner.drafter.observe(
-            [Seen(one, 0, tokens[:-2], hidden[:-2], tokens[-2]) for one in others]
+            [AcceptedTokens(one, 0, tokens[:-2], hidden[:-2], tokens[-2]) for one in others]
         )
         # It reads all but the last place now, so that every guess that is timed reads that one.
         for other in others:

@@ -20,7 +20,7 @@ from shoal.ir import MAX_NODES, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+    from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
 
 __all__ = ["Ngram", "NgramDrafter"]
 
@@ -116,11 +116,11 @@ class NgramDrafter:
     needs: ClassVar[Needs] = "nothing"
 
     def __init__(self, longest: int, shortest: int, nodes: int) -> None:
-        from shoal.serve.engine.adjust import Book
+        from shoal.serve.engine.adjust import RequestHistory
 
         self._nodes = nodes
         lengths = range(shortest, longest + 1)
-        self._known = Book(lambda request: _Known(request, lengths))
+        self._known = RequestHistory(lambda request: _Known(request, lengths))
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
@@ -142,7 +142,7 @@ class NgramDrafter:
             found.append(TokenTree(np.array([tokens[-1], *ahead]), shape))
         return found
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Nothing: the tokens are all there is."""
 
     def memory_bytes(self) -> int:

@@ -16,11 +16,11 @@ import numpy as np
 from shoal.ir import TreeSpec
 from shoal.serve.decode.protocols import TokenTree, branches
 
-__all__ = ["Pass", "Passes"]
+__all__ = ["DecodePass", "TreePasses"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pass:
+class DecodePass:
     """One pass.
 
     Args:
@@ -42,7 +42,7 @@ class Pass:
     seen: np.ndarray
 
 
-class Passes:
+class TreePasses:
     """The passes that a tree takes.
 
     Args:
@@ -63,7 +63,7 @@ class Passes:
         # The node that was read by the pass of each node; -1 for what is certain.
         read = [path[own // k * k - 1] if own >= k else -1
                 for path, own in zip(paths, spec.level, strict=True)]  # fmt: skip
-        self.passes: list[Pass] = []
+        self.passes: list[DecodePass] = []
         places: dict[int, int] = {-1: 0}
         before: list[int] = []  # of every row of passes that read: the node it ends in
         for turn in range(-(-spec.depth // k)):
@@ -83,7 +83,7 @@ class Passes:
                 for node in ends for _ in range(k)
             ]  # fmt: skip
             self.passes.append(
-                Pass(
+                DecodePass(
                     nodes=np.array(own),
                     place=np.array([places[read[node]] for node in own]),
                     level=level[own] % k,

@@ -17,12 +17,12 @@ from shoal.ir import Request
 from shoal.model.duo import computing
 from shoal.model.parscale import computing as streaming
 from shoal.model.transformer import Transformer
-from shoal.serve.engine.hooks import Hook, Pass
+from shoal.serve.engine.hooks import EngineHook, ForwardPass
 
 if TYPE_CHECKING:
-    from shoal.serve.engine.build import Building
+    from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["Shares", "Streams", "shares_of", "streams_of"]
+__all__ = ["SharesHook", "StreamsHook", "shares_of", "streams_of"]
 
 
 def _salted(request: Request, word: str) -> None:
@@ -30,7 +30,7 @@ def _salted(request: Request, word: str) -> None:
         request.salt = f"{word} {request.salt}"
 
 
-class Streams(Hook):
+class StreamsHook(EngineHook):
     """Computes each request by as many streams as it asks for.
 
     Args:
@@ -51,7 +51,7 @@ class Streams(Hook):
         if request.params.streams is not None:
             _salted(request, f"streams={request.params.streams}")
 
-    def around(self, work: Pass) -> AbstractContextManager[None]:
+    def around(self, work: ForwardPass) -> AbstractContextManager[None]:
         """Within, each row is computed by the streams of its request."""
         if all(chunk.request.params.streams is None for chunk in work.chunks):
             return nullcontext()
@@ -60,7 +60,7 @@ class Streams(Hook):
         return streaming(self._model, counts.repeat_interleave(lengths).to(_device(self._model)))
 
 
-class Shares(Hook):
+class SharesHook(EngineHook):
     """Computes each request with the share of the model that it asks for.
 
     Args:
@@ -81,7 +81,7 @@ class Shares(Hook):
         if request.params.compute is not None:
             _salted(request, f"compute={request.params.compute!r}")
 
-    def around(self, work: Pass) -> AbstractContextManager[None]:
+    def around(self, work: ForwardPass) -> AbstractContextManager[None]:
         """Within, each row takes the share of its request."""
         if all(chunk.request.params.compute is None for chunk in work.chunks):
             return nullcontext()
@@ -91,7 +91,7 @@ class Shares(Hook):
         return computing(self._model, shift_N, work.needed)
 
 
-def streams_of(built: Building) -> Streams | None:
+def streams_of(built: EngineBuilder) -> StreamsHook | None:
     """Of a model with streams.
 
     Raises:
@@ -106,12 +106,12 @@ def streams_of(built: Building) -> Streams | None:
         expected="paged or slots for a model with streams: no other cache knows their prefixes",
         error=ServeError,
     )
-    return Streams(built.model) if built.plain else None
+    return StreamsHook(built.model) if built.plain else None
 
 
-def shares_of(built: Building) -> Shares | None:
+def shares_of(built: EngineBuilder) -> SharesHook | None:
     """Of a model whose routers were trained."""
-    return Shares(built.model) if built.model.config.architecture.ffn.shares else None
+    return SharesHook(built.model) if built.model.config.architecture.ffn.shares else None
 
 
 def _device(model: Transformer) -> torch.device:

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Acceptance",
+    "AcceptedTokens",
     "Adjustable",
-    "Asking",
     "Branches",
     "DecodePart",
     "Drafter",
     "Guess",
-    "Hosting",
+    "HostingDrafter",
     "Needs",
     "Path",
-    "Seen",
+    "PromptRows",
     "Speculator",
     "TokenTree",
     "branches",
@@ -87,7 +87,7 @@ def branches(parent: tuple[int, ...]) -> Branches:
     return Branches(parent, np.array(depth), bits, tuple(map(tuple, children)))
 
 
-class Asking(NamedTuple):
+class PromptRows(NamedTuple):
     """The last rows of a tree, where they are the drafter's own questions: no guesses of tokens.
 
     Args:
@@ -116,7 +116,7 @@ class TokenTree:
     tokens: np.ndarray
     shape: Branches
     q: dict[int, Tensor] | None = None
-    asking: Asking | None = None
+    asking: PromptRows | None = None
 
     @property
     def nodes(self) -> int:
@@ -131,7 +131,7 @@ class Guess(NamedTuple):
     nodes: int
 
 
-class Seen(NamedTuple):
+class AcceptedTokens(NamedTuple):
     """What is certain now: tokens of a request from ``start`` on are computed.
 
     Args:
@@ -141,7 +141,7 @@ class Seen(NamedTuple):
         hidden: their final hidden states [T, D]; of the last one alone, or None, as the drafter
             needs.
         root: the token after them, where it is known: what the model chose.
-        asked: scores [A, V] of the rows that asked below the last of them.
+        prompt_scores: scores [A, V] of the rows that asked below the last of them.
     """
 
     request: Request
@@ -149,7 +149,7 @@ class Seen(NamedTuple):
     tokens: Sequence[int]
     hidden: Tensor | None
     root: int | None
-    asked: Tensor | None = None
+    prompt_scores: Tensor | None = None
 
 
 class Path(NamedTuple):
@@ -172,7 +172,7 @@ class Drafter(Protocol):
         """A tree for each; None where nothing is guessed."""
         ...
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """These tokens are certain, for requests that guess or may later.
 
         Told after every step with a prompt or with requests that were to guess; of other steps
@@ -202,7 +202,7 @@ class Adjustable(Protocol):
 
 
 @runtime_checkable
-class Hosting(Protocol):
+class HostingDrafter(Protocol):
     """A drafter in a process of its own that can compute the target's first layers there, too."""
 
     target_layers: int

@@ -17,11 +17,11 @@ from shoal.ir import Chunk, Request, Step, StepResult, TokenInfo
 from shoal.model.transformer import Transformer
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import CapturedRows
-from shoal.serve.decode.protocols import Acceptance, Drafter, Guess, Path, Seen, TokenTree
-from shoal.serve.engine.choosing import NOT_FINITE, choose_rows
-from shoal.serve.engine.hooks import Hook, Pass, beside
-from shoal.serve.engine.runner import FlatModel, LocalRunner, Rows, slots
+from shoal.serve.decode.protocols import Acceptance, AcceptedTokens, Drafter, Guess, Path, TokenTree
+from shoal.serve.engine.hooks import EngineHook, ForwardPass, beside
+from shoal.serve.engine.runner import FlatModel, FlatTokens, LocalRunner, slots
 from shoal.serve.engine.sampler import log_probabilities
+from shoal.serve.engine.token_choice import NOT_FINITE, choose_rows
 
 __all__ = ["SpeculativeRunner"]
 
@@ -112,7 +112,7 @@ class SpeculativeRunner(LocalRunner):
             found = self._recorded(chunks, trees)
             if found is not None:
                 return found
-        rows = Rows(self.cache.block_size)
+        rows = FlatTokens(self.cache.block_size)
         for chunk in chunks:
             tree = trees.get(chunk.request.id)
             if tree is None:
@@ -134,8 +134,8 @@ class SpeculativeRunner(LocalRunner):
         everything = self.drafter.needs == "all"
         needed = None if everything else place_R
         embeds = self._embedded(fed[0], rows, chunks, trees)
-        work = Pass(chunks, rows.contexts, rows.last, needed=needed)
-        with self.hooks.within(Hook.around, work):
+        work = ForwardPass(chunks, rows.contexts, rows.last, needed=needed)
+        with self.hooks.within(EngineHook.around, work):
             if embeds is None:
                 hidden = self.model.flat(fed[0], fed[1], mixer, needed)
             else:
@@ -148,7 +148,11 @@ class SpeculativeRunner(LocalRunner):
         return hidden, self._logits(hidden), first
 
     def _embedded(
-        self, tokens_N: Tensor, rows: Rows, chunks: Sequence[Chunk], trees: dict[str, TokenTree]
+        self,
+        tokens_N: Tensor,
+        rows: FlatTokens,
+        chunks: Sequence[Chunk],
+        trees: dict[str, TokenTree],
     ) -> Tensor | None:
         """What is fed [N, D], where some rows are no tokens."""
         found: Tensor | None = None
@@ -294,7 +298,7 @@ class SpeculativeRunner(LocalRunner):
     ) -> None:
         """What is certain now, for the drafter; nothing of requests that have ended."""
         needs = self.drafter.needs
-        seen: list[Seen] = []
+        seen: list[AcceptedTokens] = []
         row = 0
         for chunk in chunks:
             request = chunk.request
@@ -319,7 +323,9 @@ class SpeculativeRunner(LocalRunner):
             if request.id in ended:
                 continue
             root = new[-1] if new else None
-            seen.append(Seen(request, chunk.start, certain, hidden, root, asked.get(request.id)))
+            seen.append(
+                AcceptedTokens(request, chunk.start, certain, hidden, root, asked.get(request.id))
+            )
         self.drafter.observe(seen)
 
     def _check(self, chunk: Chunk, tree: TokenTree | None = None) -> None:

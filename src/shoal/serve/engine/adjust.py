@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from shoal.ir import Request, SamplingParams
-from shoal.serve.engine.hooks import Hook, Hooks
+from shoal.serve.engine.hooks import EngineHook, EngineHooks
 from shoal.serve.text.grammar import Grammars
 
-__all__ = ["Adjuster", "Book", "Penalties"]
+__all__ = ["Adjuster", "PenaltyHook", "RequestHistory"]
 
 # Requests that are remembered besides those of the last step.
 _REMEMBERED = 256
@@ -36,7 +36,7 @@ class _OfRequest(Protocol):
 _T = TypeVar("_T", bound=_OfRequest)
 
 
-class Book(Generic[_T]):
+class RequestHistory(Generic[_T]):
     """What is known of the latest requests; what was forgotten is made again.
 
     Args:
@@ -106,7 +106,7 @@ def _counts(params: SamplingParams) -> bool:
     )
 
 
-class Penalties(Hook):
+class PenaltyHook(EngineHook):
     """Penalties, bias, and tokens that must not come yet.
 
     As :func:`shoal.model.generate.adjust` does, all rows together.
@@ -115,7 +115,7 @@ class Penalties(Hook):
     place: ClassVar[str] = "penalties"
 
     def __init__(self) -> None:
-        self._histories: Book[_History] = Book(_History)
+        self._histories: RequestHistory[_History] = RequestHistory(_History)
 
     def wanted(self, requests: Sequence[Request]) -> Sequence[int]:
         """Rows whose scores change."""
@@ -130,7 +130,7 @@ class Penalties(Hook):
     def adjust(
         self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
     ) -> Mapping[str, str]:
-        """See :class:`~shoal.serve.engine.hooks.Hook`."""
+        """See :class:`~shoal.serve.engine.hooks.EngineHook`."""
         asked = [(row, requests[row]) for row in rows]
         scored = [(row, a) for row, a in asked if a.params.logit_bias or _counts(a.params)]
         if scored:
@@ -187,10 +187,10 @@ class Adjuster:
         hooks: all of them.
     """
 
-    def __init__(self, *hooks: Hook) -> None:
+    def __init__(self, *hooks: EngineHook) -> None:
         places = {hook.place for hook in hooks}
-        default = [one() for one in (Penalties, Grammars) if one.place not in places]
-        self.hooks = Hooks((*hooks, *default))
+        default = [one() for one in (PenaltyHook, Grammars) if one.place not in places]
+        self.hooks = EngineHooks((*hooks, *default))
 
     def __call__(
         self, logits_RV: Tensor, requests: Sequence[Request]
@@ -204,7 +204,7 @@ class Adjuster:
             requests: whose rows they are.
         """
         scores_RV, failed = logits_RV, dict[str, str]()
-        several, adjusts = self.hooks.at(Hook.wanted), self.hooks.at(Hook.adjust)
+        several, adjusts = self.hooks.at(EngineHook.wanted), self.hooks.at(EngineHook.adjust)
         for wanted, adjust in zip(several, adjusts, strict=True):
             rows = wanted(requests)
             if not rows:

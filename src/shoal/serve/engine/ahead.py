@@ -12,8 +12,8 @@ from collections import deque
 from typing import Any
 
 from shoal.ir import Output, QueuedRunner, Step
-from shoal.plan.batching.schedulers.ahead import Ahead, Open
-from shoal.serve.engine.hooks import Hook
+from shoal.plan.batching.schedulers.ahead import AheadScheduler, OpenScheduler
+from shoal.serve.engine.hooks import EngineHook
 from shoal.serve.engine.loop import Engine
 
 __all__ = ["AheadEngine"]
@@ -28,10 +28,10 @@ class AheadEngine(Engine):
         **options: of :class:`~shoal.serve.engine.loop.Engine`.
     """
 
-    def __init__(self, scheduler: Open, runner: QueuedRunner, **options: Any) -> None:
+    def __init__(self, scheduler: OpenScheduler, runner: QueuedRunner, **options: Any) -> None:
         super().__init__(scheduler, runner, **options)
         self._queued = runner
-        self._planner = Ahead(scheduler, runner.depth)
+        self._planner = AheadScheduler(scheduler, runner.depth)
         self._under_way: deque[Step] = deque()
         self._committed = -math.inf
 
@@ -46,7 +46,7 @@ class AheadEngine(Engine):
         Raises:
             ServeError: the runner cannot go on.
         """
-        self.hooks(Hook.before_plan)
+        self.hooks(EngineHook.before_plan)
         while len(self._under_way) < self._queued.depth and (step := self._plan(self.clock())):
             self._queued.submit(self._extended(step))
             self._under_way.append(step)

@@ -15,20 +15,20 @@ from shoal.core.measure import num_cores
 from shoal.core.parts import load_object, table
 from shoal.core.traits import traits
 from shoal.ir import (
-    Compacting,
+    CompactingKVManager,
     HostLink,
     KVManager,
     KVPart,
-    Limits,
     PhasePart,
     PreemptPart,
+    SchedulerLimits,
     SchedulerPart,
     ServeJob,
     StepCost,
 )
-from shoal.kernel.calls import Device, Linear, PagedAttention
+from shoal.kernel.calls import Device, LinearCall, PagedAttentionCall
 from shoal.kernel.dispatch import dispatch
-from shoal.kernel.kv.bfp import Bfp
+from shoal.kernel.kv.bfp import BfpKVFormat
 from shoal.kernel.protocols import Ready
 from shoal.kernel.tensors import name_of
 from shoal.machine.host import memory_available
@@ -53,7 +53,7 @@ from shoal.train.allocator import keep_freed_memory
 
 __all__ = [
     "DTYPES",
-    "Building",
+    "EngineBuilder",
     "attention_kernel",
     "build_engine",
     "cache_of",
@@ -109,12 +109,12 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
     )
     model = model.requires_grad_(False).eval()
     form = table("kv_format").build(job.kv_format, where="kv_format")
-    if isinstance(form, Bfp) and form.ksort != "none":
+    if isinstance(form, BfpKVFormat) and form.ksort != "none":
         tokens_BT = _calibration(job, model) if form.by == "calibration" else None
         model = ksort(model, by=form.by, mode=form.ksort, tokens_BT=tokens_BT)
     if job.weights != "plain":
         model = pack(model, job.weights)
-    few_rows = dispatch(Linear(1, 64, 64, name_of(dtype), _device(model)))
+    few_rows = dispatch(LinearCall(1, 64, 64, name_of(dtype), _device(model)))
     if dtype == torch.float32 and few_rows.backend == "torch" and not model.embed.weight.is_cuda:
         _store_by_columns(model)
     memory: MemoryPart = table("memory").build(job.memory, where="memory")
@@ -199,7 +199,7 @@ def attention_kernel(
         return None
     config = model.config
     context = positions(job, config) // 2
-    call = PagedAttention(
+    call = PagedAttentionCall(
         tree=job.speculative is not None and not prompts,
         batch=1 if prompts else job.max_running,
         context=context,
@@ -312,7 +312,7 @@ _HOOKS = (
 
 
 @dataclass(slots=True)
-class Building:
+class EngineBuilder:
     """An engine that is being built, as those who make its hooks see it.
 
     Args:
@@ -330,7 +330,7 @@ class Building:
     job: ServeJob
     model: Transformer
     kv: KVManager
-    limits: Limits
+    limits: SchedulerLimits
     cache: PagedCache
     plain: bool
     local: bool
@@ -347,7 +347,7 @@ def engine_of(
     phase: PhasePart | None = None,
     zeros: Zeros | None = None,
     runner_type: type[LocalRunner] = LocalRunner,
-) -> tuple[Engine, Limits, LocalRunner]:
+) -> tuple[Engine, SchedulerLimits, LocalRunner]:
     """An engine for a model that is loaded, with its limits and its runner.
 
     Args:
@@ -392,7 +392,7 @@ def engine_of(
     job = concrete(job, config, model.embed.weight.dtype)
     kv, limits, cache = cache_of(job, model, zeros)
     plain = job.speculative is None and runner_type is LocalRunner
-    built = Building(job, model, kv, limits, cache, plain, runner_type is LocalRunner, link)
+    built = EngineBuilder(job, model, kv, limits, cache, plain, runner_type is LocalRunner, link)
     built.attention = attention_kernel(job, model, cache)
     hooks = [hook for name in _HOOKS if (hook := load_object(name)(built)) is not None]
     options: dict[str, Any] = {
@@ -425,12 +425,12 @@ def engine_of(
 
 def cache_of(
     job: ServeJob, model: Transformer, zeros: Zeros | None = None
-) -> tuple[KVManager, Limits, PagedCache]:
+) -> tuple[KVManager, SchedulerLimits, PagedCache]:
     """Bookkeeping, limits and tensors of the cache of a concrete job."""
     assert job.kv_tokens is not None and job.max_position is not None
     kv_part: KVPart = table("kv").build(job.kv, where="kv")
     kv = kv_part.build(job.kv_tokens)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=job.max_running,
         max_step_tokens=job.max_step_tokens,
         max_position=job.max_position,
@@ -443,7 +443,7 @@ def cache_of(
         device=model.weight.device,
         form=table("kv_format").build(job.kv_format, where="kv_format"),
         zeros=zeros,
-        slot_blocks=kv.max_len // kv.block_size if isinstance(kv, Compacting) else 0,
+        slot_blocks=kv.max_len // kv.block_size if isinstance(kv, CompactingKVManager) else 0,
     )
     return kv, limits, cache
 

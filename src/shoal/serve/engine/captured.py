@@ -20,12 +20,12 @@ from shoal.kernel.protocols import Ready
 from shoal.kernel.tape import Tape, record
 from shoal.model.transformer import Transformer
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.engine.hooks import Hook, Pass
+from shoal.serve.engine.hooks import EngineHook, ForwardPass
 
 if TYPE_CHECKING:
-    from shoal.serve.engine.build import Building
+    from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["Captured", "captured_of", "recordable"]
+__all__ = ["CapturedModel", "captured_of", "recordable"]
 
 # Steps of more tokens take so long that asking the kernels is little beside.
 _MOST = 64
@@ -57,7 +57,7 @@ class _Inputs:
         self._fed[:] = np.array(columns, dtype=np.int64).T
 
 
-class Captured(Hook):
+class CapturedModel(EngineHook):
     """Scores of single tokens, by recorded steps of a model.
 
     Args:
@@ -85,11 +85,11 @@ class Captured(Hook):
         self._tapes: dict[int, Tape] = {}
         self.reasons: dict[int, str] = {}  # why steps of so many tokens are not recorded
 
-    def beside(self, cache: PagedCache) -> Captured:
+    def beside(self, cache: PagedCache) -> CapturedModel:
         """The same for another cache of the model, with nothing recorded yet."""
-        return Captured(self._model, cache, self._attention, self._longest)
+        return CapturedModel(self._model, cache, self._attention, self._longest)
 
-    def replay(self, work: Pass) -> Tensor | None:
+    def replay(self, work: ForwardPass) -> Tensor | None:
         """Logits [N, V] of the tokens of a pass; None where it must be computed as others are."""
         if work.merged != self._merged:
             self._forget(work.merged)
@@ -146,7 +146,7 @@ class Captured(Hook):
         return computed
 
 
-def recordable(built: Building) -> Ready | None:
+def recordable(built: EngineBuilder) -> Ready | None:
     """The kernel of attention of steps that can be recorded; None where none can."""
     ways = built.model.config.architecture
     # What is recorded has addresses of weights in it: they must stay where they are. Nor does it
@@ -157,10 +157,10 @@ def recordable(built: Building) -> Ready | None:
     return built.attention if stays and same and here else None
 
 
-def captured_of(built: Building) -> Captured | None:
+def captured_of(built: EngineBuilder) -> CapturedModel | None:
     """Of an engine whose model computes all layers here."""
     attention, longest = recordable(built), built.job.max_position
     assert longest is not None
     if attention is None or not built.plain:
         return None
-    return Captured(built.model, built.cache, attention, longest)
+    return CapturedModel(built.model, built.cache, attention, longest)

@@ -18,18 +18,18 @@ from typing import Any
 from shoal.core.errors import ServeError, require
 from shoal.ir.serve_job import ServeJob
 from shoal.ir.serving import Output, Request
-from shoal.serve.engine.deaths import Deaths
+from shoal.serve.engine.crashes import CrashHistory
 from shoal.serve.engine.failure import (
     EngineDownError,
     RefusedError,
     RequestFailedError,
     SlowReaderError,
 )
-from shoal.serve.engine.hooks import ClientHook, Hooks
-from shoal.serve.engine.launched import Launched, launch
-from shoal.serve.engine.link import Link, ModelInfo, connect
+from shoal.serve.engine.hooks import ClientHook, EngineHooks
+from shoal.serve.engine.launch import EngineProcess, launch
+from shoal.serve.engine.link import EngineLink, ModelInfo, connect
+from shoal.serve.engine.output_queue import Listener, OutputQueue
 from shoal.serve.engine.process import DEFAULT_FACTORY
-from shoal.serve.engine.unread import Listener, Unread
 from shoal.serve.engine.wire import pack_request, unpack_output
 from shoal.serve.http.client_options import ClientOptions
 
@@ -72,14 +72,14 @@ class EngineClient:
         *,
         factory: str = DEFAULT_FACTORY,
         options: ClientOptions | None = None,
-        launched: Launched | None = None,
+        launched: EngineProcess | None = None,
     ) -> None:
         self.job, self._factory = job, factory
         self._options = options or ClientOptions()
         self._launched = launched
-        self._link: Link | None = None
-        self._streams: dict[str, Unread] = {}
-        self.hooks: Hooks[ClientHook] = Hooks([Deaths()])
+        self._link: EngineLink | None = None
+        self._streams: dict[str, OutputQueue] = {}
+        self.hooks: EngineHooks[ClientHook] = EngineHooks([CrashHistory()])
         self._supervisor: asyncio.Task[None] | None = None
         self._info: ModelInfo | None = None
         self._reason = ""
@@ -148,7 +148,7 @@ class EngineClient:
             if self._streams.get(request.id) is stream:
                 self.abort(request.id)
 
-    def _open(self, request: Request, on: Mapping[str, Listener]) -> Unread:
+    def _open(self, request: Request, on: Mapping[str, Listener]) -> OutputQueue:
         """Send a request to the engine."""
         link = self._alive()
         require(
@@ -160,7 +160,7 @@ class EngineClient:
         )
         self.hooks(ClientHook.opening, request)
         link.send("add", **pack_request(request))
-        stream = self._streams[request.id] = Unread(request, on)
+        stream = self._streams[request.id] = OutputQueue(request, on)
         return stream
 
     def _route(self, message: Mapping[str, Any]) -> None:
@@ -185,7 +185,7 @@ class EngineClient:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return  # it was aborted while this was under way
-        unread, most = stream.put(output), self._options.max_unread
+        unread, most = stream.put(output), self._options.max_queued
         if stream.ended:
             del self._streams[output.request_id]
             self.hooks(ClientHook.answered, stream.request)
@@ -265,7 +265,7 @@ class EngineClient:
             await asyncio.wait_for(asyncio.shield(link.ask("ping")), timeout_s)
         return self.last_stats
 
-    def _alive(self) -> Link:
+    def _alive(self) -> EngineLink:
         if self._link is None:
             wait_s = max(1.0, self._retry_at - time.monotonic())
             raise EngineDownError(

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from shoal.ir import Output, Step
-from shoal.serve.engine.hooks import Executed, Hook
+from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 
-__all__ = ["Counters"]
+__all__ = ["CountersHook"]
 
 
-class Counters(Hook):
+class CountersHook(EngineHook):
     """Counts steps, seconds, tokens and preemptions, and says when requests begin."""
 
     place: ClassVar[str] = "counters"
@@ -26,7 +26,7 @@ class Counters(Hook):
         self._preemptions += len(step.preempted)
         return step
 
-    def executed(self, done: Executed) -> None:
+    def executed(self, done: ExecutedStep) -> None:
         """Say which requests began, and look at prompts before their chunks are committed."""
         self._prompt = sum(
             max(0, min(chunk.stop, chunk.request.n_prompt) - chunk.start)
@@ -38,7 +38,7 @@ class Counters(Hook):
                 request.began = done.started
             self.engine.tell("began", ids=[request.id for request in new], at=done.started)
 
-    def committed(self, done: Executed, outputs: Sequence[Output]) -> None:
+    def committed(self, done: ExecutedStep, outputs: Sequence[Output]) -> None:
         """Count a step and its tokens."""
         self._steps += 1
         self._seconds += done.now - done.started

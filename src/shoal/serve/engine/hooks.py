@@ -2,8 +2,8 @@
 
 The loop (:mod:`~shoal.serve.engine.loop`), the runner (:mod:`~shoal.serve.engine.runner`) and the
 adjuster of scores (:mod:`~shoal.serve.engine.adjust`) are fixed. A technique that needs a moment
-of a request or of a step is a :class:`Hook` in a file of its own. One object may act in the loop
-and in the runner; where these are different processes, each has an object of its own.
+of a request or of a step is a :class:`EngineHook` in a file of its own. One object may act in the
+loop and in the runner; where these are different processes, each has an object of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ from shoal.ir import Chunk, Output, Request, Step, StepResult
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.serve.cache.attention import Context
+    from shoal.serve.cache.attention import RequestContext
     from shoal.serve.cache.paged import PagedCache
     from shoal.serve.engine.loop import Engine
 
-__all__ = ["ORDER", "ClientHook", "Executed", "Hook", "Hooks", "Pass", "beside"]
+__all__ = [
+    "ORDER",
+    "ClientHook",
+    "EngineHook",
+    "EngineHooks",
+    "ExecutedStep",
+    "ForwardPass",
+    "beside",
+]
 
 ORDER = (
     # In the client, alone: what engines have died of is refused before it is sent to one.
@@ -65,11 +73,11 @@ called in this order."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_H = TypeVar("_H", "Hook", "ClientHook")
+_H = TypeVar("_H", "EngineHook", "ClientHook")
 
 
 @dataclass(frozen=True, slots=True)
-class Executed:
+class ExecutedStep:
     """A step that was executed.
 
     Args:
@@ -86,7 +94,7 @@ class Executed:
 
 
 @dataclass(slots=True)
-class Pass:
+class ForwardPass:
     """One forward pass over the tokens of a step.
 
     Args:
@@ -101,7 +109,7 @@ class Pass:
     """
 
     chunks: Sequence[Chunk]
-    contexts: Sequence[Context] = ()
+    contexts: Sequence[RequestContext] = ()
     last: Sequence[int] = ()
     rows: list[int] = field(default_factory=list)
     needed: Tensor | None = None
@@ -109,7 +117,7 @@ class Pass:
     merged: str | None = None
 
 
-class Hook:
+class EngineHook:
     """A technique's part of the engine. Every moment does nothing unless it is overridden.
 
     Attributes:
@@ -147,10 +155,10 @@ class Hook:
         """
         return step
 
-    def executed(self, done: Executed) -> None:
+    def executed(self, done: ExecutedStep) -> None:
         """The result is there and the scheduler has not committed it; requests may be aborted."""
 
-    def committed(self, done: Executed, outputs: Sequence[Output]) -> None:
+    def committed(self, done: ExecutedStep, outputs: Sequence[Output]) -> None:
         """The scheduler has committed a step and given ``outputs``; the finished have not ended."""
 
     def failed(self, cause: Exception) -> bool:
@@ -191,21 +199,21 @@ class Hook:
         """Transfers that have ended since the last call."""
         return frozenset()
 
-    def before_pass(self, work: Pass) -> None:
+    def before_pass(self, work: ForwardPass) -> None:
         """A pass over ``work.chunks`` begins; may say that it is not ``plain``, or ``merged``."""
 
-    def replay(self, work: Pass) -> Tensor | None:
+    def replay(self, work: ForwardPass) -> Tensor | None:
         """Scores [R, V] of a whole pass; None where it must be computed. The first one counts."""
         return None
 
-    def lay_out(self, work: Pass) -> None:
+    def lay_out(self, work: ForwardPass) -> None:
         """Rows are laid out; may append to ``work.rows``."""
 
-    def around(self, work: Pass) -> AbstractContextManager[object]:
+    def around(self, work: ForwardPass) -> AbstractContextManager[object]:
         """Entered while the model computes; ``work.needed`` is known."""
         return nullcontext()
 
-    def computed(self, work: Pass, hidden_RD: Tensor, result: StepResult) -> StepResult:
+    def computed(self, work: ForwardPass, hidden_RD: Tensor, result: StepResult) -> StepResult:
         """The result with what follows from hidden states of the needed rows."""
         return result
 
@@ -225,7 +233,7 @@ class Hook:
         """
         return {}
 
-    def beside(self, cache: PagedCache) -> Hook | None:
+    def beside(self, cache: PagedCache) -> EngineHook | None:
         """The hook of a runner that computes in the same way on another cache; None for none."""
         return self
 
@@ -249,7 +257,7 @@ class ClientHook:
         """The engine has died with these requests open, after so many restarts."""
 
 
-class Hooks(Generic[_H]):
+class EngineHooks(Generic[_H]):
     """Hooks in the order of :data:`ORDER`.
 
     Args:
@@ -303,7 +311,7 @@ class Hooks(Generic[_H]):
         self._acting.clear()
 
     def at(self, moment: Callable[Concatenate[_H, _P], _T]) -> tuple[Callable[_P, _T], ...]:
-        """What hooks do at a moment, such as ``Hook.planned``; those that do nothing are not in."""
+        """What hooks do at a moment, such as ``EngineHook.planned``; none that does nothing."""
         name = moment.__name__
         found = self._acting.get(name)
         if found is None:
@@ -341,7 +349,7 @@ class Hooks(Generic[_H]):
         return {key: value for tell in self.at(moment) for key, value in tell().items()}
 
 
-def beside(hooks: Iterable[Hook], cache: PagedCache) -> list[Hook]:
+def beside(hooks: Iterable[EngineHook], cache: PagedCache) -> list[EngineHook]:
     """The hooks of a runner that computes in the same way on another cache."""
     found = [hook.beside(cache) for hook in hooks]
     return [hook for hook in found if hook is not None]

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import ClassVar, Protocol, runtime_checkable
 
 from shoal.core.errors import ServeError
-from shoal.ir import Output, Purging, Request, Step
+from shoal.ir import Output, PurgingKVManager, Request, Step
 from shoal.plan.batching.common import Queues
-from shoal.plan.batching.preemption.recompute import Recomputing
+from shoal.plan.batching.preemption.recompute import RecomputePreemption
 from shoal.serve.engine.failure import failure
-from shoal.serve.engine.hooks import Executed, Hook
+from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 
-__all__ = ["Isolation"]
+__all__ = ["IsolationHook"]
 
 log = logging.getLogger("shoal.serve")
 
@@ -28,7 +28,7 @@ class _Checked(Protocol):
         ...
 
 
-class Isolation(Hook):
+class IsolationHook(EngineHook):
     """Ends requests that failed, and no others.
 
     What nobody foresaw ends requests, once, and not the engine: those of a step that could not be
@@ -49,7 +49,7 @@ class Isolation(Hook):
         blocks, self._scrub = tuple(self._scrub), []
         return replace(step, scrub=blocks)
 
-    def executed(self, done: Executed) -> None:
+    def executed(self, done: ExecutedStep) -> None:
         """End who cannot go on."""
         errors = done.result.errors
         chunks = done.step.chunks if errors else ()
@@ -58,11 +58,13 @@ class Isolation(Hook):
             for request_id, reason in reasons.items():
                 self._end(kind, request_id, reason)
 
-    def committed(self, done: Executed, outputs: Sequence[Output]) -> None:
+    def committed(self, done: ExecutedStep, outputs: Sequence[Output]) -> None:
         """Forget what failed requests have left in the cache."""
         if done.result.errors:
             kv: object = self.engine.kv
-            self._scrub += kv.purge(self._dirty) if isinstance(kv, Purging) else self._dirty
+            self._scrub += (
+                kv.purge(self._dirty) if isinstance(kv, PurgingKVManager) else self._dirty
+            )
             self.check_integrity()
 
     def failed(self, cause: Exception) -> bool:
@@ -73,7 +75,9 @@ class Isolation(Hook):
         """
         scheduler: object = self.engine.scheduler
         # What is on its way between cache and host belongs to nobody then.
-        recomputes = isinstance(scheduler, Queues) and isinstance(scheduler.preemption, Recomputing)
+        recomputes = isinstance(scheduler, Queues) and isinstance(
+            scheduler.preemption, RecomputePreemption
+        )
         if isinstance(cause, ServeError) or not recomputes:
             return False
         log.error("a step failed; all its requests end", exc_info=cause)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shoal.core.errors import ServeError
-from shoal.serve.engine.launched import Launched, Words
+from shoal.serve.engine.launch import EngineLog, EngineProcess
 from shoal.serve.engine.wire import Decoder, encode
 from shoal.serve.http.client_options import ClientOptions
 
-__all__ = ["Link", "ModelInfo", "connect"]
+__all__ = ["EngineLink", "ModelInfo", "connect"]
 
 _READ_BYTES = 2**18
 
@@ -39,7 +39,7 @@ class ModelInfo:
     shares: bool = False
 
 
-class Link:
+class EngineLink:
     """A connected engine process.
 
     Args:
@@ -54,8 +54,8 @@ class Link:
 
     def __init__(
         self,
-        launched: Launched,
-        words: Words,
+        launched: EngineProcess,
+        words: EngineLog,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -148,20 +148,20 @@ class Link:
         await asyncio.to_thread(self.launched.discard)
 
 
-async def connect(launched: Launched, start_s: float) -> tuple[Link, ModelInfo]:
+async def connect(launched: EngineProcess, start_s: float) -> tuple[EngineLink, ModelInfo]:
     """A link to a process that has loaded its model.
 
     Raises:
         ServeError: it cannot, died, or took longer than ``start_s``; it was ended.
     """
-    words = Words(launched.process)
+    words = EngineLog(launched.process)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(start_s):
             reader, writer = await asyncio.open_unix_connection(
                 sock=launched.socket, limit=_READ_BYTES
             )
-            link = Link(launched, words, reader, writer)
+            link = EngineLink(launched, words, reader, writer)
             return link, await link.ready()
     except BaseException as cause:
         if writer is not None:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from shoal.ir import Chunk, KVManager, Output, Request, Runner, Scheduler, Step, StepResult
-from shoal.serve.engine.counters import Counters
-from shoal.serve.engine.hooks import Executed, Hook, Hooks
-from shoal.serve.engine.isolation import Isolation
+from shoal.serve.engine.counters import CountersHook
+from shoal.serve.engine.hooks import EngineHook, EngineHooks, ExecutedStep
+from shoal.serve.engine.isolation import IsolationHook
 from shoal.serve.engine.params import check_params, check_tokens
 
 __all__ = ["Engine"]
 
 
-class Planner(Protocol):
+class EnginePlanner(Protocol):
     """What plans and commits steps: a scheduler, or what plans ahead for one."""
 
     def plan(self, now: float) -> Step:
@@ -57,28 +57,28 @@ class Engine:
         *,
         kv: KVManager | None = None,
         vocab_size: int | None = None,
-        hooks: Iterable[Hook] = (),
+        hooks: Iterable[EngineHook] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.runner, self.kv = scheduler, runner, kv
         self.vocab_size, self.clock = vocab_size, clock
         self.last_chunks: tuple[Chunk, ...] = ()
-        self._planner: Planner = scheduler
+        self._planner: EnginePlanner = scheduler
         self._told: list[dict[str, Any]] = []
-        self.hooks: Hooks[Hook] = Hooks()
-        for hook in (Counters(), Isolation(), *hooks):
+        self.hooks: EngineHooks[EngineHook] = EngineHooks()
+        for hook in (CountersHook(), IsolationHook(), *hooks):
             self.register(hook)
 
-    def register(self, hook: Hook) -> None:
+    def register(self, hook: EngineHook) -> None:
         """Let a technique act in this engine.
 
         Raises:
-            ConfigError: see :meth:`~shoal.serve.engine.hooks.Hooks.add`.
+            ConfigError: see :meth:`~shoal.serve.engine.hooks.EngineHooks.add`.
         """
         self.hooks.add(hook)
         hook.engine = self
-        self.facts = self.hooks.gather(Hook.facts)
-        self.answers = self.hooks.gather(Hook.answers)
+        self.facts = self.hooks.gather(EngineHook.facts)
+        self.answers = self.hooks.gather(EngineHook.answers)
 
     def add(self, request: Request) -> None:
         """Queue a request; its arrival is now.
@@ -89,15 +89,15 @@ class Engine:
         check_params(request.params, self.facts)
         check_tokens(request, self.vocab_size)
         request.arrival = self.clock()
-        with self.hooks.within(Hook.guard):
-            self.hooks(Hook.check, request)
+        with self.hooks.within(EngineHook.guard):
+            self.hooks(EngineHook.check, request)
             self.scheduler.add(request)
-            self.hooks(Hook.admitted, request)
+            self.hooks(EngineHook.admitted, request)
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""
-        with self.hooks.within(Hook.guard):
-            self.hooks(Hook.ended, request_id)
+        with self.hooks.within(EngineHook.guard):
+            self.hooks(EngineHook.ended, request_id)
             return self.scheduler.abort(request_id)
 
     @property
@@ -112,41 +112,41 @@ class Engine:
             ServeError: the engine cannot go on.
         """
         try:
-            self.hooks(Hook.before_plan)
+            self.hooks(EngineHook.before_plan)
             started = self.clock()
             step = self._extended(self._plan(started))
             return self._commit(step, self.runner.execute(step), started) if step else []
         except Exception as cause:
-            if not any(recovers(cause) for recovers in self.hooks.at(Hook.failed)):
+            if not any(recovers(cause) for recovers in self.hooks.at(EngineHook.failed)):
                 raise
             return []
 
     def _plan(self, now: float) -> Step:
-        with self.hooks.within(Hook.guard):
+        with self.hooks.within(EngineHook.guard):
             return self._planner.plan(now)
 
     def _extended(self, step: Step) -> Step:
-        for extended in self.hooks.at(Hook.planned):
+        for extended in self.hooks.at(EngineHook.planned):
             step = extended(step)
         self.last_chunks = step.chunks
         return step
 
     def _commit(self, step: Step, result: StepResult, started: float) -> list[Output]:
-        done = Executed(step, result, started, self.clock())
-        with self.hooks.within(Hook.guard):
-            self.hooks(Hook.executed, done)
+        done = ExecutedStep(step, result, started, self.clock())
+        with self.hooks.within(EngineHook.guard):
+            self.hooks(EngineHook.executed, done)
             outputs = self._planner.commit(step, result, done.now)
-            self.hooks(Hook.committed, done, outputs)
+            self.hooks(EngineHook.committed, done, outputs)
             for output in outputs:
                 if output.finish is not None:
-                    self.hooks(Hook.ended, output.request_id)
+                    self.hooks(EngineHook.ended, output.request_id)
         return outputs
 
     def tell(self, kind: str, **words: Any) -> None:
         """Add a message to those that :meth:`told` gives."""
         self._told.append({"kind": kind, **words})
 
-    def told(self) -> list[dict[str, Any]]:
+    def drain_events(self) -> list[dict[str, Any]]:
         """What the last steps gave besides tokens, once: who failed or began, and vectors.
 
         ``refused`` and ``error`` (id, message), ``began`` (ids, at) or ``vector`` (id, values), as
@@ -157,12 +157,12 @@ class Engine:
 
     def stats(self) -> dict[str, float]:
         """Gauges of now, and counters since the start, for metrics."""
-        with self.hooks.within(Hook.guard):
+        with self.hooks.within(EngineHook.guard):
             kept = self.kv.stats() if self.kv is not None else {}
             return {
                 "requests_running": self.scheduler.num_running,
                 "requests_waiting": self.scheduler.num_waiting,
-                **self.hooks.gather(Hook.metrics),
+                **self.hooks.gather(EngineHook.metrics),
                 "blocks_used": kept.get("blocks_used", 0.0),
                 "blocks_total": self.kv.num_blocks if self.kv is not None else 0.0,
                 "prefix_hit_tokens": kept.get("prefix_hit_tokens", 0.0),
@@ -173,4 +173,4 @@ class Engine:
 
     def close(self) -> None:
         """End what hooks have begun."""
-        self.hooks(Hook.close)
+        self.hooks(EngineHook.close)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from shoal.core.errors import ServeError
 from shoal.ir import Chunk, Request, StepResult
-from shoal.serve.engine.adjust import Book
-from shoal.serve.engine.choosing import NOT_FINITE
-from shoal.serve.engine.hooks import Executed, Hook, Pass
+from shoal.serve.engine.adjust import RequestHistory
+from shoal.serve.engine.hooks import EngineHook, ExecutedStep, ForwardPass
+from shoal.serve.engine.token_choice import NOT_FINITE
 
 if TYPE_CHECKING:
-    from shoal.serve.engine.build import Building
+    from shoal.serve.engine.build import EngineBuilder
 
-__all__ = ["Pooling", "pooling_of"]
+__all__ = ["PoolingHook", "pooling_of"]
 
 
 class _Sum:
@@ -46,27 +46,27 @@ class _Sum:
         self.added = max(self.added, start + len(hidden_ND))
 
 
-class Pooling(Hook):
+class PoolingHook(EngineHook):
     """Vectors for requests that want one of their prompt."""
 
     place: ClassVar[str] = "pooling"
 
     def __init__(self) -> None:
-        self._sums: Book[_Sum] = Book(_Sum)
+        self._sums: RequestHistory[_Sum] = RequestHistory(_Sum)
         self._here = False  # whether the pass has such requests
 
-    def executed(self, done: Executed) -> None:
+    def executed(self, done: ExecutedStep) -> None:
         """Tell vectors."""
         for request_id, values in done.result.vectors.items():
             self.engine.tell("vector", id=request_id, values=list(values))
 
-    def before_pass(self, work: Pass) -> None:
+    def before_pass(self, work: ForwardPass) -> None:
         """Recordings have no hidden states."""
         self._here = any(one.request.params.pooling for one in work.chunks)
         work.plain = work.plain and not self._here
 
     @staticmethod
-    def _wanted(work: Pass) -> Iterator[tuple[Chunk, range]]:
+    def _wanted(work: ForwardPass) -> Iterator[tuple[Chunk, range]]:
         """Chunks with the rows of the step that are wanted of each."""
         for chunk, last in zip(work.chunks, work.last, strict=True):
             if chunk.request.params.pooling == "mean":
@@ -74,12 +74,12 @@ class Pooling(Hook):
             elif chunk.request.params.pooling:
                 yield chunk, range(last, last + 1) if chunk.yields else range(0)
 
-    def lay_out(self, work: Pass) -> None:
+    def lay_out(self, work: ForwardPass) -> None:
         """Ask for the rows behind those that are there."""
         if self._here:
             work.rows += [row for _, rows in self._wanted(work) for row in rows]
 
-    def computed(self, work: Pass, hidden_RD: Tensor, result: StepResult) -> StepResult:
+    def computed(self, work: ForwardPass, hidden_RD: Tensor, result: StepResult) -> StepResult:
         """The result with vectors of prompts that are whole."""
         if not self._here:
             return result
@@ -117,6 +117,6 @@ class Pooling(Hook):
         return vector
 
 
-def pooling_of(built: Building) -> Pooling:
+def pooling_of(built: EngineBuilder) -> PoolingHook:
     """Of every engine: a request says whether it wants a vector."""
-    return Pooling()
+    return PoolingHook()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_FACTORY",
-    "Connection",
+    "EngineConnection",
     "EngineLike",
     "factory_of",
     "main",
@@ -96,7 +96,7 @@ class EngineLike(Protocol):
         """Plan, execute, commit."""
         ...
 
-    def told(self) -> list[dict[str, Any]]:
+    def drain_events(self) -> list[dict[str, Any]]:
         """Messages ``refused``, ``error``, ``vector`` and ``began`` of the last steps."""
         ...
 
@@ -105,7 +105,7 @@ class EngineLike(Protocol):
         ...
 
 
-class Connection:
+class EngineConnection:
     """The connection to the process that gives the work.
 
     Args:
@@ -154,7 +154,7 @@ def serve(connection: socket.socket) -> None:
     Raises:
         ShoalError: the model cannot be loaded, or a step failed; the parent was told.
     """
-    parent = Connection(connection)
+    parent = EngineConnection(connection)
     try:
         start: Mapping[str, Any] | None = None
         while start is None:
@@ -167,7 +167,7 @@ def serve(connection: socket.socket) -> None:
                 _handle(engine, message, parent)
             if engine.busy:
                 outputs = engine.step()
-                for message in engine.told():
+                for message in engine.drain_events():
                     parent.send(message)
                 if outputs:
                     parent.send({"kind": "outputs", "outputs": [pack_output(o) for o in outputs]})
@@ -180,7 +180,7 @@ def serve(connection: socket.socket) -> None:
         raise
 
 
-def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
+def _start(start: Mapping[str, Any], parent: EngineConnection) -> EngineLike:
     job = parse(ServeJob, start["job"], where="job")
     engine: EngineLike
     config: ModelConfig
@@ -197,7 +197,7 @@ def _start(start: Mapping[str, Any], parent: Connection) -> EngineLike:
     return engine
 
 
-def _handle(engine: EngineLike, message: Mapping[str, Any], parent: Connection) -> None:
+def _handle(engine: EngineLike, message: Mapping[str, Any], parent: EngineConnection) -> None:
     kind = message.get("kind")
     if kind == "add":
         request = unpack_request(message)

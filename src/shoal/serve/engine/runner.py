@@ -22,17 +22,17 @@ from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
 from shoal.model.parscale import prefixes
-from shoal.serve.cache.attention import Context, PagedAttention
+from shoal.serve.cache.attention import PagedAttention, RequestContext
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.engine.adjust import Adjuster
-from shoal.serve.engine.choosing import choose_rows
 from shoal.serve.engine.failure import errors_of_step
-from shoal.serve.engine.hooks import Hook, Pass, beside
+from shoal.serve.engine.hooks import EngineHook, ForwardPass, beside
+from shoal.serve.engine.token_choice import choose_rows
 
 if TYPE_CHECKING:
     from shoal.serve.decode.protocols import TokenTree
 
-__all__ = ["FlatModel", "LocalRunner", "Rows", "slots"]
+__all__ = ["FlatModel", "FlatTokens", "LocalRunner", "slots"]
 
 
 class FlatModel(Protocol):
@@ -59,7 +59,7 @@ class FlatModel(Protocol):
         ...
 
 
-class Rows:
+class FlatTokens:
     """The tokens of a step side by side: what they are, where they stand and where they go.
 
     Args:
@@ -72,7 +72,7 @@ class Rows:
         self._position: list[int] = []
         self._slot: list[int] = []
         self.last: list[int] = []  # of every chunk: the row of its last token
-        self.contexts: list[Context] = []
+        self.contexts: list[RequestContext] = []
 
     def add(self, chunk: Chunk) -> None:
         """The tokens of a chunk."""
@@ -88,7 +88,7 @@ class Rows:
             self._slot += slots(blocks, range(first, stop), size)
         self.last.append(len(self._token) - 1)
         virtual = request.params.streams != 1
-        self.contexts.append(Context(first, chunk.length, blocks, virtual=virtual))
+        self.contexts.append(RequestContext(first, chunk.length, blocks, virtual=virtual))
 
     def add_tree(self, chunk: Chunk, tree: TokenTree) -> None:
         """Root and nodes: each has the place of its depth, and a slot of its own."""
@@ -97,7 +97,7 @@ class Rows:
         self._position += (first + tree.shape.depth).tolist()
         self._slot += slots(chunk.request.blocks, range(first, first + rows), self._size)
         self.last.append(len(self._token) - 1)
-        self.contexts.append(Context(first, rows, chunk.request.blocks, tree.shape.seen))
+        self.contexts.append(RequestContext(first, rows, chunk.request.blocks, tree.shape.seen))
 
     def fed(self, device: torch.device) -> Tensor:
         """Tokens, positions and slots [3, N]."""
@@ -138,7 +138,7 @@ class LocalRunner:
         attention: Ready | None = None,
         prompts: Ready | None = None,
         exact: bool = False,
-        hooks: Iterable[Hook] = (),
+        hooks: Iterable[EngineHook] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight = model.weight
@@ -179,16 +179,16 @@ class LocalRunner:
         """
         start = self._clock()
         if step.transfers or step.wait_for:
-            if not self.hooks.at(Hook.transfer):
+            if not self.hooks.at(EngineHook.transfer):
                 raise ServeError("the step copies blocks and no hook does; give it a mover")
-            self.hooks(Hook.transfer, step)
+            self.hooks(EngineHook.transfer, step)
         result = StepResult({})
         if step.chunks:
             with torch.inference_mode():
                 self.cache.clear(step.scrub)
                 self.cache.move(step.moves)
                 result = self._compute(step) if self.shared else self._contained(step)
-        over = [transferred() for transferred in self.hooks.at(Hook.transferred)]
+        over = [transferred() for transferred in self.hooks.at(EngineHook.transferred)]
         done = frozenset[int]().union(*over)
         return replace(result, seconds=self._clock() - start, done=done)
 
@@ -211,37 +211,37 @@ class LocalRunner:
 
     def _compute(self, step: Step) -> StepResult:
         # Single tokens first and longest context first, as attention wants them.
-        work = Pass(sorted(step.chunks, key=lambda chunk: (chunk.length > 1, -chunk.stop)))
+        work = ForwardPass(sorted(step.chunks, key=lambda chunk: (chunk.length > 1, -chunk.stop)))
         for chunk in work.chunks:
             self._check(chunk)
-        self.hooks(Hook.before_pass, work)
+        self.hooks(EngineHook.before_pass, work)
         asked = [chunk.request for chunk in work.chunks if chunk.yields]
         if work.plain and len(asked) == len(work.chunks):
-            for replay in self.hooks.at(Hook.replay):
+            for replay in self.hooks.at(EngineHook.replay):
                 logits_RV = replay(work)
                 if logits_RV is not None:
                     return self._chosen(logits_RV, asked)
         return self._passed(work, asked)
 
-    def _passed(self, work: Pass, asked: list[Request]) -> StepResult:
+    def _passed(self, work: ForwardPass, asked: list[Request]) -> StepResult:
         """Compute a pass, and choose the tokens of those that are asked for one."""
-        rows = Rows(self.cache.block_size)
+        rows = FlatTokens(self.cache.block_size)
         for chunk in work.chunks:
             rows.add(chunk)
         fed = rows.fed(self.cache.device)
         mixer = self._mixer(rows.contexts, fed[2])
         work.contexts, work.last = rows.contexts, rows.last
         work.rows = [row for chunk, row in zip(work.chunks, rows.last, strict=True) if chunk.yields]
-        self.hooks(Hook.lay_out, work)
+        self.hooks(EngineHook.lay_out, work)
         if work.rows != list(range(fed.shape[1])):
             work.needed = torch.tensor(work.rows, dtype=torch.int64, device=self.cache.device)
-        with self.hooks.within(Hook.around, work):
+        with self.hooks.within(EngineHook.around, work):
             hidden_RD = self.model.flat(fed[0], fed[1], mixer, work.needed)
         if hidden_RD is None:
             return StepResult({})
         logits_RV = self.model.logits(hidden_RD[: len(asked)]) if asked else None
         result = StepResult({}) if logits_RV is None else self._chosen(logits_RV, asked)
-        for computed in self.hooks.at(Hook.computed):
+        for computed in self.hooks.at(EngineHook.computed):
             result = computed(work, hidden_RD, result)
         return result
 
@@ -252,7 +252,7 @@ class LocalRunner:
             tokens=chosen.tokens, infos=chosen.infos, failed=chosen.failed, errors=chosen.errors
         )
 
-    def _mixer(self, contexts: list[Context], slots_N: Tensor) -> Mixer:
+    def _mixer(self, contexts: list[RequestContext], slots_N: Tensor) -> Mixer:
         """Attention of the tokens of one step; see :class:`PagedAttention`."""
         return PagedAttention(
             self.cache,

@@ -18,7 +18,7 @@ import socket
 import uvicorn
 
 from shoal.core.descriptors import free_descriptors, raise_descriptor_limit
-from shoal.serve.http.connection import Connection, connection
+from shoal.serve.http.connection import HttpConnection, connection
 from shoal.serve.http.limits import HttpLimits
 
 __all__ = ["BoundedServer"]
@@ -71,16 +71,16 @@ class BoundedServer(uvicorn.Server):
             acceptor.close()
         await super().shutdown(sockets)
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[HttpConnection]:
         """Those that are open."""
-        return [one for one in self.server_state.connections if isinstance(one, Connection)]
+        return [one for one in self.server_state.connections if isinstance(one, HttpConnection)]
 
-    def make(self) -> Connection:
+    def make(self) -> HttpConnection:
         """A connection, for a socket that was accepted."""
         made = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        assert isinstance(made, Connection)
+        assert isinstance(made, HttpConnection)
         made.on_lost = self._lost
         return made
 

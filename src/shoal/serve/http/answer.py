@@ -10,11 +10,11 @@ from shoal.ir.serving import FinishReason, Output, Request
 from shoal.serve.engine.client import EngineClient
 from shoal.serve.text.pieces import StopStrings, TextModel
 
-__all__ = ["Answer", "Entry", "Piece", "pieces"]
+__all__ = ["LogprobEntry", "ResponseBuilder", "ResponseDelta", "pieces"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogprobEntry:
     """Log probabilities at a token.
 
     Args:
@@ -31,7 +31,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Piece:
+class ResponseDelta:
     """What is new of an answer.
 
     Args:
@@ -43,14 +43,14 @@ class Piece:
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogprobEntry] = field(default_factory=list)
     finish: FinishReason | None = None
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.entries or self.finish)
 
 
-class Answer:
+class ResponseBuilder:
     """Turns the outputs of a request into pieces.
 
     Args:
@@ -77,7 +77,7 @@ class Answer:
         self._min_tokens = min_tokens
         self._decoded = 0
         self._sent = 0
-        self._held: list[Entry] = []
+        self._held: list[LogprobEntry] = []
         self.num_tokens = 0
         # Tokens of the prompt that were found in the cache when the answer began.
         self.num_cached = 0
@@ -85,11 +85,11 @@ class Answer:
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found, so that nothing may follow."""
-        return self._stops.found
+        return self._stops.matched
 
-    def feed(self, outputs: Sequence[Output]) -> Piece:
+    def feed(self, outputs: Sequence[Output]) -> ResponseDelta:
         """Take in what the engine gave; outputs after a stop string are left out."""
-        piece = Piece()
+        piece = ResponseDelta()
         text: list[str] = []
         for output in outputs:
             if not self.num_tokens:
@@ -103,7 +103,7 @@ class Answer:
                     info = output.infos[place]
                     top = tuple((self._model.token_bytes(t), value) for t, value in info.top)
                     raw = self._model.token_bytes(token)
-                    self._held.append(Entry(raw, info.logprob, top, self._decoded))
+                    self._held.append(LogprobEntry(raw, info.logprob, top, self._decoded))
                 new = self._text.feed(token)
                 self._decoded += len(new)
                 early = self.num_tokens < self._min_tokens
@@ -127,8 +127,8 @@ class Answer:
 
 
 async def pieces(
-    client: EngineClient, request: Request, answer: Answer, began: Callable[[float], None]
-) -> AsyncGenerator[Piece, None]:
+    client: EngineClient, request: Request, answer: ResponseBuilder, began: Callable[[float], None]
+) -> AsyncGenerator[ResponseDelta, None]:
     """The pieces of an answer as they come; leaving early aborts the request.
 
     Args:

@@ -37,20 +37,26 @@ from shoal.ir.serving import SamplingParams
 from shoal.serve.adapters.routes import ADAPTER_ROUTES, AdapterPlaces, AdapterRoutes
 from shoal.serve.engine.client import EngineClient
 from shoal.serve.http import openai
-from shoal.serve.http.answer import Answer, Piece, pieces
+from shoal.serve.http.answer import ResponseBuilder, ResponseDelta, pieces
 from shoal.serve.http.body import read_body
-from shoal.serve.http.door import Door
+from shoal.serve.http.concurrency import ConcurrencyLimit
+from shoal.serve.http.draining import DrainState
 from shoal.serve.http.embeddings import read_embeddings, written
 from shoal.serve.http.errors import ApiError, as_api_error, error_response
-from shoal.serve.http.guard import Access, Guard
+from shoal.serve.http.guard import AccessControl, HttpGuard
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.metrics import Metrics
-from shoal.serve.http.openai import Ask
+from shoal.serve.http.openai import ParsedRequest
 from shoal.serve.http.openapi import document
-from shoal.serve.http.seats import Seats
 from shoal.serve.http.stream import EventStream, events, gather, merge, until_gone
-from shoal.serve.http.traces import Traces
-from shoal.serve.http.writers import ChatWriter, CompletionWriter, Job, Prompt, Writer
+from shoal.serve.http.traces import RequestTracer
+from shoal.serve.http.writers import (
+    ChatWriter,
+    CompletionWriter,
+    GenerationJob,
+    PreparedPrompt,
+    ResponseWriter,
+)
 from shoal.serve.text.grammar_check import GrammarCheck
 from shoal.serve.text.pieces import READ_WHOLE, TextModel
 from shoal.serve.text.template import ChatTemplate, TemplateRenderer
@@ -84,9 +90,9 @@ def create_app(
     template: ChatTemplate,
     *,
     name: str,
-    access: Access | None = None,
+    access: AccessControl | None = None,
     limits: HttpLimits | None = None,
-    door: Door | None = None,
+    drain: DrainState | None = None,
     provider: TracerProvider | None = None,
     adapter_places: AdapterPlaces | None = None,
 ) -> FastAPI:
@@ -99,13 +105,13 @@ def create_app(
         name: what the model is called in requests.
         access: who may call.
         limits: what a request may ask for.
-        door: closed while the server drains.
+        drain: closed while the server drains.
         provider: who takes traces of requests; None for nobody.
         adapter_places: callers may load adapters from there, unload and merge them.
     """
     limits = limits or HttpLimits()
     metrics = Metrics(client, name)
-    traces = Traces(provider, name)
+    traces = RequestTracer(provider, name)
     service = _Service(client, text, template, name, limits, metrics, traces)
     app = FastAPI(
         title="Shoal", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
@@ -129,7 +135,7 @@ def create_app(
     if adapter_places is not None:
         AdapterRoutes(client, limits, name, adapter_places).add_to(app)
     app.state.stop = service.stop
-    protect(app, metrics.http, access=access, limits=limits, door=door)
+    protect(app, metrics.http, access=access, limits=limits, drain=drain)
     return app
 
 
@@ -137,9 +143,9 @@ def protect(
     app: FastAPI,
     count: Callable[[str, int], None],
     *,
-    access: Access | None,
+    access: AccessControl | None,
     limits: HttpLimits,
-    door: Door | None,
+    drain: DrainState | None,
 ) -> None:
     """Give every error of an application the one shape, and put the guard before it.
 
@@ -148,7 +154,7 @@ def protect(
         count: called with (route, status) of every request.
         access: who may call.
         limits: what a request may ask for.
-        door: closed while the server drains.
+        drain: closed while the server drains.
     """
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _http_error)
@@ -162,7 +168,11 @@ def protect(
         count(route if route in known else "other", status)
 
     app.add_middleware(
-        Guard, access=access or Access(), limits=limits, count=counted, door=door or Door()
+        HttpGuard,
+        access=access or AccessControl(),
+        limits=limits,
+        count=counted,
+        drain=drain or DrainState(),
     )
 
 
@@ -207,7 +217,7 @@ class _Service:
         name: str,
         limits: HttpLimits,
         metrics: Metrics,
-        traces: Traces,
+        traces: RequestTracer,
     ) -> None:
         self._traces = traces
         self._client = client
@@ -216,7 +226,7 @@ class _Service:
         self._name = name
         self._limits = limits
         self._metrics = metrics
-        self._seats = Seats(limits.open_requests)
+        self._answers = ConcurrencyLimit(limits.open_requests)
         self._grammars = GrammarCheck(limits)
         self._created = int(time.time())
         self._eos = client.model.eos_ids | {
@@ -303,7 +313,7 @@ class _Service:
         ]
         for tokens in prompts:
             self._check_prompt(tokens, 1, "input")
-        seat = self._seats.take(len(prompts))
+        seat = self._answers.take(len(prompts))
         name = f"embd-{secrets.token_hex(12)}"
         params = SamplingParams(max_tokens=1, pooling=asked.pooling)
 
@@ -359,11 +369,11 @@ class _Service:
         for prompt in ask.prompts:
             if isinstance(prompt, str):
                 tokens = await asyncio.to_thread(self._encode, prompt, "prompt")
-                prompts.append(Prompt(tokens, prompt))
+                prompts.append(PreparedPrompt(tokens, prompt))
             else:
                 wanted = ask.echo or ask.logprobs is not None
                 shown = await asyncio.to_thread(self._text.decode, prompt) if wanted else None
-                prompts.append(Prompt(prompt, shown))
+                prompts.append(PreparedPrompt(prompt, shown))
         job = self._job("cmpl-", await self._formed(ask), prompts)
         return await self._answer(request, job, CompletionWriter(job, ask.model))
 
@@ -376,7 +386,7 @@ class _Service:
         job = self._job("chatcmpl-", await self._formed(ask), [prompt], stops)
         return await self._answer(request, job, ChatWriter(job, ask.model))
 
-    async def _formed(self, ask: Ask) -> Ask:
+    async def _formed(self, ask: ParsedRequest) -> ParsedRequest:
         """With the grammar of the answer's form."""
         if ask.form is None:
             return ask
@@ -390,15 +400,17 @@ class _Service:
         grammar = await self._grammars.grammar(form, param)
         return replace(ask, sampling=replace(ask.sampling, grammar=grammar))
 
-    async def _render(self, ask: Ask) -> Prompt:
+    async def _render(self, ask: ParsedRequest) -> PreparedPrompt:
         tools = None if ask.tools is None else [dict(tool) for tool in ask.tools.given]
         return await self._rendered(ask.messages, {**ask.template_values, "tools": tools})
 
-    async def _rendered(self, messages: Sequence[dict[str, Any]], values: dict[str, Any]) -> Prompt:
+    async def _rendered(
+        self, messages: Sequence[dict[str, Any]], values: dict[str, Any]
+    ) -> PreparedPrompt:
         text = await self._template.render(messages, **values)
         special = self._template.template.special
         tokens = await asyncio.to_thread(self._encode, text, "messages", special=special)
-        return Prompt(tokens, None)
+        return PreparedPrompt(tokens, None)
 
     def _encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
         limit = self._client.model.max_position
@@ -416,7 +428,13 @@ class _Service:
             raise openai.too_long(count, 0, self._client.model, param=param, estimated=True)
         return tokens
 
-    def _job(self, prefix: str, ask: Ask, prompts: list[Prompt], stops: Sequence[str] = ()) -> Job:
+    def _job(
+        self,
+        prefix: str,
+        ask: ParsedRequest,
+        prompts: list[PreparedPrompt],
+        stops: Sequence[str] = (),
+    ) -> GenerationJob:
         stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
         # Whoever chooses must know how likely each answer is.
         choosing = ask.best_of > ask.n and ask.logprobs is None
@@ -434,7 +452,7 @@ class _Service:
                 for choice in range(ask.best_of)
             ]
         answers = [
-            Answer(
+            ResponseBuilder(
                 self._text,
                 (*ask.stops, *stops),
                 stop_ids,
@@ -443,9 +461,11 @@ class _Service:
             )
             for _ in params
         ]
-        return Job(prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers)
+        return GenerationJob(
+            prefix + secrets.token_hex(12), int(time.time()), ask, prompts, params, answers
+        )
 
-    def _check_logprobs(self, num_prompts: int, ask: Ask) -> int:
+    def _check_logprobs(self, num_prompts: int, ask: ParsedRequest) -> int:
         """Tokens of an answer whose log probabilities, with those of the others, stay in bounds."""
         if ask.logprobs is None:
             return self._client.model.max_position
@@ -460,7 +480,7 @@ class _Service:
             )
         return most
 
-    def _check_length(self, prompt: Prompt, ask: Ask) -> int:
+    def _check_length(self, prompt: PreparedPrompt, ask: ParsedRequest) -> int:
         """Room for new tokens behind a prompt."""
         wanted = ask.max_tokens or max(1, ask.sampling.min_tokens)
         wanted *= ask.sampling.workers  # whose tokens stand in each other's contexts
@@ -487,8 +507,10 @@ class _Service:
                 )
         return room
 
-    async def _answer(self, request: Request, job: Job, writer: Writer) -> Response:
-        seat = self._seats.take(len(job.params))
+    async def _answer(
+        self, request: Request, job: GenerationJob, writer: ResponseWriter
+    ) -> Response:
+        seat = self._answers.take(len(job.params))
         run = self._run(job, request.headers)
         if job.ask.stream:
             source = events(run, writer, usage=job.ask.include_usage)
@@ -498,8 +520,8 @@ class _Service:
             return JSONResponse(await until_gone(request.receive, gathered))
 
     async def _run(
-        self, job: Job, headers: Mapping[str, str]
-    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        self, job: GenerationJob, headers: Mapping[str, str]
+    ) -> AsyncGenerator[tuple[int, ResponseDelta], None]:
         """(index of the answer, piece) of all answers of a job, as they come."""
         timers = [
             self._metrics.begin(len(job.prompt_of(index).tokens), params.max_tokens, job.ask.n)
@@ -515,7 +537,7 @@ class _Service:
             n=job.ask.n,
         )
 
-        async def one(index: int) -> AsyncGenerator[tuple[int, Piece], None]:
+        async def one(index: int) -> AsyncGenerator[tuple[int, ResponseDelta], None]:
             timer, choice = timers[index], index % job.ask.best_of
             prompt = list(job.prompt_of(index).tokens)
             asked = Asked(

@@ -19,7 +19,7 @@ class ClientOptions:
         hang_s: s without an answer, or within one step, after which it is killed.
         backoff_s: s before the first restart; twice as long after each failure in a row.
         max_backoff_s: longest wait before a restart.
-        max_unread: outputs that a stream keeps for its reader before it is aborted.
+        max_queued: outputs that a stream keeps for its reader before it is aborted.
     """
 
     start_s: float = 600.0
@@ -27,9 +27,9 @@ class ClientOptions:
     hang_s: float = 120.0
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0
-    max_unread: int = 1024
+    max_queued: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("start_s", "ping_s", "hang_s", "backoff_s", "max_backoff_s", "max_unread"):
+        for name in ("start_s", "ping_s", "hang_s", "backoff_s", "max_backoff_s", "max_queued"):
             value = getattr(self, name)
             require(value > 0, f"engine.{name}", value, expected="more than 0", error=ServeError)

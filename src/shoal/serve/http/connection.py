@@ -23,10 +23,10 @@ from shoal.serve.http.strict import StrictBuffer
 if TYPE_CHECKING:
     from asyncio import Transport
 
-__all__ = ["Connection", "connection"]
+__all__ = ["HttpConnection", "connection"]
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection; the class made by :func:`connection` has the limits."""
 
     limits: HttpLimits
@@ -132,6 +132,6 @@ class Connection(H11Protocol):
         self.transport.abort()
 
 
-def connection(limits: HttpLimits) -> type[Connection]:
+def connection(limits: HttpLimits) -> type[HttpConnection]:
     """The class of connections with these limits, as uvicorn wants it."""
-    return type("LimitedConnection", (Connection,), {"limits": limits})
+    return type("LimitedConnection", (HttpConnection,), {"limits": limits})

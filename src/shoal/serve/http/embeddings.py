@@ -14,14 +14,14 @@ from shoal.serve.http.fields import Fields, wrong
 from shoal.serve.http.limits import HttpLimits
 from shoal.serve.http.openai import check_model, read_prompts
 
-__all__ = ["Texts", "read_embeddings", "written"]
+__all__ = ["EmbeddingInputs", "read_embeddings", "written"]
 
 # More than any model has; what this one has is known with its first vector.
 _MOST = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
+class EmbeddingInputs:
     """Texts that want vectors.
 
     Args:
@@ -43,7 +43,7 @@ class Texts:
 
 def read_embeddings(
     body: Mapping[str, Any], limits: HttpLimits, model: ModelInfo, served: Sequence[str]
-) -> Texts:
+) -> EmbeddingInputs:
     """A body of ``POST /v1/embeddings``.
 
     Raises:
@@ -57,7 +57,7 @@ def read_embeddings(
     pooling: Any = fields.get("pooling")
     if pooling not in (None, "mean", "last"):
         wrong("pooling", pooling, "mean or last")
-    return Texts(
+    return EmbeddingInputs(
         texts=read_prompts(fields.get("input"), limits, model, "input"),
         pooling=pooling or "mean",
         normalize=fields.get("normalize") is None or fields.flag("normalize"),
@@ -68,7 +68,7 @@ def read_embeddings(
 
 
 def written(
-    vectors: Sequence[Sequence[float]], texts: Texts, name: str, num_tokens: int
+    vectors: Sequence[Sequence[float]], texts: EmbeddingInputs, name: str, num_tokens: int
 ) -> dict[str, Any]:
     """The answer.
 

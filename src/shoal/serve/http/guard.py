@@ -20,11 +20,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.core.errors import ServeError, require
-from shoal.serve.http.door import Door
+from shoal.serve.http.draining import DrainState
 from shoal.serve.http.errors import ApiError, as_api_error, error_response
 from shoal.serve.http.limits import HttpLimits
 
-__all__ = ["Access", "Guard", "is_loopback"]
+__all__ = ["AccessControl", "HttpGuard", "is_loopback"]
 
 log = logging.getLogger("shoal.serve")
 
@@ -53,7 +53,7 @@ def is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Access:
+class AccessControl:
     """Who may call.
 
     Args:
@@ -92,7 +92,7 @@ class Access:
             )
 
 
-class Guard:
+class HttpGuard:
     """The outermost layer.
 
     Args:
@@ -100,20 +100,20 @@ class Guard:
         access: who may call.
         limits: sizes of headers.
         count: called with (path, status) of every request.
-        door: closed while the server drains.
+        drain: closed while the server drains.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        access: Access,
+        access: AccessControl,
         limits: HttpLimits,
         count: Callable[[str, int], None],
-        door: Door,
+        drain: DrainState,
     ) -> None:
         self._app = app
-        self._door = door
+        self._drain = drain
         self._limits = limits
         self._count = count
         self._origins = frozenset(access.origins)
@@ -176,18 +176,18 @@ class Guard:
             return
         if scope["path"] not in OPEN:
             self._check_key(headers)
-        if self._door.closed and scope["path"] not in _WHILE_DRAINING:
+        if self._drain.closed and scope["path"] not in _WHILE_DRAINING:
             raise ApiError(
                 "the server is stopping and takes no more requests; ask another one",
                 status=503,
                 code="draining",
                 retry_after_s=1,
             )
-        self._door.inside += 1
+        self._drain.inside += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._door.inside -= 1
+            self._drain.inside -= 1
 
     def _check_size(self, scope: Scope) -> None:
         fields: Sequence[tuple[bytes, bytes]] = scope["headers"]

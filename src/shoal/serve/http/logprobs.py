@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.serve.http.answer import Entry
+from shoal.serve.http.answer import LogprobEntry
 
 __all__ = ["chat_logprobs", "completion_logprobs", "usage"]
 
@@ -33,7 +33,7 @@ def _spell(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def chat_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     """Log probabilities as chats have them."""
 
     def one(raw: bytes, logprob: float) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def chat_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[Entry], start: int) -> dict[str, Any]:
+def completion_logprobs(entries: Sequence[LogprobEntry], start: int) -> dict[str, Any]:
     """Log probabilities as completions have them; texts stand behind a prompt of ``start``."""
     return {
         "tokens": [_spell(entry.raw) for entry in entries],

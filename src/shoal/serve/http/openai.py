@@ -20,7 +20,14 @@ from shoal.serve.text.messages import read_messages
 from shoal.serve.text.structured import Form, read_form
 from shoal.serve.text.tools import Tools, read_tools
 
-__all__ = ["Ask", "check_model", "read_chat", "read_completion", "read_prompts", "too_long"]
+__all__ = [
+    "ParsedRequest",
+    "check_model",
+    "read_chat",
+    "read_completion",
+    "read_prompts",
+    "too_long",
+]
 
 # Value that means "not used" -> what is given otherwise is refused.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -45,7 +52,7 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of the older endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """A request that was understood.
 
     Args:
@@ -262,7 +269,7 @@ def _stop_ids(value: Any, limits: HttpLimits, model: ModelInfo) -> frozenset[int
 
 def read_completion(
     body: Mapping[str, Any], limits: HttpLimits, model: ModelInfo, served: Sequence[str]
-) -> Ask:
+) -> ParsedRequest:
     """A body of ``POST /v1/completions``.
 
     Raises:
@@ -284,7 +291,7 @@ def read_completion(
     _check_batch(len(prompts), common["best_of"], limits)
     default = min(_DEFAULT_COMPLETION_TOKENS, model.max_position)
     most = fields.integer("max_tokens", 1, model.max_position, default)
-    return Ask(
+    return ParsedRequest(
         prompts=prompts,
         max_tokens=most,
         sampling=_sampling(fields, limits, model, max_tokens=most, logprobs=logprobs),
@@ -360,7 +367,7 @@ def too_long(
 
 def read_chat(
     body: Mapping[str, Any], limits: HttpLimits, model: ModelInfo, served: Sequence[str]
-) -> Ask:
+) -> ParsedRequest:
     """A body of ``POST /v1/chat/completions``.
 
     Raises:
@@ -395,7 +402,7 @@ def read_chat(
     _check_form(fields, common["form"])
     most = older if newer is None else newer
     logprobs = (top or 0) if wanted else None
-    return Ask(
+    return ParsedRequest(
         tools=tools,
         messages=read_messages(fields.get("messages"), limits),
         template_values=_template_values(fields.get("chat_template_kwargs")),

@@ -24,9 +24,9 @@ from shoal.core.parts import table
 from shoal.core.traits import traits
 from shoal.ir.serve_job import ServeJob
 from shoal.serve.engine.client import ClientOptions, EngineClient
-from shoal.serve.engine.launched import Launched, launch
+from shoal.serve.engine.launch import EngineProcess, launch
 from shoal.serve.engine.process import DEFAULT_FACTORY
-from shoal.serve.http.door import Door
+from shoal.serve.http.draining import DrainState
 from shoal.serve.http.limits import HttpLimits
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from shoal.serve.cluster.replicas import Replicas
-    from shoal.serve.http.guard import Access
+    from shoal.serve.http.guard import AccessControl
 
-__all__ = ["Backend", "Running", "ServerOptions", "running", "serve", "serve_at"]
+__all__ = ["Backend", "RunningServer", "ServerOptions", "running", "serve", "serve_at"]
 
 log = logging.getLogger("shoal.serve")
 
@@ -114,7 +114,7 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A server that answers.
 
     Args:
@@ -153,7 +153,7 @@ def serve_at(job: ServeJob, options: ServerOptions, listener: socket.socket) -> 
 
 
 def serve(
-    job: ServeJob, options: ServerOptions, *, ready: Callable[[Running], None] | None = None
+    job: ServeJob, options: ServerOptions, *, ready: Callable[[RunningServer], None] | None = None
 ) -> int | None:
     """Serve until Ctrl-C, SIGTERM or SIGHUP, and then until open answers have ended.
 
@@ -173,19 +173,19 @@ def serve(
 
 
 @contextlib.contextmanager
-def running(job: ServeJob, options: ServerOptions | None = None) -> Iterator[Running]:
+def running(job: ServeJob, options: ServerOptions | None = None) -> Iterator[RunningServer]:
     """A server in a thread of this process, for as long as the block takes.
 
     Raises:
         ShoalError: it does not start.
     """
     options = options or ServerOptions(port=0)
-    started: list[Running] = []
+    started: list[RunningServer] = []
     failed: list[BaseException] = []
     known = threading.Event()
     halt: list[Callable[[], None]] = []
 
-    def ready(server: Running) -> None:
+    def ready(server: RunningServer) -> None:
         started.append(server)
         known.set()
 
@@ -217,7 +217,7 @@ def running(job: ServeJob, options: ServerOptions | None = None) -> Iterator[Run
 @contextlib.contextmanager
 def _prepared(
     job: ServeJob, options: ServerOptions
-) -> Iterator[tuple[socket.socket, Launched | None]]:
+) -> Iterator[tuple[socket.socket, EngineProcess | None]]:
     """What a user may have got wrong is known before anything is loaded."""
     from shoal.serve.http.guard import is_loopback
 
@@ -285,8 +285,8 @@ async def _serve(
     job: ServeJob,
     options: ServerOptions,
     listener: socket.socket,
-    launched: Launched | None,
-    ready: Callable[[Running], None],
+    launched: EngineProcess | None,
+    ready: Callable[[RunningServer], None],
     halt: list[Callable[[], None]] | None = None,
 ) -> int | None:
     """Serve until told to stop; the number of the signal that did, if it was one."""
@@ -296,7 +296,7 @@ async def _serve(
     signals = _on_signals(loop, stop, caught)
     if halt is not None:
         halt.append(functools.partial(_call_soon, loop, stop.set))
-    door = Door()
+    door = DrainState()
     backend: Backend
     if launched is None:
         from shoal.serve.cluster.replicas import Replicas
@@ -315,7 +315,7 @@ async def _serve(
         if not starting.done():
             return next(iter(caught), None)
         app = starting.result()
-        address = Running(_address(options, listener), _name(job, options), backend)
+        address = RunningServer(_address(options, listener), _name(job, options), backend)
         # The router asks a replica for each request, which takes another connection.
         descriptors = 2 if launched is None else 1
         server = _uvicorn(app, options, descriptors)
@@ -346,7 +346,7 @@ def _name(job: ServeJob, options: ServerOptions) -> str:
 
 
 async def _start_engine(
-    job: ServeJob, options: ServerOptions, client: EngineClient, door: Door
+    job: ServeJob, options: ServerOptions, client: EngineClient, drain: DrainState
 ) -> FastAPI:
     """Everything that takes time, while the engine loads."""
     loading = asyncio.create_task(client.start())
@@ -377,14 +377,14 @@ async def _start_engine(
         name=_name(job, options),
         access=access,
         limits=options.limits,
-        door=door,
+        drain=drain,
         provider=provider,
         adapter_places=places,
     )
 
 
 async def _start_replicas(
-    job: ServeJob, options: ServerOptions, replicas: Replicas, door: Door
+    job: ServeJob, options: ServerOptions, replicas: Replicas, drain: DrainState
 ) -> FastAPI:
     from shoal.serve.cluster.router import create_router
 
@@ -397,7 +397,7 @@ async def _start_replicas(
         name=_name(job, options),
         access=access,
         limits=options.limits,
-        door=door,
+        drain=drain,
     )
 
 
@@ -421,13 +421,13 @@ def _uvicorn(app: FastAPI, options: ServerOptions, descriptors: int) -> uvicorn.
     return BoundedServer(config, limits=options.limits, descriptors=descriptors)
 
 
-def _access(options: ServerOptions) -> Access:
-    from shoal.serve.http.guard import Access, is_loopback
+def _access(options: ServerOptions) -> AccessControl:
+    from shoal.serve.http.guard import AccessControl, is_loopback
 
     # Whoever may call from elsewhere has a key; the names it uses cannot be known here.
     local = is_loopback(options.host)
     hosts = (options.host, *options.hosts) if local or options.hosts else ("*",)
-    return Access(key=options.key, hosts=hosts, origins=options.origins)
+    return AccessControl(key=options.key, hosts=hosts, origins=options.origins)
 
 
 @dataclass
@@ -437,13 +437,13 @@ class _Run:
     Args:
         server: of uvicorn.
         listener: where it listens.
-        door: closed when it is to end.
+        drain: closed when it is to end.
         grace_s: s that requests inside get to end.
     """
 
     server: uvicorn.Server
     listener: socket.socket
-    door: Door
+    drain: DrainState
     grace_s: float
 
     async def until(
@@ -475,10 +475,10 @@ class _Run:
 
     async def _drain(self, stop: asyncio.Event) -> None:
         """Let nobody in any more, and wait for those inside."""
-        self.door.closed = True
+        self.drain.closed = True
         stop.clear()
         end = time.monotonic() + self.grace_s
-        while self.door.inside and not stop.is_set() and time.monotonic() < end:
+        while self.drain.inside and not stop.is_set() and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
 
 

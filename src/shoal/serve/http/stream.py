@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.core.errors import ServeError
-from shoal.serve.http.answer import Piece
+from shoal.serve.http.answer import ResponseDelta
 from shoal.serve.http.errors import ApiError, as_api_error, error_body
-from shoal.serve.http.writers import Writer
+from shoal.serve.http.writers import ResponseWriter
 
 __all__ = ["EventStream", "events", "gather", "merge", "until_gone"]
 
@@ -88,11 +88,11 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def gather(
-    run: AsyncGenerator[tuple[int, Piece], None], writer: Writer, number: int
+    run: AsyncGenerator[tuple[int, ResponseDelta], None], writer: ResponseWriter, number: int
 ) -> dict[str, Any]:
     """All answers of a job, whole."""
     texts: list[list[str]] = [[] for _ in range(number)]
-    answers = [Piece() for _ in range(number)]
+    answers = [ResponseDelta() for _ in range(number)]
     async with contextlib.aclosing(run):
         async for index, piece in run:
             texts[index].append(piece.text)
@@ -111,7 +111,7 @@ def _event(value: Mapping[str, Any]) -> bytes:
 
 
 async def events(
-    run: AsyncGenerator[tuple[int, Piece], None], writer: Writer, *, usage: bool
+    run: AsyncGenerator[tuple[int, ResponseDelta], None], writer: ResponseWriter, *, usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a job.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
-__all__ = ["Operation", "Trace", "Traces", "exporting"]
+__all__ = ["Operation", "RequestSpan", "RequestTracer", "exporting"]
 
 Operation = Literal["chat", "text_completion", "embeddings"]
 
@@ -68,7 +68,7 @@ def exporting(endpoint: str) -> TracerProvider:
     return provider
 
 
-class Trace:
+class RequestSpan:
     """The span of one request; without a tracer, nothing.
 
     Args:
@@ -125,7 +125,7 @@ class Trace:
         span.end()
 
 
-class Traces:
+class RequestTracer:
     """Begins the spans of requests.
 
     Args:
@@ -149,7 +149,7 @@ class Traces:
         num_prompt: int,
         params: SamplingParams | None = None,
         n: int = 1,
-    ) -> Trace:
+    ) -> RequestSpan:
         """A request was understood.
 
         Args:
@@ -161,7 +161,7 @@ class Traces:
             n: answers of each prompt.
         """
         if self._tracer is None:
-            return Trace()
+            return RequestSpan()
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -183,7 +183,7 @@ class Traces:
                 "gen_ai.request.frequency_penalty": params.frequency_penalty,
                 "gen_ai.request.presence_penalty": params.presence_penalty,
             }
-        return Trace(
+        return RequestSpan(
             self._tracer.start_span(
                 f"{operation} {self._model}",
                 context=TraceContextTextMapPropagator().extract(headers),

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shoal.ir.serving import SamplingParams
-from shoal.serve.http.answer import Answer, Piece
+from shoal.serve.http.answer import ResponseBuilder, ResponseDelta
 from shoal.serve.http.logprobs import chat_logprobs, completion_logprobs, usage
-from shoal.serve.http.openai import Ask
-from shoal.serve.text.tools import CallReader
+from shoal.serve.http.openai import ParsedRequest
+from shoal.serve.text.tools import ToolCallReader
 
-__all__ = ["ChatWriter", "CompletionWriter", "Job", "Prompt", "Writer"]
+__all__ = ["ChatWriter", "CompletionWriter", "GenerationJob", "PreparedPrompt", "ResponseWriter"]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PreparedPrompt:
     """A prompt that is ready for the engine.
 
     Args:
@@ -30,7 +30,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """Everything that an HTTP request makes the engine do.
 
     Args:
@@ -44,12 +44,12 @@ class Job:
 
     id: str
     created: int
-    ask: Ask
-    prompts: list[Prompt]
+    ask: ParsedRequest
+    prompts: list[PreparedPrompt]
     params: list[SamplingParams]
-    answers: list[Answer]
+    answers: list[ResponseBuilder]
 
-    def prompt_of(self, index: int) -> Prompt:
+    def prompt_of(self, index: int) -> PreparedPrompt:
         """The prompt that an answer belongs to."""
         return self.prompts[index // self.ask.best_of]
 
@@ -62,7 +62,7 @@ class Job:
         )
 
 
-class Writer(Protocol):
+class ResponseWriter(Protocol):
     """How the pieces of a job become JSON."""
 
     def chunk(self, choices: list[dict[str, Any]], *, last: bool = False) -> dict[str, Any]:
@@ -73,11 +73,11 @@ class Writer(Protocol):
         """The choice that comes before an answer's first piece, if there is one."""
         ...
 
-    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+    def delta(self, index: int, piece: ResponseDelta) -> dict[str, Any] | None:
         """The choice of a piece; None if it has nothing to tell yet."""
         ...
 
-    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ResponseDelta]) -> dict[str, Any]:
         """All answers at once."""
         ...
 
@@ -88,7 +88,7 @@ class _Writer:
     kind = ""
     chunk_kind = ""
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: GenerationJob, name: str) -> None:
         self._job = job
         self._name = name
 
@@ -108,10 +108,10 @@ class _Writer:
             frame["usage"] = self._job.usage() if last else None
         return frame
 
-    def _silent(self, piece: Piece) -> bool:
+    def _silent(self, piece: ResponseDelta) -> bool:
         return not (piece.text or piece.entries or piece.finish or self._job.ask.token_ids)
 
-    def _ids(self, index: int, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
+    def _ids(self, index: int, piece: ResponseDelta, *, with_prompt: bool) -> dict[str, Any]:
         ids: dict[str, Any] = {} if self._job.params[index].workers == 1 else {"worker": index}
         if not self._job.ask.token_ids:
             return ids
@@ -128,13 +128,17 @@ class CompletionWriter(_Writer):
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The prompt, where it is echoed."""
-        return self._choice(index, Piece(text=self._echo(index))) if self._echo(index) else None
+        return (
+            self._choice(index, ResponseDelta(text=self._echo(index)))
+            if self._echo(index)
+            else None
+        )
 
-    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+    def delta(self, index: int, piece: ResponseDelta) -> dict[str, Any] | None:
         """A piece of text."""
         return None if self._silent(piece) else self._choice(index, piece)
 
-    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ResponseDelta]) -> dict[str, Any]:
         """All answers at once."""
         choices = []
         for place, index in enumerate(self._kept(answers)):
@@ -143,7 +147,7 @@ class CompletionWriter(_Writer):
             choices.append(choice)
         return {**self._frame(self.kind, choices), "usage": self._job.usage()}
 
-    def _kept(self, answers: Sequence[Piece]) -> list[int]:
+    def _kept(self, answers: Sequence[ResponseDelta]) -> list[int]:
         """The answers to give: of each prompt those that are likeliest by the token."""
         ask = self._job.ask
         if ask.best_of == ask.n:
@@ -162,7 +166,7 @@ class CompletionWriter(_Writer):
     def _echo(self, index: int) -> str:
         return (self._job.prompt_of(index).text or "") if self._job.ask.echo else ""
 
-    def _choice(self, index: int, piece: Piece, *, whole: bool = False) -> dict[str, Any]:
+    def _choice(self, index: int, piece: ResponseDelta, *, whole: bool = False) -> dict[str, Any]:
         wanted = self._job.ask.logprobs is not None
         start = len(self._job.prompt_of(index).text or "")
         return {
@@ -180,10 +184,10 @@ class ChatWriter(_Writer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: GenerationJob, name: str) -> None:
         super().__init__(job, name)
         tools = job.ask.tools is not None
-        self._readers = [CallReader() if tools else None for _ in job.params]
+        self._readers = [ToolCallReader() if tools else None for _ in job.params]
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Who speaks."""
@@ -194,7 +198,7 @@ class ChatWriter(_Writer):
             "finish_reason": None,
         }
 
-    def delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
+    def delta(self, index: int, piece: ResponseDelta) -> dict[str, Any] | None:
         """A piece of text, or calls."""
         if self._silent(piece):
             return None
@@ -212,12 +216,12 @@ class ChatWriter(_Writer):
             **self._ids(index, piece, with_prompt=False),
         }
 
-    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ResponseDelta]) -> dict[str, Any]:
         """All answers at once."""
         choices = [self._message(index, piece) for index, piece in enumerate(answers)]
         return {**self._frame(self.kind, choices), "usage": self._job.usage()}
 
-    def _message(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _message(self, index: int, piece: ResponseDelta) -> dict[str, Any]:
         text, _ = self._read(index, piece)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         reader = self._readers[index]
@@ -232,7 +236,7 @@ class ChatWriter(_Writer):
             **self._ids(index, piece, with_prompt=True),
         }
 
-    def _read(self, index: int, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+    def _read(self, index: int, piece: ResponseDelta) -> tuple[str, list[dict[str, Any]]]:
         """Words and parts of calls of a piece."""
         reader = self._readers[index]
         if reader is None:
@@ -240,12 +244,12 @@ class ChatWriter(_Writer):
         text, parts = reader.feed(piece.text, last=piece.finish is not None)
         return text, [part.as_json() for part in parts]
 
-    def _finish(self, index: int, piece: Piece) -> str | None:
+    def _finish(self, index: int, piece: ResponseDelta) -> str | None:
         reader, tools = self._readers[index], self._job.ask.tools
         # Of a function that the request named, the model has not chosen to call it.
         called = reader is not None and bool(reader.calls) and not (tools and tools.named)
         return "tool_calls" if called and piece.finish == "stop" else piece.finish
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: ResponseDelta) -> dict[str, Any] | None:
         wanted = self._job.ask.logprobs is not None
         return chat_logprobs(piece.entries) if wanted else None

@@ -27,7 +27,7 @@ from shoal.core.errors import RankError
 if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["Boundary"]
+__all__ = ["RankBoundary"]
 
 _TAG, _ACK = "activations", "taken"
 # Bytes before the states: ticket, tokens, ns when it was sent. A whole cache line, so that
@@ -36,7 +36,7 @@ _HEADER = 64
 _SLOTS = 2
 
 
-class Boundary:
+class RankBoundary:
     """One rank's ends of the pipeline.
 
     Args:

@@ -17,7 +17,7 @@ from shoal.core.errors import RankError, ShoalError
 from shoal.ir import Chunk, Copy, Request, Step, StepResult, TokenInfo, Transfer
 from shoal.serve.engine.wire import pack_params, unpack_params
 
-__all__ = ["Inbox", "Reader", "Writer", "pack_result", "unpack_result"]
+__all__ = ["CommandQueue", "CommandReader", "CommandWriter", "pack_result", "unpack_result"]
 
 
 class _Known:
@@ -29,7 +29,7 @@ class _Known:
         self.blocks: list[int] = []
 
 
-class Writer:
+class CommandWriter:
     """Turns steps into commands."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Writer:
         return [request.id, chunk.start, chunk.length, tokens, start, blocks]
 
 
-class Reader:
+class CommandReader:
     """Turns commands into steps again, on a rank."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Reader:
         return Step(tuple(chunks), transfers=transfers, moves=moves, scrub=scrub)
 
 
-class Inbox:
+class CommandQueue:
     """Commands that have come, given out in the order of their tickets whatever order they came in.
 
     Args:

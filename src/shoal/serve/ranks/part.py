@@ -24,7 +24,7 @@ from shoal.ir import Parallel, ServeJob
 from shoal.model import desync, ladder, parscale
 from shoal.model.attention import Mixer
 from shoal.model.feedforward import SwiGLU
-from shoal.model.transformer import Block, Transformer
+from shoal.model.transformer import Transformer, TransformerBlock
 from shoal.parallel.tensor.block import local_config
 from shoal.parallel.tensor.slices import slices, take, vocabulary_rows
 from shoal.parallel.vocab.layers import VocabularyTable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.parameters import Parameters
     from shoal.parallel.protocols import Comm
-    from shoal.serve.ranks.boundary import Boundary
+    from shoal.serve.ranks.boundary import RankBoundary
 
 __all__ = ["PartModel", "check_parts", "layers_of"]
 
@@ -135,7 +135,7 @@ class PartModel:
     """
 
     def __init__(
-        self, job: ServeJob, parameters: Parameters, tp: Comm, boundary: Boundary, layers: range
+        self, job: ServeJob, parameters: Parameters, tp: Comm, boundary: RankBoundary, layers: range
     ) -> None:
         from shoal.serve.engine.build import prepare
 
@@ -247,7 +247,7 @@ class PartModel:
 
     def _without_bias(self, block: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         """Take the biases away that come after a sum; of a ladder, one rank's share has them."""
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         if self.tp.world == 1 or (block.ladder and self.tp.rank == 0):
             return None, None
         found: list[Tensor | None] = []

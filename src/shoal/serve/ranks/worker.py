@@ -26,8 +26,8 @@ from shoal.ir import Parallel, ServeJob, StepResult
 from shoal.kernel.tensors import name_of
 from shoal.parallel.comm.ranks import ranks_of
 from shoal.serve.engine.wire import Decoder, encode
-from shoal.serve.ranks.boundary import Boundary
-from shoal.serve.ranks.commands import Inbox, Reader, pack_result
+from shoal.serve.ranks.boundary import RankBoundary
+from shoal.serve.ranks.commands import CommandQueue, CommandReader, pack_result
 
 if TYPE_CHECKING:
     from shoal.model.parameters import Parameters
@@ -45,7 +45,7 @@ class Rank:
         comm: all ranks of the engine.
         job: what to serve.
         parameters: of the whole model.
-        blocking: of :class:`~shoal.serve.ranks.boundary.Boundary`.
+        blocking: of :class:`~shoal.serve.ranks.boundary.RankBoundary`.
         latency_s: of the same, and of a sum over the ranks of a stage.
         sums: False leaves those out, to time the computation alone; the tokens are then wrong.
 
@@ -71,7 +71,7 @@ class Rank:
         ranks = ranks_of(comm, Parallel(tp=split.tp, pp=split.pp))
         self._config = parameters.config
         dtype = DTYPES[job.precision] or parameters.dtype
-        self._boundary = Boundary(
+        self._boundary = RankBoundary(
             ranks.pp, self._config.hidden, dtype, blocking=blocking, latency_s=latency_s
         )
         layers = layers_of(self._config.num_layers, ranks.pp.rank, split.pp)
@@ -86,7 +86,7 @@ class Rank:
         job: ServeJob,
         num_blocks: int,
         block_size: int,
-        inbox: Inbox,
+        inbox: CommandQueue,
         tell: Callable[[int, StepResult], None],
     ) -> None:
         """Compute the commands of ``inbox`` until the last.
@@ -102,11 +102,11 @@ class Rank:
             ShoalError: a step cannot be computed, or another rank is gone.
         """
         from shoal.model.parscale import heads_of
-        from shoal.serve.cache.host import HostCopies, HostStore, Mover
+        from shoal.serve.cache.host import HostCopyHook, HostMover, HostStore
         from shoal.serve.cache.paged import PagedCache
         from shoal.serve.engine.build import attention_kernel
-        from shoal.serve.engine.hooks import Hook
-        from shoal.serve.engine.pooling import Pooling
+        from shoal.serve.engine.hooks import EngineHook
+        from shoal.serve.engine.pooling import PoolingHook
         from shoal.serve.engine.runner import LocalRunner
         from shoal.serve.text.grammar import Grammars, vocabulary
 
@@ -120,11 +120,11 @@ class Rank:
             form=table("kv_format").build(job.kv_format, where="kv_format"),
         )
         size = self._config.vocab_size
-        hooks: list[Hook] = [Pooling(), Grammars(lambda: vocabulary(job, size))]
+        hooks: list[EngineHook] = [PoolingHook(), Grammars(lambda: vocabulary(job, size))]
         if job.host_tokens:
             # One rank answers for all of them, so on each they are over with their step.
-            mover = Mover(cache, HostStore(cache, job.host_tokens // block_size))
-            hooks.append(HostCopies(mover, at_once=True))
+            mover = HostMover(cache, HostStore(cache, job.host_tokens // block_size))
+            hooks.append(HostCopyHook(mover, at_once=True))
         runner = LocalRunner(
             self.model,
             cache,
@@ -134,7 +134,7 @@ class Rank:
             hooks=hooks,
         )
         runner.shared = job.parallel.world > 1
-        reader = Reader()
+        reader = CommandReader()
         while (command := inbox.take()) is not None:
             ticket = command["ticket"]
             self._boundary.expect(ticket, _tokens(command))
@@ -174,7 +174,7 @@ class _Controller:
         while data := self.socket.recv(_READ_BYTES):
             yield from decoder.feed(data)
 
-    def fill(self, inbox: Inbox) -> None:
+    def fill(self, inbox: CommandQueue) -> None:
         """Put all that comes into the inbox, until the controller is gone.
 
         Then nothing is left to do: whoever watches this process ends it, and tidies up.
@@ -203,7 +203,7 @@ def run(
         comm: all ranks of the engine.
         path: the Unix socket of the controller.
         job: what to serve.
-        blocking: of :class:`~shoal.serve.ranks.boundary.Boundary`.
+        blocking: of :class:`~shoal.serve.ranks.boundary.RankBoundary`.
         latency_s: of the same.
         sums: of :class:`Rank`.
 
@@ -222,7 +222,7 @@ def run(
     cache = controller.receive()
     found = parse(ServeJob, cache["job"], where="job")
     # The last command is one, too, beside those under way.
-    inbox = Inbox(found.parallel.depth + 1)
+    inbox = CommandQueue(found.parallel.depth + 1)
     threading.Thread(target=controller.fill, args=(inbox,), daemon=True).start()
     controller.send({"kind": "ready"})
 

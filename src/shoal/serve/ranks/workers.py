@@ -33,19 +33,19 @@ from shoal.core.parts import table
 from shoal.core.scratch import scratch
 from shoal.ir import (
     KVPart,
-    Limits,
     Output,
     PreemptPart,
+    SchedulerLimits,
     SchedulerPart,
     ServeJob,
     Step,
     StepResult,
 )
 from shoal.parallel.comm.processes import run_processes
-from shoal.plan.batching.schedulers.ahead import Open
+from shoal.plan.batching.schedulers.ahead import OpenScheduler
 from shoal.serve.engine.ahead import AheadEngine
 from shoal.serve.engine.wire import Decoder, encode
-from shoal.serve.ranks.commands import Writer, unpack_result
+from shoal.serve.ranks.commands import CommandWriter, unpack_result
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -83,7 +83,7 @@ class RankedRunner:
     Args:
         job: what to serve; ``parallel`` says by how many ranks.
         threads: of each rank.
-        blocking: of :class:`~shoal.serve.ranks.boundary.Boundary`, to compare with.
+        blocking: of :class:`~shoal.serve.ranks.boundary.RankBoundary`, to compare with.
         latency_s: of the same, to emulate a slower link between stages, and between the ranks of
             one for the sums of its layers.
         sums: of :class:`~shoal.serve.ranks.worker.Rank`; False to time the computation alone.
@@ -107,7 +107,7 @@ class RankedRunner:
     ) -> None:
         self.depth = job.parallel.depth
         self._hang_s = hang_s
-        self._writer = Writer()
+        self._writer = CommandWriter()
         self._under_way: deque[int] = deque()
         self._failure: BaseException | None = None
         self._closing = False
@@ -322,7 +322,7 @@ class RankedEngine(AheadEngine):
         **options: of :class:`~shoal.serve.engine.loop.Engine`.
     """
 
-    def __init__(self, scheduler: Open, runner: RankedRunner, **options: Any) -> None:
+    def __init__(self, scheduler: OpenScheduler, runner: RankedRunner, **options: Any) -> None:
         super().__init__(scheduler, runner, **options)
         self.ranks = runner
 
@@ -362,9 +362,9 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
     Raises:
         ShoalError: the model cannot be split so, or a part or a limit of the job cannot be.
     """
-    from shoal.serve.cache.host import HostCopies
+    from shoal.serve.cache.host import HostCopyHook
     from shoal.serve.engine.build import DTYPES, concrete
-    from shoal.serve.engine.pooling import Pooling
+    from shoal.serve.engine.pooling import PoolingHook
     from shoal.serve.ranks.part import check_parts
 
     check_parts(job, config)
@@ -378,7 +378,7 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
         assert job.kv_tokens is not None and job.max_position is not None
         kv_part: KVPart = table("kv").build(job.kv, where="kv")
         kv = kv_part.build(job.kv_tokens)
-        limits = Limits(
+        limits = SchedulerLimits(
             max_running=job.max_running,
             max_step_tokens=job.max_step_tokens,
             max_position=job.max_position,
@@ -386,9 +386,12 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
         preempt: PreemptPart = table("preempt").build(job.preempt, where="preempt")
         preemption = preempt.build(kv, limits, host_tokens=job.host_tokens or 0)
         chosen: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
-        scheduler = cast("Open", chosen.build(kv, limits, preemption))
+        scheduler = cast("OpenScheduler", chosen.build(kv, limits, preemption))
         runner.allocate(job, kv.num_blocks, kv.block_size)
-        hooks = (HostCopies(), Pooling())  # the ranks copy and pool; here it is counted and told
+        hooks = (
+            HostCopyHook(),
+            PoolingHook(),
+        )  # the ranks copy and pool; here it is counted and told
         return RankedEngine(scheduler, runner, kv=kv, vocab_size=config.vocab_size, hooks=hooks)
     except BaseException:
         runner.close()

@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.core import children
-from shoal.serve.engine.launched import PRIVATE
+from shoal.serve.engine.launch import PRIVATE
 from shoal.serve.engine.wire import Decoder, encode
 
-__all__ = ["Confined", "answer_all"]
+__all__ = ["ConfinedProcess", "answer_all"]
 
 _READ_BYTES = 2**16
 _START_S = 30.0
 
 
-class Confined:
+class ConfinedProcess:
     """A process that answers questions one by one.
 
     Args:

@@ -29,14 +29,14 @@ import numpy as np
 from shoal.core.errors import ServeError, ShoalError
 from shoal.core.extras import import_extra
 from shoal.ir import Request, ServeJob
-from shoal.serve.engine.hooks import Hook
+from shoal.serve.engine.hooks import EngineHook
 from shoal.serve.text.calls import CALL_BEGIN, CALL_END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from torch import Tensor
 
-    from shoal.serve.engine.build import Building
+    from shoal.serve.engine.build import EngineBuilder
 
 __all__ = [
     "GrammarError",
@@ -215,7 +215,7 @@ def _no_vocabulary() -> Vocabulary:
     raise ServeError("this engine has no tokenizer; leave the form of the answer out")
 
 
-class Grammars(Hook):
+class Grammars(EngineHook):
     """Which tokens may come next, for requests with a grammar.
 
     Args:
@@ -225,12 +225,12 @@ class Grammars(Hook):
     place: ClassVar[str] = "grammar"
 
     def __init__(self, vocabulary: Callable[[], Vocabulary] = _no_vocabulary) -> None:
-        from shoal.serve.engine.adjust import Book
+        from shoal.serve.engine.adjust import RequestHistory
 
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
         self._compiled = lru_cache(maxsize=_COMPILED)(self._compile)
-        self._matchings: Book[_Matching] = Book(
+        self._matchings: RequestHistory[_Matching] = RequestHistory(
             lambda request: _Matching(request, self._compiled(_grammar(request)).deep_copy())
         )
 
@@ -241,7 +241,7 @@ class Grammars(Hook):
     def adjust(
         self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
     ) -> Mapping[str, str]:
-        """See :class:`~shoal.serve.engine.hooks.Hook`."""
+        """See :class:`~shoal.serve.engine.hooks.EngineHook`."""
         import torch
 
         formed = [requests[row] for row in rows]
@@ -315,7 +315,7 @@ def vocabulary(job: ServeJob, vocab_size: int) -> Vocabulary:
     )
 
 
-def grammars_of(built: Building) -> Grammars:
+def grammars_of(built: EngineBuilder) -> Grammars:
     """Of every engine: a request says whether its answer has a form."""
     # Not of ``built`` as a whole: it holds the model, whose layers may be let go of.
     job, size = built.job, built.model.config.vocab_size

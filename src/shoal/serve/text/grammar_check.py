@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.serve.http.errors import ApiError
 from shoal.serve.http.limits import HttpLimits
-from shoal.serve.text.confined import Confined
+from shoal.serve.text.confined import ConfinedProcess
 
 __all__ = ["GrammarCheck"]
 
@@ -28,7 +28,7 @@ class GrammarCheck:
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
         self._waiting = 0
-        self._worker = Confined("shoal.serve.text.grammar_worker", limits.grammar_s)
+        self._worker = ConfinedProcess("shoal.serve.text.grammar_worker", limits.grammar_s)
         self._known: OrderedDict[str, str] = OrderedDict()
 
     async def grammar(self, form: Mapping[str, Any], param: str) -> str:

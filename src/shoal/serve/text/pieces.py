@@ -122,11 +122,11 @@ class StopStrings:
         self._keep = keep
         self._held = ""
         self._longest = max(map(len, self._stops), default=0)
-        self.found = False
+        self.matched = False
 
     def feed(self, piece: str) -> str:
         """The text that can leave; nothing more once :attr:`found` is true."""
-        if self.found or not piece:
+        if self.matched or not piece:
             return ""
         if not self._stops:
             return piece
@@ -137,7 +137,7 @@ class StopStrings:
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best = (start + len(stop), start)
         if best is not None:
-            self.found = True
+            self.matched = True
             self._held = ""
             return text[: best[0] if self._keep else best[1]]
         keep = self._begun(text)

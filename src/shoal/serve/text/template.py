@@ -20,7 +20,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.core.errors import ModelError, ServeError
-from shoal.serve.text.confined import Confined
+from shoal.serve.text.confined import ConfinedProcess
 from shoal.serve.text.folder import read_json, read_text
 
 __all__ = ["PLAIN", "ChatTemplate", "TemplateLimitError", "TemplateRenderer", "load_template"]
@@ -224,7 +224,7 @@ class TemplateRenderer:
 
     def __init__(self, template: ChatTemplate, *, seconds: float = MAX_RENDER_S) -> None:
         self.template, self._seconds = template, seconds
-        self._worker = Confined("shoal.serve.text.template_worker", seconds)
+        self._worker = ConfinedProcess("shoal.serve.text.template_worker", seconds)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
         """The prompt for an answer to the messages; see :meth:`ChatTemplate.render`.

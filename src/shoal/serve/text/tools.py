@@ -24,7 +24,7 @@ from shoal.serve.http.limits import HttpLimits
 from shoal.serve.text.calls import CALL_BEGIN, CALL_END
 from shoal.serve.text.structured import Form
 
-__all__ = ["Call", "CallPart", "CallReader", "Tools", "read_call", "read_tools"]
+__all__ = ["ToolCall", "ToolCallDelta", "ToolCallReader", "Tools", "read_call", "read_tools"]
 
 # What comes before the arguments of a call, with its name.
 _HEAD = re.compile(
@@ -49,7 +49,7 @@ class Tools:
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A call that an answer makes.
 
     Args:
@@ -148,7 +148,7 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 @dataclass
-class CallPart:
+class ToolCallDelta:
     """What is new of a call.
 
     Args:
@@ -159,7 +159,7 @@ class CallPart:
 
     place: int
     arguments: str
-    call: Call | None = None
+    call: ToolCall | None = None
 
     def as_json(self) -> dict[str, Any]:
         """As a chunk of a stream has it."""
@@ -168,7 +168,7 @@ class CallPart:
         return {"index": self.place, **replace(self.call, arguments=self.arguments).as_json()}
 
 
-class CallReader:
+class ToolCallReader:
     """Parts the text of an answer, as it comes, into words and calls.
 
     A call has begun when its name and the first sign of its arguments are there. From then on
@@ -180,9 +180,9 @@ class CallReader:
         self._inside = False
         self._behind = False
         self._nesting: _Nesting | None = None
-        self.calls: list[Call] = []
+        self.calls: list[ToolCall] = []
 
-    def feed(self, text: str, *, last: bool = False) -> tuple[str, list[CallPart]]:
+    def feed(self, text: str, *, last: bool = False) -> tuple[str, list[ToolCallDelta]]:
         """Words that are certain, and what is new of calls.
 
         Args:
@@ -191,7 +191,7 @@ class CallReader:
         """
         self._held += text
         words: list[str] = []
-        parts: list[CallPart] = []
+        parts: list[ToolCallDelta] = []
 
         def say(text: str) -> None:
             # Blanks behind a call part it from what follows, and are no words.
@@ -232,7 +232,7 @@ class CallReader:
             self._held = self._held[len(self._held) - keep :]
         return "".join(words), parts
 
-    def _open(self, parts: list[CallPart]) -> None:
+    def _open(self, parts: list[ToolCallDelta]) -> None:
         """Begin a call whose arguments have begun."""
         head = _HEAD.match(self._held)
         if head is None:
@@ -243,13 +243,13 @@ class CallReader:
             return
         self._held = self._held[head.end() :]
         self._nesting = _Nesting()
-        self._add(Call(_call_id(), name, ""), parts)
+        self._add(ToolCall(_call_id(), name, ""), parts)
 
-    def _add(self, call: Call, parts: list[CallPart]) -> None:
-        parts.append(CallPart(len(self.calls), call.arguments, call))
+    def _add(self, call: ToolCall, parts: list[ToolCallDelta]) -> None:
+        parts.append(ToolCallDelta(len(self.calls), call.arguments, call))
         self.calls.append(call)
 
-    def _pass_on(self, nesting: _Nesting, parts: list[CallPart]) -> bool:
+    def _pass_on(self, nesting: _Nesting, parts: list[ToolCallDelta]) -> bool:
         """Take what is here of the arguments; whether they are whole."""
         end = nesting.end(self._held)
         new, self._held = self._held[:end], self._held[end:]
@@ -259,7 +259,7 @@ class CallReader:
             if parts and parts[-1].place == len(self.calls) - 1:
                 parts[-1].arguments += new
             else:
-                parts.append(CallPart(len(self.calls) - 1, new))
+                parts.append(ToolCallDelta(len(self.calls) - 1, new))
         return nesting.closed
 
 
@@ -302,7 +302,7 @@ def _begun(text: str) -> int:
     return 0
 
 
-def _parse(text: str) -> Call | None:
+def _parse(text: str) -> ToolCall | None:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -312,7 +312,7 @@ def _parse(text: str) -> Call | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return Call(_call_id(), value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(_call_id(), value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def _call_id() -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shoal.serve.watch.scrape import Scrape, quantile
-from shoal.serve.watch.upstream import Health, Upstream
+from shoal.serve.watch.upstream import ServerHealth, Upstream
 
 __all__ = ["WINDOW_S", "Moment", "Watch"]
 
@@ -69,9 +69,9 @@ class Watch:
         self._pages: deque[tuple[float, Scrape]] = deque()
         self._moments: deque[Moment] = deque()
         self._asked = -math.inf
-        self.health = Health(answers=False, ready=False, told="not asked yet")
+        self.health = ServerHealth(answers=False, ready=False, message="not asked yet")
 
-    def look(self) -> tuple[Health, tuple[Moment, ...]]:
+    def look(self) -> tuple[ServerHealth, tuple[Moment, ...]]:
         """How the server is, and how it was, oldest first; asks it if that is due."""
         with self._asking:
             if self._clock() - self._asked >= EVERY_S:

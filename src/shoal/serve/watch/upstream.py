@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from shoal.core.errors import ServeError, require
 from shoal.serve.watch.scrape import Scrape
 
-__all__ = ["Health", "Piece", "Token", "Upstream"]
+__all__ = ["AnswerDelta", "ServerHealth", "Token", "Upstream"]
 
 MAX_ANSWER = 4 * 2**20
 MAX_TOKENS = 512
@@ -52,20 +52,20 @@ MEANS = {
 
 
 @dataclass(frozen=True)
-class Health:
+class ServerHealth:
     """How the server is.
 
     Args:
         answers: it answered at all.
         ready: it takes requests.
-        told: in words, what it said or why it did not.
+        message: in words, what it said or why it did not.
         models: names of its models.
         metrics: (what, value, unit), in plain words.
     """
 
     answers: bool
     ready: bool
-    told: str
+    message: str
     models: tuple[str, ...] = ()
     metrics: tuple[tuple[str, float, str], ...] = ()
 
@@ -86,7 +86,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerDelta:
     """What has come of an answer.
 
     Args:
@@ -125,17 +125,17 @@ class Upstream:
             expected="printable ASCII",
         )
 
-    def health(self, timeout_s: float = 0.2) -> Health:
+    def health(self, timeout_s: float = 0.2) -> ServerHealth:
         """Whether it is ready; quick, for every page."""
         try:
             status, text = self._get("/health", timeout_s)
         except ServeError as cause:
-            return Health(answers=False, ready=False, told=str(cause))
+            return ServerHealth(answers=False, ready=False, message=str(cause))
         if status == 200:
-            return Health(answers=True, ready=True, told="ready")
-        return Health(answers=True, ready=False, told=self._complaint(status, text))
+            return ServerHealth(answers=True, ready=True, message="ready")
+        return ServerHealth(answers=True, ready=False, message=self._complaint(status, text))
 
-    def state(self, timeout_s: float = 1.0) -> Health:
+    def state(self, timeout_s: float = 1.0) -> ServerHealth:
         """How it is, with its models."""
         health = self.health(timeout_s)
         if not health.answers:
@@ -143,19 +143,21 @@ class Upstream:
         try:
             status, text = self._get("/v1/models", timeout_s)
         except ServeError as cause:
-            return Health(answers=True, ready=False, told=str(cause))
+            return ServerHealth(answers=True, ready=False, message=str(cause))
         if status != 200:
             told = self._complaint(status, text)
-            return Health(answers=True, ready=health.ready, told=f"{health.told}; {told}")
+            return ServerHealth(
+                answers=True, ready=health.ready, message=f"{health.message}; {told}"
+            )
         try:
             models = tuple(str(model["id"]) for model in json.loads(text)["data"])
         except (ValueError, KeyError, TypeError):
-            return Health(
-                answers=True, ready=False, told=f"{self.url} lists no models; is it shoal serve?"
+            return ServerHealth(
+                answers=True, ready=False, message=f"{self.url} lists no models; is it shoal serve?"
             )
-        return Health(True, health.ready, health.told, models)
+        return ServerHealth(True, health.ready, health.message, models)
 
-    def numbers(self, timeout_s: float = 1.0) -> tuple[Health, Scrape | None]:
+    def numbers(self, timeout_s: float = 1.0) -> tuple[ServerHealth, Scrape | None]:
         """How it is, and its page of metrics; None if it gives none, and then it says why."""
         health = self.health(timeout_s)
         if not health.answers:
@@ -163,14 +165,14 @@ class Upstream:
         try:
             status, text = self._get("/metrics", timeout_s)
         except ServeError as cause:
-            return Health(answers=False, ready=False, told=str(cause)), None
+            return ServerHealth(answers=False, ready=False, message=str(cause)), None
         if status != 200:
-            return Health(True, False, self._complaint(status, text)), None
+            return ServerHealth(True, False, self._complaint(status, text)), None
         page = Scrape.of(text)
         if not page.sums:
             told = f"{self.url} has no metrics of Shoal; is it shoal serve?"
-            return Health(answers=True, ready=False, told=told), None
-        return Health(True, health.ready, health.told, metrics=_in_words(page)), page
+            return ServerHealth(answers=True, ready=False, message=told), None
+        return ServerHealth(True, health.ready, health.message, metrics=_in_words(page)), page
 
     def workers(self, timeout_s: float = 1.0) -> str:
         """What its concurrent workers see now, as it says it.
@@ -183,7 +185,7 @@ class Upstream:
             raise ServeError(self._complaint(status, text))
         return text
 
-    def stream(self, model: str, messages: list[dict[str, str]]) -> Iterator[Piece]:
+    def stream(self, model: str, messages: list[dict[str, str]]) -> Iterator[AnswerDelta]:
         """Pieces of the answer as they come.
 
         What a model has no room for any more, the oldest messages, is left out.
@@ -236,7 +238,7 @@ class Upstream:
         room = found.get(model)
         return model, room if isinstance(room, int) and room > 0 else None
 
-    def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[Piece]:
+    def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[AnswerDelta]:
         left = MAX_ANSWER
         while line := answer.readline(min(left, 65536)):
             left -= len(line)
@@ -252,7 +254,7 @@ class Upstream:
                 if "error" in event:
                     raise ServeError(str(event["error"]["message"]))
                 for choice in event["choices"]:
-                    piece = Piece(str(choice["delta"].get("content") or ""), _tokens(choice))
+                    piece = AnswerDelta(str(choice["delta"].get("content") or ""), _tokens(choice))
                     if piece.text or piece.tokens:
                         yield piece
             except (ValueError, KeyError, TypeError, AttributeError) as cause:

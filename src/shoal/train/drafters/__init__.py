@@ -1,6 +1,6 @@
 """Training what drafts for a model: a job with ``job: drafter``.
 
-The door: the table of its parts. ``run.execute`` is the run; ``texts`` and ``features`` are what
+The table of its parts. ``run.execute`` is the run; ``texts`` and ``features`` are what
 all kinds of drafter read, ``calibrate`` says how often their guesses are right.
 """
 
@@ -11,10 +11,10 @@ __all__ = ["DRAFTERS"]
 DRAFTERS = PartTable(
     "drafter",
     {
-        "medusa": "shoal.train.drafters.medusa:Medusa",
-        "falcon": "shoal.train.drafters.falcon:Falcon",
-        "ppd": "shoal.train.drafters.ppd:Ppd",
-        "dovetail": "shoal.train.drafters.dovetail:Dovetail",
+        "medusa": "shoal.train.drafters.medusa:MedusaTraining",
+        "falcon": "shoal.train.drafters.falcon:FalconTraining",
+        "ppd": "shoal.train.drafters.ppd:PpdTraining",
+        "dovetail": "shoal.train.drafters.dovetail:DovetailTraining",
     },
     about=(
         "What is trained to guess tokens for a model. Chosen by the key `drafter` of a job "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
-from shoal.cost.price.rates import Rates
+from shoal.cost.price.rates import RankRates
 from shoal.cost.training.memory import RUNTIME_BYTES
 from shoal.ir import Estimate, Interval, Machine, ModelShape, Parallel
 from shoal.ir.drafting import DrafterJob, DrafterWork
@@ -46,7 +46,7 @@ def priced(
         passing: values written and read once, and not kept, for one token.
     """
     job, shape = work.job, work.shape
-    rates = Rates(machine, Parallel(), job.threads)
+    rates = RankRates(machine, Parallel(), job.threads)
     tokens = job.batch * job.seq_len
     width = 2.0 if job.precision == "bf16" else 4.0
     matmul = flops_per_token * tokens / rates.matmul_curve(job.precision)(shape.hidden)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.train.drafters.features import Features
-from shoal.train.drafters.protocols import Learner
+from shoal.train.drafters.protocols import DrafterLearner
 
 __all__ = ["RANKS", "calibrate", "judged", "places_of", "right"]
 
@@ -50,7 +50,7 @@ def places_of(seq_len: int, prompt: int, levels: int, most: int = PLACES) -> lis
 
 @torch.no_grad()
 def calibrate(
-    learner: Learner,
+    learner: DrafterLearner,
     features: Features,
     dtype: torch.dtype,
     levels: int,

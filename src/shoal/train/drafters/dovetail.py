@@ -17,13 +17,13 @@ from shoal.train.drafters.base import check_levels, priced
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.train.drafters.protocols import Learner
+    from shoal.train.drafters.protocols import DrafterLearner
 
-__all__ = ["Dovetail"]
+__all__ = ["DovetailTraining"]
 
 
 @part
-class Dovetail:
+class DovetailTraining:
     """A drafter of features, one a pass, made deeper where verifying is dear.
 
     Args:
@@ -78,7 +78,7 @@ class Dovetail:
         """
         check_levels(job, shape, self.depth, "dovetail.depth")
 
-    def begin(self, target: Transformer, job: DrafterJob) -> Learner:
+    def begin(self, target: Transformer, job: DrafterJob) -> DrafterLearner:
         """A fresh net; embedding and head are the target's."""
         from shoal.train.drafters.run.feature import FeatureLearner, FeatureLoss
         from shoal.train.drafters.run.fresh import fusion

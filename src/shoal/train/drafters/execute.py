@@ -37,7 +37,7 @@ from shoal.model.drafters.files import (
 from shoal.plan.saved import check_device
 from shoal.train.drafters.calibrate import calibrate
 from shoal.train.drafters.features import Features, prepare_features
-from shoal.train.drafters.protocols import DrafterPart, Learner
+from shoal.train.drafters.protocols import DrafterLearner, DrafterPart
 from shoal.train.drafters.states import load_state, save_state
 from shoal.train.layout import RunDir
 
@@ -165,7 +165,7 @@ def _run(
 def train_steps(
     job: DrafterJob,
     features: Features,
-    learner: Learner,
+    learner: DrafterLearner,
     *,
     state: Path,
     resume: bool,

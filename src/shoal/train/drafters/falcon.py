@@ -17,13 +17,13 @@ from shoal.train.drafters.base import check_levels, priced
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.train.drafters.protocols import Learner
+    from shoal.train.drafters.protocols import DrafterLearner
 
-__all__ = ["Falcon"]
+__all__ = ["FalconTraining"]
 
 
 @part
-class Falcon:
+class FalconTraining:
     """An LSTM and one block over features, whose last k places give the next k features.
 
     Args:
@@ -99,7 +99,7 @@ class Falcon:
             expected=f"at least k = {self.k}, the places that a pass reads",
         )
 
-    def begin(self, target: Transformer, job: DrafterJob) -> Learner:
+    def begin(self, target: Transformer, job: DrafterJob) -> DrafterLearner:
         """A fresh net; embedding and head are the target's."""
         from shoal.train.drafters.run.feature import FeatureLearner, FeatureLoss
         from shoal.train.drafters.run.fresh import falcon

@@ -34,10 +34,10 @@ from shoal.corpora import CORPORA
 from shoal.corpora.tokens import prepare
 from shoal.ir.drafting import DrafterJob
 from shoal.model.transformer import Transformer
-from shoal.train.drafters.protocols import Rows
+from shoal.train.drafters.protocols import TargetRows
 from shoal.train.drafters.texts import continued, windows
 
-__all__ = ["Features", "Index", "key_of", "open_features", "prepare_features"]
+__all__ = ["FeatureIndex", "Features", "key_of", "open_features", "prepare_features"]
 
 Progress = Callable[[int, int, str], None]
 
@@ -49,7 +49,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _PARTS = ("train", "judged")
 
 
-class Index(Value):
+class FeatureIndex(Value):
     """What ``index.json`` holds.
 
     Args:
@@ -93,14 +93,14 @@ class Features:
         index: its index, already checked.
     """
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Path, index: FeatureIndex) -> None:
         self.path, self.index = path, index
         self._maps = {
             name: np.memmap(path / name, dtype={2: "<u2", 4: "<i4"}[size], mode="r", shape=shape)
             for name, (shape, size) in index.files().items()
         }
 
-    def rows(self, part: str, numbers: Sequence[int], dtype: torch.dtype) -> Rows:
+    def rows(self, part: str, numbers: Sequence[int], dtype: torch.dtype) -> TargetRows:
         """Some sequences.
 
         Args:
@@ -111,7 +111,7 @@ class Features:
         some = np.asarray(numbers)
         tokens = torch.from_numpy(self._maps[f"{part}.tokens.bin"][some].astype(np.int64))
         raw = torch.from_numpy(self._maps[f"{part}.hidden.bin"][some])
-        return Rows(tokens, raw.view(_DTYPES[self.index.dtype]).to(dtype))
+        return TargetRows(tokens, raw.view(_DTYPES[self.index.dtype]).to(dtype))
 
 
 def key_of(job: DrafterJob, target: str, tokenizer: str) -> tuple[str, str]:
@@ -189,7 +189,7 @@ def _compute(
     path: Path, job: DrafterJob, target: Transformer, fingerprint: str, text: str, say: Progress
 ) -> None:
     prompts, judged = _prompts(job, target, say)
-    index = Index(
+    index = FeatureIndex(
         format=FORMAT,
         target=fingerprint,
         train=len(prompts),
@@ -282,7 +282,7 @@ def open_features(path: Path) -> Features:
     """
     source = path / INDEX
     try:
-        index = parse(Index, json.loads(source.read_bytes()), where=str(source))
+        index = parse(FeatureIndex, json.loads(source.read_bytes()), where=str(source))
         for name, (shape, size) in index.files().items():
             there, wanted = (path / name).stat().st_size, int(np.prod(shape)) * size
             if there != wanted:

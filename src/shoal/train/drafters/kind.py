@@ -22,11 +22,11 @@ from shoal.ir import (
     Watch,
 )
 
-__all__ = ["Drafter"]
+__all__ = ["DrafterKind"]
 
 
 @part
-class Drafter:
+class DrafterKind:
     """Train a draft model for a target model, which itself does not change."""
 
     summary: ClassVar = "train a draft model for speculative decoding"

@@ -17,13 +17,13 @@ from shoal.train.drafters.base import check_levels, priced
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.train.drafters.protocols import Learner
+    from shoal.train.drafters.protocols import DrafterLearner
 
-__all__ = ["Medusa"]
+__all__ = ["MedusaTraining"]
 
 
 @part
-class Medusa:
+class MedusaTraining:
     """Some heads, each a layer and a copy of the output matrix: nothing else is needed to draft.
 
     Args:
@@ -92,10 +92,10 @@ class Medusa:
         """
         check_levels(job, shape, self.heads, "medusa.heads")
 
-    def begin(self, target: Transformer, job: DrafterJob) -> Learner:
+    def begin(self, target: Transformer, job: DrafterJob) -> DrafterLearner:
         """Fresh heads; for version 2 with a low-rank change of the target."""
         from shoal.train.drafters.run import medusa
 
         if self.version == 1:
-            return medusa.Frozen(self, target)
-        return medusa.Joint(self, target, job)
+            return medusa.FrozenLearner(self, target)
+        return medusa.JointLearner(self, target, job)

@@ -17,13 +17,13 @@ from shoal.train.drafters.base import check_levels, priced
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
-    from shoal.train.drafters.protocols import Learner
+    from shoal.train.drafters.protocols import DrafterLearner
 
-__all__ = ["Ppd"]
+__all__ = ["PpdTraining"]
 
 
 @part
-class Ppd:
+class PpdTraining:
     """Prompt tokens behind the current one, at which the target itself guesses further tokens.
 
     Args:
@@ -84,7 +84,7 @@ class Ppd:
         """
         check_levels(job, shape, self.prompts, "ppd.prompts")
 
-    def begin(self, target: Transformer, job: DrafterJob) -> Learner:
+    def begin(self, target: Transformer, job: DrafterJob) -> DrafterLearner:
         """Fresh embeddings; the whole target is at hand and stands still."""
         from shoal.train.drafters.run.ppd import PromptLearner
 

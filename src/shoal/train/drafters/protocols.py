@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from shoal.model.transformer import Transformer
 
-__all__ = ["DrafterPart", "Learner", "Rows"]
+__all__ = ["DrafterLearner", "DrafterPart", "TargetRows"]
 
 
-class Rows(NamedTuple):
+class TargetRows(NamedTuple):
     """Sequences and what the target made of them.
 
     Args:
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     hidden: Tensor
 
 
-class Learner(Protocol):
+class DrafterLearner(Protocol):
     """A drafter that is being trained for one target."""
 
     net: nn.Module
@@ -47,7 +47,7 @@ class Learner(Protocol):
         """Parameters to train, and the learning rate of each group."""
         ...
 
-    def loss(self, rows: Rows, *, step: int, total: int) -> Tensor:
+    def loss(self, rows: TargetRows, *, step: int, total: int) -> Tensor:
         """What to make small, a scalar; draws depend on the step alone.
 
         Args:
@@ -57,7 +57,7 @@ class Learner(Protocol):
         """
         ...
 
-    def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
+    def guesses(self, rows: TargetRows, places: Sequence[int]) -> Tensor:
         """Logits [K, B P, V] of the levels at some places, row by row.
 
         Level 0 is the first token that is guessed: the one behind the token that the target's
@@ -98,6 +98,6 @@ class DrafterPart(Protocol):
         """
         ...
 
-    def begin(self, target: Transformer, job: DrafterJob) -> Learner:
+    def begin(self, target: Transformer, job: DrafterJob) -> DrafterLearner:
         """A fresh learner for a target, whose weights stand still."""
         ...

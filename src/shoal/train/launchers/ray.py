@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 from shoal.core import children, errors
 from shoal.core.errors import ConfigError, RankError, ShoalError, require
 from shoal.core.parts import part
-from shoal.core.pool import Needs
+from shoal.core.pool import ActorResources
 from shoal.core.pool.ray import RayPool
 from shoal.ir import TrainPlan, TrainReport
 from shoal.train.layout import RunDir
@@ -94,7 +94,7 @@ exec shoal train --plan plan.yaml --dir runs/{name} --resume --launch ray
             ShoalError: the run cannot start, or a rank failed.
         """
         job = plan.job
-        needs = Needs(
+        needs = ActorResources(
             cpus=self.cpus_per_rank or float(job.threads or 1),
             gpus=1.0 if plan.machine.device.kind == "gpu" else 0.0,
         )

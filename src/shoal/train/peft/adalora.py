@@ -13,7 +13,7 @@ from shoal.core.parts import part
 from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["AdaLora"]
@@ -70,18 +70,18 @@ class AdaLora(SiteMethod):
         """P, E and Q."""
         return self.r * (rows + columns + 1)
 
-    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
         """Who deals the ranks."""
-        from shoal.train.peft.run.adalora import Budget
+        from shoal.train.peft.run.adalora import RankBudget
 
-        handle.attach("", "adalora_budget", Budget(self), "budget")
+        handle.attach("", "adalora_budget", RankBudget(self), "budget")
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """A triple of matrices."""
-        from shoal.train.peft.run.adalora import Budget, Triplets
+        from shoal.train.peft.run.adalora import RankBudget, Triplets
 
         triplets = Triplets(site, self, seed)
         budget = handle.modules["budget"]
-        assert isinstance(budget, Budget)
+        assert isinstance(budget, RankBudget)
         budget.matrices.append(triplets)
         return triplets

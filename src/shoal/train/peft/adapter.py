@@ -14,8 +14,8 @@ from shoal.train.peft.branches import BRANCHES, BranchMethod
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.train.peft.run.branches import Branch
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.branches import BlockBranch
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["Adapter"]
 
@@ -45,7 +45,7 @@ class Adapter(BranchMethod):
         """Two matrices with their biases."""
         return 2 * width * self.bottleneck + width + self.bottleneck
 
-    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+    def module(self, handle: ModelPeftHandle, branch: BlockBranch, seed: int) -> nn.Module:
         """A bottleneck on the output."""
         from shoal.train.peft.run.branches import Bottleneck
 

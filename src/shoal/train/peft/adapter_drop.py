@@ -14,8 +14,8 @@ from shoal.train.peft.adapter import Adapter
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.train.peft.run.branches import Branch
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.branches import BlockBranch
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["AdapterDrop"]
 
@@ -37,7 +37,7 @@ class AdapterDrop(Adapter):
         super().__post_init__()
         require(self.drop >= 0, "finetune.adapter_drop.drop", self.drop, expected="0 or more")
 
-    def prepare(self, handle: Handle, seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, seed: int) -> None:
         """Some blocks must have an adapter in every step.
 
         Raises:
@@ -53,7 +53,7 @@ class AdapterDrop(Adapter):
             expected=f"fewer than the {blocks} blocks of the model",
         )
 
-    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+    def module(self, handle: ModelPeftHandle, branch: BlockBranch, seed: int) -> nn.Module:
         """A bottleneck that may be left out."""
         from shoal.train.peft.run.branches import DroppedBottleneck
 

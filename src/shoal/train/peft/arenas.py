@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.memory.tiers.device import DeviceScope
-from shoal.memory.tiers.tier import MemoryTier
+from shoal.memory.tiers.tier import BudgetedTier
 from shoal.train.peft.run.mezo import ZerothOrder
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["Arenas"]
 
@@ -39,7 +39,7 @@ class Arenas:
         handle: of the method.
     """
 
-    def __init__(self, model: nn.Module, handle: Handle) -> None:
+    def __init__(self, model: nn.Module, handle: ModelPeftHandle) -> None:
         self._model, self._handle = model, handle
         self._activations = 0
 
@@ -54,7 +54,7 @@ class Arenas:
             yield
             self._activations = torch.cuda.max_memory_allocated(device) - before
             return
-        tier = MemoryTier("passes", _NO_BUDGET)
+        tier = BudgetedTier("passes", _NO_BUDGET)
         scope = DeviceScope(tier, strict=False)
         for tensor in standing:
             scope.adopt(tensor)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["ATTENTION", "EVERY", "SiteMethod", "matches", "shape_sites"]
@@ -79,15 +79,19 @@ class SiteMethod:
         ]
 
     @abstractmethod
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """The part for one site."""
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> ModelPeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
-        from shoal.train.peft.run.handle import Handle
+        from shoal.train.peft.run.handle import ModelPeftHandle
         from shoal.train.peft.run.sites import find_sites
 
-        handle = Handle(model, self.name, self, targets or self.targets, mergeable=self.mergeable)
+        handle = ModelPeftHandle(
+            model, self.name, self, targets or self.targets, mergeable=self.mergeable
+        )
         sites = find_sites(model, targets or self.targets, f"finetune.{self.name}.targets")
         with handle.building():
             self.prepare(handle, sites, seed)
@@ -95,7 +99,7 @@ class SiteMethod:
                 handle.put(site, self.place(handle, site, seed))
         return handle
 
-    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
         """What is done once, before the sites are filled."""
 
 

@@ -13,7 +13,7 @@ from shoal.core.parts import part
 from shoal.train.peft.base import EVERY, SiteMethod
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["BitFit"]
@@ -36,7 +36,7 @@ class BitFit(SiteMethod):
         """A number for each output."""
         return rows
 
-    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
         """Leave out layers without a bias, if so wanted.
 
         Raises:
@@ -49,7 +49,7 @@ class BitFit(SiteMethod):
                     "finetune.bitfit.add = False: no target of the model has a bias; leave it True"
                 )
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """Zeros."""
         from shoal.train.peft.run.scales import Shift
 

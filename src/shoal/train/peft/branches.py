@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.branches import Branch
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.branches import BlockBranch
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["BRANCHES", "BranchMethod"]
 
@@ -40,11 +40,11 @@ class BranchMethod:
         """Parameters that all branches share."""
         return 0.0
 
-    def prepare(self, handle: Handle, seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, seed: int) -> None:
         """What is done once, before the branches are filled."""
 
     @abstractmethod
-    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+    def module(self, handle: ModelPeftHandle, branch: BlockBranch, seed: int) -> nn.Module:
         """What one branch gets."""
 
     def parameters(self, shape: ModelShape) -> float:
@@ -57,7 +57,7 @@ class BranchMethod:
         chosen = sum(matches(name, self.targets) for name in names)
         return chosen * self.count(shape.hidden) + self.extra()
 
-    def put_into(self, handle: Handle, targets: str, seed: int) -> None:
+    def put_into(self, handle: ModelPeftHandle, targets: str, seed: int) -> None:
         """Put the modules into the model of a handle."""
         from shoal.train.peft.run.branches import find_branches, hook
 
@@ -66,12 +66,14 @@ class BranchMethod:
         for branch in branches:
             hook(handle, branch, self.module(handle, branch, seed))
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> ModelPeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
-        from shoal.train.peft.run.handle import Handle
+        from shoal.train.peft.run.handle import ModelPeftHandle
 
         chosen = targets or self.targets
-        handle = Handle(model, self.name, self, chosen, mergeable=self.mergeable)
+        handle = ModelPeftHandle(model, self.name, self, chosen, mergeable=self.mergeable)
         with handle.building():
             self.put_into(handle, chosen, seed)
         return handle

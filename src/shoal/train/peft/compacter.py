@@ -15,8 +15,8 @@ from shoal.train.peft.branches import BRANCHES, BranchMethod
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.train.peft.run.branches import Branch
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.branches import BlockBranch
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["Compacter"]
 
@@ -57,22 +57,22 @@ class Compacter(BranchMethod):
         """The A_i of both matrices."""
         return 2 * self.n**3
 
-    def prepare(self, handle: Handle, seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, seed: int) -> None:
         """The A_i, which all branches share."""
-        from shoal.train.peft.run.branches import Rules
+        from shoal.train.peft.run.branches import SharedFactors
 
-        handle.attach("", "compacter_rules", Rules(self.n, seed), "compacter_rules")
+        handle.attach("", "compacter_rules", SharedFactors(self.n, seed), "compacter_rules")
 
-    def module(self, handle: Handle, branch: Branch, seed: int) -> nn.Module:
+    def module(self, handle: ModelPeftHandle, branch: BlockBranch, seed: int) -> nn.Module:
         """A bottleneck of composed matrices.
 
         Raises:
             ConfigError: n does not divide the width.
         """
-        from shoal.train.peft.run.branches import ComposedBottleneck, Rules
+        from shoal.train.peft.run.branches import ComposedBottleneck, SharedFactors
 
         rules = handle.modules["compacter_rules"]
-        assert isinstance(rules, Rules)
+        assert isinstance(rules, SharedFactors)
         if branch.width % self.n:
             raise ConfigError(
                 f"finetune.compacter.n = {self.n}: {branch.name} is {branch.width} wide; give a "

@@ -13,7 +13,7 @@ from shoal.core.parts import part
 from shoal.train.peft.base import EVERY, SiteMethod
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["DiffPruning"]
@@ -54,7 +54,7 @@ class DiffPruning(SiteMethod):
         """Changes and gates."""
         return 2 * rows * columns + self.structured
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """Changes and gates."""
         from shoal.train.peft.run.gates import GatedChange
 

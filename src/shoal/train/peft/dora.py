@@ -11,7 +11,7 @@ from shoal.core.parts import part
 from shoal.train.peft.lora import Lora
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["Dora"]
@@ -30,9 +30,9 @@ class Dora(Lora):
         """A, B and a number for each output."""
         return self.r * (rows + columns) + rows
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """A pair and a vector."""
-        from shoal.train.peft.run.dora import Decomposed
+        from shoal.train.peft.run.dora import DoraPart
 
         rows = handle.rows(site)
-        return Decomposed(site, rows, self.r, self.scale, dropout=self.dropout, seed=seed)
+        return DoraPart(site, rows, self.r, self.scale, dropout=self.dropout, seed=seed)

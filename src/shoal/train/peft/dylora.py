@@ -13,7 +13,7 @@ from shoal.core.parts import part
 from shoal.train.peft.lora import Lora
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["DyLora"]
@@ -39,7 +39,7 @@ class DyLora(Lora):
             expected=f"a rank from 1 to r = {self.r}",
         )
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """A pair of thin matrices that is cut."""
         from shoal.train.peft.run.dylora import DyLowRank
 

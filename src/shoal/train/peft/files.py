@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.train.peft.protocols import PeftMethod
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["CONFIG", "WEIGHTS", "Stored", "load", "read", "write"]
+__all__ = ["CONFIG", "WEIGHTS", "StoredAdapter", "load", "read", "write"]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -36,7 +36,7 @@ Names = Mapping[str, "Tensor"]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAdapter:
     """An adapter directory.
 
     Args:
@@ -65,8 +65,8 @@ class _Form:
     kind: str
     write: Callable[[Mapping[str, Any]], dict[str, Any]]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
-    state: Callable[[Handle], dict[str, Tensor]] = lambda handle: handle.state()
-    more: Callable[[Handle, Names], dict[str, Any]] = lambda handle, state: {}
+    state: Callable[[ModelPeftHandle], dict[str, Tensor]] = lambda handle: handle.state()
+    more: Callable[[ModelPeftHandle, Names], dict[str, Any]] = lambda handle, state: {}
 
 
 def _lora_keys(o: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _prompt_keys(o: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_virtual_tokens": o["tokens"], "num_transformer_submodules": 1}
 
 
-def _ia3_more(handle: Handle, state: Names) -> dict[str, Any]:
+def _ia3_more(handle: ModelPeftHandle, state: Names) -> dict[str, Any]:
     return {
         "feedforward_modules": [
             name for name in _targets(state) if state[f"{name}.ia3_l"].shape[0] == 1
@@ -141,7 +141,7 @@ def _ia3_more(handle: Handle, state: Names) -> dict[str, Any]:
     }
 
 
-def _prompt_more(handle: Handle, state: Names) -> dict[str, Any]:
+def _prompt_more(handle: ModelPeftHandle, state: Names) -> dict[str, Any]:
     from shoal.train.peft.run.prompts import sizes
 
     layers, heads, _, _ = sizes(handle.model)
@@ -152,7 +152,7 @@ def _prompt_more(handle: Handle, state: Names) -> dict[str, Any]:
     }
 
 
-def _prefix_state(handle: Handle) -> dict[str, Tensor]:
+def _prefix_state(handle: ModelPeftHandle) -> dict[str, Tensor]:
     """Without the perceptron that made them."""
     from shoal.train.peft.run.prompts import PrefixTokens
 
@@ -161,7 +161,7 @@ def _prefix_state(handle: Handle) -> dict[str, Tensor]:
     return {"prompt_embeddings": prefix.embeddings().detach()}
 
 
-def _prefix_more(handle: Handle, state: Names) -> dict[str, Any]:
+def _prefix_more(handle: ModelPeftHandle, state: Names) -> dict[str, Any]:
     from shoal.train.peft.run.prompts import sizes
 
     layers, heads, width, _ = sizes(handle.model)
@@ -212,7 +212,7 @@ def _name_of(config: Mapping[str, Any]) -> str:
     return next((name for name, form in FORMS.items() if form.kind == kind), "")
 
 
-def write(directory: Path, handle: Handle, *, base: str = "") -> None:
+def write(directory: Path, handle: ModelPeftHandle, *, base: str = "") -> None:
     """Write an adapter directory, whole or not at all.
 
     Args:
@@ -290,7 +290,7 @@ def _targets(state: Names) -> list[str]:
     return sorted({site for site in map(_site, state) if site})
 
 
-def read(directory: Path) -> Stored:
+def read(directory: Path) -> StoredAdapter:
     """An adapter directory.
 
     Raises:
@@ -324,7 +324,7 @@ def read(directory: Path) -> Stored:
     if config.get("peft_type") == _OWN and isinstance(own, dict):
         method = Choice.model_validate(own)
         table("peft").build(method, where=str(path))
-        return Stored(method, state, base)
+        return StoredAdapter(method, state, base)
     name = _name_of(config)
     if name == "prefix" and config.get("prefix_projection"):
         raise ModelError(f"{path}: prefix_projection: save the prefix without its perceptron")
@@ -350,10 +350,10 @@ def read(directory: Path) -> Stored:
         options["targets"] = "|".join(targets)
     method = Choice(name=name, options=options)
     table("peft").build(method, where=str(path))
-    return Stored(method, state, base)
+    return StoredAdapter(method, state, base)
 
 
-def load(model: nn.Module, directory: Path) -> Handle:
+def load(model: nn.Module, directory: Path) -> ModelPeftHandle:
     """Put the adapter of a directory into a model.
 
     Raises:

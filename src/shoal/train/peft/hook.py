@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.ir.hooks import StepHook, Stored, TrainStep
+from shoal.ir.hooks import StepHook, TensorSource, TrainStep
 from shoal.train.peft.arenas import Arenas
-from shoal.train.watch.watched import phase
+from shoal.train.watch.watched_comm import phase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.train.loop import Trainer
+    from shoal.train.loop import RankTrainer
     from shoal.train.peft.job import FineTuned
 
 __all__ = ["FineTuneHook"]
@@ -32,7 +32,7 @@ class FineTuneHook(StepHook):
     kind = "finetune"
     volatile = True  # methods change their buffers before a step as well as in its update
 
-    def __init__(self, tuned: FineTuned, trainer: Trainer) -> None:
+    def __init__(self, tuned: FineTuned, trainer: RankTrainer) -> None:
         assert tuned.handle is not None
         self._handle, self._tuned, self._trainer = tuned.handle, tuned, trainer
         self._arenas = Arenas(trainer.engine.local, self._handle)
@@ -90,7 +90,7 @@ class FineTuneHook(StepHook):
             return {}
         return {f"finetune.{name}": value for name, value in self._handle.buffers().items()}
 
-    def load(self, saved: Stored) -> None:
+    def load(self, saved: TensorSource) -> None:
         """Go on from a saved step."""
         self._handle.restore(lambda name: saved.tensor(f"finetune.{name}"))
 

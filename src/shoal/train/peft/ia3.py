@@ -13,7 +13,7 @@ from shoal.train.peft.base import SiteMethod, matches
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["IA3"]
@@ -46,7 +46,7 @@ class IA3(SiteMethod):
             if matches(name, self.targets)
         )
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """A vector of ones."""
         from shoal.train.peft.run.scales import InputScale, OutputScale
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
-    from shoal.parallel.tensor.rows import Weights
+    from shoal.parallel.tensor.rows import WeightSource
     from shoal.train.layout import RunDir
     from shoal.train.peft.protocols import PeftMethod
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["FineTuned", "check_finetune", "export", "fingerprint"]
 
@@ -115,10 +115,10 @@ class FineTuned:
         job: names the method.
     """
 
-    def __init__(self, weights: Weights, job: TrainJob) -> None:
+    def __init__(self, weights: WeightSource, job: TrainJob) -> None:
         self.config: ModelConfig = weights.config
         self._weights, self._job = weights, job
-        self.handle: Handle | None = None
+        self.handle: ModelPeftHandle | None = None
         self.base = ""
 
     def model(self) -> Transformer:
@@ -161,13 +161,13 @@ def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:
     from shoal.model.transformer import Transformer
     from shoal.train.build import is_directory, weights_of
     from shoal.train.peft import files
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
     saved = newest([Store(place) for place in directory.levels_of(job)])
     weights = FineTuned(weights_of(job), job)
     model = weights.model()
     handle = weights.handle
-    assert isinstance(handle, Handle)
+    assert isinstance(handle, ModelPeftHandle)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

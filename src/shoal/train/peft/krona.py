@@ -13,7 +13,7 @@ from shoal.core.parts import part
 from shoal.train.peft.base import ATTENTION, SiteMethod
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["KronA", "divisor"]
@@ -47,7 +47,7 @@ class KronA(SiteMethod):
         first, second = divisor(rows), divisor(columns)
         return first * second + (rows // first) * (columns // second)
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """Two small matrices."""
         from shoal.train.peft.run.kronecker import Kronecker
 

@@ -14,7 +14,7 @@ from shoal.train.peft.prompts import PromptMethod
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["Ladder"]
 
@@ -43,7 +43,7 @@ class Ladder(PromptMethod):
         rung = shape.hidden * self.width + 1
         return shape.num_layers * (own + rung) + 2 * shape.hidden * self.width
 
-    def put_into(self, handle: Handle, seed: int) -> None:
+    def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
         """Put the side network beside the model."""
         from shoal.train.peft.run.ladder import beside
 

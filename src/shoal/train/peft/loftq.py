@@ -13,7 +13,7 @@ from shoal.core.parts import part
 from shoal.train.peft.qlora import QLora
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["LoftQ"]
@@ -34,13 +34,13 @@ class LoftQ(QLora):
         super().__post_init__()
         require(self.rounds >= 1, "finetune.loftq.rounds", self.rounds, expected="1 or more")
 
-    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
         """Quantise the base, all matrices with their pairs in turns."""
         from shoal.train.peft.run.nf4 import loftq
 
         handle.begin = loftq(handle, sites, self.r, self.block, self.rounds)
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """The pair that was found."""
         import torch
 

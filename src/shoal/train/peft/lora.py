@@ -12,7 +12,7 @@ from shoal.core.parts import part
 from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["Lora"]
@@ -54,7 +54,7 @@ class Lora(SiteMethod):
         """A [r, columns] and B [rows, r]."""
         return self.r * (rows + columns)
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """A pair of thin matrices."""
         from shoal.train.peft.run.low_rank import LowRank
 

@@ -13,7 +13,7 @@ from shoal.train.peft.lora import Lora
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["LoraFA"]
@@ -35,7 +35,7 @@ class LoraFA(Lora):
         """A [r, columns] of every matrix, which stands still."""
         return self.r * sum(columns for _, columns in self.targeted(shape))
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """A pair of thin matrices, of which one is trained."""
         from shoal.train.peft.run.low_rank import LowRank
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.train.peft.parallel_adapter import ParallelAdapter
-from shoal.train.peft.prefix import Prefix
+from shoal.train.peft.prefix import PrefixTuning
 from shoal.train.peft.prompts import PromptMethod
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["Mam"]
 
@@ -38,15 +38,15 @@ class Mam(PromptMethod):
     def __post_init__(self) -> None:
         self._pieces()
 
-    def _pieces(self) -> tuple[Prefix, ParallelAdapter]:
+    def _pieces(self) -> tuple[PrefixTuning, ParallelAdapter]:
         beside = ParallelAdapter(bottleneck=self.bottleneck, scale=self.scale)
-        return Prefix(tokens=self.tokens), beside
+        return PrefixTuning(tokens=self.tokens), beside
 
     def parameters(self, shape: ModelShape) -> float:
         """Of both."""
         return sum(piece.parameters(shape) for piece in self._pieces())
 
-    def put_into(self, handle: Handle, seed: int) -> None:
+    def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
         """Put both into the model."""
         prefix, beside = self._pieces()
         prefix.put_into(handle, seed)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["MeZO"]
 
@@ -52,7 +52,9 @@ class MeZO:
 
         return float(parameters(shape))
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> ModelPeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`."""
         from shoal.train.peft.run.mezo import ZerothOrder
 

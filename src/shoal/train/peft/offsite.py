@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["Offsite"]
 
@@ -67,13 +67,15 @@ class Offsite:
         rest = shape.model_copy(update={"num_layers": shape.num_layers - ends})
         return float(parameters(shape) - parameters(rest))
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> ModelPeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`.
 
         Raises:
             ConfigError: there is nothing to target, or no block between the ends.
         """
-        from shoal.train.peft.run.offsite import Emulated
+        from shoal.train.peft.run.offsite import OffsiteEmulator
 
         require(
             targets is None,
@@ -81,4 +83,4 @@ class Offsite:
             targets,
             expected="none: the method works on whole blocks",
         )
-        return Emulated(model, self)
+        return OffsiteEmulator(model, self)

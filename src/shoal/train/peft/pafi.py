@@ -13,7 +13,7 @@ from shoal.core.parts import part
 from shoal.train.peft.base import EVERY, SiteMethod
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["PaFi"]
@@ -39,7 +39,7 @@ class PaFi(SiteMethod):
         """The share, one entry at least."""
         return max(1, round(self.share * rows * columns))
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """The smallest entries."""
         from shoal.train.peft.run.sparse import SparsePart
 

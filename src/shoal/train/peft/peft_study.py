@@ -14,7 +14,7 @@ from shoal.core.parts import part
 from shoal.core.sizes import Size, human_bytes
 from shoal.core.tables import Table
 from shoal.ir import Explanation, Machine, Progress, TrainJob
-from shoal.plan.peft import Advice, advise
+from shoal.plan.peft import PeftOption, advise
 
 __all__ = ["PeftStudy"]
 
@@ -128,7 +128,7 @@ class PeftStudy:
         )
 
 
-def _row(one: Advice, gain: float | None) -> tuple[str, ...]:
+def _row(one: PeftOption, gain: float | None) -> tuple[str, ...]:
     return (
         one.method.name,
         f"{one.trained / 1e6:.2f} M",
@@ -140,7 +140,7 @@ def _row(one: Advice, gain: float | None) -> tuple[str, ...]:
     )
 
 
-def _searched(directory: Path, judged: list[Advice], job: TrainJob) -> Explanation:
+def _searched(directory: Path, judged: list[PeftOption], job: TrainJob) -> Explanation:
     """How far each candidate came that is within what was asked for.
 
     Raises:

@@ -13,13 +13,13 @@ from shoal.train.peft.prompts import PromptMethod
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["Prefix"]
+__all__ = ["PrefixTuning"]
 
 
 @part
-class Prefix(PromptMethod):
+class PrefixTuning(PromptMethod):
     """Trained keys and values; a fresh prefix changes the output, unlike other methods.
 
     Args:
@@ -49,7 +49,7 @@ class Prefix(PromptMethod):
         inner, hidden = self.projection, shape.hidden
         return self.tokens * hidden + hidden * inner + inner + inner * width + width
 
-    def put_into(self, handle: Handle, seed: int) -> None:
+    def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
         """Keys and values for every attention."""
         from shoal.train.peft.run.prompts import PrefixTokens, prefix
 

@@ -19,7 +19,7 @@ from shoal.core.errors import ModelError, require
 from shoal.core.parts import Choice, table
 from shoal.core.random import generator
 
-__all__ = ["Found", "candidates", "probe", "search"]
+__all__ = ["CandidateResult", "candidates", "probe", "search"]
 
 _BATCH = 8
 _LR = 5e-3
@@ -27,7 +27,7 @@ _HELD = 4
 
 
 @dataclass(frozen=True)
-class Found:
+class CandidateResult:
     """How far a candidate came.
 
     Args:
@@ -91,7 +91,7 @@ def search(
     seq_len: int = 128,
     seed: int = 0,
     data: Choice | str = "stdlib",
-) -> list[Found]:
+) -> list[CandidateResult]:
     """Candidates by successive halving: the better half goes on with twice the steps.
 
     Returns:
@@ -104,9 +104,9 @@ def search(
     require(len(methods) >= 1, "methods", len(methods), expected="at least one")
     gain = _trainer(directory, seq_len, seed, data)
     left = list(methods)
-    out: list[Found] = []
+    out: list[CandidateResult] = []
     while True:
-        tried = [Found(method, gain(method, steps), steps) for method in left]
+        tried = [CandidateResult(method, gain(method, steps), steps) for method in left]
         tried.sort(key=lambda one: -one.gain)
         keep = (len(tried) + 1) // 2 if len(tried) > 1 else 0
         out = tried[keep:] + out

@@ -13,13 +13,13 @@ from shoal.train.peft.prompts import PromptMethod
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["Prompt"]
+__all__ = ["PromptTuning"]
 
 
 @part
-class Prompt(PromptMethod):
+class PromptTuning(PromptMethod):
     """Trained embeddings, which begin as those of drawn tokens; that changes the output.
 
     Args:
@@ -36,10 +36,10 @@ class Prompt(PromptMethod):
         """The embeddings."""
         return self.tokens * shape.hidden
 
-    def put_into(self, handle: Handle, seed: int) -> None:
+    def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
         """Embeddings, whose keys and values every attention sees."""
-        from shoal.train.peft.run.prompts import PromptTokens, prompt
+        from shoal.train.peft.run.prompts import PromptEmbeddings, prompt
 
-        module = PromptTokens(handle.model, self.tokens, seed)
+        module = PromptEmbeddings(handle.model, self.tokens, seed)
         handle.attach("", "finetuned_prompt", module, "")
         prompt(handle, module)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["PromptMethod"]
 
@@ -24,17 +24,19 @@ class PromptMethod:
     mergeable: ClassVar[bool] = False
 
     @abstractmethod
-    def put_into(self, handle: Handle, seed: int) -> None:
+    def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
         """Put the tokens before the model of a handle."""
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> ModelPeftHandle:
         """See :class:`~shoal.train.peft.protocols.PeftMethod`.
 
         Raises:
             ConfigError: there is nothing to target.
         """
         from shoal.core.errors import require
-        from shoal.train.peft.run.handle import Handle
+        from shoal.train.peft.run.handle import ModelPeftHandle
 
         require(
             targets is None,
@@ -42,7 +44,7 @@ class PromptMethod:
             targets,
             expected="none: the method works on the whole model",
         )
-        handle = Handle(model, self.name, self, mergeable=self.mergeable)
+        handle = ModelPeftHandle(model, self.name, self, mergeable=self.mergeable)
         with handle.building():
             self.put_into(handle, seed)
         return handle

@@ -1,7 +1,8 @@
 """What a fine-tuning method promises.
 
 A method is injected into a model whose own weights then stand still. The
-:class:`~shoal.train.peft.run.handle.Handle` that comes back is all that anybody needs of it.
+:class:`~shoal.train.peft.run.handle.ModelPeftHandle` that comes back is all that anybody needs of
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["PeftMethod"]
 
@@ -38,7 +39,9 @@ class PeftMethod(Protocol):
         """Parameters that are trained in a model of this shape."""
         ...
 
-    def inject(self, model: nn.Module, targets: str | None = None, *, seed: int = 0) -> Handle:
+    def inject(
+        self, model: nn.Module, targets: str | None = None, *, seed: int = 0
+    ) -> ModelPeftHandle:
         """Put the method into a model, whose own parameters are trained no more.
 
         A fresh method changes no output, unless its documentation says so.

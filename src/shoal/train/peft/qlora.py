@@ -11,7 +11,7 @@ from shoal.core.parts import part
 from shoal.train.peft.lora import Lora
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site
 
 __all__ = ["QLora"]
@@ -46,7 +46,7 @@ class QLora(Lora):
         """Bits of a weight of the blocks, scales included."""
         return 4 + 8 / self.block + 32 / (256 * self.block)
 
-    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
         """Quantise the base."""
         from shoal.train.peft.run.nf4 import quantise
 

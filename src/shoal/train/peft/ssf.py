@@ -11,7 +11,7 @@ from shoal.core.parts import part
 from shoal.train.peft.base import EVERY, SiteMethod
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["SSF"]
@@ -34,7 +34,7 @@ class SSF(SiteMethod):
         """Two numbers for each output."""
         return 2 * rows
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """Ones and zeros."""
         from shoal.train.peft.run.scales import ScaleShift
 

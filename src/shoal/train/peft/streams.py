@@ -16,7 +16,7 @@ from shoal.train.peft.prompts import PromptMethod
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["ParallelStreams"]
 
@@ -67,7 +67,7 @@ class ParallelStreams(PromptMethod):
         architecture = base.architecture.model_copy(update={"streams": self.streams})
         return base.model_copy(update={"architecture": architecture})
 
-    def put_into(self, handle: Handle, seed: int) -> None:
+    def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
         """Give the model streams, until the method is removed.
 
         Raises:

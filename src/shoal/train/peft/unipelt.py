@@ -12,12 +12,12 @@ from shoal.core.parts import part
 from shoal.train.peft.adapter import Adapter
 from shoal.train.peft.base import ATTENTION
 from shoal.train.peft.lora import Lora
-from shoal.train.peft.prefix import Prefix
+from shoal.train.peft.prefix import PrefixTuning
 from shoal.train.peft.prompts import PromptMethod
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["UniPelt"]
 
@@ -47,10 +47,10 @@ class UniPelt(PromptMethod):
     def __post_init__(self) -> None:
         self._pieces()
 
-    def _pieces(self) -> tuple[Lora, Prefix, Adapter]:
+    def _pieces(self) -> tuple[Lora, PrefixTuning, Adapter]:
         return (
             Lora(r=self.r, alpha=self.alpha, targets=self.targets),
-            Prefix(tokens=self.tokens),
+            PrefixTuning(tokens=self.tokens),
             Adapter(bottleneck=self.bottleneck, targets="*.mlp"),
         )
 
@@ -64,7 +64,7 @@ class UniPelt(PromptMethod):
         gates += shape.num_layers * (shape.hidden + 1) + shape.num_layers
         return gates + sum(piece.parameters(shape) for piece in self._pieces())
 
-    def put_into(self, handle: Handle, seed: int) -> None:
+    def put_into(self, handle: ModelPeftHandle, seed: int) -> None:
         """Put all three into the model."""
         from shoal.train.peft.run.branches import find_branches, hook
         from shoal.train.peft.run.gated import GatedBottleneck, GatedLowRank, gate_prefix

@@ -13,7 +13,7 @@ from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site, SitePart
 
 __all__ = ["Vera"]
@@ -55,14 +55,14 @@ class Vera(SiteMethod):
         every = self.targeted(shape)
         return self.r * float(max(o for o, _ in every) + max(i for _, i in every)) if every else 0.0
 
-    def prepare(self, handle: Handle, sites: list[Site], seed: int) -> None:
+    def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
         """Draw the pair that all sites share, as large as the largest of them."""
         from shoal.train.peft.run.vera import shared_pair
 
         columns, rows = max(s.columns for s in sites), max(s.rows for s in sites)
         handle.shared |= shared_pair(self.r, rows, columns, seed)
 
-    def place(self, handle: Handle, site: Site, seed: int) -> SitePart:
+    def place(self, handle: ModelPeftHandle, site: Site, seed: int) -> SitePart:
         """Two vectors."""
         from shoal.train.peft.run.vera import VectorPart
 

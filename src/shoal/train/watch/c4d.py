@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.train.watch.evidence import Entry, Evidence, half_middle, robust_z
+from shoal.train.watch.evidence import Evidence, OperationRecord, half_middle, robust_z
 from shoal.train.watch.hangs import find_hangs, hang_limit_s
 from shoal.train.watch.outliers import Normal, fit, line_tail_apart
 from shoal.train.watch.phases import excess
-from shoal.train.watch.protocols import Fault, Verdict
+from shoal.train.watch.protocols import Fault, FaultVerdict
 
 __all__ = ["C4D", "delay_matrix"]
 
@@ -85,18 +85,18 @@ class C4D:
             expected="seconds above 0",
         )
 
-    def locate(self, evidence: Evidence) -> Verdict:
+    def locate(self, evidence: Evidence) -> FaultVerdict:
         """Name what hangs, else what is slow."""
         notes = _missing(evidence)
         hang = find_hangs(evidence, hang_limit_s(evidence, self.hang_s))
         if hang.faults:
-            return Verdict(faults=hang.faults, notes=(*notes, *hang.notes))
+            return FaultVerdict(faults=hang.faults, notes=(*notes, *hang.notes))
         steps = evidence.steps()[-self.window :]
         matrix = delay_matrix(evidence, set(steps))
         slow, more = self.judge(matrix)
         found = [*slow, *self._late(evidence, steps)]
         found.sort(key=lambda fault: -fault.seconds)
-        return Verdict(faults=tuple(found), notes=(*notes, *hang.notes, *more))
+        return FaultVerdict(faults=tuple(found), notes=(*notes, *hang.notes, *more))
 
     def judge(self, matrix: NDArray[np.float64]) -> tuple[list[Fault], list[str]]:
         """Faults of a delay matrix [source, target] in multiples of the usual; NaN: no message.
@@ -265,7 +265,7 @@ def _cost_to_others(evidence: Evidence) -> dict[tuple[int, int], int]:
     """(rank, step) -> ns that the one who waited most for it has waited."""
     waited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
-    def pair(late: Entry, early: Entry) -> None:
+    def pair(late: OperationRecord, early: OperationRecord) -> None:
         behind = late.enter - early.enter
         if behind > 0:
             waited[late.rank, late.step, early.rank] += min(behind, early.blocked_ns)

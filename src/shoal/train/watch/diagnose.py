@@ -13,7 +13,7 @@ from shoal.core.files import write_atomic
 from shoal.core.parts import table
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.megascale import growing_spread
-from shoal.train.watch.protocols import Fault, FaultLocator, Verdict
+from shoal.train.watch.protocols import Fault, FaultLocator, FaultVerdict
 from shoal.train.watch.recorder import COMPUTE
 
 __all__ = ["diagnose", "heat_map", "perfetto", "verdict_text"]
@@ -34,7 +34,7 @@ def diagnose(directory: Path, locators: tuple[str, ...] = ("c4d", "megascale")) 
         RankError: there are no records, or a file is damaged.
     """
     evidence = Evidence.load(directory)
-    said: dict[str, Verdict] = {}
+    said: dict[str, FaultVerdict] = {}
     for name in locators:
         locator: FaultLocator = table("locator").build(name, where="--locator")
         said[name] = locator.locate(evidence)
@@ -53,7 +53,7 @@ def diagnose(directory: Path, locators: tuple[str, ...] = ("c4d", "megascale")) 
     return found
 
 
-def verdict_text(evidence: Evidence, said: dict[str, Verdict]) -> str:
+def verdict_text(evidence: Evidence, said: dict[str, FaultVerdict]) -> str:
     """What was found, in lines."""
     steps = evidence.steps()
     period, _ = evidence.period_s()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shoal.core.errors import RankError, require
 from shoal.train.watch.recorder import COMPUTE, Flight, read
 
-__all__ = ["Collective", "Entry", "Evidence", "Message", "half_middle", "robust_z"]
+__all__ = ["CollectiveRecord", "Evidence", "Message", "OperationRecord", "half_middle", "robust_z"]
 
 # All members leave these together; the others let some ranks go early.
 _SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all"})
@@ -32,7 +32,7 @@ _ASKING_NS = 50_000
 _WAITED = 0.2
 
 
-class Entry(NamedTuple):
+class OperationRecord(NamedTuple):
     """One operation of one rank; times in ns on the common clock, 0 where it has not come to it."""
 
     rank: int
@@ -82,13 +82,13 @@ class Entry(NamedTuple):
         return wait > max(_ASKING_NS, _WAITED * (self.done - self.enter))
 
 
-class Collective(NamedTuple):
+class CollectiveRecord(NamedTuple):
     """One operation of a communicator: the entries of those ranks that have come to it."""
 
     name: str
     members: tuple[int, ...]
     seq: int
-    entries: dict[int, Entry]
+    entries: dict[int, OperationRecord]
 
 
 class Message(NamedTuple):
@@ -99,8 +99,8 @@ class Message(NamedTuple):
     target: int
     tag: str
     seq: int
-    sent: Entry | None
-    received: Entry | None
+    sent: OperationRecord | None
+    received: OperationRecord | None
 
 
 class Evidence:
@@ -145,7 +145,7 @@ class Evidence:
         return cls(flights, now=now)
 
     @cached_property
-    def entries(self) -> dict[int, list[Entry]]:
+    def entries(self) -> dict[int, list[OperationRecord]]:
         """Every rank's operations in order, spans left out, on the common clock."""
         return {
             rank: list(_entries(flight, self.offsets[rank]))
@@ -200,14 +200,14 @@ class Evidence:
         return _communicators({rank: flight.names for rank, flight in self.flights.items()})
 
     @cached_property
-    def collectives(self) -> list[Collective]:
+    def collectives(self) -> list[CollectiveRecord]:
         """Every collective that at least one rank has entered, by communicator and number."""
         return list(_collectives(self.entries, self.communicators, self.flights))
 
     @cached_property
     def messages(self) -> list[Message]:
         """Every message of which at least one end is recorded."""
-        found: dict[tuple[str, int, int, str, int], list[Entry | None]] = {}
+        found: dict[tuple[str, int, int, str, int], list[OperationRecord | None]] = {}
         for rank, rows in self._by_communicator.items():
             for name, entry in rows:
                 if entry.op not in _MESSAGES or entry.peer < 0:
@@ -219,14 +219,14 @@ class Evidence:
         return [Message(*key, *both) for key, both in found.items()]
 
     @cached_property
-    def _by_communicator(self) -> dict[int, list[tuple[str, Entry]]]:
+    def _by_communicator(self) -> dict[int, list[tuple[str, OperationRecord]]]:
         return {
             rank: list(zip(_names_of(flight), self.entries[rank], strict=True))
             for rank, flight in self.flights.items()
         }
 
     @cached_property
-    def blocked(self) -> dict[int, tuple[str, Entry]]:
+    def blocked(self) -> dict[int, tuple[str, OperationRecord]]:
         """Rank -> communicator and operation in which it stands now."""
         found = {}
         for rank, rows in self._by_communicator.items():
@@ -339,7 +339,7 @@ class Evidence:
         return float(middle) / 1e9, float(most) / 1e9
 
 
-def _union(rows: Iterable[Entry]) -> list[tuple[int, int]]:
+def _union(rows: Iterable[OperationRecord]) -> list[tuple[int, int]]:
     """The stretches of time in which a rank stood in operations, one after the other."""
     spans = []
     for entry in rows:
@@ -367,7 +367,7 @@ def _names_of(flight: Flight) -> Iterable[str]:
     ]
 
 
-def _entries(flight: Flight, offset: int) -> Iterable[Entry]:
+def _entries(flight: Flight, offset: int) -> Iterable[OperationRecord]:
     names = flight.names
 
     def at(time: int) -> int:
@@ -377,7 +377,7 @@ def _entries(flight: Flight, offset: int) -> Iterable[Entry]:
         enter, issued, waited, left, nbytes, seq, step, _comm, op, tag, peer = row
         if names[op] == COMPUTE:
             continue
-        yield Entry(
+        yield OperationRecord(
             flight.rank,
             names[op],
             names[tag],
@@ -404,11 +404,11 @@ def _communicators(names: Mapping[int, tuple[str, ...]]) -> dict[str, tuple[int,
 
 
 def _collectives(
-    entries: Mapping[int, list[Entry]],
+    entries: Mapping[int, list[OperationRecord]],
     communicators: Mapping[str, tuple[int, ...]],
     flights: Mapping[int, Flight],
-) -> Iterable[Collective]:
-    found: dict[tuple[str, int], dict[int, Entry]] = {}
+) -> Iterable[CollectiveRecord]:
+    found: dict[tuple[str, int], dict[int, OperationRecord]] = {}
     for rank, rows in entries.items():
         for name, entry in zip(_names_of(flights[rank]), rows, strict=True):
             if entry.op not in _MESSAGES:
@@ -418,7 +418,7 @@ def _collectives(
         everyone[name] |= members.keys()
     for (name, seq), members in sorted(found.items()):
         ranks = communicators.get(name, ()) or tuple(sorted(everyone[name]))
-        yield Collective(name, ranks, seq, members)
+        yield CollectiveRecord(name, ranks, seq, members)
 
 
 def half_middle(values: NDArray[np.float64]) -> float:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import itertools
 
-from shoal.train.watch.evidence import Entry, Evidence
+from shoal.train.watch.evidence import Evidence, OperationRecord
 from shoal.train.watch.phases import open_phases
-from shoal.train.watch.protocols import Fault, Verdict
+from shoal.train.watch.protocols import Fault, FaultVerdict
 
 __all__ = ["find_hangs", "hang_limit_s"]
 
@@ -45,20 +45,20 @@ def hang_limit_s(evidence: Evidence, given: float | None) -> float:
     return _PERIODS * sorted(periods)[int(0.99 * (len(periods) - 1))]
 
 
-def find_hangs(evidence: Evidence, limit_s: float) -> Verdict:
+def find_hangs(evidence: Evidence, limit_s: float) -> FaultVerdict:
     """The suspects of every hang that lasts longer than ``limit_s``."""
     now = evidence.now
     standing = evidence.blocked
     long = {rank: pair for rank, pair in standing.items() if (now - pair[1].since) / 1e9 > limit_s}
     if not long:
-        return Verdict()
+        return FaultVerdict()
     entered: dict[tuple[str, int], set[int]] = {
         (c.name, c.seq): set(c.entries) for c in evidence.collectives
     }
     members = {c.name: c.members for c in evidence.collectives}
     ends = {(m.name, m.source, m.target, m.tag, m.seq): m for m in evidence.messages}
     faults: list[Fault] = []
-    suspects: dict[int, list[tuple[str, Entry]]] = {}
+    suspects: dict[int, list[tuple[str, OperationRecord]]] = {}
     unknown: set[int] = set()
     waits: dict[int, set[int]] = {}
     for rank, (name, entry) in long.items():
@@ -123,10 +123,12 @@ def find_hangs(evidence: Evidence, limit_s: float) -> Verdict:
                 "calls, or the same in different orders",
             )
         )
-    return Verdict(faults=tuple(faults), notes=tuple(notes))
+    return FaultVerdict(faults=tuple(faults), notes=tuple(notes))
 
 
-def _unrecorded(unknown: list[int], long: dict[int, tuple[str, Entry]], now: int) -> Fault:
+def _unrecorded(
+    unknown: list[int], long: dict[int, tuple[str, OperationRecord]], now: int
+) -> Fault:
     name, entry = max(long.values(), key=lambda pair: now - pair[1].since)
     seconds = (now - entry.since) / 1e9
     return Fault(
@@ -141,7 +143,7 @@ def _unrecorded(unknown: list[int], long: dict[int, tuple[str, Entry]], now: int
     )
 
 
-def _stuck_link(pair: tuple[int, int], name: str, entry: Entry, now: int) -> Fault:
+def _stuck_link(pair: tuple[int, int], name: str, entry: OperationRecord, now: int) -> Fault:
     seconds = (now - entry.since) / 1e9
     return Fault(
         kind="communication_hang",
@@ -157,7 +159,7 @@ def _stuck_link(pair: tuple[int, int], name: str, entry: Entry, now: int) -> Fau
 
 
 def _add_stuck(
-    faults: list[Fault], evidence: Evidence, name: str, entry: Entry, limit_s: float
+    faults: list[Fault], evidence: Evidence, name: str, entry: OperationRecord, limit_s: float
 ) -> list[Fault]:
     """A collective that all have entered and some have not left."""
     if any(f.seq == entry.seq and f.communicator == _spelled(name) for f in faults):
@@ -188,7 +190,9 @@ def _add_stuck(
     ]
 
 
-def _silent(evidence: Evidence, among: dict[int, Entry], limit_s: float) -> tuple[int, ...]:
+def _silent(
+    evidence: Evidence, among: dict[int, OperationRecord], limit_s: float
+) -> tuple[int, ...]:
     """Ranks whose process does not run, while that of others does."""
     ages = {
         rank: (evidence.now - flight.beat + evidence.offsets[rank]) / 1e9
@@ -199,7 +203,7 @@ def _silent(evidence: Evidence, among: dict[int, Entry], limit_s: float) -> tupl
     return old if len(old) < len(ages) else ()
 
 
-def _operation(entry: Entry) -> str:
+def _operation(entry: OperationRecord) -> str:
     return f"{entry.op} {entry.seq}" + (f" ({entry.tag!r})" if entry.tag else "")
 
 

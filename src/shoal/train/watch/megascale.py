@@ -18,7 +18,7 @@ from shoal.core.parts import part
 from shoal.train.watch.evidence import Evidence, robust_z
 from shoal.train.watch.hangs import find_hangs, hang_limit_s
 from shoal.train.watch.phases import excess
-from shoal.train.watch.protocols import Fault, Verdict
+from shoal.train.watch.protocols import Fault, FaultVerdict
 
 __all__ = ["MegaScale", "growing_spread"]
 
@@ -64,7 +64,7 @@ class MegaScale:
             expected="seconds above 0",
         )
 
-    def locate(self, evidence: Evidence) -> Verdict:
+    def locate(self, evidence: Evidence) -> FaultVerdict:
         """Name what hangs, else who is slow."""
         hang = find_hangs(evidence, hang_limit_s(evidence, self.hang_s))
         if hang.faults:
@@ -83,7 +83,7 @@ class MegaScale:
                 continue
             faults += self._stragglers(evidence, ranks, steps)
         faults.sort(key=lambda fault: -fault.seconds)
-        return Verdict(faults=tuple(faults), notes=tuple(dict.fromkeys(notes)))
+        return FaultVerdict(faults=tuple(faults), notes=tuple(dict.fromkeys(notes)))
 
     def _stragglers(
         self, evidence: Evidence, ranks: tuple[int, ...], steps: list[int]

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 from shoal.core.config import Value
 from shoal.train.watch.evidence import Evidence
 
-__all__ = ["Fault", "FaultKind", "FaultLocator", "Place", "Verdict"]
+__all__ = ["Fault", "FaultKind", "FaultLocator", "FaultVerdict", "Place"]
 
 FaultKind = Literal[
     "communication_hang", "non_communication_hang", "communication_slow", "non_communication_slow"
@@ -50,7 +50,7 @@ class Fault(Value):
     text: str = ""
 
 
-class Verdict(Value):
+class FaultVerdict(Value):
     """What a locator says of a run.
 
     Args:
@@ -65,6 +65,6 @@ class Verdict(Value):
 class FaultLocator(Protocol):
     """A part of kind ``locator``: finds faults in the records of all ranks, and in nothing else."""
 
-    def locate(self, evidence: Evidence) -> Verdict:
+    def locate(self, evidence: Evidence) -> FaultVerdict:
         """Name what hangs or is slow."""
         ...

@@ -31,17 +31,17 @@ from shoal.core.meter import SINKS, EventTail, Meter
 from shoal.core.parts import table
 from shoal.ir import TrainJob, TrainPlan, TrainReport
 from shoal.parallel.comm.heartbeat import RunningClock
-from shoal.train.alone import alone
 from shoal.train.layout import RunDir
 from shoal.train.memory import MemoryLevel
 from shoal.train.run import Watch, conclude, conclude_stopped, prepare_run, threads_of
+from shoal.train.run_lock import alone
 from shoal.train.supervise import Supervisor
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.phases import open_phases
 from shoal.train.watch.protocols import Fault, FaultLocator
 from shoal.train.watch.recorder import Flight, read
 
-__all__ = ["Found", "Robust", "execute_robust"]
+__all__ = ["DriverFailure", "Robust", "execute_robust"]
 
 _LOOK_S = 0.25
 _PAUSES = 200
@@ -59,7 +59,7 @@ _LONG_PHASES = frozenset({"checkpoint", "evaluate"})
 _PATIENCE = 3
 
 
-class Found(Value):
+class DriverFailure(Value):
     """A failure, as a rule of the driver tells it.
 
     Args:
@@ -80,7 +80,7 @@ class Found(Value):
     seconds: float
     message: str
     fault: Fault | None = None
-    more: tuple[Found, ...] = ()
+    more: tuple[DriverFailure, ...] = ()
 
     @property
     def faulty(self) -> tuple[int, ...]:
@@ -89,12 +89,12 @@ class Found(Value):
         return tuple(dict.fromkeys(place for place in places if place is not None))
 
 
-class _FoundError(RankError):
+class _FailureError(RankError):
     """Carries a finding out of the supervisor's loop."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: DriverFailure) -> None:
         super().__init__(found.message)
-        self.found = found
+        self.failure = found
 
 
 class Robust(Value):
@@ -208,8 +208,8 @@ class _Driver:
             try:
                 self._once(resume=resume)
                 return
-            except _FoundError as error:
-                found = error.found
+            except _FailureError as error:
+                found = error.failure
             except (RankError, MachineError) as error:
                 found = self._from_error(error)
             except NonFiniteError as error:
@@ -217,7 +217,7 @@ class _Driver:
                 # of the next start tell. The same again is the job's own fault.
                 if without_culprit and self.step == last_step:
                     raise
-                found = Found(
+                found = DriverFailure(
                     rule="error",
                     rank=None,
                     place=None,
@@ -280,16 +280,16 @@ class _Driver:
         extra = self.environment(place) if self.environment is not None else {}
         return {"SHOAL_PLACE": str(place), "SHOAL_SELF_CHECK": "1", **extra}
 
-    def _from_error(self, error: ShoalError) -> Found:
+    def _from_error(self, error: ShoalError) -> DriverFailure:
         failures = self.supervisor.failures
         if not failures:
-            return self.found("lost", None, 0.0, str(error))
+            return self.failure("lost", None, 0.0, str(error))
         first, *rest = failures
         rule = "self_check" if isinstance(error, MachineError) else first.rule
-        more = tuple(self.found(one.rule, one.rank, 0.0, one.text) for one in rest)
-        return self.found(rule, first.rank, 0.0, str(error), more=more)
+        more = tuple(self.failure(one.rule, one.rank, 0.0, one.text) for one in rest)
+        return self.failure(rule, first.rank, 0.0, str(error), more=more)
 
-    def _repair(self, found: Found, without_culprit: int) -> None:
+    def _repair(self, found: DriverFailure, without_culprit: int) -> None:
         """Choose the places of the next start.
 
         Raises:
@@ -313,7 +313,7 @@ class _Driver:
             self._shrink(left, found)
         self._tell("restart", message=found.message, places=self.places, ranks=len(self.places))
 
-    def _shrink(self, lost: Sequence[int], found: Found) -> None:
+    def _shrink(self, lost: Sequence[int], found: DriverFailure) -> None:
         """Go on with fewer data-parallel replicas."""
         job = self.plan.job
         parallel = job.parallel
@@ -366,17 +366,17 @@ class _Driver:
         if self.watch is not None:
             self.watch({"kind": kind, **what})
 
-    def found(
+    def failure(
         self,
         rule: str,
         rank: int | None,
         seconds: float,
         message: str,
         fault: Fault | None = None,
-        more: tuple[Found, ...] = (),
-    ) -> Found:
+        more: tuple[DriverFailure, ...] = (),
+    ) -> DriverFailure:
         """A failure of now."""
-        return Found(
+        return DriverFailure(
             rule=rule,
             rank=rank,
             place=None if rank is None else self.places[rank],
@@ -387,7 +387,7 @@ class _Driver:
             more=more,
         )
 
-    def fail(self, first: Found, *rest: Found) -> None:
+    def fail(self, first: DriverFailure, *rest: DriverFailure) -> None:
         """End this start.
 
         Raises:
@@ -396,7 +396,7 @@ class _Driver:
         message = "; ".join(one.message for one in (first, *rest))
         found = first.model_copy(update={"message": message, "more": rest})
         write_json(self.directory.ranks / "fault.json", found.model_dump(mode="json"))
-        raise _FoundError(found)
+        raise _FailureError(found)
 
 
 class _Rules:
@@ -453,7 +453,7 @@ class _Rules:
         return found
 
     def _keywords(self) -> None:
-        found: list[Found] = []
+        found: list[DriverFailure] = []
         for rank in range(self.supervisor.ranks):
             log = self.driver.directory.log(rank)
             if not log.exists() or log.stat().st_size <= self._read[rank]:
@@ -466,7 +466,7 @@ class _Rules:
             for line in data[:whole].decode(errors="replace").splitlines():
                 if _ERRORS.search(line):
                     said = f"rank {rank} printed: {line.strip()}"
-                    found.append(self.driver.found("keyword", rank, 0.0, said))
+                    found.append(self.driver.failure("keyword", rank, 0.0, said))
                     break
         if found:
             self.driver.fail(*found)
@@ -488,7 +488,7 @@ class _Rules:
                 order = sorted({*silent, *stopped}, key=lambda rank: -ages[rank])
                 self.driver.fail(
                     *(
-                        self.driver.found(
+                        self.driver.failure(
                             "beat",
                             rank,
                             ages[rank],
@@ -517,7 +517,7 @@ class _Rules:
             return
         verdict = self.locator.locate(Evidence(flights, now=time.monotonic_ns()))
         hanging = {
-            fault.ranks[0]: self.driver.found("hang", fault.ranks[0], silent, fault.text, fault)
+            fault.ranks[0]: self.driver.failure("hang", fault.ranks[0], silent, fault.text, fault)
             for fault in verdict.faults
             if fault.kind.endswith("hang") and fault.place == "rank"
         }
@@ -528,7 +528,7 @@ class _Rules:
         if behind is not None:
             text += f"; below the records, rank {behind} alone has not come to it"
         fault = verdict.faults[0] if verdict.faults else None
-        self.driver.fail(self.driver.found("hang", behind, silent, text, fault))
+        self.driver.fail(self.driver.failure("hang", behind, silent, text, fault))
 
     def _behind(self) -> int | None:
         """The one rank that the heartbeats, written further down, show behind all others."""
@@ -547,7 +547,7 @@ class _Rules:
         }
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
         named = [
-            self.driver.found("slow", rank, fault.seconds, fault.text, fault)
+            self.driver.failure("slow", rank, fault.seconds, fault.text, fault)
             for rank, fault in slow.items()
             if self._slow[rank] >= 2 and self.driver.robust.exclude_slow
         ]

@@ -22,12 +22,12 @@ from shoal.cost import shapes
 from shoal.ir import Machine, TrainJob
 from shoal.ir.job import Evaluation
 from shoal.model.config import ModelConfig
-from shoal.train.zoo.places import kept
+from shoal.train.zoo.places import stored_directory
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["config", "corpus", "found", "judge", "names", "random", "recipe", "trained"]
+__all__ = ["config", "corpus", "judge", "names", "random", "recipe", "trained", "trained_directory"]
 
 
 # Model -> (tokens of training, sequence length, sequences of a step, peak learning rate).
@@ -179,7 +179,7 @@ def judge(name: str, directory: Path, say: Callable[[str], None] | None = None) 
     write_json(directory / "heldout.json", told.model_dump(mode="json"))
 
 
-def found(name: str) -> Path | None:
+def trained_directory(name: str) -> Path | None:
     """The directory of a mini-model that was trained before; None if it was not.
 
     Raises:
@@ -213,7 +213,7 @@ def trained(name: str, say: Callable[[str], None] | None = None) -> Path:
             judge(name, run_dir / "export", say)
         return run_dir / "export"
 
-    return kept(_place(name), "config.json", make, say)
+    return stored_directory(_place(name), "config.json", make, say)
 
 
 def _place(name: str) -> Path:

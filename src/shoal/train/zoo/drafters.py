@@ -16,7 +16,7 @@ from shoal.core.errors import ModelError, nearest
 from shoal.core.files import shoal_home, write_json
 from shoal.core.parts import Choice, table
 from shoal.ir import DrafterJob, Machine
-from shoal.train.zoo.places import kept
+from shoal.train.zoo.places import stored_directory
 
 __all__ = ["drafter", "drafter_recipe", "drafters", "method_of"]
 
@@ -86,7 +86,7 @@ def _corpus(target: Path) -> Choice | None:
     from shoal.train import zoo
 
     for name in zoo.names():
-        if zoo.found(name) == target:
+        if zoo.trained_directory(name) == target:
             return zoo.corpus(name)
     return None
 
@@ -134,7 +134,7 @@ def drafter(
             write_json(run_dir / "drafter" / "training.json", {"seconds": took})
         return run_dir / "drafter"
 
-    return kept(place, "drafter.json", make, say)
+    return stored_directory(place, "drafter.json", make, say)
 
 
 def method_of(

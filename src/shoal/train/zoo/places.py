@@ -11,10 +11,10 @@ from shoal.core.errors import CheckpointError, ConfigError, RankError, ShoalErro
 from shoal.core.files import locked
 from shoal.ir import Machine
 
-__all__ = ["kept"]
+__all__ = ["stored_directory"]
 
 
-def kept(
+def stored_directory(
     place: Path,
     mark: str,
     make: Callable[[Path, Machine, bool], Path],

@@ -23,7 +23,7 @@ from shoal.corpora.heldout import heldout_chunks
 from shoal.corpora.tokens import TokenSet, TokenSplit
 from shoal.model import huggingface
 
-__all__ = ["MARGIN", "Learned", "learned"]
+__all__ = ["MARGIN", "HeldOutLosses", "learned"]
 
 # A target of decoding is so many nats a token better than a bigram model.
 MARGIN = 0.3
@@ -33,7 +33,7 @@ _BATCH_TOKENS = 4096
 _READ = 2**20
 
 
-class Learned(Value):
+class HeldOutLosses(Value):
     """Held-out losses in nats a token.
 
     Args:
@@ -67,7 +67,7 @@ class Learned(Value):
 
 def learned(
     directory: Path, tokens: TokenSet, data: Choice, *, max_tokens: int = 60_000
-) -> Learned:
+) -> HeldOutLosses:
     """Score a model on what its training held out.
 
     Args:
@@ -97,7 +97,7 @@ def learned(
             for source in (sources[document], "all"):
                 sums[source] = sums.get(source, 0.0) + told
     order = [*(source for source in dict.fromkeys(sources) if source in sums), "all"]
-    return Learned(
+    return HeldOutLosses(
         model={source: float(sums[source][0] / sums[source][2]) for source in order},
         bigram={source: float(sums[source][1] / sums[source][2]) for source in order},
     )

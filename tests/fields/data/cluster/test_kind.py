@@ -22,7 +22,7 @@ from shoal.core.parts import Choice, table
 from shoal.cost.score import Score
 from shoal.fields.data.cluster.costs import rates_of, timed
 from shoal.fields.data.cluster.job import ClusterJob
-from shoal.fields.data.cluster.kind import Cluster
+from shoal.fields.data.cluster.kind import ClusterKind
 from shoal.fields.data.cluster.protocols import ClusterError
 from shoal.ir import Machine
 from shoal.machine import load
@@ -61,7 +61,7 @@ def names(plans: object) -> list[str]:
 
 def test_plans_are_ranked_by_loss_that_is_allowed_then_time() -> None:
     job = ClusterJob(data="photos:8000", k=100)
-    plans = list(Cluster().plan(job, laptop()))
+    plans = list(ClusterKind().plan(job, laptop()))
     assert set(names(plans)) == set(table("clusterer"))
     assert names(plans)[0] == "fasterpam"
     excess = [plan.predicted["excess"].value for plan in plans]
@@ -70,14 +70,14 @@ def test_plans_are_ranked_by_loss_that_is_allowed_then_time() -> None:
     times = [plan.predicted["total_s"].value for plan in plans]
     best = times[: sum(allowed)]
     assert best == sorted(best)
-    generous = list(Cluster().plan(job.model_copy(update={"max_excess": 0.1}), laptop()))
+    generous = list(ClusterKind().plan(job.model_copy(update={"max_excess": 0.1}), laptop()))
     assert names(generous)[0] == "clara"
     assert "derived from its description" in plans[0].notes[0]
 
 
 def test_what_does_not_fit_is_not_planned() -> None:
     job = ClusterJob(data="photos:100K", k=50)
-    plans = list(Cluster().plan(job, small(8e9)))
+    plans = list(ClusterKind().plan(job, small(8e9)))
     assert all(plan.fits for plan in plans)
     storages = {plan.job.method.options.get("storage") for plan in plans if plan.job.method}
     assert "full32" not in storages
@@ -85,13 +85,13 @@ def test_what_does_not_fit_is_not_planned() -> None:
     # 40 GB of dissimilarities.
     asked = job.model_copy(update={"method": Choice(name="fasterpam")})
     with pytest.raises(PlanError, match=r"no method fits in 7\.5 GiB; 37\.\d GiB are needed"):
-        Cluster().plan(asked, small(8e9))
-    assert Cluster().plan(asked, small(1e11))
+        ClusterKind().plan(asked, small(8e9))
+    assert ClusterKind().plan(asked, small(1e11))
 
 
 def test_more_clusters_than_objects() -> None:
     with pytest.raises(ClusterError, match="n_clusters = 21: expected 1 to 20"):
-        Cluster().plan(ClusterJob(data="photos:20", k=21), laptop())
+        ClusterKind().plan(ClusterJob(data="photos:20", k=21), laptop())
 
 
 def test_rates_are_timed_here_and_derived_elsewhere() -> None:
@@ -122,9 +122,9 @@ def test_timed_rates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_a_run(data: Path, tmp_path: Path) -> None:
     job = ClusterJob(data=str(data), k=8, seed=3)
-    plan = Cluster().plan(job, laptop())[0]
+    plan = ClusterKind().plan(job, laptop())[0]
     seen: list[dict[str, object]] = []
-    report = Cluster().run(plan, tmp_path / "run", watch=seen.append)
+    report = ClusterKind().run(plan, tmp_path / "run", watch=seen.append)
     assert any("swaps" in str(event["state"]) for event in seen)
     labels = pq.read_table(tmp_path / "run" / "labels.parquet").to_pydict()
     medoids = json.loads((tmp_path / "run" / "medoids.json").read_text())
@@ -144,14 +144,14 @@ def test_a_run(data: Path, tmp_path: Path) -> None:
     assert scored["total_s"].predicted == plan.predicted["total_s"].value
     assert scored["total_s"].error == pytest.approx(report.errors["total_s"])
     with pytest.raises(ConfigError, match="a run lies there already"):
-        Cluster().run(plan, tmp_path / "run")
+        ClusterKind().run(plan, tmp_path / "run")
 
 
 def test_a_stopped_run_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.fields.data.cluster.storage._BLOCK", 500)
     job = ClusterJob(data=str(data), k=8, seed=3, method=Choice(name="fasterpam"))
-    plan = Cluster().plan(job, laptop())[0]
-    whole = Cluster().run(plan, tmp_path / "whole")
+    plan = ClusterKind().plan(job, laptop())[0]
+    whole = ClusterKind().run(plan, tmp_path / "whole")
     swaps = 0
 
     def stop(event: dict[str, object]) -> None:
@@ -161,19 +161,19 @@ def test_a_stopped_run_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.M
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Cluster().run(plan, tmp_path / "run", watch=stop)
+        ClusterKind().run(plan, tmp_path / "run", watch=stop)
     state = json.loads((tmp_path / "run" / "state.json").read_text())
     assert state["swaps"] > 0
     assert not (tmp_path / "run" / "report.json").exists()
     other = plan.model_copy(update={"job": job.model_copy(update={"k": 9})})
     with pytest.raises(ConfigError, match="is another job"):
-        Cluster().run(other, tmp_path / "run", resume=True)
-    again = Cluster().run(plan, tmp_path / "run", resume=True)
+        ClusterKind().run(other, tmp_path / "run", resume=True)
+    again = ClusterKind().run(plan, tmp_path / "run", resume=True)
     assert again.details["medoids"] == whole.details["medoids"]
     assert again.measured["swaps"] == whole.measured["swaps"]
     (tmp_path / "run" / "state.json").write_text("{")
     with pytest.raises(ConfigError, match=r"state\.json: cannot be read"):
-        Cluster().run(plan, tmp_path / "run", resume=True)
+        ClusterKind().run(plan, tmp_path / "run", resume=True)
 
 
 @pytest.mark.slow
@@ -197,9 +197,9 @@ def test_neither_plan_nor_run_loads_torch(data: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
-        "from shoal.fields.data.cluster.kind import Cluster\n"
+        "from shoal.fields.data.cluster.kind import ClusterKind\n"
         "from shoal.machine import load\n"
-        "kind = Cluster()\n"
+        "kind = ClusterKind()\n"
         f"plan = kind.plan(kind.job_type(data={str(data)!r}, k=4), load('laptop'))[0]\n"
         f"assert kind.run(plan, Path({str(tmp_path / 'run')!r})).measured['loss'] > 0\n"
     )

@@ -11,8 +11,8 @@ import pytest
 from shoal.core.native import cpu_flags
 from shoal.core.parts import table
 from shoal.fields.data.cluster import reference
-from shoal.fields.data.cluster.protocols import ClusterError, Problem
-from shoal.fields.data.cluster.search import Search, best_swap, eager, expand, gains, native
+from shoal.fields.data.cluster.protocols import ClusterError, ClusteringProblem
+from shoal.fields.data.cluster.search import MedoidSearch, best_swap, eager, expand, gains, native
 from shoal.fields.data.cluster.solve import solve
 from shoal.fields.data.cluster.storage import STORAGES, Precomputed, Vectors, kept
 
@@ -37,7 +37,7 @@ def matrix(n=120, seed=0):
 
 def search_of(D, k, library, seed=0):
     medoids = np.random.default_rng(seed).choice(len(D), k, replace=False)
-    return Search(medoids, np.ascontiguousarray(D[medoids].T), library)
+    return MedoidSearch(medoids, np.ascontiguousarray(D[medoids].T), library)
 
 
 def same(a, b):
@@ -51,7 +51,7 @@ def same(a, b):
 
 def sound(search, D):
     """Every cache is what would be computed anew."""
-    again = Search(search.medoids, np.ascontiguousarray(D[search.medoids].T), None)
+    again = MedoidSearch(search.medoids, np.ascontiguousarray(D[search.medoids].T), None)
     assert np.array_equal(again.d1, search.d1)
     assert np.array_equal(again.d2, search.d2)
     objects = np.arange(search.n)
@@ -107,7 +107,7 @@ def walk(name, k, **options):
         if not seen or seen[-1] != state["medoids"]:
             seen.append(state["medoids"])
 
-    problem = Problem(Vectors(vectors()), k, seed=4, tick=tick, **options)
+    problem = ClusteringProblem(Vectors(vectors()), k, seed=4, tick=tick, **options)
     found = table("clusterer").build(name).search(problem)
     return seen, found
 
@@ -127,7 +127,7 @@ def test_fasterpam_is_the_authors_package(n, k) -> None:
         D = matrix(n, seed)
         start = np.random.default_rng(seed).choice(n, k, replace=False)
         theirs = kmedoids.fasterpam(D, start.astype(np.uint64), n_cpu=1)
-        problem = Problem(Precomputed(D), k, start=start)
+        problem = ClusteringProblem(Precomputed(D), k, start=start)
         found = table("clusterer").build("fasterpam").search(problem)
         assert found.medoids.tolist() == theirs.medoids.tolist()
         assert found.swaps == theirs.n_swap
@@ -139,7 +139,7 @@ def test_fasterpam_is_the_authors_package(n, k) -> None:
 @pytest.mark.parametrize("k", [2, 3, 9])
 def test_no_swap_is_left_that_improves(name, k) -> None:
     D = matrix(90).astype(np.float64)
-    problem = Problem(Precomputed(D), k, seed=k)
+    problem = ClusteringProblem(Precomputed(D), k, seed=k)
     found = table("clusterer").build(name).search(problem)
     assert found.converged
     for place, candidate in itertools.product(range(k), range(90)):
@@ -152,10 +152,10 @@ def test_no_swap_is_left_that_improves(name, k) -> None:
 @pytest.mark.parametrize("k", [1, 2, 7, 119, 120])
 def test_the_loss_is_that_of_the_medoids(name, k) -> None:
     objects = Vectors(vectors())
-    solution = solve(table("clusterer").build(name), Problem(objects, k, seed=1))
-    medoids = solution.found.medoids
+    solution = solve(table("clusterer").build(name), ClusteringProblem(objects, k, seed=1))
+    medoids = solution.result.medoids
     assert len(set(medoids.tolist())) == k
-    assert solution.found.loss == pytest.approx(solution.loss, rel=1e-6, abs=1e-9)
+    assert solution.result.loss == pytest.approx(solution.loss, rel=1e-6, abs=1e-9)
     to = objects.between(np.arange(120), medoids)
     assert solution.loss == pytest.approx(to.min(1).sum(), rel=1e-6, abs=1e-9)
     assert np.array_equal(to[np.arange(120), solution.labels], to.min(1))
@@ -168,7 +168,9 @@ def test_the_optimum_is_never_beaten(name, k) -> None:
     for seed in range(6):
         D = matrix(11, seed).astype(np.float64)
         best = min(D[:, list(m)].min(1).sum() for m in itertools.combinations(range(11), k))
-        solution = solve(table("clusterer").build(name), Problem(Precomputed(D), k, seed=seed))
+        solution = solve(
+            table("clusterer").build(name), ClusteringProblem(Precomputed(D), k, seed=seed)
+        )
         assert solution.loss >= best * (1 - 1e-6)
         reached += solution.loss <= best * (1 + 1e-6)
     assert reached >= {"alternating": 2, "clarans": 0}.get(name, 4)
@@ -177,7 +179,7 @@ def test_the_optimum_is_never_beaten(name, k) -> None:
 @pytest.mark.parametrize("name", ["fasterpam", "fastpam1", "pam", "clarans"])
 def test_threads_change_nothing(name) -> None:
     objects = Vectors(vectors(700))
-    one = Problem(objects, 12, seed=2)
+    one = ClusteringProblem(objects, 12, seed=2)
     found = [
         table("clusterer").build(name).search(replace(one, threads=threads))
         for threads in (1, 2, 3)
@@ -195,7 +197,7 @@ def test_storage_changes_nothing(name, metric, monkeypatch) -> None:
     found = [
         table("clusterer")
         .build({"name": name, "storage": storage})
-        .search(Problem(Vectors(X, metric), 9, seed=1))
+        .search(ClusteringProblem(Vectors(X, metric), 9, seed=1))
         for storage in STORAGES
     ]
     assert len({tuple(each.medoids.tolist()) for each in found}) == 1
@@ -205,9 +207,9 @@ def test_storage_changes_nothing(name, metric, monkeypatch) -> None:
 @pytest.mark.parametrize("init", ["random", "build", "lab"])
 def test_starts(init) -> None:
     D = matrix(60)
-    problem = Problem(Precomputed(D), 5, seed=3, init=init, max_iter=1)
+    problem = ClusteringProblem(Precomputed(D), 5, seed=3, init=init, max_iter=1)
     found = solve(table("clusterer").build("fasterpam"), problem)
-    assert len(set(found.found.medoids.tolist())) == 5
+    assert len(set(found.result.medoids.tolist())) == 5
 
 
 def test_build_takes_what_helps_most() -> None:
@@ -226,7 +228,7 @@ def test_a_search_goes_on_where_it_was_stopped(name, monkeypatch) -> None:
     monkeypatch.setattr("shoal.fields.data.cluster.storage._BLOCK", 500)
     options = {"patience": 1.0} if name == "clarans" else {}
     method = table("clusterer").build({"name": name, **options})
-    problem = Problem(Vectors(vectors(200)), 6, seed=5)
+    problem = ClusteringProblem(Vectors(vectors(200)), 6, seed=5)
     whole = method.search(problem)
     states = []
     method.search(replace(problem, tick=lambda done, loss, state: states.append(dict(state))))
@@ -245,7 +247,7 @@ def test_given_dissimilarities_need_not_be_symmetric() -> None:
     with pytest.raises(ClusterError, match=r"not symmetric: D\[\d+, \d+\]"):
         Precomputed(D)
     objects = Precomputed(D, symmetric=False)
-    found = table("clusterer").build("fasterpam").search(Problem(objects, 4))
+    found = table("clusterer").build("fasterpam").search(ClusteringProblem(objects, 4))
     assert found.loss == pytest.approx(D[:, found.medoids].min(1).sum(), rel=1e-6)
     for place, candidate in itertools.product(range(4), range(40)):
         other = found.medoids.copy()
@@ -272,15 +274,15 @@ def test_bad_dissimilarities(D, said) -> None:
 @pytest.mark.parametrize("k", [0, -1, 6])
 def test_bad_k(k) -> None:
     with pytest.raises(ClusterError, match=f"n_clusters = {k}: expected 1 to 5"):
-        solve(table("clusterer").build("fasterpam"), Problem(Vectors(vectors(5)), k))
+        solve(table("clusterer").build("fasterpam"), ClusteringProblem(Vectors(vectors(5)), k))
 
 
 def test_equal_objects_are_no_trouble() -> None:
     X = np.repeat(vectors(4), 5, axis=0)
     for name in METHODS:
-        solution = solve(table("clusterer").build(name), Problem(Vectors(X), 6, seed=0))
+        solution = solve(table("clusterer").build(name), ClusteringProblem(Vectors(X), 6, seed=0))
         assert solution.loss < 1e-5 or name in ("alternating", "clarans")
-        assert len(set(solution.found.medoids.tolist())) == 6
+        assert len(set(solution.result.medoids.tolist())) == 6
 
 
 def test_alternating_is_worse_than_swaps() -> None:
@@ -289,7 +291,9 @@ def test_alternating_is_worse_than_swaps() -> None:
     for seed in range(5):
         objects = Vectors(vectors(300, seed=seed))
         losses = {
-            name: solve(table("clusterer").build(name), Problem(objects, 12, seed=seed)).loss
+            name: solve(
+                table("clusterer").build(name), ClusteringProblem(objects, 12, seed=seed)
+            ).loss
             for name in ("fasterpam", "alternating")
         }
         worse += losses["alternating"] > 1.01 * losses["fasterpam"]

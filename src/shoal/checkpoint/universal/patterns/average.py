@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from shoal.checkpoint.universal.patterns.whole import Whole
+from shoal.checkpoint.universal.patterns.whole import WholePattern
 from shoal.checkpoint.universal.protocols import Copies
 from shoal.core.parts import part
 
-__all__ = ["Average"]
+__all__ = ["AveragePattern"]
 
 
 @part
-class Average(Whole):
+class AveragePattern(WholePattern):
     """Norms under sequence parallelism, where their gradients were not summed over tp."""
 
     @property

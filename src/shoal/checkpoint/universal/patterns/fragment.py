@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from shoal.checkpoint.universal.patterns.cuts import others_equal, run
-from shoal.checkpoint.universal.protocols import Arranged, Copies, Shape
+from shoal.checkpoint.universal.protocols import Copies, FragmentArrangement, Shape
 from shoal.core.errors import CheckpointError, require
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
@@ -62,7 +62,7 @@ class FragmentPattern:
         """One part."""
         return 1
 
-    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> Arranged:
+    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
         """One after the other; what is beyond ``size`` is left out."""
         others_equal(name, local, self.dim)
         extents = [shape[self.dim] for shape in local]
@@ -79,7 +79,7 @@ class FragmentPattern:
         for extent in extents:
             found.append(run(shape, self.dim, start, extent))
             start += extent
-        return Arranged(shape, found)
+        return FragmentArrangement(shape, found)
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
         """An equal share, the last ones padded if the pattern allows it."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.checkpoint.universal.patterns.cuts import others_equal, parts_of
-from shoal.checkpoint.universal.protocols import Arranged, Copies, Shape
+from shoal.checkpoint.universal.protocols import Copies, FragmentArrangement, Shape
 from shoal.core.errors import CheckpointError, require
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
 
-__all__ = ["Fused", "divided"]
+__all__ = ["FusedPattern", "divided"]
 
 
 @part
-class Fused:
+class FusedPattern:
     """Parts of one tensor that are shared one by one.
 
     Args:
@@ -59,14 +59,16 @@ class Fused:
         """As many as there are parts."""
         return max(1, len(self.parts))
 
-    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> Arranged:
+    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
         """Every part is put together by itself."""
         others_equal(name, local, self.dim)
         ranks = counts[0]
         whole = list(local[0])
         whole[self.dim] = sum(shape[self.dim] for shape in local)
         shape = tuple(whole)
-        return Arranged(shape, [self.cut(name, shape, counts, (at,)) for at in range(ranks)])
+        return FragmentArrangement(
+            shape, [self.cut(name, shape, counts, (at,)) for at in range(ranks)]
+        )
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
         """A share of every part."""

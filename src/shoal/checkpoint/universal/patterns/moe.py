@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 from shoal.checkpoint.universal.patterns.cuts import parts_of
 from shoal.checkpoint.universal.patterns.fused import divided
-from shoal.checkpoint.universal.protocols import Arranged, Copies, Shape
+from shoal.checkpoint.universal.protocols import Copies, FragmentArrangement, Shape
 from shoal.core.boxes import Box
 from shoal.core.errors import CheckpointError, require
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
 
-__all__ = ["Moe"]
+__all__ = ["MoePattern"]
 
 
 @part
-class Moe:
+class MoePattern:
     """Experts along one dimension, their width along another.
 
     Args:
@@ -66,7 +66,7 @@ class Moe:
         """As many as the width has parts."""
         return max(1, len(self.parts))
 
-    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> Arranged:
+    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
         """Experts behind each other, and of each the shares of its width."""
         first = local[0]
         for shape in local:
@@ -80,7 +80,7 @@ class Moe:
         whole[self.shard_dim] *= counts[1]
         shape = tuple(whole)
         places = itertools.product(*map(range, counts))
-        return Arranged(shape, [self.cut(name, shape, counts, at) for at in places])
+        return FragmentArrangement(shape, [self.cut(name, shape, counts, at) for at in places])
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
         """Some experts, and of these a share of the width."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from shoal.checkpoint.universal.patterns.whole import Whole
+from shoal.checkpoint.universal.patterns.whole import WholePattern
 from shoal.checkpoint.universal.protocols import Copies
 from shoal.core.errors import require
 from shoal.core.parts import part
 
-__all__ = ["Replicated"]
+__all__ = ["ReplicatedPattern"]
 
 
 @part
-class Replicated(Whole):
+class ReplicatedPattern(WholePattern):
     """One of the equal copies is taken.
 
     Args:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from shoal.checkpoint.universal.patterns.whole import Whole
+from shoal.checkpoint.universal.patterns.whole import WholePattern
 from shoal.checkpoint.universal.protocols import Copies
 from shoal.core.parts import part
 
-__all__ = ["Unique"]
+__all__ = ["UniquePattern"]
 
 
 @part
-class Unique(Whole):
+class UniquePattern(WholePattern):
     """Exactly one rank holds it, whole; a second one is an error."""
 
     @property

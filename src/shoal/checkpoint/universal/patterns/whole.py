@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.checkpoint.universal.protocols import Arranged, Shape
+from shoal.checkpoint.universal.protocols import FragmentArrangement, Shape
 from shoal.core.boxes import Box
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
 
-__all__ = ["Whole"]
+__all__ = ["WholePattern"]
 
 
 @part
-class Whole:
+class WholePattern:
     """Every rank's tensor is the whole one."""
 
     @property
@@ -26,9 +26,9 @@ class Whole:
         """One part."""
         return 1
 
-    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> Arranged:
+    def arrange(self, name: str, local: Sequence[Shape], counts: Shape) -> FragmentArrangement:
         """The one shape that there is."""
-        return Arranged(local[0], [self.cut(name, local[0], counts, ())])
+        return FragmentArrangement(local[0], [self.cut(name, local[0], counts, ())])
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
         """All of it."""

@@ -16,17 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.claims.bench.attention.kernels import BACKWARD_FLOPS, FORWARD_FLOPS
 from shoal.claims.bench.attention.reference import NAMES, inputs, reference, worst
-from shoal.claims.bench.attention.values import TOLERANCES, ContextRow, Network, Settings
+from shoal.claims.bench.attention.values import (
+    TOLERANCES,
+    AttentionSettings,
+    ContextRow,
+    RankNetwork,
+)
 from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
 from shoal.core.errors import ConfigError
 from shoal.core.meter import Meter
 from shoal.ir.mask import Mask
 from shoal.parallel.protocols import ContextPart
 
-__all__ = ["Case", "context_row"]
+__all__ = ["AttentionCase", "context_row"]
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """A mask, inputs, and what attention over them gives.
 
     Args:
@@ -42,7 +47,7 @@ class Case(NamedTuple):
     wanted: dict[str, Tensor]
 
     @classmethod
-    def of(cls, name: str, mask: Mask, settings: Settings) -> Case:
+    def of(cls, name: str, mask: Mask, settings: AttentionSettings) -> AttentionCase:
         """The case of a pattern, with inputs by the settings' seed."""
         data = inputs(
             settings.batch,
@@ -60,7 +65,7 @@ class Case(NamedTuple):
 class _Seen(NamedTuple):
     """What one rank has at its end."""
 
-    found: dict[str, Tensor]
+    outputs: dict[str, Tensor]
     forward_s: float
     end_s: float
     busy_s: float
@@ -68,7 +73,7 @@ class _Seen(NamedTuple):
 
 
 def context_row(
-    method: ContextPart, name: str, case: Case, ranks: int, settings: Settings
+    method: ContextPart, name: str, case: AttentionCase, ranks: int, settings: AttentionSettings
 ) -> ContextRow:
     """Run the method; what it refuses is a row with its reason."""
     length = case.mask.num_queries
@@ -89,10 +94,10 @@ def context_row(
         text = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         return row.model_copy(update={"status": "failed", "reason": text})
     found = {}
-    for part in seen[0].found:
+    for part in seen[0].outputs:
         whole = torch.empty_like(case.data[NAMES.index(part) - 1 if part != "out" else 0])
         for at, one in zip(positions, seen, strict=True):
-            whole[:, :, at] = one.found[part]
+            whole[:, :, at] = one.outputs[part]
         found[part] = whole
     error, of = worst(found, case.wanted)
     limit = TOLERANCES[settings.dtype]
@@ -112,7 +117,13 @@ def context_row(
     )
 
 
-def _rank(comm: LinkComm, method: ContextPart, case: Case, at: Tensor, settings: Settings) -> _Seen:
+def _rank(
+    comm: LinkComm,
+    method: ContextPart,
+    case: AttentionCase,
+    at: Tensor,
+    settings: AttentionSettings,
+) -> _Seen:
     q, k, v, grad = (x[:, :, at].clone() for x in case.data)
     leaves = [x.requires_grad_(settings.backward) for x in (q, k, v)]
     clock = _Clock(comm, settings.network.flops)
@@ -179,7 +190,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     return 0.0
 
 
-def _links(network: Network) -> Links:
+def _links(network: RankNetwork) -> Links:
     return Links(
         latency_s=network.latency_s,
         bandwidth=network.bandwidth,

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.claims.bench.attention.masks import MASKS, build_mask, check_masks, real_lengths
-from shoal.claims.bench.attention.values import ContextRow, KernelRow, Report, Settings
+from shoal.claims.bench.attention.values import (
+    AttentionReport,
+    AttentionSettings,
+    ContextRow,
+    KernelRow,
+)
 from shoal.core.errors import require
 from shoal.core.parts import PartTable, table
 from shoal.kernel.threads import torch_threads
@@ -43,11 +48,11 @@ def chosen(text: str, kind: str) -> tuple[str, ...]:
 
 
 def run(
-    settings: Settings,
+    settings: AttentionSettings,
     *,
     pool: Sequence[int] | None = None,
     progress: Progress = lambda text, done, total: None,
-) -> Report:
+) -> AttentionReport:
     """Run every cell.
 
     Args:
@@ -71,7 +76,7 @@ def run(
         settings.device,
         expected="cpu on this machine, which has no GPU that torch can use",
     )
-    from shoal.claims.bench.attention.context import Case, context_row
+    from shoal.claims.bench.attention.context import AttentionCase, context_row
     from shoal.claims.bench.attention.kernels import kernel_rows
 
     # Work grows with the square of the length; so does a cell's share of the bar.
@@ -92,7 +97,7 @@ def run(
         for length in settings.context_lengths if methods else ():
             for name in settings.masks:
                 mask = build_mask(name, length, block=settings.block, seed=settings.seed, pool=pool)
-                case = Case.of(name, mask, settings)
+                case = AttentionCase.of(name, mask, settings)
                 for ranks in settings.ranks:
                     progress(f"{ranks} ranks, {name} of {length}", done, total)
                     context_found += [
@@ -101,7 +106,7 @@ def run(
                     ]
                     done += length**2 * len(methods)
     progress("", total, total)
-    return Report(
+    return AttentionReport(
         settings=settings,
         kernels=tuple(kernel_found),
         context=tuple(context_found),

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.claims.bench.attention.memory import Live, Saved
+from shoal.claims.bench.attention.memory import LiveBytes, SavedBytes
 from shoal.claims.bench.attention.reference import NAMES, inputs, reference, worst
-from shoal.claims.bench.attention.values import TOLERANCES, KernelRow, Settings, Timing
+from shoal.claims.bench.attention.values import TOLERANCES, AttentionSettings, KernelRow, Timing
 from shoal.claims.lab.attention_kernels.protocols import AttentionKernelPart
-from shoal.core.measure import Paired, interleave
+from shoal.core.measure import PairedTimes, interleave
 from shoal.ir.mask import Mask
 from shoal.machine import host
 
@@ -37,7 +37,7 @@ def kernel_rows(
     kernels: Mapping[str, AttentionKernelPart],
     name: str,
     mask: Mask,
-    settings: Settings,
+    settings: AttentionSettings,
     *,
     seen: Mask | None = None,
 ) -> list[KernelRow]:
@@ -89,7 +89,7 @@ def kernel_rows(
     return list(rows.values())
 
 
-def _refuses(kernel: AttentionKernelPart, mask: Mask, settings: Settings) -> str | None:
+def _refuses(kernel: AttentionKernelPart, mask: Mask, settings: AttentionSettings) -> str | None:
     reason = kernel.refuses(mask, dtype=settings.dtype, device=settings.device, backward=False)
     needed = kernel.held_bytes(mask, settings.batch * settings.heads)
     free = torch.cuda.mem_get_info()[0] if settings.device == "cuda" else host.memory_available()
@@ -106,7 +106,7 @@ def _checked(
     mask: Mask,
     data: _Inputs,
     wanted: dict[str, Tensor],
-    settings: Settings,
+    settings: AttentionSettings,
 ) -> tuple[KernelRow, _Ready | None]:
     """Errors and bytes of one kernel, and how to time it if it is right."""
     no_gradient = kernel.refuses(mask, dtype=settings.dtype, device=settings.device, backward=True)
@@ -157,8 +157,8 @@ class _Counted:
 
     def __init__(self, device: str, leaves: list[Tensor]) -> None:
         self._device = device
-        self._live = Live()
-        self._saved = Saved(leaves)
+        self._live = LiveBytes()
+        self._saved = SavedBytes(leaves)
         self.saved = self.peak = 0
 
     def __enter__(self) -> _Counted:
@@ -181,7 +181,7 @@ class _Counted:
 
 
 def _timed(
-    ready: Mapping[str, _Ready], mask: Mask, settings: Settings
+    ready: Mapping[str, _Ready], mask: Mask, settings: AttentionSettings
 ) -> dict[str, tuple[Timing, Timing | None]]:
     """Kernels in turn; a backward pass is what a round with it takes beyond one without."""
     forwards: dict[str, list[float]] = {name: [] for name in ready}
@@ -203,7 +203,7 @@ def _timed(
 
         return run
 
-    rounds: Paired = interleave(
+    rounds: PairedTimes = interleave(
         {name: one(name) for name in ready}, settings.repeats, warmup=1, seed=settings.seed
     )
     cells = mask.area() * settings.batch * settings.heads * settings.head_dim

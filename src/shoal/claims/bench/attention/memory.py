@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Live", "Saved"]
+__all__ = ["LiveBytes", "SavedBytes"]
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Live bytes of results while the mode is on.
 
     Attributes:
@@ -59,7 +59,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= self._known.pop(key, 0)
 
 
-class Saved:
+class SavedBytes:
     """Bytes that are kept for the backward pass, besides some inputs; a context manager.
 
     Args:
@@ -71,7 +71,7 @@ class Saved:
         self._known = {x.untyped_storage()._cdata for x in inputs}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()
         return self
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-from shoal.claims.bench.attention.values import ContextRow, KernelRow, Report
+from shoal.claims.bench.attention.values import AttentionReport, ContextRow, KernelRow
 from shoal.core.svg import Chart, Series
-from shoal.core.web import Site
+from shoal.core.web import WebSite
 
 __all__ = ["best_kernels", "best_methods", "to_html"]
 
 
-def best_kernels(report: Report) -> list[tuple[KernelRow, int]]:
+def best_kernels(report: AttentionReport) -> list[tuple[KernelRow, int]]:
     """Of each mask and length the fastest kernel forward, and how many were timed."""
     groups: dict[tuple[int, str], list[KernelRow]] = {}
     for row in report.kernels:
@@ -25,7 +25,7 @@ def best_kernels(report: Report) -> list[tuple[KernelRow, int]]:
     ]
 
 
-def best_methods(report: Report) -> list[tuple[ContextRow, int]]:
+def best_methods(report: AttentionReport) -> list[tuple[ContextRow, int]]:
     """Of each mask, length and number of ranks the fastest method, and how many could run."""
     groups: dict[tuple[int, int, str], list[ContextRow]] = {}
     for row in report.context:
@@ -34,9 +34,9 @@ def best_methods(report: Report) -> list[tuple[ContextRow, int]]:
     return [(min(rows, key=lambda row: row.step_s or 0.0), len(rows)) for rows in groups.values()]
 
 
-def to_html(report: Report, *, title: str = "Attention, compared") -> str:
+def to_html(report: AttentionReport, *, title: str = "Attention, compared") -> str:
     """One page: what was asked, what was found, every row."""
-    site = Site("shoal.claims.bench")
+    site = WebSite("shoal.claims.bench")
     return site.render(
         "attention.html",
         title=title,
@@ -51,7 +51,7 @@ def to_html(report: Report, *, title: str = "Attention, compared") -> str:
     )
 
 
-def _kernel_charts(report: Report) -> Iterable[Chart]:
+def _kernel_charts(report: AttentionReport) -> Iterable[Chart]:
     """TFLOP/s over length, a chart for each mask, where several lengths were timed."""
     for mask in report.settings.masks:
         series = _series(
@@ -69,7 +69,7 @@ def _kernel_charts(report: Report) -> Iterable[Chart]:
             yield _chart(f"Forward, {mask}", "tokens", "TFLOP/s of seen cells", series)
 
 
-def _context_charts(report: Report) -> Iterable[Chart]:
+def _context_charts(report: AttentionReport) -> Iterable[Chart]:
     """Step time over ranks, a chart for each mask and length."""
     for length in report.settings.context_lengths:
         for mask in report.settings.masks:

@@ -11,11 +11,11 @@ from shoal.core.errors import require
 
 __all__ = [
     "TOLERANCES",
+    "AttentionReport",
+    "AttentionSettings",
     "ContextRow",
     "KernelRow",
-    "Network",
-    "Report",
-    "Settings",
+    "RankNetwork",
     "Status",
     "Timing",
 ]
@@ -28,7 +28,7 @@ Status = Literal["ok", "wrong", "unsupported", "failed"]
 TOLERANCES = {"fp64": 1e-10, "fp32": 2e-5, "bf16": 3e-2, "fp16": 4e-3}
 
 
-class Network(Value):
+class RankNetwork(Value):
     """The ranks of context parallelism: how fast they compute, and the links between them.
 
     Args:
@@ -60,7 +60,7 @@ class Network(Value):
         return self
 
 
-class Settings(Value):
+class AttentionSettings(Value):
     """What is compared, and on what.
 
     Args:
@@ -103,7 +103,7 @@ class Settings(Value):
     block: int = 64
     threads: int = 0
     seed: int = 0
-    network: Network = Network()
+    network: RankNetwork = RankNetwork()
 
     @model_validator(mode="after")
     def _legal(self) -> Self:
@@ -244,7 +244,7 @@ class ContextRow(Value):
         return max(0.0, self.step_s - self.busy_s)
 
 
-class Report(Value):
+class AttentionReport(Value):
     """Everything that was seen.
 
     Args:
@@ -254,7 +254,7 @@ class Report(Value):
         documents: number of real documents that lengths were drawn from.
     """
 
-    settings: Settings
+    settings: AttentionSettings
     kernels: tuple[KernelRow, ...] = ()
     context: tuple[ContextRow, ...] = ()
     documents: int = 0

@@ -18,11 +18,11 @@ import torch
 
 from shoal.core.errors import ServeError, UnknownKeyError, nearest
 from shoal.core.extras import import_extra
-from shoal.cost.serving.simulator import Served
+from shoal.cost.serving.simulator import ServedRequest
 from shoal.ir import Arrival, ServeJob
 from shoal.model import huggingface
-from shoal.plan.tune.protocols import Axis, Config, Setting, Space
-from shoal.plan.tune.serving import Sample
+from shoal.plan.tune.protocols import Axis, Config, SearchSpace, Setting
+from shoal.plan.tune.serving import ServingSample
 from shoal.serve.bench.tune import MeasureProcess, Start, failure, sample_of, workload_of
 
 __all__ = ["PADDINGS", "GenerateRunner", "generate_space", "transformers_engine"]
@@ -32,9 +32,9 @@ PADDINGS = ("longest", "sorted", "full")
 
 def generate_space(
     batches: Sequence[Setting] = (1, 2, 4, 8, 16, 32), paddings: Sequence[Setting] = PADDINGS
-) -> Space:
+) -> SearchSpace:
     """The knobs of :class:`GenerateRunner`."""
-    return Space(
+    return SearchSpace(
         axes=(
             Axis(name="batch", values=tuple(batches)),
             Axis(name="padding", values=tuple(paddings)),
@@ -71,7 +71,7 @@ class GenerateRunner:
         model.generation_config.pad_token_id = 0
         return cls(model=model, threads=threads)
 
-    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> Sample:
+    def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
         """See :class:`~shoal.plan.tune.serving.Measure`.
 
         All tokens of a batch are there when it ends, so the time to the first one is not told.
@@ -83,7 +83,7 @@ class GenerateRunner:
         if padding == "sorted":
             places.sort(key=lambda n: len(workload[n].prompt))
         widest = max(len(one.prompt) for one in workload) if padding == "full" else 0
-        served: list[Served] = []
+        served: list[ServedRequest] = []
         cache_bytes = 0
         began = time.perf_counter()
         for first in range(0, len(places), batch):
@@ -96,14 +96,14 @@ class GenerateRunner:
                 try:
                     made, size = self._generate(some, widest, most, left)
                 except (MemoryError, RuntimeError) as cause:
-                    return Sample(seconds=time.perf_counter() - began, failed=failure(cause))
+                    return ServingSample(seconds=time.perf_counter() - began, failed=failure(cause))
                 cache_bytes = max(cache_bytes, size)
             now = time.perf_counter() - began
             if made < most:
                 said = f"out of time: not served within {seconds:.3g} s"
-                return Sample(seconds=now, failed=said)
+                return ServingSample(seconds=now, failed=said)
             for n, one in zip(places[first : first + batch], some, strict=True):
-                done = Served(str(n), one.at, len(one.prompt), n_output=one.output_tokens)
+                done = ServedRequest(str(n), one.at, len(one.prompt), n_output=one.output_tokens)
                 done.finish = now
                 served.append(done)
         weights = sum(p.nbytes for p in self.model.parameters())
@@ -137,7 +137,7 @@ class GenerateRunner:
 
 def transformers_engine(
     job: ServeJob, given: Mapping[str, Sequence[Setting]]
-) -> tuple[Space, Start]:
+) -> tuple[SearchSpace, Start]:
     """The knobs of ``generate``, and what loads it and its workload.
 
     Args:

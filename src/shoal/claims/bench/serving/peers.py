@@ -15,25 +15,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from shoal.claims.bench.serving.values import Form, Peer
+from shoal.claims.bench.serving.values import Form, ServingPeer
 from shoal.core import children
 from shoal.core.errors import ServeError
 
-__all__ = ["Engine", "known", "resting"]
+__all__ = ["PeerEngine", "known", "resting"]
 
 _DRIVERS = Path(__file__).parent / "drivers"
 # Loading converts or quantizes a model the first time.
 _LOAD_S, _BATCH_S = 600.0, 300.0
 
 
-def known(environments: Path | None) -> tuple[dict[str, Peer], dict[str, str]]:
+def known(environments: Path | None) -> tuple[dict[str, ServingPeer], dict[str, str]]:
     """Engines that can be started here, and why the others cannot.
 
     Args:
         environments: a directory with one virtual environment an engine, named ``llama.cpp``
             and ``vllm``, as ``scripts/peers`` makes it.
     """
-    peers = {"shoal": Peer(name="shoal", driver="of_shoal", python=sys.executable, forms=_ALL)}
+    peers = {
+        "shoal": ServingPeer(name="shoal", driver="of_shoal", python=sys.executable, forms=_ALL)
+    }
     missing = {}
     try:
         import transformers  # noqa: F401
@@ -44,7 +46,7 @@ def known(environments: Path | None) -> tuple[dict[str, Peer], dict[str, str]]:
             ("transformers", "of_transformers"),
             ("transformers, continuous", "of_transformers_continuous"),
         ):
-            peers[name] = Peer(name=name, driver=driver, python=sys.executable)
+            peers[name] = ServingPeer(name=name, driver=driver, python=sys.executable)
     for name, driver, forms in (
         ("llama.cpp", "of_llama_cpp", _ALL),
         ("vllm", "of_vllm", _ALL[:1]),
@@ -53,14 +55,14 @@ def known(environments: Path | None) -> tuple[dict[str, Peer], dict[str, str]]:
         if python is None or not python.exists():
             missing[name] = "no environment; make one with scripts/peers and give --environments"
         else:
-            peers[name] = Peer(name=name, driver=driver, python=str(python), forms=forms)
+            peers[name] = ServingPeer(name=name, driver=driver, python=str(python), forms=forms)
     return peers, missing
 
 
 _ALL: tuple[Form, ...] = ("bf16", "int8", "int4")
 
 
-class Engine:
+class PeerEngine:
     """A loaded engine, resting until it is asked.
 
     Args:
@@ -71,7 +73,7 @@ class Engine:
         ServeError: it cannot be started or loaded.
     """
 
-    def __init__(self, peer: Peer, options: dict[str, Any]) -> None:
+    def __init__(self, peer: ServingPeer, options: dict[str, Any]) -> None:
         self.peer = peer
         # What it says beside its answers.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
@@ -193,7 +195,7 @@ def _line(file: int, timeout_s: float) -> bytes:
 
 
 @contextlib.contextmanager
-def resting(engines: Sequence[Engine]) -> Iterator[None]:
+def resting(engines: Sequence[PeerEngine]) -> Iterator[None]:
     """Close all engines at the end."""
     try:
         yield

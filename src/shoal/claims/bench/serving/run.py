@@ -9,8 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from shoal.claims.bench.serving.peers import Engine, known, resting
-from shoal.claims.bench.serving.values import CASES, GOALS, Case, Entry, Form, Table
+from shoal.claims.bench.serving.peers import PeerEngine, known, resting
+from shoal.claims.bench.serving.values import (
+    CASES,
+    GOALS,
+    EngineResult,
+    Form,
+    ServingCase,
+    ServingTable,
+)
 from shoal.core.errors import ConfigError, ServeError, require
 from shoal.core.random import generator
 from shoal.core.scratch import scratch_directory
@@ -62,7 +69,7 @@ def random_directory(place: Path, config: ModelConfig = SHAPE, seed: int = 0) ->
     return target
 
 
-def lengths(case: Case, seed: int) -> tuple[list[int], list[int]]:
+def lengths(case: ServingCase, seed: int) -> tuple[list[int], list[int]]:
     """Tokens of the prompts and of the answers of a case; the same in every round."""
     if not case.spread:
         return [case.prompt] * case.requests, [case.new] * case.requests
@@ -80,12 +87,12 @@ def bench(
     *,
     environments: Path | None = None,
     only: Sequence[str] = (),
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[ServingCase] = CASES,
     rounds: int = 6,
     threads: int = 2,
     seed: int = 0,
     progress: Callable[[str, float, float], None] | None = None,
-) -> Table:
+) -> ServingTable:
     """Run the table.
 
     Args:
@@ -112,13 +119,13 @@ def bench(
             raise ConfigError(f"engine = {name!r}: expected one of {', '.join([*peers, *missing])}")
     wanted = [peer for name, peer in peers.items() if not only or name in only or name == "shoal"]
     config = _vocabulary(model)
-    entries: list[Entry] = []
+    entries: list[EngineResult] = []
     versions: dict[str, str] = {}
     work = [(case, form) for case in cases for form in case.forms]
     done = 0
     with scratch_directory("peers") as scratch:
         for form in dict.fromkeys(form for _, form in work):
-            engines: list[Engine] = []
+            engines: list[PeerEngine] = []
             with resting(engines):
                 for peer in wanted:
                     if form not in peer.forms:
@@ -135,7 +142,7 @@ def bench(
                     if progress is not None:
                         progress(f"loading {peer.name}, {form}", done, len(work))
                     try:
-                        engines.append(Engine(peer, options))
+                        engines.append(PeerEngine(peer, options))
                     except ServeError as cause:
                         if peer.name == "shoal":
                             raise
@@ -151,7 +158,7 @@ def bench(
                         missing[f"{engine}, {form}"] = f"{case.name}: {reason}"
                     engines = [one for one in engines if one.peer.name not in failed]
                     done += 1
-    return Table(
+    return ServingTable(
         model=f"{config.name}: {config.shape().num_layers} layers, width {config.hidden}",
         threads=threads,
         versions=versions,
@@ -170,8 +177,8 @@ def _vocabulary(model: Path) -> ModelConfig:
 
 
 def _case(
-    case: Case, form: Form, engines: Sequence[Engine], vocab: int, rounds: int, seed: int
-) -> tuple[list[Entry], dict[str, str]]:
+    case: ServingCase, form: Form, engines: Sequence[PeerEngine], vocab: int, rounds: int, seed: int
+) -> tuple[list[EngineResult], dict[str, str]]:
     """All engines in one case, and those that failed. Every batch has prompts nobody has seen."""
     prompts_of, new = lengths(case, seed)
     seconds: dict[str, list[float]] = {engine.peer.name: [] for engine in engines}
@@ -199,7 +206,7 @@ def _case(
     reference = first["shoal"]
     counted = sum(new) if case.what == "decode" or case.new > 1 else sum(prompts_of)
     return [
-        Entry(
+        EngineResult(
             case=case.name,
             form=form,
             engine=name,
@@ -213,8 +220,8 @@ def _case(
 
 
 def _batch(
-    engine: Engine,
-    case: Case,
+    engine: PeerEngine,
+    case: ServingCase,
     prompts: list[list[int]],
     others: list[list[int]],
     new: list[int],
@@ -228,7 +235,7 @@ def _batch(
     return taken - begun, tokens
 
 
-def rows(table: Table) -> list[tuple[str, ...]]:
+def rows(table: ServingTable) -> list[tuple[str, ...]]:
     """Cells of the table: case, weights, engine, tokens/s, ratio, interval, wanted, agreement."""
     found = []
     for entry in table.entries:

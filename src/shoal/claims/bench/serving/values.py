@@ -9,12 +9,12 @@ from pydantic import JsonValue
 from shoal.core.config import Value
 from shoal.core.measure import Spread, bootstrap
 
-__all__ = ["CASES", "GOALS", "Case", "Entry", "Form", "Peer", "Table"]
+__all__ = ["CASES", "GOALS", "EngineResult", "Form", "ServingCase", "ServingPeer", "ServingTable"]
 
 Form = Literal["bf16", "int8", "int4"]
 
 
-class Case(Value):
+class ServingCase(Value):
     """One kind of work.
 
     Args:
@@ -36,8 +36,8 @@ class Case(Value):
     forms: tuple[Form, ...] = ("bf16",)
 
 
-CASES: tuple[Case, ...] = (
-    Case(
+CASES: tuple[ServingCase, ...] = (
+    ServingCase(
         name="decode, batch 1",
         requests=1,
         prompt=32,
@@ -45,10 +45,10 @@ CASES: tuple[Case, ...] = (
         what="decode",
         forms=("bf16", "int8", "int4"),
     ),
-    Case(name="decode, batch 8", requests=8, prompt=32, new=24, what="decode"),
-    Case(name="decode, batch 32", requests=32, prompt=32, new=16, what="decode"),
-    Case(name="prefill, 1,024 tokens", requests=1, prompt=1024, new=1),
-    Case(name="mixed lengths, 24 requests", requests=24, prompt=80, new=24, spread=0.8),
+    ServingCase(name="decode, batch 8", requests=8, prompt=32, new=24, what="decode"),
+    ServingCase(name="decode, batch 32", requests=32, prompt=32, new=16, what="decode"),
+    ServingCase(name="prefill, 1,024 tokens", requests=1, prompt=1024, new=1),
+    ServingCase(name="mixed lengths, 24 requests", requests=24, prompt=80, new=24, spread=0.8),
 )
 
 
@@ -67,7 +67,7 @@ GOALS: dict[tuple[str, str, str], float] = {
 """(case, weights, engine) -> how many times as fast Shoal should be."""
 
 
-class Peer(Value):
+class ServingPeer(Value):
     """An engine.
 
     Args:
@@ -83,7 +83,7 @@ class Peer(Value):
     forms: tuple[Form, ...] = ("bf16",)
 
 
-class Entry(Value):
+class EngineResult(Value):
     """What one engine reached in one case.
 
     Args:
@@ -108,7 +108,7 @@ class Entry(Value):
         return bootstrap([self.tokens / s for s in self.seconds])
 
 
-class Table(Value):
+class ServingTable(Value):
     """A run of the table.
 
     Args:
@@ -126,7 +126,7 @@ class Table(Value):
     threads: int
     versions: dict[str, str]
     missing: dict[str, str] = {}
-    entries: tuple[Entry, ...]
+    entries: tuple[EngineResult, ...]
     machine: dict[str, JsonValue] = {}
     date: str = ""
     commit: str = ""
@@ -136,7 +136,7 @@ class Table(Value):
         """Timed rounds of each row."""
         return max((len(entry.seconds) for entry in self.entries), default=0)
 
-    def find(self, case: str, form: str, engine: str) -> Entry | None:
+    def find(self, case: str, form: str, engine: str) -> EngineResult | None:
         """The entry of an engine, if it has one."""
         for entry in self.entries:
             if (entry.case, entry.form, entry.engine) == (case, form, engine):

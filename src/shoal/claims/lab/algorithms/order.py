@@ -9,11 +9,11 @@ import numpy as np
 
 from shoal.core.errors import KernelError, require
 from shoal.kernel.algorithms.elementwise import disjoint
-from shoal.kernel.algorithms.expression import Cpp, cpp
+from shoal.kernel.algorithms.expression import CppExpression, cpp
 from shoal.kernel.algorithms.loop import (
     CATCH,
-    Built,
-    Sum,
+    LoopLibrary,
+    LoopReduction,
     built,
     call,
     loop,
@@ -21,7 +21,7 @@ from shoal.kernel.algorithms.loop import (
     real_type,
     schedulable,
 )
-from shoal.kernel.algorithms.memory import TYPES, View, view
+from shoal.kernel.algorithms.memory import TYPES, ArrayView, view
 from shoal.kernel.algorithms.policy import Policy, inline
 from shoal.kernel.native import function
 
@@ -35,7 +35,7 @@ def sort(
     policy: Policy,
     a: Any,
     *,
-    key: str | Cpp | None = None,
+    key: str | CppExpression | None = None,
     descending: bool = False,
     **constants: Any,
 ) -> Any:
@@ -67,8 +67,8 @@ def sort(
 
 def _order(
     policy: Policy,
-    array: View,
-    key: str | Cpp | None,
+    array: ArrayView,
+    key: str | CppExpression | None,
     descending: bool,
     numbers: dict[str, float | int],
     threads: int,
@@ -77,7 +77,9 @@ def _order(
     where, n = "algorithms.sort", array.n
     text = "a" if key is None else key
     # An integer that fp64 does not hold must stay one: the sum of the keys says what they are.
-    term = loop(where, policy, min(n, 1), {"a": array}, {}, numbers, {}, {"": Sum("y", text)})
+    term = loop(
+        where, policy, min(n, 1), {"a": array}, {}, numbers, {}, {"": LoopReduction("y", text)}
+    )
     kind = "int64" if n and isinstance(term[0], int) else "float64"
     keys, place = np.empty(n, dtype=kind), np.empty(n, dtype=np.int64)
     written = {"of_key": view(where, keys)}
@@ -88,7 +90,7 @@ def _order(
 
 
 @schedulable
-def partition(policy: Policy, a: Any, out: Any, f: str | Cpp, **constants: Any) -> int:
+def partition(policy: Policy, a: Any, out: Any, f: str | CppExpression, **constants: Any) -> int:
     """Elements for which ``f`` is true, then the others, each in their order.
 
     Args:
@@ -157,7 +159,7 @@ def _picked(
     policy: Policy,
     a: Any,
     out: Any,
-    f: str | Cpp | None,
+    f: str | CppExpression | None,
     constants: dict[str, Any],
     others: bool,
 ) -> int:
@@ -181,10 +183,10 @@ def _picked(
 def _picker(
     where: str,
     dtype: str,
-    f: str | Cpp | None,
+    f: str | CppExpression | None,
     whole: tuple[tuple[str, bool], ...],
     others: bool,
-) -> Built:
+) -> LoopLibrary:
     kind, real = TYPES[dtype], real_type({dtype})
     if f is None:
         test = "i == 0 || !(a == from[(i - 1) * step])"
@@ -237,9 +239,9 @@ const char* place(const Call* call, int64_t first, int64_t last, void* begin) {{
 
 
 @functools.lru_cache(maxsize=16)
-def _histogram(dtype: str) -> Built:
+def _histogram(dtype: str) -> LoopLibrary:
     run = function("algorithms", f"histogram_{dtype}", "p", "l")
-    return Built(run, (), None, None)
+    return LoopLibrary(run, (), None, None)
 
 
 def _team(policy: Policy) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.core.errors import KernelError, require
-from shoal.kernel.algorithms.expression import Cpp
-from shoal.kernel.algorithms.loop import Sum, check_op, loop, names_of, schedulable
+from shoal.kernel.algorithms.expression import CppExpression
+from shoal.kernel.algorithms.loop import LoopReduction, check_op, loop, names_of, schedulable
 from shoal.kernel.algorithms.memory import view
 from shoal.kernel.algorithms.policy import Policy
 
@@ -17,8 +17,8 @@ __all__ = ["reduce", "transform_reduce"]
 def transform_reduce(
     policy: Policy,
     *inputs: Any,
-    f: str | Cpp,
-    op: str | Cpp = "+",
+    f: str | CppExpression,
+    op: str | CppExpression = "+",
     init: float | None = None,
     assume_associative: bool = False,
     **constants: Any,
@@ -48,7 +48,7 @@ def transform_reduce(
     check_op(where, op, policy, assume_associative)
     read = {name: view(f"{where} {name}", x) for name, x in zip("abc", inputs, strict=False)}
     n, numbers = names_of(where, read, constants)
-    found = loop(where, policy, n, read, {}, numbers, {}, {"result": Sum(op, f, init)})[0]
+    found = loop(where, policy, n, read, {}, numbers, {}, {"result": LoopReduction(op, f, init)})[0]
     if found is None:
         raise KernelError(f"{where}: nothing to reduce in an empty range; give init")
     return found
@@ -58,7 +58,7 @@ def transform_reduce(
 def reduce(
     policy: Policy,
     a: Any,
-    op: str | Cpp = "+",
+    op: str | CppExpression = "+",
     *,
     init: float | None = None,
     assume_associative: bool = False,

@@ -7,10 +7,10 @@ from typing import Any
 
 from shoal.core.errors import KernelError
 from shoal.kernel.algorithms.elementwise import disjoint
-from shoal.kernel.algorithms.expression import Cpp
+from shoal.kernel.algorithms.expression import CppExpression
 from shoal.kernel.algorithms.loop import (
     CATCH,
-    Built,
+    LoopLibrary,
     built,
     call,
     check_op,
@@ -29,7 +29,7 @@ def inclusive_scan(
     policy: Policy,
     a: Any,
     out: Any,
-    op: str | Cpp = "+",
+    op: str | CppExpression = "+",
     *,
     init: float | None = None,
     assume_associative: bool = False,
@@ -52,7 +52,7 @@ def exclusive_scan(
     policy: Policy,
     a: Any,
     out: Any,
-    op: str | Cpp = "+",
+    op: str | CppExpression = "+",
     *,
     init: float | None = None,
     assume_associative: bool = False,
@@ -75,7 +75,7 @@ def _scan(
     policy: Policy,
     a: Any,
     out: Any,
-    op: str | Cpp,
+    op: str | CppExpression,
     init: float | None,
     assume_associative: bool,
 ) -> Any:
@@ -98,8 +98,13 @@ def _scan(
 
 @functools.lru_cache(maxsize=256)
 def _compiled(
-    where: str, dtype: str, out: str, op: str | Cpp, init: tuple[bool, ...], inclusive: bool
-) -> Built:
+    where: str,
+    dtype: str,
+    out: str,
+    op: str | CppExpression,
+    init: tuple[bool, ...],
+    inclusive: bool,
+) -> LoopLibrary:
     kind, written = TYPES[dtype], TYPES[out]
     combine = operator(where, op, "Op", "R", "float" if dtype == "float32" else "double")
     begin = f"{{R(call->{'whole' if init[0] else 'real'}[0]), 1}}" if init else "{}"

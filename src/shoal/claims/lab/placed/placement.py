@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.boxes import Box
 from shoal.core.errors import PlanError, require
-from shoal.cost.price.boxing import Step, boxing
+from shoal.cost.price.boxing import BoxingStep, boxing
 from shoal.ir.layout import Layout
 from shoal.ir.placement import (
     Broadcast,
@@ -171,7 +171,7 @@ def from_local(
     return found
 
 
-def _step(x: GlobalTensor, step: Step) -> GlobalTensor:
+def _step(x: GlobalTensor, step: BoxingStep) -> GlobalTensor:
     axes = step.axes
     axis = axes[0]
     old, new = step.source[axis], step.target[axis]
@@ -282,7 +282,7 @@ def _gather(x: GlobalTensor, made: GlobalTensor) -> Tensor | None:
     """An all-gather along one axis, where that is what it is and all pieces are equal."""
     import torch
 
-    changed = Step(x.placement, made.placement, 0).axes
+    changed = BoxingStep(x.placement, made.placement, 0).axes
     old, new = x.placement[changed[0]], made.placement[changed[0]]
     if len(changed) > 1 or not isinstance(old, Split) or not isinstance(new, Broadcast):
         return None

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from shoal.core.errors import KernelError, require
 from shoal.kernel.dispatch import dispatch
 from shoal.kernel.pages import empty
-from shoal.kernel.rnn.base import RecurrenceKernel, Trace
+from shoal.kernel.rnn.base import RecurrenceKernel, RecurrenceTrace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.loop import loop
 from shoal.kernel.rnn.shapes import bias_of, call_of, check, states_of, wide
@@ -129,7 +129,11 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, dmain: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
         kernel, call, every, clip = ctx.settings
         wx, R, bias, states, main, rest, gates = ctx.saved_tensors
-        trace = Trace(main[0], main[1:], gates) if every else Trace(main, rest, gates)
+        trace = (
+            RecurrenceTrace(main[0], main[1:], gates)
+            if every
+            else RecurrenceTrace(main, rest, gates)
+        )
         if gates is None:
             trace = kernel.forward(call, wx, R, bias, states, keep=True)
         dh, drest = dmain, None

@@ -23,10 +23,10 @@ from shoal.core.errors import ModelError, require
 from shoal.kernel.rnn.functions import function as function_of
 from shoal.model.norm import RMSNorm
 
-__all__ = ["Block", "RecurrentModel"]
+__all__ = ["RecurrentBlock", "RecurrentModel"]
 
 
-class Block(nn.Module):
+class RecurrentBlock(nn.Module):
     """``x + out(rnn(in(norm(x))))``, optionally followed by a gated feed-forward layer.
 
     Args:
@@ -135,7 +135,7 @@ class RecurrentModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, hidden)
         self.blocks = nn.ModuleList(
-            Block(hidden, heads, function, backend=backend, feed_forward=feed_forward)
+            RecurrentBlock(hidden, heads, function, backend=backend, feed_forward=feed_forward)
             for _ in range(layers)
         )
         self.norm = RMSNorm(hidden, 1e-6)

@@ -1,4 +1,4 @@
-"""The door of ``spgemm``: matrices of SciPy or PyTorch in, one of the same kind out."""
+"""Entry point of ``spgemm``: matrices of SciPy or PyTorch in, one of the same kind out."""
 
 from __future__ import annotations
 

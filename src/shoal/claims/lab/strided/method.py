@@ -25,7 +25,15 @@ from shoal.core.config import Value
 from shoal.core.errors import KernelError, require
 from shoal.kernel.strided.canonical import Layout, StridedBlock
 
-__all__ = ["MESSAGES", "METHODS", "Grid", "Method", "MethodModel", "Parts", "measure_packing"]
+__all__ = [
+    "MESSAGES",
+    "METHODS",
+    "LocalityTimes",
+    "Method",
+    "MethodModel",
+    "TimeGrid",
+    "measure_packing",
+]
 
 Method = Literal["oneshot", "device", "staged", "blocks"]
 METHODS: tuple[Method, ...] = ("oneshot", "device", "staged", "blocks")
@@ -34,7 +42,7 @@ MESSAGES = 4096
 """Blocks beyond which nobody sends one message a block."""
 
 
-class Grid(Value):
+class TimeGrid(Value):
     """Seconds at every pair of two sizes; of one size, where ``columns`` is one number.
 
     Args:
@@ -95,7 +103,7 @@ def _between(sizes: Sequence[float], size: float) -> tuple[int, float]:
     return index, (math.log(max(size, 1e-9)) - low) / (high - low)
 
 
-class Parts(Value):
+class LocalityTimes(Value):
     """What was measured between two ranks of one locality.
 
     Args:
@@ -110,15 +118,15 @@ class Parts(Value):
         device_send: one message from device to device.
     """
 
-    pack: Grid
-    unpack: Grid
-    send: Grid
-    blocks: Grid
-    copy_out: Grid | None = None
-    copy_in: Grid | None = None
-    device_pack: Grid | None = None
-    device_unpack: Grid | None = None
-    device_send: Grid | None = None
+    pack: TimeGrid
+    unpack: TimeGrid
+    send: TimeGrid
+    blocks: TimeGrid
+    copy_out: TimeGrid | None = None
+    copy_in: TimeGrid | None = None
+    device_pack: TimeGrid | None = None
+    device_unpack: TimeGrid | None = None
+    device_send: TimeGrid | None = None
 
 
 class MethodModel:
@@ -131,7 +139,7 @@ class MethodModel:
         parts: locality of a peer (``node``: on this node; ``far``: on another) -> tables.
     """
 
-    def __init__(self, parts: Mapping[str, Parts]) -> None:
+    def __init__(self, parts: Mapping[str, LocalityTimes]) -> None:
         require(
             bool(parts), "strided tables", [], expected="at least one locality", error=KernelError
         )
@@ -184,7 +192,7 @@ def measure_packing(
     repeats: int = 5,
     pitch: int = 512,
     clock: Callable[[], float] | None = None,
-) -> tuple[Grid, Grid]:
+) -> tuple[TimeGrid, TimeGrid]:
     """Tables of pack and unpack on this host: bytes 2^(2i+6), blocks of 2^j bytes.
 
     Args:
@@ -227,7 +235,7 @@ def measure_packing(
         for table, row in zip(tables, rows, strict=True):
             table.append(row)
     found = [
-        Grid(rows=tuple(sizes), columns=tuple(blocks), seconds=tuple(map(tuple, table)))
+        TimeGrid(rows=tuple(sizes), columns=tuple(blocks), seconds=tuple(map(tuple, table)))
         for table in tables
     ]
     return found[0], found[1]

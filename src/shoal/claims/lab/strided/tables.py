@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shoal.claims.lab.strided.method import MESSAGES, Grid, MethodModel, Parts, measure_packing
+from shoal.claims.lab.strided.method import (
+    MESSAGES,
+    LocalityTimes,
+    MethodModel,
+    TimeGrid,
+    measure_packing,
+)
 from shoal.core.errors import RankError, require
 
 if TYPE_CHECKING:
@@ -24,7 +30,7 @@ _TAG = "strided_tables"
 _MANY = 2**24
 
 
-def measure_parts(comm: Comm, *, largest: int = 2**24, repeats: int = 5) -> Parts:
+def measure_parts(comm: Comm, *, largest: int = 2**24, repeats: int = 5) -> LocalityTimes:
     """Tables of packing, copies and messages, the same on all ranks; takes seconds.
 
     Args:
@@ -44,7 +50,7 @@ def measure_parts(comm: Comm, *, largest: int = 2**24, repeats: int = 5) -> Part
     if comm.rank == 0:
         packing, unpacking = measure_packing(largest=largest, repeats=repeats)
         copies = _copies(largest, repeats)
-        found = Parts(
+        found = LocalityTimes(
             pack=packing,
             unpack=unpacking,
             send=send,
@@ -52,7 +58,9 @@ def measure_parts(comm: Comm, *, largest: int = 2**24, repeats: int = 5) -> Part
             copy_out=copies,
             copy_in=copies,
         )
-    return Parts.model_validate_json(_shared(comm, found.model_dump_json() if found else ""))
+    return LocalityTimes.model_validate_json(
+        _shared(comm, found.model_dump_json() if found else "")
+    )
 
 
 def agreed(comm: Comm, model: MethodModel) -> MethodModel:
@@ -60,7 +68,7 @@ def agreed(comm: Comm, model: MethodModel) -> MethodModel:
     names = _shared(comm, ",".join(model.parts)).split(",")
     return MethodModel(
         {
-            name: Parts.model_validate_json(
+            name: LocalityTimes.model_validate_json(
                 _shared(comm, model.parts[name].model_dump_json() if comm.rank == 0 else "")
             )
             for name in names
@@ -81,7 +89,7 @@ def _shared(comm: Comm, text: str) -> str:
     return bytes(data.tolist()).decode()
 
 
-def _messages(comm: Comm, largest: int, repeats: int) -> tuple[Grid, Grid]:
+def _messages(comm: Comm, largest: int, repeats: int) -> tuple[TimeGrid, TimeGrid]:
     """Seconds of one message by bytes, and of many by number and bytes; ranks 0 and 1."""
     import torch
 
@@ -113,18 +121,18 @@ def _messages(comm: Comm, largest: int, repeats: int) -> tuple[Grid, Grid]:
                 row.append(max(1e-9, seconds(int(number), int(size), 1) - one_way[0]))
         many.append(row)
     return (
-        Grid(rows=tuple(sizes), seconds=tuple((s,) for s in one_way)),
-        Grid(rows=tuple(numbers), columns=tuple(sizes), seconds=tuple(map(tuple, many))),
+        TimeGrid(rows=tuple(sizes), seconds=tuple((s,) for s in one_way)),
+        TimeGrid(rows=tuple(numbers), columns=tuple(sizes), seconds=tuple(map(tuple, many))),
     )
 
 
-def _copies(largest: int, repeats: int) -> Grid:
+def _copies(largest: int, repeats: int) -> TimeGrid:
     """Seconds of a copy from the host to the host, which is what staging costs there."""
     import torch
 
     sizes = [2.0**k for k in range(0, largest.bit_length(), 2)]
     buffers = [torch.zeros(largest, dtype=torch.uint8) for _ in range(2)]
-    return Grid(
+    return TimeGrid(
         rows=tuple(sizes),
         seconds=tuple(
             (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.cost.gpu.device import Gpu
+from shoal.cost.gpu.device import Accelerator
 from shoal.cost.gpu.spec import Run
 from shoal.cost.published.baselines import calculon, llm_analysis, simumax
 
 __all__ = ["BASELINES"]
 
-BASELINES: dict[str, Callable[[Run, Gpu], float]] = {
+BASELINES: dict[str, Callable[[Run, Accelerator], float]] = {
     "llm-analysis": llm_analysis.seconds,
     "Calculon": calculon.seconds,
     "SimuMax": simumax.seconds,

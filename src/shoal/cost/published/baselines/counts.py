@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cost.arithmetic import mixture_layers
-from shoal.cost.gpu.device import Gpu
+from shoal.cost.gpu.device import Accelerator
 from shoal.cost.gpu.spec import Run
 from shoal.cost.gpu.step import block_weights
 
-__all__ = ["Counts", "counts", "link"]
+__all__ = ["BaselineCounts", "counts", "link"]
 
 
 @dataclass(frozen=True)
-class Counts:
+class BaselineCounts:
     """Of one rank: FLOP for one micro-batch's forward pass, weights, bytes.
 
     Args:
@@ -37,7 +37,7 @@ class Counts:
     sparse: float
 
 
-def counts(run: Run) -> Counts:
+def counts(run: Run) -> BaselineCounts:
     """The counts of a run."""
     shape = run.shape
     dense, rest, experts = block_weights(shape)
@@ -49,7 +49,7 @@ def counts(run: Run) -> Counts:
     tokens = run.micro_batch * run.seq_len / run.cp
     ranks = run.tp * run.pp
     width = shape.num_heads * shape.head_dim
-    return Counts(
+    return BaselineCounts(
         linear=2.0 * met * tokens / ranks,
         attention=4.0 * shape.num_layers * width * run.seq_len * tokens / ranks,
         weights=common / run.tp + sparse * experts / run.pp / run.ep,
@@ -61,7 +61,7 @@ def counts(run: Run) -> Counts:
     )
 
 
-def link(gpu: Gpu, ranks: int, stride: int) -> float:
+def link(gpu: Accelerator, ranks: int, stride: int) -> float:
     """Byte/s of one rank in a ring, before any efficiency."""
     inside = ranks * stride <= gpu.domain
     local = max(1, min(ranks, gpu.domain // max(1, stride)))

@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.core.parts import part
 from shoal.fields.data.cluster.costs import estimate_of, fitting
-from shoal.fields.data.cluster.protocols import ClusterWork, Found, Problem
+from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
 from shoal.fields.data.cluster.starts import begin
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
@@ -47,7 +47,7 @@ class Alternating:
         for storage in fitting(work, machine):
             yield type(self)(storage=storage)
 
-    def search(self, problem: Problem) -> Found:
+    def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Move medoids until none moves."""
         rows = problem.kept(self.storage)
         search = begin(problem, rows)
@@ -73,4 +73,6 @@ class Alternating:
             search.loss = float(search.d1.sum(dtype=np.float64))
             state = {"medoids": search.medoids.tolist(), "swaps": search.swaps, "passes": passes}
             problem.tick(passes / (passes + 1), search.loss, state)
-        return Found(search.medoids, search.loss, search.swaps, passes, converged=not moved)
+        return ClusteringResult(
+            search.medoids, search.loss, search.swaps, passes, converged=not moved
+        )

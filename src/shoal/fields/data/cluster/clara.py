@@ -17,7 +17,7 @@ from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.fields.data.cluster.costs import state_bytes
 from shoal.fields.data.cluster.fasterpam import FasterPAM
-from shoal.fields.data.cluster.protocols import ClusterWork, Found, Problem
+from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
 from shoal.fields.data.cluster.search import Ids
 from shoal.fields.data.cluster.storage import Objects
 from shoal.ir import Estimate, Interval, Machine
@@ -79,7 +79,7 @@ class CLARA:
             if 2 * (size or 80 + 4 * work.k) <= work.n:
                 yield type(self)(samples=self.samples, size=size)
 
-    def search(self, problem: Problem) -> Found:
+    def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Cluster each sample from the best medoids so far and others drawn for it."""
         objects, n, k = problem.objects, problem.objects.n, problem.k
         size = self.sampled(n, k)
@@ -115,7 +115,7 @@ class CLARA:
                 loss,
                 {"medoids": best.tolist(), "swaps": swaps, "loss": loss, "losses": [*losses]},
             )
-        return Found(best, loss, swaps, self.samples, details={"losses": losses})
+        return ClusteringResult(best, loss, swaps, self.samples, details={"losses": losses})
 
 
 def to_medoids(objects: Objects, medoids: Ids) -> tuple[Ids, np.ndarray]:

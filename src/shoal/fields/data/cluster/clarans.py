@@ -17,8 +17,8 @@ from annotated_types import Ge, Gt, Le
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.fields.data.cluster.costs import estimate_of, fitting
-from shoal.fields.data.cluster.protocols import ClusterWork, Found, Problem
-from shoal.fields.data.cluster.search import Search, eager, native
+from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
+from shoal.fields.data.cluster.search import MedoidSearch, eager, native
 from shoal.fields.data.cluster.starts import start
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
@@ -69,7 +69,7 @@ class CLARANS:
             if storage == ("on_demand" if work.dim else "full32"):
                 yield type(self)(restarts=self.restarts, patience=self.patience, storage=storage)
 
-    def search(self, problem: Problem) -> Found:
+    def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Descend from each start; keep the best."""
         rows = problem.kept(self.storage)
         n, k = rows.n, problem.k
@@ -86,7 +86,7 @@ class CLARANS:
                 medoids = np.array(problem.start, np.int64)
             else:
                 medoids = start(problem.init, rows, k, problem.seed + restart)
-            search = Search(medoids, np.ascontiguousarray(rows.some(medoids).T), native())
+            search = MedoidSearch(medoids, np.ascontiguousarray(rows.some(medoids).T), native())
             search.swaps = swaps
             search.since = int(state["since"]) if resumed and state["batch"] else 0
             batch = int(state["batch"]) if resumed else 0
@@ -121,4 +121,4 @@ class CLARANS:
             swaps = search.swaps
             if search.loss < loss:
                 best, loss = search.medoids.tolist(), search.loss
-        return Found(np.array(best, np.int64), loss, swaps, batches, converged=False)
+        return ClusteringResult(np.array(best, np.int64), loss, swaps, batches, converged=False)

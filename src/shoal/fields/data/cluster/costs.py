@@ -21,7 +21,7 @@ from shoal.core.files import shoal_home, write_json
 from shoal.core.native import cpu_model
 from shoal.core.random import generator
 from shoal.fields.data.cluster.protocols import ClusterRates, ClusterWork
-from shoal.fields.data.cluster.search import Search, best_swap, eager, expand, native
+from shoal.fields.data.cluster.search import MedoidSearch, best_swap, eager, expand, native
 from shoal.fields.data.cluster.storage import STORAGES, Matrix, Storage, Vectors, storage_bytes
 from shoal.ir import Estimate, Interval, Machine
 
@@ -159,7 +159,7 @@ def timed(dim: int, metric: str = "euclidean", edge: int = _EDGE) -> ClusterRate
     begin, piece = _least(lambda: objects.between(slice(0, edge // 4), slice(None)))
     distance = begin / piece.size
     ids, whole = np.arange(edge), Matrix(objects).rows(0, edge)
-    search = Search(ids[:k], np.ascontiguousarray(whole[:, :k]), native())
+    search = MedoidSearch(ids[:k], np.ascontiguousarray(whole[:, :k]), native())
 
     def scan() -> None:
         search.since = 0

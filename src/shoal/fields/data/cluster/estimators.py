@@ -18,7 +18,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from shoal.core.parts import Choice, table
-from shoal.fields.data.cluster.protocols import ClusterError, Problem
+from shoal.fields.data.cluster.protocols import ClusterError, ClusteringProblem
 from shoal.fields.data.cluster.search import Ids
 from shoal.fields.data.cluster.solve import check_k, solve
 from shoal.fields.data.cluster.storage import STORAGES, Metric, Objects, Precomputed, Vectors
@@ -62,11 +62,11 @@ class _Medoids(ClusterMixin, TransformerMixin, BaseEstimator):  # type: ignore[m
         objects = self._objects(X)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         method = table("clusterer").build(self._choice(), where="method")
-        problem = Problem(objects=objects, k=int(self.n_clusters), seed=seed)
+        problem = ClusteringProblem(objects=objects, k=int(self.n_clusters), seed=seed)
         for name, value in self._search(objects).items():
             setattr(problem, name, value)
         solution = solve(method, problem)
-        found = solution.found
+        found = solution.result
         if not found.converged and found.passes >= problem.max_iter:
             warnings.warn(
                 f"max_iter = {problem.max_iter} passes, and swaps still improve the loss; "

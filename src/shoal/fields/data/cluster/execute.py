@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.bars import Bars
+from shoal.core.bars import StackedBars
 from shoal.core.errors import ConfigError
 from shoal.core.extras import import_extra
 from shoal.core.files import write_atomic, write_json
@@ -21,13 +21,13 @@ from shoal.core.parts import table
 from shoal.cost.score import Score
 from shoal.fields.data.cluster.inputs import objects_of
 from shoal.fields.data.cluster.job import ClusterPlan, ClusterReport
-from shoal.fields.data.cluster.protocols import Problem, State
-from shoal.fields.data.cluster.solve import Solution, solve
+from shoal.fields.data.cluster.protocols import ClusteringProblem, State
+from shoal.fields.data.cluster.solve import ClusteringSolution, solve
 from shoal.ir import Watch, errors_of
 from shoal.machine.fingerprint import versions
 from shoal.plan.saved import check_device
-from shoal.train.alone import alone
 from shoal.train.layout import RunDir
+from shoal.train.run_lock import alone
 
 __all__ = ["execute"]
 
@@ -84,7 +84,7 @@ def execute(
         begun = time.perf_counter()
         objects = objects_of(job)
         read = time.perf_counter()
-        problem = Problem(
+        problem = ClusteringProblem(
             objects=objects,
             k=job.k,
             init=job.init,
@@ -102,7 +102,7 @@ def execute(
             progress.keep()
             meter.event("stop", step=1)
             raise
-        found = solution.found
+        found = solution.result
         measured = {
             "total_s": time.perf_counter() - read + float((state or {}).get("seconds", 0.0)),
             "read_s": read - begun,
@@ -183,27 +183,27 @@ def _state(path: Path) -> State | None:
     return found
 
 
-def _write(solution: Solution, directory: Path) -> None:
+def _write(solution: ClusteringSolution, directory: Path) -> None:
     """Labels as Parquet, medoids as JSON, a picture of the sizes; each file whole or not at all."""
     arrow: Any = import_extra("pyarrow", extra="fields", purpose="writing labels")
     parquet: Any = import_extra("pyarrow.parquet", extra="fields", purpose="writing labels")
     columns = {
         "object": np.arange(len(solution.labels)),
         "label": solution.labels,
-        "medoid": np.asarray(solution.found.medoids)[solution.labels],
+        "medoid": np.asarray(solution.result.medoids)[solution.labels],
         "dissimilarity": solution.nearest,
     }
     text = io.BytesIO()
     parquet.write_table(arrow.table(columns), text)
     write_atomic(directory / "labels.parquet", text.getvalue())
-    sizes = np.bincount(solution.labels, minlength=len(solution.found.medoids))
-    medoids = np.asarray(solution.found.medoids).tolist()
+    sizes = np.bincount(solution.labels, minlength=len(solution.result.medoids))
+    medoids = np.asarray(solution.result.medoids).tolist()
     write_json(
         directory / "medoids.json",
         {"medoids": medoids, "loss": solution.loss, "sizes": sizes.tolist()},
     )
     largest = np.argsort(-sizes, kind="stable")[:_SHOWN]
-    picture = Bars(
+    picture = StackedBars(
         f"objects of the {len(largest)} largest of {len(sizes)} clusters",
         {
             f"{place}: medoid {medoids[place]}": {"objects": float(sizes[place])}

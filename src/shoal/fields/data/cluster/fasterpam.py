@@ -17,10 +17,10 @@ import numpy as np
 
 from shoal.core.parts import part
 from shoal.fields.data.cluster.costs import estimate_of, fitting
-from shoal.fields.data.cluster.protocols import ClusterWork, Found, Problem
-from shoal.fields.data.cluster.search import Search, eager
+from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
+from shoal.fields.data.cluster.search import MedoidSearch, eager
 from shoal.fields.data.cluster.starts import begin
-from shoal.fields.data.cluster.storage import Rows, Storage
+from shoal.fields.data.cluster.storage import DissimilarityRows, Storage
 from shoal.ir import Estimate, Interval, Machine
 
 __all__ = ["FasterPAM", "descend"]
@@ -57,13 +57,15 @@ class FasterPAM:
         for storage in fitting(work, machine):
             yield type(self)(storage=storage)
 
-    def search(self, problem: Problem) -> Found:
+    def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Swap until a whole cycle of candidates brings nothing."""
         rows = problem.kept(self.storage)
         return descend(begin(problem, rows), rows, problem)
 
 
-def descend(search: Search, rows: Rows, problem: Problem) -> Found:
+def descend(
+    search: MedoidSearch, rows: DissimilarityRows, problem: ClusteringProblem
+) -> ClusteringResult:
     """Take all candidates in order, over and over, until a cycle of them brings nothing.
 
     Args:
@@ -102,7 +104,7 @@ def descend(search: Search, rows: Rows, problem: Problem) -> Found:
             if search.since >= search.n:
                 break
         passes, at = passes + 1, 0
-    return Found(
+    return ClusteringResult(
         search.medoids, search.loss, search.swaps, passes, converged=search.since >= search.n
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 from shoal.core.parts import part
 from shoal.fields.data.cluster import reference
 from shoal.fields.data.cluster.costs import estimate_of, fitting
-from shoal.fields.data.cluster.protocols import ClusterWork, Found, Problem
+from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
 from shoal.fields.data.cluster.search import best_swap
 from shoal.fields.data.cluster.starts import begin
 from shoal.fields.data.cluster.storage import Storage
@@ -60,12 +60,12 @@ class FastPAM1:
             if storage != "on_demand":
                 yield type(self)(storage=storage)
 
-    def search(self, problem: Problem) -> Found:
+    def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Swap until no swap improves the loss."""
         return steepest(problem, self.storage, textbook=False)
 
 
-def steepest(problem: Problem, storage: Storage, *, textbook: bool) -> Found:
+def steepest(problem: ClusteringProblem, storage: Storage, *, textbook: bool) -> ClusteringResult:
     """Make the best of all swaps, over and over, until none improves the loss.
 
     Args:
@@ -104,4 +104,4 @@ def steepest(problem: Problem, storage: Storage, *, textbook: bool) -> Found:
         if row is not None and not done:
             search.loss += change
             search.swap(best[1], best[2], row)
-    return Found(search.medoids, search.loss, search.swaps, passes, converged=done)
+    return ClusteringResult(search.medoids, search.loss, search.swaps, passes, converged=done)

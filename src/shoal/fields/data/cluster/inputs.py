@@ -16,13 +16,13 @@ from shoal.fields.data.cluster.job import ClusterJob
 from shoal.fields.data.cluster.protocols import ClusterError
 from shoal.fields.data.cluster.storage import Objects, Precomputed, Vectors
 
-__all__ = ["Shape", "objects_of", "shape_of"]
+__all__ = ["InputShape", "objects_of", "shape_of"]
 
 _PHOTOS = "photos"
 _ENDINGS = (".npy", ".parquet", ".csv", ".jsonl", ".ndjson")
 
 
-class Shape(NamedTuple):
+class InputShape(NamedTuple):
     """How much there is, before it is read.
 
     Args:
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     note: str
 
 
-def shape_of(job: ClusterJob) -> Shape:
+def shape_of(job: ClusterJob) -> InputShape:
     """Rows and columns of a job's data; .npy and .parquet say so in their first bytes.
 
     Raises:
@@ -45,12 +45,12 @@ def shape_of(job: ClusterJob) -> Shape:
     precomputed = job.metric == "precomputed"
     if job.data.partition(":")[0] == _PHOTOS:
         _not_precomputed(job)
-        return Shape(_photos(job), DIM, "")
+        return InputShape(_photos(job), DIM, "")
     kind, listing = _listing(job)
     if kind == ".npy":
         with listing.open(listing.files[0]) as stream:
             rows, columns = _npy_shape(stream, job.data)
-        return Shape(rows, 0 if precomputed else columns, "")
+        return InputShape(rows, 0 if precomputed else columns, "")
     if kind == ".parquet":
         parquet = _arrow("pyarrow.parquet")
         with listing.open(listing.files[0], decompress=False) as stream, _readable(job):
@@ -62,9 +62,9 @@ def shape_of(job: ClusterJob) -> Shape:
             if lists and rows:
                 first = next(file.iter_batches(batch_size=1, columns=chosen))
                 dim = len(first.column(0)[0].as_py() or ())
-        return Shape(rows, 0 if precomputed else dim, _said(chosen, job))
+        return InputShape(rows, 0 if precomputed else dim, _said(chosen, job))
     matrix, note = _read(job)
-    return Shape(len(matrix), 0 if precomputed else matrix.shape[1], note)
+    return InputShape(len(matrix), 0 if precomputed else matrix.shape[1], note)
 
 
 def objects_of(job: ClusterJob) -> Objects:

@@ -12,14 +12,14 @@ from shoal.core.tables import Table
 from shoal.fields.data.cluster.job import ClusterJob, ClusterPlan, ClusterReport
 from shoal.ir import Flag, Interval, Machine, Quantity, Watch
 
-__all__ = ["Cluster"]
+__all__ = ["ClusterKind"]
 
 # Clusters of the table.
 _SHOWN = 8
 
 
 @part
-class Cluster:
+class ClusterKind:
     """Group the objects of a file around k of themselves."""
 
     summary: ClassVar = "group objects around medoids"

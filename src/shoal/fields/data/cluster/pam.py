@@ -12,7 +12,7 @@ from typing import Self
 from shoal.core.parts import part
 from shoal.fields.data.cluster.costs import estimate_of, fitting
 from shoal.fields.data.cluster.fastpam1 import EXCESS, rounds, steepest
-from shoal.fields.data.cluster.protocols import ClusterWork, Found, Problem
+from shoal.fields.data.cluster.protocols import ClusteringProblem, ClusteringResult, ClusterWork
 from shoal.fields.data.cluster.storage import Storage
 from shoal.ir import Estimate, Interval, Machine
 
@@ -45,6 +45,6 @@ class PAM:
             if storage == "full32":
                 yield type(self)(storage=storage)
 
-    def search(self, problem: Problem) -> Found:
+    def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Swap until no swap improves the loss."""
         return steepest(problem, self.storage, textbook=True)

@@ -2,8 +2,9 @@
 
 A method reads rows of dissimilarities and moves medoids until no move that it knows improves the
 loss, the sum over all objects of the dissimilarity to their nearest medoid. It keeps no state: what
-it has reached so far is handed to ``Problem.tick`` several times a second, as plain JSON, and a
-search that is given such a state goes on from there to the medoids that it would have ended with.
+it has reached so far is handed to ``ClusteringProblem.tick`` several times a second, as plain JSON,
+and a search that is given such a state goes on from there to the medoids that it would have ended
+with.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shoal.core.config import Value
 from shoal.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.fields.data.cluster.storage import Objects, Rows, Storage
+    from shoal.fields.data.cluster.storage import DissimilarityRows, Objects, Storage
     from shoal.ir import Estimate, Interval, Machine
 
 __all__ = [
@@ -24,8 +25,8 @@ __all__ = [
     "ClusterRates",
     "ClusterWork",
     "Clusterer",
-    "Found",
-    "Problem",
+    "ClusteringProblem",
+    "ClusteringResult",
     "State",
     "Tick",
 ]
@@ -86,7 +87,7 @@ class ClusterWork(Value):
 
 
 @dataclass
-class Problem:
+class ClusteringProblem:
     """One search for k medoids.
 
     Args:
@@ -112,9 +113,9 @@ class Problem:
     state: State | None = None
     tick: Tick = lambda done, loss, state: None
     computing: Callable[[float], None] = lambda done: None
-    rows: Rows | None = None
+    rows: DissimilarityRows | None = None
 
-    def kept(self, storage: Storage) -> Rows:
+    def kept(self, storage: Storage) -> DissimilarityRows:
         """The dissimilarities, kept as a method wants them."""
         from shoal.fields.data.cluster.storage import kept
 
@@ -122,7 +123,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Found:
+class ClusteringResult:
     """Where a search ended.
 
     Args:
@@ -158,7 +159,7 @@ class Clusterer(Protocol):
         """With which options it is worth trying here; nothing, if it is not."""
         ...
 
-    def search(self, problem: Problem) -> Found:
+    def search(self, problem: ClusteringProblem) -> ClusteringResult:
         """Find medoids.
 
         Raises:

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from shoal.fields.data.cluster.search import Floats, Ids, Search
+    from shoal.fields.data.cluster.search import Floats, Ids, MedoidSearch
 
 __all__ = ["apply_swap", "assign", "best_swap", "changes", "eager", "expand", "gains"]
 
 LEAST = 1e-13
 
 
-def assign(search: Search) -> None:
+def assign(search: MedoidSearch) -> None:
     """Nearest and second-nearest medoids, removal losses and the loss, from ``to``."""
     objects = np.arange(search.n)
     search.near[:] = search.to.argmin(axis=1)
@@ -29,7 +29,7 @@ def assign(search: Search) -> None:
     search.removal[:] = np.bincount(search.near, weights=gap, minlength=search.k)
 
 
-def changes(search: Search, row: Floats) -> npt.NDArray[np.float64]:
+def changes(search: MedoidSearch, row: Floats) -> npt.NDArray[np.float64]:
     """Float64 [k]: change of the loss if the candidate of ``row`` takes each medoid's place."""
     d, d1, d2 = (x.astype(np.float64) for x in (row, search.d1, search.d2))
     nearer = d < d1
@@ -40,7 +40,7 @@ def changes(search: Search, row: Floats) -> npt.NDArray[np.float64]:
     return found
 
 
-def apply_swap(search: Search, place: int, candidate: int, row: Floats) -> None:
+def apply_swap(search: MedoidSearch, place: int, candidate: int, row: Floats) -> None:
     """Put a candidate in the place of a medoid."""
     loss = search.loss
     search.is_medoid[search.medoids[place]] = 0
@@ -53,7 +53,7 @@ def apply_swap(search: Search, place: int, candidate: int, row: Floats) -> None:
     search.since = 0
 
 
-def eager(search: Search, rows: Floats, candidates: Ids, row_of: Ids, *, limit: int) -> int:
+def eager(search: MedoidSearch, rows: Floats, candidates: Ids, row_of: Ids, *, limit: int) -> int:
     """Take candidates in order, and make at once every swap that improves the loss."""
     for at, (candidate, place) in enumerate(zip(candidates, row_of, strict=True)):
         if search.since >= limit:
@@ -69,7 +69,7 @@ def eager(search: Search, rows: Floats, candidates: Ids, row_of: Ids, *, limit: 
 
 
 def best_swap(
-    search: Search,
+    search: MedoidSearch,
     rows: Floats,
     candidates: Ids,
     *,

@@ -21,7 +21,7 @@ from shoal.core.errors import BuildError
 from shoal.core.native import build
 from shoal.fields.data.cluster import reference
 
-__all__ = ["Floats", "Search", "best_swap", "eager", "expand", "gains", "native"]
+__all__ = ["Floats", "MedoidSearch", "best_swap", "eager", "expand", "gains", "native"]
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -71,7 +71,7 @@ def native(*flags: str) -> ctypes.CDLL | None:
     return library
 
 
-class Search:
+class MedoidSearch:
     """Medoids, and of every object its nearest and second-nearest.
 
     Args:
@@ -132,7 +132,13 @@ class Search:
 
 
 def eager(
-    search: Search, rows: Floats, candidates: Ids, row_of: Ids, *, limit: int, threads: int = 1
+    search: MedoidSearch,
+    rows: Floats,
+    candidates: Ids,
+    row_of: Ids,
+    *,
+    limit: int,
+    threads: int = 1,
 ) -> int:
     """Take candidates in order, and make at once every swap that improves the loss.
 
@@ -162,7 +168,7 @@ def eager(
 
 
 def best_swap(
-    search: Search,
+    search: MedoidSearch,
     rows: Floats,
     candidates: Ids,
     *,

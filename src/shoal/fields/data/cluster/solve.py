@@ -7,27 +7,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.fields.data.cluster.clara import to_medoids
-from shoal.fields.data.cluster.protocols import Clusterer, ClusterError, Found, Problem
+from shoal.fields.data.cluster.protocols import (
+    Clusterer,
+    ClusterError,
+    ClusteringProblem,
+    ClusteringResult,
+)
 from shoal.fields.data.cluster.search import Ids
 
-__all__ = ["Solution", "check_k", "solve"]
+__all__ = ["ClusteringSolution", "check_k", "solve"]
 
 # Numbers of one block of rows.
 _BLOCK = 4_000_000
 
 
 @dataclass(frozen=True)
-class Solution:
+class ClusteringSolution:
     """Medoids, with every object's place among them.
 
     Args:
-        found: where the search ended.
+        result: where the search ended.
         labels: int64 [n].
         nearest: float32 [n], dissimilarity to the medoid.
         loss: sum of ``nearest``, computed anew.
     """
 
-    found: Found
+    result: ClusteringResult
     labels: Ids
     nearest: np.ndarray
     loss: float
@@ -45,7 +50,7 @@ def check_k(k: int, n: int) -> None:
         )
 
 
-def solve(method: Clusterer, problem: Problem) -> Solution:
+def solve(method: Clusterer, problem: ClusteringProblem) -> ClusteringSolution:
     """Find medoids, and assign every object.
 
     Raises:
@@ -54,17 +59,17 @@ def solve(method: Clusterer, problem: Problem) -> Solution:
     n, k = problem.objects.n, problem.k
     check_k(k, n)
     if k == n:
-        found = Found(np.arange(n), 0.0, 0, 0)
+        found = ClusteringResult(np.arange(n), 0.0, 0, 0)
     elif k == 1:
         found = _middle(problem)
     else:
         found = method.search(problem)
     labels, nearest = to_medoids(problem.objects, found.medoids)
     labels[found.medoids] = np.arange(k)  # a medoid is of its own cluster, whoever is as near
-    return Solution(found, labels, nearest, float(nearest.sum(dtype=np.float64)))
+    return ClusteringSolution(found, labels, nearest, float(nearest.sum(dtype=np.float64)))
 
 
-def _middle(problem: Problem) -> Found:
+def _middle(problem: ClusteringProblem) -> ClusteringResult:
     """The one medoid: the object with the least sum, of all."""
     objects, sums = problem.objects, np.empty(problem.objects.n)
     step = max(1, _BLOCK // objects.n)
@@ -72,4 +77,4 @@ def _middle(problem: Problem) -> Found:
         rows = slice(first, first + step)
         sums[rows] = objects.between(rows, slice(None)).sum(axis=1, dtype=np.float64)
     best = int(sums.argmin())
-    return Found(np.array([best]), float(sums[best]), 0, 1)
+    return ClusteringResult(np.array([best]), float(sums[best]), 0, 1)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from shoal.core.random import generator
-from shoal.fields.data.cluster.protocols import Problem
-from shoal.fields.data.cluster.search import Floats, Ids, Search, gains, native
-from shoal.fields.data.cluster.storage import Rows
+from shoal.fields.data.cluster.protocols import ClusteringProblem
+from shoal.fields.data.cluster.search import Floats, Ids, MedoidSearch, gains, native
+from shoal.fields.data.cluster.storage import DissimilarityRows
 
 __all__ = ["begin", "start", "started"]
 
 
-def started(problem: Problem, rows: Rows) -> Ids:
+def started(problem: ClusteringProblem, rows: DissimilarityRows) -> Ids:
     """Int64 [k]: the medoids a problem begins with, those of its state first."""
     if problem.state is not None:
         return np.array(problem.state["medoids"], np.int64)
@@ -30,17 +30,19 @@ def started(problem: Problem, rows: Rows) -> Ids:
     return start(problem.init, rows, problem.k, problem.seed)
 
 
-def begin(problem: Problem, rows: Rows, medoids: Ids | None = None) -> Search:
+def begin(
+    problem: ClusteringProblem, rows: DissimilarityRows, medoids: Ids | None = None
+) -> MedoidSearch:
     """A search that stands where a problem begins, or goes on."""
     chosen = started(problem, rows) if medoids is None else medoids
-    found = Search(chosen, np.ascontiguousarray(rows.some(chosen).T), native())
+    found = MedoidSearch(chosen, np.ascontiguousarray(rows.some(chosen).T), native())
     if problem.state is not None:
         found.swaps = int(problem.state["swaps"])
         found.since = int(problem.state.get("since", 0))
     return found
 
 
-def start(init: str, rows: Rows, k: int, seed: int) -> Ids:
+def start(init: str, rows: DissimilarityRows, k: int, seed: int) -> Ids:
     """Int64 [k] distinct objects.
 
     Args:
@@ -73,7 +75,7 @@ def start(init: str, rows: Rows, k: int, seed: int) -> Ids:
 
 
 def _candidates(
-    init: str, rows: Rows, chosen: list[int], seed: int, step: int
+    init: str, rows: DissimilarityRows, chosen: list[int], seed: int, step: int
 ) -> Iterator[tuple[Any, Floats]]:
     if init == "lab":
         size = min(rows.n, 10 + math.ceil(math.sqrt(rows.n)))

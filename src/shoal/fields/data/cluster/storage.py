@@ -17,11 +17,11 @@ from shoal.fields.data.cluster.search import Floats, Ids, expand
 
 __all__ = [
     "STORAGES",
+    "DissimilarityRows",
     "Matrix",
     "Metric",
     "Objects",
     "Precomputed",
-    "Rows",
     "Storage",
     "Vectors",
     "kept",
@@ -200,7 +200,7 @@ def _blocks(n: int, width: int) -> Iterator[slice]:
         yield slice(first, min(first + step, n))
 
 
-class Rows(Protocol):
+class DissimilarityRows(Protocol):
     """Rows of dissimilarities, however they are kept.
 
     Attributes:
@@ -345,7 +345,9 @@ _KEPT: dict[Storage, type[Matrix | Condensed | OnDemand]] = {
 }
 
 
-def kept(objects: Objects, storage: Storage, watch: Callable[[float], None] | None = None) -> Rows:
+def kept(
+    objects: Objects, storage: Storage, watch: Callable[[float], None] | None = None
+) -> DissimilarityRows:
     """Rows of dissimilarities of objects, kept as ``storage`` says.
 
     Raises:
@@ -357,7 +359,7 @@ def kept(objects: Objects, storage: Storage, watch: Callable[[float], None] | No
             "full32 or on_demand"
         )
     try:
-        found: Rows = _KEPT[storage](objects, watch)
+        found: DissimilarityRows = _KEPT[storage](objects, watch)
     except MemoryError as cause:
         raise ClusterError(
             f"storage = {storage!r}: {storage_bytes(storage, objects.n) / 2**30:.1f} GiB of "

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.parallel.context.run.block import Total, backward_block, row_sums, wide
-from shoal.parallel.context.run.peers import View
+from shoal.parallel.context.run.block import AttentionTotal, backward_block, row_sums, wide
+from shoal.parallel.context.run.peers import PeerView
 from shoal.parallel.protocols import Comm, Pending
 
 __all__ = ["gathered_attention"]
@@ -22,8 +22,8 @@ __all__ = ["gathered_attention"]
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
-        total = Total(q)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
+        total = AttentionTotal(q)
         own, whole, pending = _gather(k, v, comm)
         total.attend(own[0], own[1], view.pieces(comm.rank, comm.rank))
         pending.wait()
@@ -73,7 +73,7 @@ def _gather(k: Tensor, v: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Pending]:
     return own, whole, comm.all_gather(whole, own, tag="context.kv")
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, view: View, comm: Comm) -> Tensor:
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
     """Attention of this rank's queries [B, H, n, d] over the keys of all ranks."""
     out: Tensor = _AllGather.apply(q, k, v, view, comm)  # type: ignore[no-untyped-call]
     return out

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.parallel.context.pieces import Piece
+from shoal.parallel.context.pieces import AttentionPiece
 
 __all__ = [
-    "Total",
+    "AttentionTotal",
     "backward_block",
     "block_scores",
     "flash_backward",
@@ -49,7 +49,7 @@ def row_sums(grad: Tensor, out: Tensor) -> Tensor:
     return (grad.to(kind) * out.to(kind)).sum(-1)
 
 
-class Total:
+class AttentionTotal:
     """Output and statistics of some queries over all blocks seen so far.
 
     Args:
@@ -62,7 +62,7 @@ class Total:
         self.out = torch.zeros(q.shape, dtype=kind, device=q.device)
         self.lse = torch.full(q.shape[:-1], -math.inf, dtype=kind, device=q.device)
 
-    def attend(self, k: Tensor, v: Tensor, pieces: Sequence[Piece]) -> None:
+    def attend(self, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece]) -> None:
         """Add a block of keys and values [B, K, m, d]."""
         for piece in pieces:
             rows, queries, keys = piece.rows, piece.q, piece.k
@@ -86,7 +86,7 @@ def backward_block(
     kv: Tensor,
     lse: Tensor,
     delta: Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[AttentionPiece],
     q_grad: Tensor,
     kv_grad: Tensor,
 ) -> None:
@@ -119,12 +119,12 @@ def backward_block(
         kv_grad[1, rows, :, keys] += found[2]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, piece: AttentionPiece) -> tuple[Tensor, Tensor]:
     function = flash_forward if q.device.type == "cpu" else plain_forward
     return function(q, k, v, piece)
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, piece: AttentionPiece) -> tuple[Tensor, Tensor]:
     """Output and lse by PyTorch's tiled kernel for CPUs."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(q, k, v, 0.0, piece.causal, attn_mask=_added(piece, q.dtype, q.device))
@@ -137,7 +137,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, piece: Piece
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, piece: AttentionPiece
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Wide gradients of q, k and v by PyTorch's tiled kernel for CPUs.
 
@@ -168,7 +168,7 @@ def flash_backward(
     return dq, dk, dv
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, piece: AttentionPiece) -> tuple[Tensor, Tensor]:
     """Output and lse by matrix products, some queries at a time, for any device."""
     kind = wide(q.dtype)
     out = torch.empty_like(q)
@@ -182,7 +182,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor
 
 
 def plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, piece: Piece
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, piece: AttentionPiece
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Wide gradients of q, k and v by matrix products, some queries at a time."""
     kind, scale, kv_heads = wide(q.dtype), q.shape[-1] ** -0.5, k.shape[1]
@@ -200,7 +200,7 @@ def plain_backward(
     return q_grad, k_grad, v_grad
 
 
-def _tiles(q: Tensor, k: Tensor, piece: Piece) -> Iterator[tuple[slice, slice]]:
+def _tiles(q: Tensor, k: Tensor, piece: AttentionPiece) -> Iterator[tuple[slice, slice]]:
     """Queries whose scores may be held at a time, and the keys that they can see."""
     batch, heads, queries, _ = q.shape
     step = max(1, _MAX_SCORES // (batch * heads * k.shape[2]))
@@ -209,7 +209,7 @@ def _tiles(q: Tensor, k: Tensor, piece: Piece) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(0, stop if piece.causal else k.shape[2])
 
 
-def block_scores(q: Tensor, k: Tensor, piece: Piece, first: int = 0) -> Tensor:
+def block_scores(q: Tensor, k: Tensor, piece: AttentionPiece, first: int = 0) -> Tensor:
     """Scaled scores, wide, [B, H, n, m]; -inf where nothing is seen.
 
     Args:
@@ -250,7 +250,7 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-def _added(piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _added(piece: AttentionPiece, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The mask that the tiled kernel adds to the scores."""
     if piece.cells is None:
         return None

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.parallel.context.run.block import Total, backward_block, row_sums, wide
-from shoal.parallel.context.run.peers import Homing, Peers, View, circulate
+from shoal.parallel.context.run.block import AttentionTotal, backward_block, row_sums, wide
+from shoal.parallel.context.run.peers import ContextPeers, PeerView, TravelingSums, circulate
 
 __all__ = ["double_ring_attention"]
 
@@ -21,9 +21,15 @@ __all__ = ["double_ring_attention"]
 class _DoubleRing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: View, inner: Peers, outer: Peers
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        view: PeerView,
+        inner: ContextPeers,
+        outer: ContextPeers,
     ) -> Tensor:
-        total = Total(q)
+        total = AttentionTotal(q)
         own = outer.rank * inner.world + inner.rank
         for group, start in circulate(torch.stack([k, v]), outer, "outer_kv"):
             for member, kv in circulate(start, inner, "kv"):
@@ -41,10 +47,10 @@ class _DoubleRing(torch.autograd.Function):
         kind, delta = wide(q.dtype), row_sums(grad, out)
         own = outer.rank * inner.world + inner.rank
         q_grad = torch.zeros(q.shape, dtype=kind, device=q.device)
-        outward = Homing(outer, "outer_kv_grad")
+        outward = TravelingSums(outer, "outer_kv_grad")
         for group, start in circulate(torch.stack([k, v]), outer, "outer_kv"):
             outward.start()
-            inward = Homing(inner, "kv_grad")
+            inward = TravelingSums(inner, "kv_grad")
             for member, kv in circulate(start, inner, "kv"):
                 inward.start()
                 share = torch.zeros(kv.shape, dtype=kind, device=q.device)
@@ -57,7 +63,7 @@ class _DoubleRing(torch.autograd.Function):
 
 
 def double_ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, view: View, inner: Peers, outer: Peers
+    q: Tensor, k: Tensor, v: Tensor, view: PeerView, inner: ContextPeers, outer: ContextPeers
 ) -> Tensor:
     """Attention of this rank's queries [B, H, n, d]; ``view`` is by rank, inner fastest."""
     out: Tensor = _DoubleRing.apply(q, k, v, view, inner, outer)  # type: ignore[no-untyped-call]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from shoal.ir.mask import Mask
-from shoal.parallel.context.pieces import Piece, block_pieces
+from shoal.parallel.context.pieces import AttentionPiece, block_pieces
 from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["Homing", "Peers", "View", "circulate"]
+__all__ = ["ContextPeers", "PeerView", "TravelingSums", "circulate"]
 
 
-class Peers:
+class ContextPeers:
     """Some ranks of a communicator, in an order of their own.
 
     Args:
@@ -85,7 +85,7 @@ class Peers:
         return outs
 
 
-class View(NamedTuple):
+class PeerView(NamedTuple):
     """What the queries of one member see of the keys of another.
 
     Args:
@@ -98,12 +98,12 @@ class View(NamedTuple):
     batch: int
     positions: Sequence[np.ndarray]
 
-    def pieces(self, queries: int, keys: int) -> tuple[Piece, ...]:
+    def pieces(self, queries: int, keys: int) -> tuple[AttentionPiece, ...]:
         """Pieces of the block of two members; both ends of a message get the same answer."""
         return block_pieces(self.masks, self.batch, self.positions[queries], self.positions[keys])
 
 
-def circulate(x: Tensor, peers: Peers, tag: str) -> Iterator[tuple[int, Tensor]]:
+def circulate(x: Tensor, peers: ContextPeers, tag: str) -> Iterator[tuple[int, Tensor]]:
     """Every member's ``x`` and who it is from, own first; the next is on its way meanwhile."""
     for step in range(peers.world):
         last = step == peers.world - 1
@@ -114,14 +114,14 @@ def circulate(x: Tensor, peers: Peers, tag: str) -> Iterator[tuple[int, Tensor]]
         x = arriving
 
 
-class Homing:
+class TravelingSums:
     """Sums that travel with the chunk they belong to, one hop behind, and end at its owner.
 
     Each of the N - 1 other ranks adds its share; a sum starts at the first of them, so it
     makes N - 1 hops.
     """
 
-    def __init__(self, peers: Peers, tag: str) -> None:
+    def __init__(self, peers: ContextPeers, tag: str) -> None:
         self.peers = peers
         self.tag = tag
         self.home: Tensor | None = None

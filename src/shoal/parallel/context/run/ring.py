@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.parallel.context.run.block import Total, backward_block, row_sums, wide
-from shoal.parallel.context.run.peers import Homing, Peers, View, circulate
+from shoal.parallel.context.run.block import AttentionTotal, backward_block, row_sums, wide
+from shoal.parallel.context.run.peers import ContextPeers, PeerView, TravelingSums, circulate
 
 __all__ = ["ring_attention"]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: View, peers: Peers) -> Tensor:
-        total = Total(q)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: PeerView, peers: ContextPeers
+    ) -> Tensor:
+        total = AttentionTotal(q)
         for source, kv in circulate(torch.stack([k, v]), peers, "kv"):
             total.attend(kv[0], kv[1], view.pieces(peers.rank, source))
         out = total.out.to(q.dtype)
@@ -35,7 +37,7 @@ class _Ring(torch.autograd.Function):
         view, peers = ctx.view, ctx.peers
         kind, delta = wide(q.dtype), row_sums(grad, out)
         q_grad = torch.zeros(q.shape, dtype=kind, device=q.device)
-        homing = Homing(peers, "kv_grad")
+        homing = TravelingSums(peers, "kv_grad")
         for source, kv in circulate(torch.stack([k, v]), peers, "kv"):
             homing.start()
             kv_grad = torch.zeros(kv.shape, dtype=kind, device=q.device)
@@ -46,7 +48,7 @@ class _Ring(torch.autograd.Function):
         return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, view: View, peers: Peers) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, view: PeerView, peers: ContextPeers) -> Tensor:
     """Attention of this member's queries [B, H, n, d] over the keys of all members."""
     out: Tensor = _Ring.apply(q, k, v, view, peers)  # type: ignore[no-untyped-call]
     return out

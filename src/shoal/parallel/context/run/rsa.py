@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.parallel.context.pieces import Piece
+from shoal.parallel.context.pieces import AttentionPiece
 from shoal.parallel.context.run.block import block_scores, grouped, summed, wide
-from shoal.parallel.context.run.peers import Homing, Peers, View, circulate
+from shoal.parallel.context.run.peers import ContextPeers, PeerView, TravelingSums, circulate
 
 __all__ = ["rsa_attention"]
 
 
 class _RSA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: View, peers: Peers) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: PeerView, peers: ContextPeers
+    ) -> Tensor:
         batch, heads, tokens, _ = q.shape
         kind = wide(q.dtype)
         size = (batch, heads, tokens, tokens * peers.world)
@@ -54,7 +56,7 @@ class _RSA(torch.autograd.Function):
         view, peers = ctx.view, ctx.peers
         kind, kv_heads = wide(q.dtype), k.shape[1]
         scores_grad = torch.zeros(weights.shape, dtype=kind, device=q.device)
-        homing = Homing(peers, "v_grad")
+        homing = TravelingSums(peers, "v_grad")
         for source, value in circulate(v.contiguous(), peers, "v"):
             homing.start()
             share = torch.zeros(value.shape, dtype=kind, device=q.device)
@@ -72,7 +74,7 @@ class _RSA(torch.autograd.Function):
         scores_grad.sub_(weights * scores_grad.sum(-1, keepdim=True))
         scores_grad.mul_(q.shape[-1] ** -0.5)
         q_grad = torch.zeros(q.shape, dtype=kind, device=q.device)
-        homing = Homing(peers, "k_grad")
+        homing = TravelingSums(peers, "k_grad")
         for source, key in circulate(k.contiguous(), peers, "k"):
             homing.start()
             share = torch.zeros(key.shape, dtype=kind, device=q.device)
@@ -86,14 +88,14 @@ class _RSA(torch.autograd.Function):
         return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None
 
 
-def _part(whole: Tensor, piece: Piece, source: int) -> Tensor:
+def _part(whole: Tensor, piece: AttentionPiece, source: int) -> Tensor:
     """The cells of a piece in rows [B, H, n, T], whose columns are ordered by member."""
     start = source * whole.shape[2]
     columns = slice(start + piece.k.start, start + piece.k.stop)
     return whole[piece.rows, :, piece.q, columns]
 
 
-def rsa_attention(q: Tensor, k: Tensor, v: Tensor, view: View, peers: Peers) -> Tensor:
+def rsa_attention(q: Tensor, k: Tensor, v: Tensor, view: PeerView, peers: ContextPeers) -> Tensor:
     """Attention of this member's queries [B, H, n, d] over the keys of all members."""
     out: Tensor = _RSA.apply(q, k, v, view, peers)  # type: ignore[no-untyped-call]
     return out

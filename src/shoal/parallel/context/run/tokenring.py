@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.parallel.context.run.block import Total, backward_block, row_sums, wide
-from shoal.parallel.context.run.peers import Peers, View, circulate
+from shoal.parallel.context.run.block import AttentionTotal, backward_block, row_sums, wide
+from shoal.parallel.context.run.peers import ContextPeers, PeerView, circulate
 
 __all__ = ["tokenring_attention"]
 
@@ -36,8 +36,8 @@ class _Returns:
 
     def __init__(
         self,
-        peers: Peers,
-        view: View,
+        peers: ContextPeers,
+        view: PeerView,
         like: list[Tensor],
         merge: Callable[..., object],
         tag: str,
@@ -66,8 +66,10 @@ class _Returns:
 
 class _TokenRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: View, peers: Peers) -> Tensor:
-        total = Total(q)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: PeerView, peers: ContextPeers
+    ) -> Tensor:
+        total = AttentionTotal(q)
         returns = _Returns(
             peers, view, [torch.empty_like(q).contiguous(), total.lse], total.add, "out"
         )
@@ -78,7 +80,7 @@ class _TokenRing(torch.autograd.Function):
             else:
                 result = []
                 if pieces:
-                    other = Total(queries)
+                    other = AttentionTotal(queries)
                     other.attend(k, v, pieces)
                     result = [other.out.to(q.dtype), other.lse]
                 returns.start(step, result)
@@ -110,7 +112,9 @@ class _TokenRing(torch.autograd.Function):
         return own_grad.to(q.dtype), kv_grad[0].to(k.dtype), kv_grad[1].to(v.dtype), None, None
 
 
-def tokenring_attention(q: Tensor, k: Tensor, v: Tensor, view: View, peers: Peers) -> Tensor:
+def tokenring_attention(
+    q: Tensor, k: Tensor, v: Tensor, view: PeerView, peers: ContextPeers
+) -> Tensor:
     """Attention of this member's queries [B, H, n, d] over the keys of all members."""
     out: Tensor = _TokenRing.apply(q, k, v, view, peers)  # type: ignore[no-untyped-call]
     return out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.parallel.context.run.block import wide
-from shoal.parallel.context.run.peers import Peers, View
+from shoal.parallel.context.run.peers import ContextPeers, PeerView
 from shoal.parallel.context.run.ring import ring_attention
 
 __all__ = ["ulysses_attention"]
@@ -24,7 +24,7 @@ class _ToHeads(torch.autograd.Function):
     """[B, H, n, d] and twice [B, K, n, d] to [B, H / U + 2 K', n U, d]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: ContextPeers) -> Tensor:
         ctx.sizes, ctx.peers = (q.shape[1], k.shape[1]), peers
         shares = zip(*(_by_member(x, peers.world) for x in (q, k, v)), strict=True)
         packed = [torch.cat(share, 1) for share in shares]
@@ -52,7 +52,7 @@ class _ToSequence(torch.autograd.Function):
     """[B, H / U, n U, d] to [B, H, n, d]."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, peers: Peers) -> Tensor:
+    def forward(ctx: Any, out: Tensor, peers: ContextPeers) -> Tensor:
         ctx.peers = peers
         shares = [x.contiguous() for x in out.chunk(peers.world, 2)]
         return torch.cat(peers.exchange(shares, "out"), 1)
@@ -84,7 +84,7 @@ def _summed_heads(grads: Tensor, heads: int) -> Tensor:
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, view: View, inner: Peers, outer: Peers
+    q: Tensor, k: Tensor, v: Tensor, view: PeerView, inner: ContextPeers, outer: ContextPeers
 ) -> Tensor:
     """Attention of this rank's queries [B, H, n, d] over the keys of all ranks.
 

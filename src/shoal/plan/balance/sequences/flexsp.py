@@ -29,9 +29,9 @@ from shoal.plan.balance.sequences.assignment import (
     lengths_of,
 )
 from shoal.plan.balance.sequences.estimated import assigned_estimate
-from shoal.plan.balance.sequences.groups import Groups, Pool, homogeneous, searched, solved
+from shoal.plan.balance.sequences.groups import Groups, RankPool, homogeneous, searched, solved
 
-__all__ = ["FlexSP", "Solution", "best_homogeneous"]
+__all__ = ["FlexSP", "FlexSPSolution", "best_homogeneous"]
 
 # Numbers of micro-batches beyond the fewest, and how many of them are searched thoroughly.
 _MORE, _SEARCHED = 10, 3
@@ -39,7 +39,7 @@ _MORE, _SEARCHED = 10, 3
 _LEAST_S = 0.01
 
 
-class Solution(NamedTuple):
+class FlexSPSolution(NamedTuple):
     """A whole batch.
 
     Args:
@@ -76,7 +76,7 @@ class FlexSP:
     def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
         """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         require(ranks >= 1, "assigner.flexsp: ranks", ranks, expected="at least 1", error=PlanError)
-        pool = Pool(1 << (ranks.bit_length() - 1), self.capacity_tokens, cost)
+        pool = RankPool(1 << (ranks.bit_length() - 1), self.capacity_tokens, cost)
         found = lengths_of(
             lengths, ranks, self.capacity_tokens, pool.degrees[0], where="assigner.flexsp"
         )
@@ -90,7 +90,7 @@ class FlexSP:
                 first += degree
         return Assignment(tuple(found.tolist()), ranks, tuple(steps), "ulysses")
 
-    def solve(self, lengths: Sequence[int], pool: Pool) -> Solution:
+    def solve(self, lengths: Sequence[int], pool: RankPool) -> FlexSPSolution:
         """Micro-batches and their groups; never slower than one degree for all."""
         begin = time.perf_counter()
         # One degree for each micro-batch says which cuts are worth a search.
@@ -118,7 +118,7 @@ class FlexSP:
                     known = solved(here, pool, buckets=self.buckets, limit_s=limit_s, known=known)
                 still -= 1
                 batches.append((members, known))
-            better.append(Solution(sum(g.seconds for _, g in batches), tuple(batches)))
+            better.append(FlexSPSolution(sum(g.seconds for _, g in batches), tuple(batches)))
         return min(better, key=lambda solution: solution.seconds)
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
@@ -126,7 +126,7 @@ class FlexSP:
         return assigned_estimate(dataclasses.replace(self, limit_s=0.0), work, machine)
 
 
-def best_homogeneous(lengths: Sequence[int], pool: Pool) -> tuple[int, float]:
+def best_homogeneous(lengths: Sequence[int], pool: RankPool) -> tuple[int, float]:
     """The single degree that takes the least time for the batch, and its seconds."""
     best = (0, float("inf"))
     for degree in pool.degrees:
@@ -139,7 +139,7 @@ def best_homogeneous(lengths: Sequence[int], pool: Pool) -> tuple[int, float]:
     return best
 
 
-def _cuts(lengths: Sequence[int], pool: Pool) -> list[list[tuple[int, ...]]]:
+def _cuts(lengths: Sequence[int], pool: RankPool) -> list[list[tuple[int, ...]]]:
     """The batch in about M micro-batches of as many tokens and of similar lengths.
 
     None has more than all ranks hold, so one group of all of them is always a way.
@@ -163,13 +163,13 @@ def _cuts(lengths: Sequence[int], pool: Pool) -> list[list[tuple[int, ...]]]:
     return found
 
 
-def _members(solution: Solution) -> list[tuple[int, ...]]:
+def _members(solution: FlexSPSolution) -> list[tuple[int, ...]]:
     return [members for members, _ in solution.batches]
 
 
 def _tried(
-    cuts: list[list[tuple[int, ...]]], lengths: Sequence[int], pool: Pool, *, thorough: bool
-) -> list[Solution]:
+    cuts: list[list[tuple[int, ...]]], lengths: Sequence[int], pool: RankPool, *, thorough: bool
+) -> list[FlexSPSolution]:
     """Cuts with groups for each of their micro-batches, where all fit; the fastest first."""
     found = []
     for cut in cuts:
@@ -178,5 +178,5 @@ def _tried(
             groups = searched([lengths[n] for n in members], pool, thorough=thorough)
             batches.append((members, groups))
         if all(groups.groups for _, groups in batches):
-            found.append(Solution(sum(g.seconds for _, g in batches), tuple(batches)))
+            found.append(FlexSPSolution(sum(g.seconds for _, g in batches), tuple(batches)))
     return sorted(found, key=lambda solution: solution.seconds)

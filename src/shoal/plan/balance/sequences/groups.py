@@ -27,7 +27,7 @@ import numpy as np
 from shoal.cost.training.sequences import Exchange, SequenceCost
 from shoal.plan.balance.sequences.buckets import bucketed
 
-__all__ = ["Groups", "Pool", "homogeneous", "searched", "solved"]
+__all__ = ["Groups", "RankPool", "homogeneous", "searched", "solved"]
 
 # Ways to cut the ranks that are tried without a solver.
 _MOST_CUTS = 128
@@ -47,7 +47,7 @@ class Groups(NamedTuple):
     proven: bool = False
 
 
-class Pool(NamedTuple):
+class RankPool(NamedTuple):
     """Ranks, and what they hold.
 
     Args:
@@ -85,12 +85,12 @@ class Pool(NamedTuple):
         return float(square * (lengths * lengths).sum() + token * lengths.sum() + fixed)
 
 
-def homogeneous(lengths: Sequence[int], pool: Pool, degree: int) -> Groups:
+def homogeneous(lengths: Sequence[int], pool: RankPool, degree: int) -> Groups:
     """All groups of one degree, which must be legal."""
-    return _dealt(lengths, pool, (degree,) * (pool.ranks // degree))
+    return _assigned(lengths, pool, (degree,) * (pool.ranks // degree))
 
 
-def searched(lengths: Sequence[int], pool: Pool, *, thorough: bool = True) -> Groups:
+def searched(lengths: Sequence[int], pool: RankPool, *, thorough: bool = True) -> Groups:
     """The best of longest processing time first for many ways to cut the ranks.
 
     Args:
@@ -101,7 +101,7 @@ def searched(lengths: Sequence[int], pool: Pool, *, thorough: bool = True) -> Gr
     cuts: list[tuple[int, ...]] = [(d,) * (pool.ranks // d) for d in pool.degrees]
     if thorough:
         cuts += itertools.islice(_cuts(pool.ranks, tuple(pool.degrees)), _MOST_CUTS)
-    return min((_dealt(lengths, pool, cut) for cut in cuts), key=lambda found: found.seconds)
+    return min((_assigned(lengths, pool, cut) for cut in cuts), key=lambda found: found.seconds)
 
 
 def _cuts(ranks: int, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -114,7 +114,7 @@ def _cuts(ranks: int, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield (degree, *rest)
 
 
-def _dealt(lengths: Sequence[int], pool: Pool, cut: tuple[int, ...]) -> Groups:
+def _assigned(lengths: Sequence[int], pool: RankPool, cut: tuple[int, ...]) -> Groups:
     """Longest first, each to the group that then ends first and has room."""
     rates = {degree: pool.rates(degree) for degree in set(cut)}
     squares, tokens, ends = (list(x) for x in zip(*(rates[d] for d in cut), strict=True))
@@ -138,7 +138,7 @@ def _dealt(lengths: Sequence[int], pool: Pool, cut: tuple[int, ...]) -> Groups:
 
 
 def solved(
-    lengths: Sequence[int], pool: Pool, *, buckets: int, limit_s: float, known: Groups
+    lengths: Sequence[int], pool: RankPool, *, buckets: int, limit_s: float, known: Groups
 ) -> Groups:
     """The integer program; ``known`` where it finds nothing faster in time.
 

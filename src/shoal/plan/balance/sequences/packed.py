@@ -27,11 +27,11 @@ from shoal.plan.balance.sequences.assignment import (
 from shoal.plan.balance.sequences.estimated import assigned_estimate
 from shoal.plan.balance.sequences.fill import best_fit
 
-__all__ = ["Packed"]
+__all__ = ["PackedAssigner"]
 
 
 @part
-class Packed:
+class PackedAssigner:
     """Static dp x cp with packing: choose it where all sequences are about as long.
 
     Args:

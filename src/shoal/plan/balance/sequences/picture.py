@@ -7,7 +7,7 @@ from html import escape
 
 from shoal.core.svg import COLOURS
 from shoal.plan.balance.sequences.assignment import Assignment
-from shoal.plan.balance.sequences.predicted import Predicted
+from shoal.plan.balance.sequences.predicted import PredictedStep
 
 __all__ = ["draw"]
 
@@ -17,7 +17,7 @@ _RANKS = 32
 _ALONE = "#9a9a9a"
 
 
-def draw(plans: Sequence[tuple[str, Assignment, Predicted]]) -> str:
+def draw(plans: Sequence[tuple[str, Assignment, PredictedStep]]) -> str:
     """An SVG with one time axis: what each rank computes alone (grey) and shared (one colour each).
 
     Args:
@@ -49,7 +49,7 @@ def _panel(
     top: int,
     name: str,
     plan: Assignment,
-    found: Predicted,
+    found: PredictedStep,
     scale: float,
     ranks: int,
     row: int,

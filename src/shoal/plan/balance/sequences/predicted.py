@@ -7,10 +7,10 @@ from typing import NamedTuple
 from shoal.cost.training.sequences import SequenceCost
 from shoal.plan.balance.sequences.assignment import Assignment
 
-__all__ = ["Predicted", "Span", "predict"]
+__all__ = ["MicroStepSpan", "PredictedStep", "predict"]
 
 
-class Span(NamedTuple):
+class MicroStepSpan(NamedTuple):
     """When a micro-step runs.
 
     Args:
@@ -24,7 +24,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Predicted(NamedTuple):
+class PredictedStep(NamedTuple):
     """What is predicted of one step.
 
     Args:
@@ -41,10 +41,10 @@ class Predicted(NamedTuple):
     exchange_bytes: float
     kept_bytes: float
     host_bytes: float
-    spans: tuple[Span, ...]
+    spans: tuple[MicroStepSpan, ...]
 
 
-def predict(plan: Assignment, cost: SequenceCost) -> Predicted:
+def predict(plan: Assignment, cost: SequenceCost) -> PredictedStep:
     """Every micro-step begins when the last of its ranks is free, in the order of the plan."""
     free = [0.0] * plan.ranks
     busy = sent = kept = away = 0.0
@@ -61,7 +61,7 @@ def predict(plan: Assignment, cost: SequenceCost) -> Predicted:
         saved = cost.kept_bytes * -(-sum(here) // degree)
         kept = max(kept, (1.0 - step.offloaded) * saved)
         away = max(away, step.offloaded * saved)
-        spans.append(Span(number, start, start + seconds))
+        spans.append(MicroStepSpan(number, start, start + seconds))
     step_s = max(free)
     idle = 1.0 - busy / (step_s * plan.ranks) if step_s else 0.0
-    return Predicted(step_s, max(0.0, idle), sent, kept, away, tuple(spans))
+    return PredictedStep(step_s, max(0.0, idle), sent, kept, away, tuple(spans))

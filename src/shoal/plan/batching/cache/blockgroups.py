@@ -20,7 +20,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.ir import InFlight, Machine, Request, ServeWork
-from shoal.plan.batching.cache.runs import Runs, joined
+from shoal.plan.batching.cache.runs import FreeRuns, joined
 from shoal.plan.batching.common import check_block_size, whole_blocks
 
 __all__ = ["BlockGroups", "GroupedBlocks"]
@@ -88,7 +88,7 @@ class GroupedBlocks:
         self.block_size = block_size
         self.in_flight = InFlight()
         self._group = group
-        self._free = Runs(num_blocks)
+        self._free = FreeRuns(num_blocks)
         self._random = generator(seed, purpose="spare to take back")
         # Blocks behind the last one of a request; only requests that have some.
         self._spare: dict[str, int] = {}

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.ir import Chunk, Request, Step
-from shoal.plan.batching.cache.distributed import DistributedBlocks, Lend
-from shoal.plan.batching.cache.ledger import Beat
+from shoal.plan.batching.cache.distributed import BlockLoan, DistributedBlocks
+from shoal.plan.batching.cache.loans import InstanceStatus
 from shoal.plan.batching.common import Queues
 
 __all__ = ["Borrower"]
@@ -35,10 +35,10 @@ class Borrower:
         self.scheduler, self.kv = scheduler, kv
         self.instance, self.node = instance, node
 
-    def beat(self) -> Beat:
+    def beat(self) -> InstanceStatus:
         """How this instance is."""
         head = next(iter(self.scheduler.waiting), None)
-        return Beat(
+        return InstanceStatus(
             instance=self.instance,
             lendable=self.kv.num_lendable,
             short=self.kv.short if head is not None else 0,
@@ -56,7 +56,7 @@ class Borrower:
         left = sum(-(-self.scheduler.most_cached(one) // size) - len(one.blocks) for one in running)
         return min(left, 2 + len(running))
 
-    def lends(self) -> list[Lend]:
+    def lends(self) -> list[BlockLoan]:
         """Blocks to copy away beside the steps, so that the next ones have memory."""
         step_blocks = self.scheduler.limits.max_step_tokens // self.kv.block_size + 1
         wanted = min(self.kv.num_promised, step_blocks) + self.ahead() - self.kv.num_local
@@ -89,7 +89,7 @@ class Borrower:
         """Nothing of a step has memory and nothing can be copied away: the newest is lost."""
         self.scheduler.lose(next(reversed(self.scheduler.running.values())))
 
-    def missing(self, request: Request, stop: int) -> tuple[int, list[Lend]]:
+    def missing(self, request: Request, stop: int) -> tuple[int, list[BlockLoan]]:
         """Tokens of a request, up to ``stop``, that have memory; and what to copy for the rest."""
         backed = self.kv.back(request, stop)
         if backed >= stop:

@@ -16,11 +16,11 @@ from shoal.core.parts import part
 from shoal.ir import InFlight, Request
 from shoal.plan.batching.common import check_block_size, whole_blocks
 
-__all__ = ["Contiguous", "ContiguousRuns"]
+__all__ = ["ContiguousCache", "ContiguousRuns"]
 
 
 @part
-class Contiguous:
+class ContiguousCache:
     """One run of consecutive blocks for prompt and ``max_tokens``, first fit, not shared.
 
     Args:
@@ -42,7 +42,7 @@ class Contiguous:
 
 
 class ContiguousRuns:
-    """The bookkeeping that :class:`Contiguous` builds; a call costs O(free runs).
+    """The bookkeeping that :class:`ContiguousCache` builds; a call costs O(free runs).
 
     Args:
         num_blocks: blocks of the cache.

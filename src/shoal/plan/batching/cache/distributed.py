@@ -25,7 +25,7 @@ from shoal.ir import Machine, Request, ServeWork
 from shoal.plan.batching.cache.paged import PagedBlocks
 from shoal.plan.batching.common import check_block_size, whole_blocks
 
-__all__ = ["UNBACKED", "Distributed", "DistributedBlocks", "Lend", "place_of", "reference"]
+__all__ = ["UNBACKED", "BlockLoan", "Distributed", "DistributedBlocks", "place_of", "reference"]
 
 # A block of a table that is promised: its memory comes when older ones have been copied away.
 UNBACKED = -1
@@ -128,7 +128,7 @@ class Distributed:
         return -int(-self.watermark * blocks // 1)
 
 
-class Lend(NamedTuple):
+class BlockLoan(NamedTuple):
     """A full block of a request that is copied to another instance.
 
     Args:
@@ -195,7 +195,7 @@ class DistributedBlocks(PagedBlocks):
         self._loans: dict[str, _Loans] = {}
         # Those that hold blocks, by id, in the order in which they first did.
         self._holding: dict[str, Request] = {}
-        self._flights: dict[int, Lend] = {}
+        self._flights: dict[int, BlockLoan] = {}
         # Copies under way whose request is gone: both blocks are given back when they end.
         self._orphans: set[int] = set()
         # Copies that have arrived before one that a request began earlier: they wait for it.
@@ -243,7 +243,7 @@ class DistributedBlocks(PagedBlocks):
         return True
 
     def fork(self, parent: Request, child: Request) -> int:
-        """See :class:`~shoal.ir.engine.Forking`: full blocks that are here are shared, no others.
+        """See :class:`~shoal.ir.engine.ForkingKVManager`: only full local blocks are shared.
 
         A block that two hold is not lent, and one that is elsewhere cannot be copied.
         """
@@ -322,13 +322,13 @@ class DistributedBlocks(PagedBlocks):
             backed += 1
         return min(n_tokens, backed * self.block_size)
 
-    def begin(self, count: int, *, first: Request | None = None) -> list[Lend]:
+    def begin(self, count: int, *, first: Request | None = None) -> list[BlockLoan]:
         """Choose up to ``count`` full blocks to copy away; the copies are under way from now on.
 
         Those of ``first`` go first, then of requests that already have some elsewhere, then of
         the longest: as few requests as can be are spread.
         """
-        found: list[Lend] = []
+        found: list[BlockLoan] = []
         donors = sorted(
             self._holding.values(),
             key=lambda one: (one is not first, one.id not in self._loans, -one.n_computed),
@@ -341,7 +341,7 @@ class DistributedBlocks(PagedBlocks):
                 found.append(lend)
         return found
 
-    def _lend_one(self, request: Request) -> Lend | None:
+    def _lend_one(self, request: Request) -> BlockLoan | None:
         loans = self._loans.get(request.id)
         index = loans.remote + loans.leaving if loans is not None else 0
         full = request.n_computed // self.block_size
@@ -364,12 +364,12 @@ class DistributedBlocks(PagedBlocks):
             loans = self._loans[request.id] = _Loans(0, 0, {})
         loans.leaving += 1
         loans.lenders[instance] = loans.lenders.get(instance, 0) + 1
-        lend = Lend(self._next, request, index, block, instance, target)
+        lend = BlockLoan(self._next, request, index, block, instance, target)
         self._next += 1
         self._flights[lend.id] = lend
         return lend
 
-    def finish(self, lend: Lend) -> None:
+    def finish(self, lend: BlockLoan) -> None:
         """A copy has arrived: the table says so, and the block here is free.
 
         Copies of one request may arrive in any order, as they go to several lenders; the table
@@ -482,7 +482,7 @@ class DistributedBlocks(PagedBlocks):
         return max(0, self.num_local - self.watermark)
 
     @property
-    def lent(self) -> dict[int, int]:
+    def blocks_on_loan(self) -> dict[int, int]:
         """Blocks that each other instance uses here."""
         found: dict[int, int] = {}
         for debtor in self._lent.values():

@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal.ir import InFlight, Request
-from shoal.plan.batching.cache.runs import Runs
-from shoal.plan.batching.common import Chain
+from shoal.plan.batching.cache.runs import FreeRuns
+from shoal.plan.batching.common import DigestChain
 
-__all__ = ["HostBooks"]
+__all__ = ["HostBlocks"]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class _Copied:
     digests: list[bytes] = field(default_factory=list)
 
 
-class HostBooks:
+class HostBlocks:
     """Who holds which block of host memory; the same for every bookkeeping of the cache.
 
     Args:
@@ -54,7 +54,7 @@ class HostBooks:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.in_flight = InFlight()
-        self._free = Runs(num_blocks)
+        self._free = FreeRuns(num_blocks)
         # Copies of requests that have not ended, by their ids.
         self._live: dict[str, _Copied] = {}
         # Copies of requests that have, the oldest first, as keys; and each by its digests.
@@ -111,7 +111,7 @@ class HostBooks:
         if not full:
             return
         copied.request = None
-        copied.digests = Chain(request, self.block_size).upto(request, full)
+        copied.digests = DigestChain(request, self.block_size).upto(request, full)
         self._ended[copied] = None
         self._known.update(dict.fromkeys(copied.digests, copied))
 
@@ -123,7 +123,7 @@ class HostBooks:
         """
         if request.id in self._live or not self._known:
             return
-        chain = Chain(request, self.block_size)
+        chain = DigestChain(request, self.block_size)
         most, alike = (len(request.tokens) - 1) // self.block_size, 0
         while alike < most and chain.upto(request, alike + 1)[alike] in self._known:
             alike += 1

@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Machine, Request, ServeWork
-from shoal.plan.batching.common import Chain, check_block_size, whole_blocks
+from shoal.plan.batching.common import DigestChain, check_block_size, whole_blocks
 
 __all__ = ["Paged", "PagedBlocks"]
 
@@ -86,7 +86,7 @@ class PagedBlocks:
         self._known: dict[bytes, int] = {}
         # Digests of the full blocks of a request that holds some, as far as they were needed;
         # and how many of its blocks have been offered for sharing.
-        self._chains: dict[str, Chain] = {}
+        self._chains: dict[str, DigestChain] = {}
         self._offered: dict[str, int] = {}
         # (found, asked) of requests that were matched and have not been given blocks yet.
         self._matched: dict[str, tuple[int, int]] = {}
@@ -145,7 +145,7 @@ class PagedBlocks:
         return True
 
     def fork(self, parent: Request, child: Request) -> int:
-        """See :class:`~shoal.ir.engine.Forking`."""
+        """See :class:`~shoal.ir.engine.ForkingKVManager`."""
         found = child.n_prompt - 1
         child.blocks = parent.blocks[: -(-found // self.block_size)]
         child.n_computed = found
@@ -157,7 +157,7 @@ class PagedBlocks:
         return found
 
     def copies(self) -> tuple[Copy, ...]:
-        """See :class:`~shoal.ir.engine.Forking`."""
+        """See :class:`~shoal.ir.engine.ForkingKVManager`."""
         if not self._copies:
             return ()
         found = tuple(Copy(source, target, 1) for target, source in self._copies.items())
@@ -192,7 +192,7 @@ class PagedBlocks:
             book.pop(request.id, None)
 
     def purge(self, blocks: Sequence[int]) -> list[int]:
-        """See :class:`~shoal.ir.engine.Purging`."""
+        """See :class:`~shoal.ir.engine.PurgingKVManager`."""
         found = []
         for block in blocks:
             if not 0 <= block < self.num_blocks or self._holders[block]:
@@ -280,8 +280,8 @@ class PagedBlocks:
         return block
 
     def _digests_of(self, request: Request, blocks: int) -> list[bytes]:
-        """See :meth:`~shoal.plan.batching.common.Chain.upto`."""
+        """See :meth:`~shoal.plan.batching.common.DigestChain.upto`."""
         chain = self._chains.get(request.id)
         if chain is None:
-            chain = self._chains[request.id] = Chain(request, self.block_size)
+            chain = self._chains[request.id] = DigestChain(request, self.block_size)
         return chain.upto(request, blocks)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from shoal.ir import Copy
 
-__all__ = ["Runs", "joined"]
+__all__ = ["FreeRuns", "joined"]
 
 
 def joined(pairs: Iterable[tuple[int, int]]) -> tuple[Copy, ...]:
@@ -32,7 +32,7 @@ def joined(pairs: Iterable[tuple[int, int]]) -> tuple[Copy, ...]:
     return tuple(found)
 
 
-class Runs:
+class FreeRuns:
     """Free runs among ``num_blocks`` blocks; all are free at first. Calls cost O(log runs).
 
     Args:

@@ -23,7 +23,7 @@ from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Request
 from shoal.plan.batching.common import check_block_size
 
-__all__ = ["SlotBooks", "Slots"]
+__all__ = ["SlotBlocks", "Slots"]
 
 
 @part
@@ -47,7 +47,7 @@ class Slots:
             expected=f"a multiple of block_size = {self.block_size}",
         )
 
-    def build(self, num_tokens: int) -> SlotBooks:
+    def build(self, num_tokens: int) -> SlotBlocks:
         """See :class:`~shoal.ir.engine.KVPart`; rounded down to whole slots.
 
         Raises:
@@ -60,10 +60,10 @@ class Slots:
             expected=f"at least one slot of kv.slots.max_len = {self.max_len} tokens",
             hint="give the cache more tokens, or use shorter slots",
         )
-        return SlotBooks(num_tokens // self.max_len, self.max_len, self.block_size)
+        return SlotBlocks(num_tokens // self.max_len, self.max_len, self.block_size)
 
 
-class SlotBooks:
+class SlotBlocks:
     """The bookkeeping that :class:`Slots` builds; a call costs O(log slots), or O(slots) to move.
 
     Args:
@@ -123,7 +123,7 @@ class SlotBooks:
         return request.blocks[0] * self.block_size // self.max_len
 
     def compact(self) -> tuple[Copy, ...]:
-        """See :class:`~shoal.ir.engine.Compacting`."""
+        """See :class:`~shoal.ir.engine.CompactingKVManager`."""
         active = len(self._held)
         if not self._free or self._free[0] >= active:
             return ()

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.core.parts import part
-from shoal.ir import Copy, HostLink, KVManager, Limits, Request, StepCost
-from shoal.plan.batching.cache.host import HostBooks
+from shoal.ir import Copy, HostLink, KVManager, Request, SchedulerLimits, StepCost
+from shoal.plan.batching.cache.host import HostBlocks
 from shoal.plan.batching.cache.runs import joined
-from shoal.plan.batching.preemption.recompute import Recomputing
-from shoal.plan.batching.preemption.swap import Asynchronous, Swapping, host_blocks
+from shoal.plan.batching.preemption.recompute import RecomputePreemption
+from shoal.plan.batching.preemption.swap import Asynchronous, SwapPreemption, host_blocks
 
-__all__ = ["Auto", "Choosing"]
+__all__ = ["AutoPreempt", "AutoPreemption"]
 
 
 @part
-class Auto:
+class AutoPreempt:
     """Swapping where copies are estimated to take less time than computing again.
 
     Without host memory, or where nobody knows how long either takes, it recomputes.
@@ -46,22 +46,22 @@ class Auto:
     def build(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         host_tokens: int = 0,
         link: HostLink | None = None,
         cost: StepCost | None = None,
-    ) -> Recomputing:
+    ) -> RecomputePreemption:
         """See :class:`~shoal.ir.engine.PreemptPart`.
 
         Raises:
             ConfigError: there is a host tier, and it is too small for one request.
         """
         if not host_tokens or link is None or cost is None:
-            return Recomputing(kv)
-        return Choosing(
+            return RecomputePreemption(kv)
+        return AutoPreemption(
             kv,
-            HostBooks(host_blocks(host_tokens, kv, limits), kv.block_size),
+            HostBlocks(host_blocks(host_tokens, kv, limits), kv.block_size),
             asynchronous=self.asynchronous,
             keep=self.keep_host_copies,
             park=self.park,
@@ -97,13 +97,13 @@ class _Times:
         return self.link.seconds(copies)
 
 
-class Choosing(Swapping):
-    """The preemption that :class:`Auto` builds where both ways are known.
+class AutoPreemption(SwapPreemption):
+    """The preemption that :class:`AutoPreempt` builds where both ways are known.
 
     Args:
         kv: bookkeeping of the cache.
         host: books of host memory.
-        asynchronous: see :class:`Auto`.
+        asynchronous: see :class:`AutoPreempt`.
         keep: copies stay when their request is back.
         park: caches of requests that end go to the host.
         link: how long copies take.
@@ -113,7 +113,7 @@ class Choosing(Swapping):
     def __init__(
         self,
         kv: KVManager,
-        host: HostBooks,
+        host: HostBlocks,
         *,
         asynchronous: Asynchronous,
         keep: bool,

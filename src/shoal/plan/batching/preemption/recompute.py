@@ -13,16 +13,16 @@ from shoal.core.parts import part
 from shoal.ir import (
     HostLink,
     KVManager,
-    Limits,
     Machine,
     Request,
+    SchedulerLimits,
     ServeWork,
     StepCost,
     Transfer,
 )
 from shoal.ir.serving import Fetched
 
-__all__ = ["Recompute", "Recomputing"]
+__all__ = ["Recompute", "RecomputePreemption"]
 
 
 @part
@@ -39,12 +39,12 @@ class Recompute:
     def build(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         host_tokens: int = 0,
         link: HostLink | None = None,
         cost: StepCost | None = None,
-    ) -> Recomputing:
+    ) -> RecomputePreemption:
         """See :class:`~shoal.ir.engine.PreemptPart`.
 
         Raises:
@@ -57,10 +57,10 @@ class Recompute:
             expected="none, since preempt = recompute copies nothing",
             hint="set preempt = swap or preempt = auto",
         )
-        return Recomputing(kv)
+        return RecomputePreemption(kv)
 
 
-class Recomputing:
+class RecomputePreemption:
     """The preemption that :class:`Recompute` builds: blocks are freed, and that is all.
 
     Args:

@@ -23,27 +23,27 @@ from shoal.ir import (
     Copy,
     HostLink,
     KVManager,
-    Limits,
     Machine,
     Request,
+    SchedulerLimits,
     ServeWork,
     StepCost,
     Transfer,
 )
 from shoal.ir.serving import Fetched, TransferKind
-from shoal.plan.batching.cache.host import HostBooks
+from shoal.plan.batching.cache.host import HostBlocks
 from shoal.plan.batching.cache.runs import joined
 from shoal.plan.batching.common import whole_blocks
-from shoal.plan.batching.preemption.recompute import Recomputing
+from shoal.plan.batching.preemption.recompute import RecomputePreemption
 
-__all__ = ["Asynchronous", "Swap", "Swapping", "host_blocks"]
+__all__ = ["Asynchronous", "Swap", "SwapPreemption", "host_blocks"]
 
 # never: nothing is computed while anything moves. auto: a copy comes back beside the
 # computation, unless few requests run and it is there before the next step would be.
 Asynchronous = Literal["auto", "always", "never"]
 
 
-def host_blocks(host_tokens: int, kv: KVManager, limits: Limits) -> int:
+def host_blocks(host_tokens: int, kv: KVManager, limits: SchedulerLimits) -> int:
     """Blocks of so much host memory.
 
     Raises:
@@ -88,19 +88,19 @@ class Swap:
     def build(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         host_tokens: int = 0,
         link: HostLink | None = None,
         cost: StepCost | None = None,
-    ) -> Swapping:
+    ) -> SwapPreemption:
         """See :class:`~shoal.ir.engine.PreemptPart`.
 
         Raises:
             ConfigError: the host tier is too small for one request.
         """
-        host = HostBooks(host_blocks(host_tokens, kv, limits), kv.block_size)
-        return Swapping(
+        host = HostBlocks(host_blocks(host_tokens, kv, limits), kv.block_size)
+        return SwapPreemption(
             kv,
             host,
             asynchronous=self.asynchronous,
@@ -119,7 +119,7 @@ class _UnderWay:
     since: float
 
 
-class Swapping(Recomputing):
+class SwapPreemption(RecomputePreemption):
     """The preemption that :class:`Swap` builds.
 
     Args:
@@ -135,7 +135,7 @@ class Swapping(Recomputing):
     def __init__(
         self,
         kv: KVManager,
-        host: HostBooks,
+        host: HostBlocks,
         *,
         asynchronous: Asynchronous = "auto",
         keep: bool = True,
@@ -252,7 +252,7 @@ class Swapping(Recomputing):
         """Check the books of the host; for tests.
 
         Raises:
-            AssertionError: see :meth:`HostBooks.check_integrity`.
+            AssertionError: see :meth:`HostBlocks.check_integrity`.
         """
         self.host.check_integrity()
         assert self._arriving.items() <= {

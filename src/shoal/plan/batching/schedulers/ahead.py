@@ -16,10 +16,10 @@ from typing import Protocol
 from shoal.core.errors import require
 from shoal.ir import Output, Request, Scheduler, Step, StepResult
 
-__all__ = ["Ahead", "Open"]
+__all__ = ["AheadScheduler", "OpenScheduler"]
 
 
-class Open(Scheduler, Protocol):
+class OpenScheduler(Scheduler, Protocol):
     """A scheduler that shows who runs, as all do whose books are ``Queues``.
 
     Attributes:
@@ -29,7 +29,7 @@ class Open(Scheduler, Protocol):
     running: dict[str, Request]
 
 
-class Ahead:
+class AheadScheduler:
     """Plans for an engine whose runner has several steps under way; commits in their order.
 
     Args:
@@ -37,7 +37,7 @@ class Ahead:
         depth: most steps under way.
     """
 
-    def __init__(self, scheduler: Open, depth: int) -> None:
+    def __init__(self, scheduler: OpenScheduler, depth: int) -> None:
         require(depth >= 1, "steps under way", depth, expected="at least 1")
         self._scheduler, self.depth = scheduler, depth
         # Of every step: how often each of its requests had been preempted when it was planned.

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import KVManager, Limits, Machine, Output, Request, ServeWork, Step
+from shoal.ir import KVManager, Machine, Output, Request, SchedulerLimits, ServeWork, Step
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
 __all__ = ["Decode", "DecodeScheduler"]
@@ -57,7 +57,7 @@ class Decode:
         """For every workload."""
         yield cls()
 
-    def build(self, kv: KVManager, limits: Limits) -> DecodeScheduler:
+    def build(self, kv: KVManager, limits: SchedulerLimits) -> DecodeScheduler:
         """A scheduler without requests."""
         return DecodeScheduler(
             kv, limits, waiting_share=self.waiting_share, watermark=self.watermark
@@ -65,7 +65,7 @@ class Decode:
 
 
 class DecodeScheduler(FcfsScheduler):
-    """The scheduler that :class:`Decode` builds; see :class:`~shoal.ir.phases.Fetching`.
+    """What :class:`Decode` builds; see :class:`~shoal.ir.phases.DecodePhaseScheduler`.
 
     Args:
         kv: bookkeeping of the cache.
@@ -77,7 +77,7 @@ class DecodeScheduler(FcfsScheduler):
     def __init__(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         waiting_share: float = 0.2,
         watermark: float = 0.01,
@@ -106,7 +106,7 @@ class DecodeScheduler(FcfsScheduler):
             self.coming.append(self.waiting.pop())
 
     def accept(self) -> list[Request]:
-        """See :class:`~shoal.ir.phases.Fetching`."""
+        """See :class:`~shoal.ir.phases.DecodePhaseScheduler`."""
         accepted: list[Request] = []
         if not self.coming:
             return accepted
@@ -129,7 +129,7 @@ class DecodeScheduler(FcfsScheduler):
         return accepted
 
     def arrived(self, request_id: str) -> None:
-        """See :class:`~shoal.ir.phases.Fetching`."""
+        """See :class:`~shoal.ir.phases.DecodePhaseScheduler`."""
         request = self.fetching.pop(request_id, None)
         if request is None:
             return  # aborted while it was on its way

@@ -23,11 +23,11 @@ from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.ir import (
     KVManager,
-    Limits,
     Machine,
     Output,
     Preemption,
     Request,
+    SchedulerLimits,
     ServeWork,
     Step,
     StepResult,
@@ -84,7 +84,7 @@ class Fair:
             yield cls()
 
     def build(
-        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+        self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> FairScheduler:
         """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return FairScheduler(
@@ -116,7 +116,7 @@ class FairScheduler(FcfsScheduler):
     def __init__(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         preemption: Preemption | None = None,
         *,
         policy: Policy = "vtc",

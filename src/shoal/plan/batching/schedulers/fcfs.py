@@ -29,13 +29,13 @@ from shoal.core.parts import part
 from shoal.ir import (
     Chunk,
     Copy,
-    Forking,
+    ForkingKVManager,
     KVManager,
-    Limits,
     Machine,
     Output,
     Preemption,
     Request,
+    SchedulerLimits,
     ServeWork,
     Step,
     StepResult,
@@ -78,7 +78,7 @@ class Fcfs:
         yield cls()
 
     def build(
-        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+        self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> FcfsScheduler:
         """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return FcfsScheduler(kv, limits, preemption, chunked=self.chunked, watermark=self.watermark)
@@ -98,7 +98,7 @@ class FcfsScheduler(Queues):
     def __init__(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         preemption: Preemption | None = None,
         *,
         chunked: bool = True,
@@ -110,7 +110,7 @@ class FcfsScheduler(Queues):
         # The head of the queue and the free blocks when it did not fit: until more are free
         # there is no use in trying again.
         self._refused: tuple[str, int] | None = None
-        self._forking = kv if isinstance(kv, Forking) else None
+        self._forking = kv if isinstance(kv, ForkingKVManager) else None
         # By id of the request whose prompt they need: those that stand aside.
         self._forks: dict[str, list[Request]] = {}
 

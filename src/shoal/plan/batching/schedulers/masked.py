@@ -12,7 +12,16 @@ right); Ma et al., dInfer, 2025.
 from __future__ import annotations
 
 from shoal.core.errors import ServeError, require
-from shoal.ir import Chunk, KVManager, Limits, Output, Request, SamplingParams, Step, StepResult
+from shoal.ir import (
+    Chunk,
+    KVManager,
+    Output,
+    Request,
+    SamplingParams,
+    SchedulerLimits,
+    Step,
+    StepResult,
+)
 from shoal.ir.serving import FinishReason
 from shoal.plan.batching.common import Queues
 
@@ -44,7 +53,7 @@ class MaskedScheduler(Queues):
         mask_id: the mask token, which no prompt has.
     """
 
-    def __init__(self, kv: KVManager, limits: Limits, *, block: int, mask_id: int) -> None:
+    def __init__(self, kv: KVManager, limits: SchedulerLimits, *, block: int, mask_id: int) -> None:
         super().__init__(kv, limits)
         self.block, self.mask_id = block, mask_id
 

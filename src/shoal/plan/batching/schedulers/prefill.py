@@ -19,10 +19,10 @@ from shoal.core.parts import part
 from shoal.ir import (
     Chunk,
     KVManager,
-    Limits,
     Machine,
     Output,
     Request,
+    SchedulerLimits,
     ServeWork,
     Step,
     StepResult,
@@ -57,13 +57,13 @@ class Prefill:
             tokens *= 2
         yield cls(batch_tokens=min(tokens, most))
 
-    def build(self, kv: KVManager, limits: Limits) -> PrefillScheduler:
+    def build(self, kv: KVManager, limits: SchedulerLimits) -> PrefillScheduler:
         """A scheduler without requests."""
         return PrefillScheduler(kv, limits, batch_tokens=self.batch_tokens)
 
 
 class PrefillScheduler(PrefillFirstScheduler):
-    """The scheduler that :class:`Prefill` builds; see :class:`~shoal.ir.phases.Handing`.
+    """What :class:`Prefill` builds; see :class:`~shoal.ir.phases.PrefillPhaseScheduler`.
 
     Several steps may be under way at once, as in a pipeline: a prompt is planned once.
 
@@ -73,7 +73,9 @@ class PrefillScheduler(PrefillFirstScheduler):
         batch_tokens: most tokens of several prompts in one step.
     """
 
-    def __init__(self, kv: KVManager, limits: Limits, *, batch_tokens: int | None = None) -> None:
+    def __init__(
+        self, kv: KVManager, limits: SchedulerLimits, *, batch_tokens: int | None = None
+    ) -> None:
         # Nothing grows here, so nothing has to stay free.
         super().__init__(kv, limits, batch_tokens=batch_tokens, watermark=0.0)
         self.held: dict[str, Request] = {}
@@ -112,7 +114,7 @@ class PrefillScheduler(PrefillFirstScheduler):
         return outputs
 
     def release(self, request_id: str) -> None:
-        """See :class:`~shoal.ir.phases.Handing`."""
+        """See :class:`~shoal.ir.phases.PrefillPhaseScheduler`."""
         if request_id in self.held:
             self._forget(self.held[request_id], keep=False)
 

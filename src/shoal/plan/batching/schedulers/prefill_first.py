@@ -17,7 +17,16 @@ from typing import ClassVar, Self
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Chunk, KVManager, Limits, Machine, Preemption, Request, ServeWork, Step
+from shoal.ir import (
+    Chunk,
+    KVManager,
+    Machine,
+    Preemption,
+    Request,
+    SchedulerLimits,
+    ServeWork,
+    Step,
+)
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
 __all__ = ["PrefillFirst", "PrefillFirstScheduler", "check_batch"]
@@ -66,7 +75,7 @@ class PrefillFirst:
             yield cls()
 
     def build(
-        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+        self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> PrefillFirstScheduler:
         """See :class:`~shoal.ir.engine.SchedulerPart`."""
         return PrefillFirstScheduler(
@@ -88,7 +97,7 @@ class PrefillFirstScheduler(FcfsScheduler):
     def __init__(
         self,
         kv: KVManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         preemption: Preemption | None = None,
         *,
         batch_tokens: int | None = None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shoal.core.parts import part
-from shoal.ir import Chunk, KVManager, Limits, Preemption, Step
+from shoal.ir import Chunk, KVManager, Preemption, SchedulerLimits, Step
 from shoal.plan.batching.common import Queues
 
 __all__ = ["Static", "StaticScheduler"]
@@ -30,7 +30,7 @@ class Static:
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})
 
     def build(
-        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+        self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> StaticScheduler:
         """See :class:`~shoal.ir.engine.SchedulerPart`; nobody is preempted, in no way."""
         return StaticScheduler(kv, limits)

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.ir import Chunk, Compacting, KVManager, Limits, Preemption, Step
+from shoal.ir import Chunk, CompactingKVManager, KVManager, Preemption, SchedulerLimits, Step
 from shoal.plan.batching.common import Queues
 
 __all__ = ["FusedScheduler", "TemporalFusion"]
@@ -45,7 +45,7 @@ class TemporalFusion:
         )
 
     def build(
-        self, kv: KVManager, limits: Limits, preemption: Preemption | None = None
+        self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> FusedScheduler:
         """See :class:`~shoal.ir.engine.SchedulerPart`; nobody is preempted, in no way."""
         return FusedScheduler(kv, limits, lane_tokens=self.lane_tokens)
@@ -60,7 +60,7 @@ class FusedScheduler(Queues):
         lane_tokens: most tokens of prompts beside a generation step.
     """
 
-    def __init__(self, kv: KVManager, limits: Limits, *, lane_tokens: int) -> None:
+    def __init__(self, kv: KVManager, limits: SchedulerLimits, *, lane_tokens: int) -> None:
         super().__init__(kv, limits)
         self.lane_tokens = lane_tokens
 
@@ -68,7 +68,7 @@ class FusedScheduler(Queues):
         """See :class:`~shoal.ir.engine.Scheduler`."""
         # Newcomers take the lowest holes, which nobody has to be moved into then.
         self._admit()
-        moves = self.kv.compact() if isinstance(self.kv, Compacting) else ()
+        moves = self.kv.compact() if isinstance(self.kv, CompactingKVManager) else ()
         most = self.limits.max_step_tokens
         running = self.running.values()
         chunks = [

@@ -9,11 +9,11 @@ from shoal.core.parts import part
 from shoal.ir import SamplingParams
 from shoal.serve.decode.accept.sample_match import SampleMatch
 
-__all__ = ["Greedy"]
+__all__ = ["GreedyAcceptance"]
 
 
 @part
-class Greedy(SampleMatch):
+class GreedyAcceptance(SampleMatch):
     """The tokens of greedy decoding; requests that sample are refused.
 
     Source: Stern et al., Blockwise Parallel Decoding, 2018, section 3.

@@ -33,9 +33,9 @@ REFRESHES = PartTable(
     "refresh",
     {
         "none": f"{_HERE}.refresh.none:NoCache",
-        "prefix": f"{_HERE}.refresh.prefix:Prefix",
-        "dual": f"{_HERE}.refresh.dual:Dual",
-        "vicinity": f"{_HERE}.refresh.vicinity:Vicinity",
+        "prefix": f"{_HERE}.refresh.prefix:PrefixRefresh",
+        "dual": f"{_HERE}.refresh.dual:DualRefresh",
+        "vicinity": f"{_HERE}.refresh.vicinity:VicinityRefresh",
     },
     about=(
         "What an iteration of diffusion computes again, and what it reads from the cache. "

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Iteration", "Refresh", "State", "Unmask", "Window"]
+__all__ = ["Iteration", "Refresh", "Unmask", "UnmaskState", "Window"]
 
 Window = tuple[int, int]
 """First place of a request that is computed, and the one behind the last."""
 
 
 @dataclass
-class State:
+class UnmaskState:
     """What an unmasking policy knows beside scores.
 
     Args:
@@ -42,7 +42,9 @@ class State:
 class Unmask(Protocol):
     """A part of kind ``unmask``: which places of a block become text now."""
 
-    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    def select(
+        self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
+    ) -> tuple[Tensor, Tensor]:
         """The token of every place [B, W], and at which places it is kept, bool [B, W].
 
         Only masked places are kept, and at least one of each request that has one: that is what

@@ -25,11 +25,11 @@ from shoal.ir import Chunk, Request, Step, StepResult
 from shoal.model.transformer import Transformer
 from shoal.plan.batching.schedulers.masked import block_of, full_length
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.decode.diffusion.protocols import Iteration, Refresh, State, Unmask, Window
-from shoal.serve.decode.diffusion.windows import Row, Windows
-from shoal.serve.engine.choosing import NOT_FINITE
+from shoal.serve.decode.diffusion.protocols import Iteration, Refresh, Unmask, UnmaskState, Window
+from shoal.serve.decode.diffusion.windows import WindowRow, Windows
 from shoal.serve.engine.failure import errors_of_step
-from shoal.serve.engine.hooks import Hook
+from shoal.serve.engine.hooks import EngineHook
+from shoal.serve.engine.token_choice import NOT_FINITE
 
 __all__ = ["DiffusionRunner"]
 
@@ -79,7 +79,7 @@ class _Batch:
                 getattr(self, name)[row, :width] = source[old, :width]
 
 
-class DiffusionRunner(Hook):
+class DiffusionRunner(EngineHook):
     """Computes the steps of a :class:`~shoal.plan.batching.schedulers.masked.MaskedScheduler`.
 
     Args:
@@ -124,7 +124,7 @@ class DiffusionRunner(Hook):
         self._free = list(range(rows))[::-1]
         self._work: dict[str, _Work] = {}
         self._batch: _Batch | None = None
-        self._windows: dict[tuple[Row, ...], Windows] = {}
+        self._windows: dict[tuple[WindowRow, ...], Windows] = {}
         self._embedding = model.embed.weight
         self.counts = {"forwards": 0, "rows": 0, "passes": 0, "tokens": 0}
 
@@ -217,7 +217,7 @@ class DiffusionRunner(Hook):
         windows = self._places(batch.work)
         logits_BWV = self._forward(batch, windows)
         bar = self.iteration.bar
-        state = State(
+        state = UnmaskState(
             step=batch.step_B,
             size=batch.size_B,
             bar=lambda tau: bar(tau, batch.step_B),
@@ -240,7 +240,7 @@ class DiffusionRunner(Hook):
 
     def _places(self, work: Sequence[_Work]) -> Windows:
         rows = tuple(
-            Row(
+            WindowRow(
                 one.slot,
                 one.block,
                 one.length,

@@ -16,10 +16,10 @@ from shoal.model.attention import attend
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.diffusion.protocols import Window
 
-__all__ = ["Row", "Windows"]
+__all__ = ["WindowRow", "Windows"]
 
 
-class Row(NamedTuple):
+class WindowRow(NamedTuple):
     """A request in a step.
 
     Args:
@@ -56,7 +56,7 @@ class Windows:
         longest: tokens that a slot has room for.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: PagedCache, longest: int) -> None:
+    def __init__(self, rows: Sequence[WindowRow], cache: PagedCache, longest: int) -> None:
         self._cache = cache
         size, device = cache.block_size, cache.device
         places, slots, cells = [], [], []

@@ -23,12 +23,12 @@ from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
 from shoal.model.drafters.fusion import FusionDrafter
 from shoal.model.transformer import Transformer
-from shoal.serve.cache.attention import Context, PagedAttention
+from shoal.serve.cache.attention import PagedAttention, RequestContext
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.decode.dovetail.net import Further, Held, Rows
+from shoal.serve.decode.dovetail.net import NetInput, NetOutput, NetState
 from shoal.serve.decode.heads.fast import ready_linear
 
-__all__ = ["FastFusion", "PagedFusion", "Room", "fits"]
+__all__ = ["FastFusion", "PagedFusion", "RequestBlocks", "fits"]
 
 # The layers need no embedding, and a model has one.
 _NO_TOKENS = 64
@@ -103,7 +103,7 @@ class FastFusion:
         guess.best(self._head(features_WD), tokens_WK, values_WK)
 
 
-class Room:
+class RequestBlocks:
     """What a request has of the shared cache: blocks, and places in them that are written."""
 
     def __init__(self) -> None:
@@ -140,13 +140,13 @@ class PagedFusion:
         """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
         return self.net.nbytes + self.cache.nbytes
 
-    def hold(self) -> Room:
+    def hold(self) -> RequestBlocks:
         """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
-        return Room()
+        return RequestBlocks()
 
-    def reserve(self, held: Held, places: int) -> bool:
+    def reserve(self, held: NetState, places: int) -> bool:
         """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
-        assert isinstance(held, Room)
+        assert isinstance(held, RequestBlocks)
         missing = -(-places // self.cache.block_size) - len(held.blocks)
         if missing > len(self._free):
             return False
@@ -156,20 +156,20 @@ class PagedFusion:
             del self._free[:missing]
         return True
 
-    def free(self, held: Held) -> None:
+    def free(self, held: NetState) -> None:
         """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
-        assert isinstance(held, Room)
+        assert isinstance(held, RequestBlocks)
         self._free += held.blocks
         held.blocks = []
 
-    def read(self, held: Held, rows: Rows) -> Further:
+    def read(self, held: NetState, rows: NetInput) -> NetOutput:
         """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
-        assert isinstance(held, Room)
+        assert isinstance(held, RequestBlocks)
         start, count, size = held.length, len(rows.tokens), self.cache.block_size
         at = np.arange(start, start + count)
         slots = np.asarray(held.blocks)[at // size] * size + at % size
         root = None if rows.seen is None else rows.base - 1
-        context = Context(start, count, held.blocks, rows.seen, root)
+        context = RequestContext(start, count, held.blocks, rows.seen, root)
         fed = torch.from_numpy(np.array([rows.tokens, rows.places, slots], dtype=np.int64))
         mixer = PagedAttention(
             self.cache, [context], fed[2], self.like.dtype, self._attention, prompts=self._prompts
@@ -180,4 +180,4 @@ class PagedFusion:
         tokens = torch.empty(len(wanted_WD), self.count, dtype=torch.int64)
         values = torch.empty(len(wanted_WD), self.count, dtype=torch.float32)
         self.net.best(wanted_WD, tokens, values)
-        return Further(wanted_WD, tokens.numpy(), values.numpy())
+        return NetOutput(wanted_WD, tokens.numpy(), values.numpy())

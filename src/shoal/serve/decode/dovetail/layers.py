@@ -23,16 +23,16 @@ from shoal.ir import Copy
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
-from shoal.serve.cache.attention import Context, PagedAttention
+from shoal.serve.cache.attention import PagedAttention, RequestContext
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.decode.captured import Branch, CapturedRows, Recording
-from shoal.serve.decode.dovetail.steps import Inside, Moved, Several, packed
-from shoal.serve.decode.dovetail.wire import HEAD_BYTES, Head, Kind, layers_bytes
+from shoal.serve.decode.captured import CapturedRows, Recording, TreeRows
+from shoal.serve.decode.dovetail.steps import CacheCopy, CopyMode, RequestBatch, packed
+from shoal.serve.decode.dovetail.wire import HEAD_BYTES, MessageHeader, MessageKind, layers_bytes
 
-__all__ = ["FirstLayers", "LaterCache", "LaterLayers", "LaterRows", "Peer"]
+__all__ = ["FirstLayers", "LaterCache", "LaterLayers", "LaterRows", "LayerProvider"]
 
 
-class Peer(Protocol):
+class LayerProvider(Protocol):
     """Computes the first layers: a :class:`~shoal.serve.decode.dovetail.part.DovetailDrafter`."""
 
     hidden: int
@@ -42,7 +42,7 @@ class Peer(Protocol):
     expected_bytes: int
     """that must have crossed the way by the formula"""
 
-    def tell(self, head: Head, body: bytes = b"") -> None:
+    def tell(self, head: MessageHeader, body: bytes = b"") -> None:
         """Send a message.
 
         Raises:
@@ -67,20 +67,20 @@ class FirstLayers:
         count: layers.
     """
 
-    def __init__(self, peer: Peer, count: int) -> None:
+    def __init__(self, peer: LayerProvider, count: int) -> None:
         self.count, self._peer, self._numbers = count, peer, 0
         self._gone: list[int] = []
 
     def room(self, owner: object, num_blocks: int, block_size: int) -> int:
         """The number of a cache over there, which lives as long as ``owner``."""
         self._numbers += 1
-        self._peer.tell(Head(Kind.ROOM, self._numbers, num_blocks, block_size))
+        self._peer.tell(MessageHeader(MessageKind.ROOM, self._numbers, num_blocks, block_size))
         self._peer.expected_bytes += HEAD_BYTES
         # A message of its own might come between the parts of an exchange.
         weakref.finalize(owner, self._gone.append, self._numbers)
         return self._numbers
 
-    def states(self, number: int, step: Several, size: int, dtype: torch.dtype) -> Tensor:
+    def states(self, number: int, step: RequestBatch, size: int, dtype: torch.dtype) -> Tensor:
         """What comes out of these layers [N, D].
 
         Args:
@@ -94,10 +94,15 @@ class FirstLayers:
         """
         peer = self._peer
         while self._gone:
-            peer.tell(Head(Kind.ROOM, self._gone.pop()))
+            peer.tell(MessageHeader(MessageKind.ROOM, self._gone.pop()))
             peer.expected_bytes += HEAD_BYTES
         body = packed(step, size)
-        peer.tell(Head(Kind.LAYERS, number, len(body), len(step.contexts), len(step.moved)), body)
+        peer.tell(
+            MessageHeader(
+                MessageKind.LAYERS, number, len(body), len(step.contexts), len(step.moved)
+            ),
+            body,
+        )
         rows = len(step.tokens)
         peer.expected_bytes += layers_bytes(
             rows,
@@ -136,7 +141,7 @@ class LaterCache(PagedCache):
         super().__init__(here, num_blocks, block_size, **options)
         self.config, self._first = config, first
         self._sides[:0] = [()] * first.count
-        self._moved: list[Moved] = []
+        self._moved: list[CacheCopy] = []
         self._number = first.room(self, num_blocks, block_size)
 
     def sized(self, num_blocks: int) -> LaterCache:
@@ -154,17 +159,19 @@ class LaterCache(PagedCache):
         """See :class:`~shoal.serve.cache.paged.PagedCache`; done there before the next step."""
         super().keep(sources, targets)
         if sources:
-            self._moved.append(Moved(Inside.KEEP, [*sources, *targets]))
+            self._moved.append(CacheCopy(CopyMode.KEEP, [*sources, *targets]))
 
     def move(self, copies: Iterable[Copy]) -> None:
         """See :class:`~shoal.serve.cache.paged.PagedCache`; done there before the next step."""
         copies = tuple(copies)
         super().move(copies)
         self._moved += (
-            Moved(Inside.MOVE, (one.source, one.target, one.num_blocks)) for one in copies
+            CacheCopy(CopyMode.MOVE, (one.source, one.target, one.num_blocks)) for one in copies
         )
 
-    def states(self, contexts: Sequence[Context], tokens_N: Tensor, position_N: Tensor) -> Tensor:
+    def states(
+        self, contexts: Sequence[RequestContext], tokens_N: Tensor, position_N: Tensor
+    ) -> Tensor:
         """What comes out of the layers elsewhere [N, D], whose cache has these rows then.
 
         Args:
@@ -182,7 +189,7 @@ class LaterCache(PagedCache):
             row += one.length
         flat = np.concatenate(depth) if depth else np.empty(0, dtype=np.int64)
         moved, self._moved = self._moved, []
-        step = Several(moved, contexts, tokens_N.cpu().numpy(), flat)
+        step = RequestBatch(moved, contexts, tokens_N.cpu().numpy(), flat)
         found = self._first.states(self._number, step, self.block_size, self.dtype)
         return found.to(self.device)
 
@@ -221,7 +228,7 @@ class LaterLayers:
 class LaterRows(CapturedRows):
     """Recorded steps of the layers that are here; what they read comes from elsewhere."""
 
-    def write(self, recording: Recording, several: Iterable[Branch]) -> None:
+    def write(self, recording: Recording, several: Iterable[TreeRows]) -> None:
         """See :class:`~shoal.serve.decode.captured.Recordings`."""
         several = tuple(several)
         super().write(recording, several)
@@ -230,7 +237,7 @@ class LaterRows(CapturedRows):
     def _embed(self, recording: Recording) -> None:
         assert isinstance(self._cache, LaterCache)
         contexts = [
-            Context(
+            RequestContext(
                 one.start, len(one.depth), one.blocks, None if len(one.depth) == 1 else one.seen
             )
             for one in recording.several

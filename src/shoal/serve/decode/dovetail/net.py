@@ -19,17 +19,17 @@ from torch import Tensor
 from shoal.model.attention import KVCache
 from shoal.model.drafters.fusion import FusionDrafter
 
-__all__ = ["Further", "FusionNet", "Held", "PlainFusion", "Rows"]
+__all__ = ["FusionNet", "NetInput", "NetOutput", "NetState", "PlainFusion"]
 
 
-class Held(Protocol):
+class NetState(Protocol):
     """What a net keeps of one request."""
 
     length: int
     """Places that it holds; those behind are forgotten when it is set back."""
 
 
-class Rows(NamedTuple):
+class NetInput(NamedTuple):
     """What a pass reads.
 
     Args:
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     last: bool = False
 
 
-class Further(NamedTuple):
+class NetOutput(NamedTuple):
     """What a pass gives; the next one may overwrite it.
 
     Args:
@@ -77,19 +77,19 @@ class FusionNet(Protocol):
         """Bytes of weights and copies, and of a cache that requests share."""
         ...
 
-    def hold(self) -> Held:
+    def hold(self) -> NetState:
         """What is kept of a new request: nothing yet."""
         ...
 
-    def reserve(self, held: Held, places: int) -> bool:
+    def reserve(self, held: NetState, places: int) -> bool:
         """Room for so many places of a request; False where others have all there is."""
         ...
 
-    def free(self, held: Held) -> None:
+    def free(self, held: NetState) -> None:
         """A request's room is no longer needed."""
         ...
 
-    def read(self, held: Held, rows: Rows) -> Further:
+    def read(self, held: NetState, rows: NetInput) -> NetOutput:
         """A pass over more rows of a request, which is longer by them then."""
         ...
 
@@ -123,14 +123,14 @@ class PlainFusion:
         like = self._embed
         return KVCache(self._net.config, 1, self._room, dtype=like.dtype, device=like.device)
 
-    def reserve(self, held: Held, places: int) -> bool:
+    def reserve(self, held: NetState, places: int) -> bool:
         """It has all of it from the beginning."""
         return True
 
-    def free(self, held: Held) -> None:
+    def free(self, held: NetState) -> None:
         """Its memory goes with it."""
 
-    def read(self, held: Held, rows: Rows) -> Further:
+    def read(self, held: NetState, rows: NetInput) -> NetOutput:
         """See :class:`FusionNet`."""
         assert isinstance(held, KVCache)
         count, start, mask = len(rows.tokens), held.length, None
@@ -146,4 +146,4 @@ class PlainFusion:
         out_TD = self._net.seen(x, torch.tensor(list(rows.places)), mask, held)[0]
         wanted_WD = out_TD[-1:] if rows.last else out_TD
         best = F.linear(wanted_WD, self._head).float().log_softmax(-1).topk(self._count)
-        return Further(wanted_WD, best.indices.cpu().numpy(), best.values.cpu().numpy())
+        return NetOutput(wanted_WD, best.indices.cpu().numpy(), best.values.cpu().numpy())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from shoal.core.config import Kind as PartKind
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part
-from shoal.ir import MAX_NODES, Calibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
 from shoal.serve.decode.draft.part import check_tree
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
     from shoal.serve.cache.paged import PagedCache
     from shoal.serve.decode.dovetail.layers import LaterCache, LaterLayers
-    from shoal.serve.decode.dovetail.wire import Head
-    from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+    from shoal.serve.decode.dovetail.wire import MessageHeader
+    from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
 
-__all__ = ["Dovetail", "DovetailDrafter"]
+__all__ = ["DovetailDrafter", "DovetailSpeculative"]
 
 # How long a drafter may take to say that it is ready.
 _START_S = 60.0
@@ -42,7 +42,7 @@ _EXIT_S = 1.5
 
 
 @part
-class Dovetail:
+class DovetailSpeculative:
     """A feature drafter (``job: drafter`` with ``drafter: dovetail``) in a process of its own.
 
     Args:
@@ -110,12 +110,12 @@ class Dovetail:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""
         from pathlib import Path
 
-        from shoal.plan.trees.auto import Auto
+        from shoal.plan.trees.auto import AutoTree
         from shoal.serve.decode.trained import config_of
 
         config = config_of("dovetail", Path(self.path))
         rows = tuple(row[: self.breadth] for row in config.calibration[: self.depth])
-        tokens = Auto(nodes=self.nodes).build(Calibration(rows)).expected()
+        tokens = AutoTree(nodes=self.nodes).build(DrafterCalibration(rows)).expected()
         weights = sum(file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
         copies = 2.0 * config.vocab_size * config.hidden
         return Expectation(tokens=tokens, weight_bytes=weights + copies, reads=self.depth)
@@ -131,7 +131,7 @@ class Dovetail:
         """
         from pathlib import Path
 
-        from shoal.serve.decode.dovetail.room import placed
+        from shoal.serve.decode.dovetail.small_device import placed
         from shoal.serve.decode.trained import stored
 
         config, state = stored("dovetail", Path(self.path), job)
@@ -190,7 +190,7 @@ class DovetailDrafter:
 
     needs: ClassVar[Needs] = "all"
 
-    def __init__(self, told: dict[str, Any], nodes: int, nbytes: int) -> None:
+    def __init__(self, settings: dict[str, Any], nodes: int, nbytes: int) -> None:
         import json
         import socket
         import subprocess
@@ -198,13 +198,13 @@ class DovetailDrafter:
 
         from shoal.core import children
         from shoal.memory.tiers.mover import EmulatedLink
-        from shoal.serve.decode.dovetail.wire import HEAD_BYTES, SPIN_S, Channel, Kind
-        from shoal.serve.engine.launched import PRIVATE
+        from shoal.serve.decode.dovetail.wire import HEAD_BYTES, SPIN_S, Channel, MessageKind
+        from shoal.serve.engine.launch import PRIVATE
         from shoal.serve.ranks.spinning import spin_briefly
 
         self._nodes, self._bytes = nodes, nbytes
-        self.target_layers = told["target_layers"]
-        self.hidden, self.itemsize = told["hidden"], told["itemsize"]
+        self.target_layers = settings["target_layers"]
+        self.hidden, self.itemsize = settings["hidden"], settings["itemsize"]
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._numbers = 0
         self.drafts: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
@@ -215,19 +215,19 @@ class DovetailDrafter:
         with theirs:
             self.process = children.start(
                 "shoal.serve.decode.dovetail.worker",
-                *("--fd", str(theirs.fileno()), "--told", json.dumps(told)),
+                *("--fd", str(theirs.fileno()), "--told", json.dumps(settings)),
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[theirs.fileno()],
             )
         self._end = own
         self._closing = weakref.finalize(self, _close, own, self.process)
-        link = EmulatedLink(*told["link"]) if told["link"] else None
-        self.channel = Channel(own, link, SPIN_S if told["cores"] else 0.0)
+        link = EmulatedLink(*settings["link"]) if settings["link"] else None
+        self.channel = Channel(own, link, SPIN_S if settings["cores"] else 0.0)
         own.settimeout(_START_S)
         with self._alive():
             head = self.channel.head()
-            if head.kind == Kind.FAILED:
+            if head.kind == MessageKind.FAILED:
                 words = self.channel.body(head.a).decode(errors="replace")
                 self.process.wait()
                 raise ServeError(f"the drafter cannot be loaded: {words}")
@@ -254,13 +254,13 @@ class DovetailDrafter:
                 "without speculative"
             ) from None
 
-    def tell(self, head: Head, body: bytes = b"") -> None:
-        """Send a message; see :class:`~shoal.serve.decode.dovetail.layers.Peer`."""
+    def tell(self, head: MessageHeader, body: bytes = b"") -> None:
+        """Send a message; see :class:`~shoal.serve.decode.dovetail.layers.LayerProvider`."""
         with self._alive():
             self.channel.send(head, body)
 
     def left(self, model: Transformer, cache: PagedCache) -> tuple[LaterLayers, LaterCache]:
-        """See :class:`~shoal.serve.decode.protocols.Hosting`."""
+        """See :class:`~shoal.serve.decode.protocols.HostingDrafter`."""
         from shoal.serve.decode.dovetail.layers import FirstLayers, LaterCache, LaterLayers
 
         later = LaterCache(
@@ -271,11 +271,11 @@ class DovetailDrafter:
 
     def states(self, rows: int) -> bytes:
         """What comes out of the first layers; see :meth:`tell`."""
-        from shoal.serve.decode.dovetail.wire import Kind
+        from shoal.serve.decode.dovetail.wire import MessageKind
 
         with self._alive():
             head = self.channel.head()
-            if head.kind != Kind.STATES or head.a != rows:
+            if head.kind != MessageKind.STATES or head.a != rows:
                 raise EOFError(
                     f"a message of kind {head.kind} where states of {rows} rows were due"
                 )
@@ -299,17 +299,17 @@ class DovetailDrafter:
         return known
 
     def _forget(self, known: _Known) -> None:
-        from shoal.serve.decode.dovetail.wire import HEAD_BYTES, Head, Kind
+        from shoal.serve.decode.dovetail.wire import HEAD_BYTES, MessageHeader, MessageKind
 
-        self.tell(Head(Kind.DROP, known.number))
+        self.tell(MessageHeader(MessageKind.DROP, known.number))
         self.expected_bytes += HEAD_BYTES
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Tell the drafter what is certain, with its features."""
         import numpy as np
         import torch
 
-        from shoal.serve.decode.dovetail.wire import Head, Kind, verdict_bytes
+        from shoal.serve.decode.dovetail.wire import MessageHeader, MessageKind, verdict_bytes
 
         for one in seen:
             known = self._of(one.request)
@@ -321,14 +321,14 @@ class DovetailDrafter:
             body = np.array(tokens, dtype=np.uint32).tobytes()
             body += hidden.view(torch.uint8).numpy().tobytes()
             root = 0 if one.root is None else one.root + 1
-            head = Head(Kind.VERDICT, known.number, known.length, len(tokens), root)
+            head = MessageHeader(MessageKind.VERDICT, known.number, known.length, len(tokens), root)
             self.tell(head, body)
             known.length += len(tokens)
             self.expected_bytes += verdict_bytes(len(tokens), self.hidden, self.itemsize)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
-        from shoal.serve.decode.dovetail.wire import Head, Kind, draft_bytes
+        from shoal.serve.decode.dovetail.wire import MessageHeader, MessageKind, draft_bytes
 
         asked = []
         for guess in guesses:
@@ -337,7 +337,7 @@ class DovetailDrafter:
             asked.append(ready)
             if ready:
                 nodes = min(self._nodes, guess.nodes)
-                self.tell(Head(Kind.ASK, known.number, place, nodes))
+                self.tell(MessageHeader(MessageKind.ASK, known.number, place, nodes))
         found: list[TokenTree | None] = []
         for guess, ready in zip(guesses, asked, strict=True):
             tree = self._draft(guess.request) if ready else None
@@ -349,12 +349,12 @@ class DovetailDrafter:
     def _draft(self, request: Request) -> TokenTree | None:
         import numpy as np
 
-        from shoal.serve.decode.dovetail.wire import Kind
+        from shoal.serve.decode.dovetail.wire import MessageKind
         from shoal.serve.decode.protocols import TokenTree, branches
 
         with self._alive():
             head = self.channel.head()
-            if head.kind != Kind.DRAFT or head.b > MAX_NODES:
+            if head.kind != MessageKind.DRAFT or head.b > MAX_NODES:
                 raise EOFError(f"a message of kind {head.kind} where a draft was due")
             if not head.b:
                 return None

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.serve.cache.attention import Context
+from shoal.serve.cache.attention import RequestContext
 
-__all__ = ["Inside", "Moved", "Several", "packed", "unpacked"]
+__all__ = ["CacheCopy", "CopyMode", "RequestBatch", "packed", "unpacked"]
 
 _WORD = np.dtype(np.uint32)
 _BITS = np.dtype(np.int64)
 
 
-class Inside(IntEnum):
+class CopyMode(IntEnum):
     """How something is copied inside a cache."""
 
     KEEP = 1
@@ -32,14 +32,14 @@ class Inside(IntEnum):
     """blocks: the first, where they go, how many"""
 
 
-class Moved(NamedTuple):
-    """One copy inside a cache; what the numbers mean is with :class:`Inside`."""
+class CacheCopy(NamedTuple):
+    """One copy inside a cache; what the numbers mean is with :class:`CopyMode`."""
 
-    kind: Inside
+    kind: CopyMode
     numbers: Sequence[int]
 
 
-class Several(NamedTuple):
+class RequestBatch(NamedTuple):
     """Rows of several requests, and what comes before them.
 
     Args:
@@ -49,8 +49,8 @@ class Several(NamedTuple):
         depth: of rows of trees, how far behind the root each stands.
     """
 
-    moved: Sequence[Moved]
-    contexts: Sequence[Context]
+    moved: Sequence[CacheCopy]
+    contexts: Sequence[RequestContext]
     tokens: np.ndarray
     depth: np.ndarray
 
@@ -74,7 +74,7 @@ class Several(NamedTuple):
         return np.concatenate(found)
 
 
-def packed(step: Several, size: int) -> bytes:
+def packed(step: RequestBatch, size: int) -> bytes:
     """A step as it is sent.
 
     Args:
@@ -96,7 +96,7 @@ def packed(step: Several, size: int) -> bytes:
     return body
 
 
-def unpacked(body: bytes, requests: int, copies: int) -> Several:
+def unpacked(body: bytes, requests: int, copies: int) -> RequestBatch:
     """A step as it was sent.
 
     Args:
@@ -115,7 +115,7 @@ def unpacked(body: bytes, requests: int, copies: int) -> Several:
     moved = []
     for _ in range(copies):
         kind, length = words(2).tolist()
-        moved.append(Moved(Inside(kind), words(length).tolist()))
+        moved.append(CacheCopy(CopyMode(kind), words(length).tolist()))
     heads = words(4 * requests).reshape(requests, 4).tolist()
     blocks = [words(count).tolist() for *_, count in heads]
     tokens = words(sum(length for _, length, *_ in heads)).astype(np.int64)
@@ -127,5 +127,5 @@ def unpacked(body: bytes, requests: int, copies: int) -> Several:
         own = None
         if tree:
             own, first = seen[first : first + length], first + length
-        contexts.append(Context(start, length, held, own))
-    return Several(moved, contexts, tokens, depth)
+        contexts.append(RequestContext(start, length, held, own))
+    return RequestBatch(moved, contexts, tokens, depth)

@@ -19,9 +19,9 @@ from shoal.kernel.protocols import Ready
 from shoal.kernel.tape import Tape, record
 from shoal.model.drafters.fusion import FusionDrafter
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.decode.captured import Branch, Recording, Recordings
-from shoal.serve.decode.dovetail.fast import FastFusion, PagedFusion, Room
-from shoal.serve.decode.dovetail.net import Further, Held, Rows
+from shoal.serve.decode.captured import Recording, Recordings, TreeRows
+from shoal.serve.decode.dovetail.fast import FastFusion, PagedFusion, RequestBlocks
+from shoal.serve.decode.dovetail.net import NetInput, NetOutput, NetState
 
 __all__ = ["TapedFusion", "fast_net", "kept_places"]
 
@@ -33,7 +33,7 @@ class _Pass(NamedTuple):
 
     rows: Recording
     features: Tensor
-    found: Further
+    output: NetOutput
     tape: Tape
 
 
@@ -68,9 +68,9 @@ class TapedFusion(PagedFusion):
         self.recorded: dict[int, _Pass | None] = {}
         self.refused: dict[int, str] = {}
 
-    def read(self, held: Held, rows: Rows) -> Further:
+    def read(self, held: NetState, rows: NetInput) -> NetOutput:
         """See :class:`~shoal.serve.decode.dovetail.net.FusionNet`."""
-        assert isinstance(held, Room)
+        assert isinstance(held, RequestBlocks)
         count = len(rows.tokens)
         if count >= MAX_NODES or count in self.refused:
             return super().read(held, rows)
@@ -87,13 +87,13 @@ class TapedFusion(PagedFusion):
             known.features.copy_(rows.features)
             if not known.tape.play():
                 return super().read(held, rows)
-            found = known.found
+            found = known.output
         held.length += count
         if not rows.last:
             return found
-        return Further(found.features[-1:], found.tokens[-1:], found.values[-1:])
+        return NetOutput(found.features[-1:], found.tokens[-1:], found.values[-1:])
 
-    def _record(self, count: int, features_TD: Tensor, branch: Branch) -> Further:
+    def _record(self, count: int, features_TD: Tensor, branch: TreeRows) -> NetOutput:
         """Compute a pass, and keep what was asked if that gives the same again."""
         net, recording = self.net, Recording(1, count, self._width, self.like[:, : self.width])
         self._steps.write(recording, (branch,))
@@ -108,7 +108,7 @@ class TapedFusion(PagedFusion):
             return made
 
         out, tape = record(compute)
-        found = Further(out, tokens.numpy(), values.numpy())
+        found = NetOutput(out, tokens.numpy(), values.numpy())
         if isinstance(tape, str):
             self.refused[count] = tape
             return found
@@ -120,14 +120,14 @@ class TapedFusion(PagedFusion):
         return found
 
 
-def _branch(held: Room, rows: Rows) -> Branch:
+def _branch(held: RequestBlocks, rows: NetInput) -> TreeRows:
     """Rows as a recording takes them; those that stand one after the other are a tree too."""
     start, places = held.length, np.asarray(rows.places)
     if rows.seen is None:
         seen = (2 << np.arange(len(places), dtype=np.int64)) - 1
-        return Branch(rows.tokens, held.blocks, start, start, places - start, seen)
+        return TreeRows(rows.tokens, held.blocks, start, start, places - start, seen)
     root = rows.base - 1
-    return Branch(rows.tokens, held.blocks, start, root, places - root, rows.seen)
+    return TreeRows(rows.tokens, held.blocks, start, root, places - root, rows.seen)
 
 
 def fast_net(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from shoal.plan.serving.small_device import tree_room
-from shoal.serve.decode.dovetail.net import Further, FusionNet, Held, Rows
-from shoal.serve.decode.draft.growing import Growing
+from shoal.serve.decode.dovetail.net import FusionNet, NetInput, NetOutput, NetState
+from shoal.serve.decode.draft.growing import GrowingTree
 from shoal.serve.decode.protocols import TokenTree
 
 __all__ = ["FeatureTrees"]
@@ -32,7 +32,7 @@ _PIECE = 512
 class _Grown:
     """A tree, the places before it, and features behind its root and its computed nodes."""
 
-    growing: Growing
+    growing: GrowingTree
     base: int
     nodes: int  # that are wanted of it
     depth: int
@@ -58,10 +58,10 @@ class _Ahead:
 class _State:
     """Of one request: tokens that are certain, and features that the net has not read."""
 
-    held: Held
+    held: NetState
     tokens: list[int] = field(default_factory=list)
     pending: list[Tensor] = field(default_factory=list)
-    last: Further | None = None  # behind the last place
+    last: NetOutput | None = None  # behind the last place
     grown: _Grown | None = None
     ahead: _Ahead | None = None
 
@@ -166,10 +166,10 @@ class FeatureTrees:
             stop = min(count, start + _PIECE)
             tokens = state.tokens[first + 1 + start : first + 1 + stop]
             places = range(first + start, first + stop)
-            rows = Rows(features_TD[start:stop], tokens, places, last=True)
+            rows = NetInput(features_TD[start:stop], tokens, places, last=True)
             state.last = _kept(self._pass(state.held, rows))
 
-    def _pass(self, held: Held, rows: Rows) -> Further:
+    def _pass(self, held: NetState, rows: NetInput) -> NetOutput:
         began = time.perf_counter()
         made = self.net.read(held, rows)
         took = time.perf_counter() - began
@@ -177,17 +177,17 @@ class FeatureTrees:
         self.passes += 1
         return made
 
-    def _begin(self, root: int, last: Further, base: int, nodes: int) -> _Grown:
+    def _begin(self, root: int, last: NetOutput, base: int, nodes: int) -> _Grown:
         """A tree of one level behind a root, whose feature the net has made."""
         depth = max(1, min(self._depth, self._limit - base - 1))
-        growing = Growing(root, depth, self._breadth)
+        growing = GrowingTree(root, depth, self._breadth)
         growing.add(last.tokens, last.values)
         rows = 1 + self._breadth * (depth - 1)
         features = self.net.like.new_empty(rows, self.net.width)
         features[:1] = last.features
         return _Grown(growing, base, nodes, depth, features)
 
-    def _grow(self, held: Held, grown: _Grown, stop: Callable[[], bool]) -> None:
+    def _grow(self, held: NetState, grown: _Grown, stop: Callable[[], bool]) -> None:
         """Grow a tree until it is whole, or something else is wanted; what is held stays so long.
 
         Args:
@@ -204,7 +204,7 @@ class FeatureTrees:
             held.length = grown.base + grown.rows - 1
             places = [grown.base - 1 + grown.levels] * len(tokens)
             behind = grown.features[growing.above()]
-            made = self._pass(held, Rows(behind, tokens, places, seen, grown.base))
+            made = self._pass(held, NetInput(behind, tokens, places, seen, grown.base))
             rows = grown.rows + len(tokens)
             grown.features[grown.rows : rows] = made.features
             growing.add(made.tokens, made.values)
@@ -222,11 +222,11 @@ class FeatureTrees:
         self.guessed += 1
         behind = grown.features[[growing.computed[growing.parent[row]] for row in rows]]
         places = range(base, base + len(tokens))
-        made = _kept(self._pass(held, Rows(behind, tokens, places, last=True)))
+        made = _kept(self._pass(held, NetInput(behind, tokens, places, last=True)))
         found = None
         if not stop():
             root = int(made.tokens[0, 0])
-            made = self._pass(held, Rows(made.features, [root], [held.length], last=True))
+            made = self._pass(held, NetInput(made.features, [root], [held.length], last=True))
             further = self._begin(root, made, held.length, grown.nodes)
             self._grow(held, further, stop)
             found = _Ahead([*tokens, root], further)
@@ -234,6 +234,6 @@ class FeatureTrees:
         return found
 
 
-def _kept(further: Further) -> Further:
+def _kept(further: NetOutput) -> NetOutput:
     """The same in memory of its own."""
-    return Further(further.features.clone(), further.tokens.copy(), further.values.copy())
+    return NetOutput(further.features.clone(), further.tokens.copy(), further.values.copy())

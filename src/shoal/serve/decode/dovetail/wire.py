@@ -22,8 +22,8 @@ __all__ = [
     "HEAD_BYTES",
     "SPIN_S",
     "Channel",
-    "Head",
-    "Kind",
+    "MessageHeader",
+    "MessageKind",
     "draft_bytes",
     "layers_bytes",
     "verdict_bytes",
@@ -40,7 +40,7 @@ SPIN_S = 0.02
 long as a step of the target may take."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message says."""
 
     READY = 1
@@ -63,8 +63,8 @@ class Kind(IntEnum):
     """drafter: rows"""
 
 
-class Head(NamedTuple):
-    """The head of a message; what the numbers mean is with :class:`Kind`."""
+class MessageHeader(NamedTuple):
+    """The head of a message; what the numbers mean is with :class:`MessageKind`."""
 
     kind: int
     a: int = 0
@@ -126,7 +126,7 @@ class Channel:
         self._end, self._link, self._spin_s = end, link, spin_s
         self.sent = self.received = 0
 
-    def send(self, head: Head, body: bytes = b"") -> None:
+    def send(self, head: MessageHeader, body: bytes = b"") -> None:
         """Send one message.
 
         Raises:
@@ -138,7 +138,7 @@ class Channel:
         self._end.sendall(data)
         self.sent += len(data)
 
-    def head(self) -> Head:
+    def head(self) -> MessageHeader:
         """The next message's head.
 
         Raises:
@@ -148,7 +148,7 @@ class Channel:
             until = time.perf_counter() + self._spin_s
             while not self.waiting and time.perf_counter() < until:
                 pass
-        return Head(*_HEAD.unpack(self.body(HEAD_BYTES)))
+        return MessageHeader(*_HEAD.unpack(self.body(HEAD_BYTES)))
 
     @property
     def waiting(self) -> bool:

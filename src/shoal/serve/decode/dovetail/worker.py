@@ -27,27 +27,27 @@ from shoal.model.drafters import files
 from shoal.model.drafters.fusion import FusionDrafter
 from shoal.model.parameters import Parameters
 from shoal.plan.serving.small_device import tree_room
-from shoal.serve.decode.dovetail.front import Front
 from shoal.serve.decode.dovetail.net import FusionNet, PlainFusion
+from shoal.serve.decode.dovetail.shared_layers import SharedLayers
 from shoal.serve.decode.dovetail.steps import unpacked
 from shoal.serve.decode.dovetail.taped import fast_net
 from shoal.serve.decode.dovetail.trees import FeatureTrees
-from shoal.serve.decode.dovetail.wire import SPIN_S, Channel, Head, Kind
+from shoal.serve.decode.dovetail.wire import SPIN_S, Channel, MessageHeader, MessageKind
 
-__all__ = ["Due", "load_trees", "main"]
+__all__ = ["RequestForecast", "load_trees", "main"]
 
 
-def load_trees(told: dict[str, Any]) -> tuple[FeatureTrees, Front | None]:
+def load_trees(settings: dict[str, Any]) -> tuple[FeatureTrees, SharedLayers | None]:
     """The net of a drafter's directory with the embedding and head of its target's, and its layers.
 
     Raises:
         ShoalError: one of both cannot be read.
     """
-    dtype = getattr(torch, told["dtype"])
-    device = torch.device(told["device"])
+    dtype = getattr(torch, settings["dtype"])
+    device = torch.device(settings["device"])
     torch.set_default_device(device)  # of masks, places and rotations
-    stored = files.read(Path(told["path"]))
-    parameters = Parameters(Path(told["model"]), dtype)
+    stored = files.read(Path(settings["path"]))
+    parameters = Parameters(Path(settings["model"]), dtype)
     config = parameters.config
     net = FusionDrafter(config, int(stored.config.options.get("layers", 1)))
     net.load_state_dict(stored.state)
@@ -55,23 +55,25 @@ def load_trees(told: dict[str, Any]) -> tuple[FeatureTrees, Front | None]:
     shape = (config.vocab_size, config.hidden)
     embed = parameters("embed.weight").view(shape).to(device)
     head = embed if config.tied else parameters("output.weight").view(shape).to(device)
-    job = ServeJob.model_validate(told["job"])
+    job = ServeJob.model_validate(settings["job"])
     front = None
-    if told["target_layers"]:
-        front = Front(parameters, told["target_layers"], embed, job, ready=told["ready"])
-    depth, breadth, limit = told["depth"], told["breadth"], told["limit"]
+    if settings["target_layers"]:
+        front = SharedLayers(
+            parameters, settings["target_layers"], embed, job, ready=settings["ready"]
+        )
+    depth, breadth, limit = settings["depth"], settings["breadth"], settings["limit"]
     longest = limit + tree_room(depth, breadth)
     ready: FusionNet
-    if told["fast"]:
+    if settings["fast"]:
         ready = fast_net(
-            net, embed, head, job, count=breadth, longest=longest, weights=told["weights"]
+            net, embed, head, job, count=breadth, longest=longest, weights=settings["weights"]
         )
     else:
         ready = PlainFusion(net, embed, head, count=breadth, room=longest)
     return FeatureTrees(ready, depth=depth, breadth=breadth, limit=limit), front
 
 
-class Due:
+class RequestForecast:
     """When the verifier will ask again, by how long it took of late.
 
     What is begun shortly before makes it wait; what it may wait for at most is half a pass.
@@ -102,51 +104,61 @@ class Due:
 
 
 def _serve(
-    channel: Channel, trees: FeatureTrees, front: Front | None, told: dict[str, Any]
+    channel: Channel, trees: FeatureTrees, front: SharedLayers | None, settings: dict[str, Any]
 ) -> None:
     """Answer until the verifier is gone."""
-    dtype, hidden, item = getattr(torch, told["dtype"]), told["hidden"], told["itemsize"]
+    dtype, hidden, item = (
+        getattr(torch, settings["dtype"]),
+        settings["hidden"],
+        settings["itemsize"],
+    )
 
     drafted: list[int] = []
     free = True  # what the target needs of this process to verify, it has
-    due = Due()
+    due = RequestForecast()
 
     def wanted() -> bool:
         return channel.waiting or due.soon(time.perf_counter(), trees.pass_s)
 
     while True:
-        if drafted and free and told["overlap"] and not channel.waiting:
+        if drafted and free and settings["overlap"] and not channel.waiting:
             trees.on(drafted.pop(), wanted)
             continue
         head = channel.head()
         due.came(time.perf_counter())
-        if head.kind == Kind.VERDICT:
+        if head.kind == MessageKind.VERDICT:
             tokens = np.frombuffer(channel.body(4 * head.c), dtype=np.uint32).tolist()
             raw = bytearray(channel.body(head.c * hidden * item))
             states = torch.frombuffer(raw, dtype=dtype).view(head.c, hidden)
             trees.certain(head.a, head.b, tokens, states, head.d - 1 if head.d else None)
-        elif head.kind == Kind.DROP:
+        elif head.kind == MessageKind.DROP:
             trees.drop(head.a)
-        elif head.kind == Kind.ASK:
+        elif head.kind == MessageKind.ASK:
             began, before = time.perf_counter(), trees.passes
             tree = trees.tree(head.a, head.b, head.c)
             if tree is None:
-                channel.send(Head(Kind.DRAFT, head.a, 0))
+                channel.send(MessageHeader(MessageKind.DRAFT, head.a, 0))
                 continue
             body = tree.tokens[1:].astype(np.uint32).tobytes()
             body += np.array(tree.shape.parent[1:], dtype=np.uint8).tobytes()
             took = min(int(1e6 * (time.perf_counter() - began)), 0xFFFFFFFF)
-            channel.send(Head(Kind.DRAFT, head.a, tree.nodes, trees.passes - before, took), body)
+            channel.send(
+                MessageHeader(MessageKind.DRAFT, head.a, tree.nodes, trees.passes - before, took),
+                body,
+            )
             drafted = [head.a]
             free = front is None
             if free:
                 due.sent(time.perf_counter())
-        elif head.kind == Kind.ROOM and front is not None:
+        elif head.kind == MessageKind.ROOM and front is not None:
             front.room(head.a, head.b, head.c)
-        elif head.kind == Kind.LAYERS and front is not None:
+        elif head.kind == MessageKind.LAYERS and front is not None:
             step = unpacked(channel.body(head.b), head.c, head.d)
             made = front.states(head.a, step).contiguous().cpu()
-            channel.send(Head(Kind.STATES, len(made)), made.view(torch.uint8).numpy().tobytes())
+            channel.send(
+                MessageHeader(MessageKind.STATES, len(made)),
+                made.view(torch.uint8).numpy().tobytes(),
+            )
             free = True
             due.sent(time.perf_counter())
 
@@ -168,10 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trees, front = load_trees(told)
     except ShoalError as cause:
         words = str(cause).encode()
-        channel.send(Head(Kind.FAILED, len(words)), words)
+        channel.send(MessageHeader(MessageKind.FAILED, len(words)), words)
         return 1
     nbytes = trees.net.nbytes + (front.nbytes if front is not None else 0)
-    channel.send(Head(Kind.READY, nbytes & 0xFFFFFFFF, nbytes >> 32))
+    channel.send(MessageHeader(MessageKind.READY, nbytes & 0xFFFFFFFF, nbytes >> 32))
     with torch.inference_mode():
         try:
             _serve(channel, trees, front, told)

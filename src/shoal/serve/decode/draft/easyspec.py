@@ -150,7 +150,7 @@ class EasySpec:
 
         from shoal.serve.decode.draft.files import check_draft, limit_of
         from shoal.serve.decode.draft.ranked import part_of, ranked
-        from shoal.serve.decode.draft.ranked_worker import RankedNet, Team
+        from shoal.serve.decode.draft.ranked_worker import DraftRanks, RankedNet
 
         if model.weight.device.type != "cpu":
             raise ConfigError(
@@ -175,7 +175,7 @@ class EasySpec:
             "groups": groups,
             "full": full,
         }
-        team = Team(told, self.ranks, self.cores)
+        team = DraftRanks(told, self.ranks, self.cores)
         try:
             part = part_of(self.path, job, limit, dtype, 0, self.ranks)
             comm = team.join()
@@ -224,15 +224,15 @@ def _token_s(quick: DraftNet, text: list[int], depth: int) -> float:
     import numpy as np
     import torch
 
-    from shoal.serve.decode.captured import Branch
+    from shoal.serve.decode.captured import TreeRows
 
     size = quick.cache.block_size
     blocks = list(range(-(-(len(text) + 1) // size)))
 
-    def rows(tokens: list[int], start: int) -> Branch:
+    def rows(tokens: list[int], start: int) -> TreeRows:
         at = np.arange(len(tokens))
         seen = ((np.uint64(1) << (at + 1).astype(np.uint64)) - np.uint64(1)).view(np.int64)
-        return Branch(tokens, blocks, start, start, at, seen)
+        return TreeRows(tokens, blocks, start, start, at, seen)
 
     with torch.inference_mode():
         guessed = quick.rows([rows(text[:-1], 0)]).float().argmax(-1).tolist()

@@ -24,11 +24,11 @@ from shoal.core.errors import ModelError
 from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer, Turn
 from shoal.model.config import ModelConfig
-from shoal.model.transformer import Block, Transformer
+from shoal.model.transformer import Transformer, TransformerBlock
 from shoal.plan.trees.fuzzy import Groups, spans
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.decode.captured import Branch, Recording, Recordings
-from shoal.serve.decode.draft.stacked import Stacked
+from shoal.serve.decode.captured import Recording, Recordings, TreeRows
+from shoal.serve.decode.draft.stacked import StackedLayers
 
 __all__ = ["FuzzyModel", "FuzzyRecordings"]
 
@@ -63,12 +63,12 @@ class FuzzyModel:
         self,
         draft: Transformer,
         groups: Groups,
-        stacked: dict[int, Stacked] | None = None,
+        stacked: dict[int, StackedLayers] | None = None,
         *,
         full: bool = False,
     ) -> None:
         for block in draft.blocks:
-            if not isinstance(block, Block) or block.parallel:
+            if not isinstance(block, TransformerBlock) or block.parallel:
                 raise ModelError(
                     f"model {draft.config.name}: its blocks are not pre-norm attention, then "
                     "pre-norm feed-forward; layers of such a draft cannot read stale input. Use "
@@ -76,7 +76,7 @@ class FuzzyModel:
                 )
         self.draft, self.groups = draft, groups
         self._spans = spans(groups, len(draft.blocks))
-        self._blocks = [block for block in draft.blocks if isinstance(block, Block)]
+        self._blocks = [block for block in draft.blocks if isinstance(block, TransformerBlock)]
         self._stacked, self._full = stacked or {}, full
 
     @property
@@ -166,7 +166,7 @@ class FuzzyModel:
 
     def _fused(
         self,
-        stacked: Stacked,
+        stacked: StackedLayers,
         layers: range,
         x_ND: Tensor,
         branch_ND: Tensor | None,
@@ -231,7 +231,7 @@ class FuzzyRecordings(Recordings):
         store = cache.stores[0]
         self._flat = store.view(-1, *store.shape[3:])
 
-    def write(self, recording: Recording, several: Iterable[Branch]) -> None:
+    def write(self, recording: Recording, several: Iterable[TreeRows]) -> None:
         """See :meth:`~shoal.serve.decode.captured.Recordings.write`."""
         super().write(recording, several)
         cache = self._cache

@@ -24,10 +24,10 @@ from shoal.serve.decode.protocols import TokenTree, branches
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Growing"]
+__all__ = ["GrowingTree"]
 
 
-class Growing:
+class GrowingTree:
     """The tree of one request while it grows. Row 0 is the root.
 
     Args:

@@ -18,12 +18,12 @@ from shoal.kernel.protocols import Ready
 from shoal.model.attention import Mixer
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
-from shoal.serve.cache.attention import Context, PagedAttention
+from shoal.serve.cache.attention import PagedAttention, RequestContext
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.decode.captured import Branch, Recordable, Recordings
+from shoal.serve.decode.captured import Recordable, Recordings, TreeRows
 from shoal.serve.decode.protocols import TokenTree
 
-__all__ = ["DraftMemory", "DraftModelNet", "DraftNet", "Holder", "Kept"]
+__all__ = ["DraftMemory", "DraftModelNet", "DraftNet", "DraftState", "Holder"]
 
 # Requests of which something is kept beside those of a step.
 _REMEMBERED = 256
@@ -76,10 +76,10 @@ class DraftNet:
         """Keys and values of tokens from place ``start`` on, one after the other."""
         for first in range(start, start + len(tokens), _PIECE):
             piece = tokens[first - start : first - start + _PIECE]
-            context = Context(first, len(piece), blocks)
+            context = RequestContext(first, len(piece), blocks)
             self._pass(piece, np.arange(first, context.stop), [context], none=True)
 
-    def rows(self, several: Sequence[Branch]) -> Tensor:
+    def rows(self, several: Sequence[TreeRows]) -> Tensor:
         """Scores [N, V] of what comes after every row; of a recording's memory where it has one."""
         if self.recorded is not None:
             found = self.recorded.play(several)
@@ -92,7 +92,8 @@ class DraftNet:
         )
         sorted_ = [several[place] for place in order]
         contexts = [
-            Context(one.start, len(one.depth), one.blocks, one.seen, one.root) for one in sorted_
+            RequestContext(one.start, len(one.depth), one.blocks, one.seen, one.root)
+            for one in sorted_
         ]
         tokens = np.concatenate([np.asarray(one.tokens, dtype=np.int64) for one in sorted_])
         positions = np.concatenate([one.root + one.depth for one in sorted_])
@@ -118,7 +119,7 @@ class DraftNet:
         self,
         tokens: Sequence[int] | np.ndarray,
         positions: np.ndarray,
-        contexts: Sequence[Context],
+        contexts: Sequence[RequestContext],
         inputs: Sequence[tuple[slice, Tensor]] = (),
         none: bool = False,
     ) -> Tensor | None:
@@ -147,7 +148,7 @@ class DraftNet:
         return None if none else self.model.logits(hidden)
 
 
-def _slots(context: Context, size: int) -> np.ndarray:
+def _slots(context: RequestContext, size: int) -> np.ndarray:
     at = np.arange(context.start, context.stop)
     return np.asarray(context.blocks, dtype=np.int64)[at // size] * size + at % size
 
@@ -166,7 +167,7 @@ class Holder(Protocol):
 _Held = TypeVar("_Held", bound=Holder)
 
 
-class Kept:
+class DraftState:
     """What the draft's cache holds of one request.
 
     Args:

@@ -20,7 +20,7 @@ from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.core.traits import traits
-from shoal.ir import MAX_NODES, Calibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from shoal.ir import Request
     from shoal.model.transformer import Transformer
-    from shoal.serve.decode.draft.growing import Growing
-    from shoal.serve.decode.draft.net import DraftMemory, DraftNet, Kept
-    from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+    from shoal.serve.decode.draft.growing import GrowingTree
+    from shoal.serve.decode.draft.net import DraftMemory, DraftNet, DraftState
+    from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
 
 __all__ = ["DraftModel", "DraftModelDrafter", "best_tokens", "check_tree", "expectation"]
 
@@ -68,7 +68,7 @@ def expectation(path: str, depth: int, breadth: int, nodes: int) -> Expectation:
     import json
 
     from shoal.core.errors import ModelError
-    from shoal.plan.trees.auto import Auto
+    from shoal.plan.trees.auto import AutoTree
 
     directory = Path(path)
     try:
@@ -83,7 +83,7 @@ def expectation(path: str, depth: int, breadth: int, nodes: int) -> Expectation:
             "with the same tokenizer"
         ) from None
     row = tuple(_FIRST * _FALL**rank for rank in range(min(breadth, 3)))
-    tokens = Auto(nodes=nodes).build(Calibration((row,) * depth)).expected()
+    tokens = AutoTree(nodes=nodes).build(DrafterCalibration((row,) * depth)).expected()
     return Expectation(
         tokens=tokens, weight_bytes=float(weights), reads=depth, request_bytes=4.0 * kept
     )
@@ -198,23 +198,25 @@ class DraftModelDrafter:
         repairs: bool = True,
         beside: int = 0,
     ) -> None:
-        from shoal.serve.decode.draft.net import DraftMemory, Kept
+        from shoal.serve.decode.draft.net import DraftMemory, DraftState
 
         self.net, self.quick = net, quick or net
         self.depth, self._breadth, self._nodes = depth, breadth, nodes or breadth * depth
         self.limit, self._draws, self._beside = limit, draws, beside
         self._keeps = quick is None or not repairs
         cache = net.cache
-        self.memory: DraftMemory[Kept] = DraftMemory(cache.num_blocks, cache.block_size, Kept)
+        self.memory: DraftMemory[DraftState] = DraftMemory(
+            cache.num_blocks, cache.block_size, DraftState
+        )
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         import torch
 
-        from shoal.serve.decode.draft.growing import Growing
+        from shoal.serve.decode.draft.growing import GrowingTree
 
         known = self.memory.of([guess.request for guess in guesses])
-        growing: list[tuple[Guess, Kept, Growing]] = []
+        growing: list[tuple[Guess, DraftState, GrowingTree]] = []
         self._settle(known)
         with torch.inference_mode():
             for guess, kept in zip(guesses, known, strict=True):
@@ -222,7 +224,7 @@ class DraftModelDrafter:
                 depth = min(self.depth, self._nodes, guess.nodes, self.limit - len(tokens))
                 room = len(tokens) + self._breadth * max(0, depth - 1) + self._beside
                 if depth >= 1 and self.memory.hold(kept, room, len(guesses)):
-                    growing.append((guess, kept, Growing(tokens[-1], depth, self._breadth)))
+                    growing.append((guess, kept, GrowingTree(tokens[-1], depth, self._breadth)))
             if growing:
                 self._grow(growing)
         found: dict[str, TokenTree] = {}
@@ -231,7 +233,7 @@ class DraftModelDrafter:
             found[guess.request.id] = kept.tree
         return [found.get(guess.request.id) for guess in guesses]
 
-    def _settle(self, known: Sequence[Kept]) -> None:
+    def _settle(self, known: Sequence[DraftState]) -> None:
         """Keep what was computed of accepted guesses, at the places that their tokens have."""
         moves: list[tuple[int, int]] = []
         for kept in known:
@@ -258,7 +260,7 @@ class DraftModelDrafter:
     def _keep(self, moves: Sequence[tuple[int, int]]) -> None:
         self.net.keep([source for source, _ in moves], [target for _, target in moves])
 
-    def _begin(self, tokens: Sequence[int], kept: Kept) -> int:
+    def _begin(self, tokens: Sequence[int], kept: DraftState) -> int:
         """The first place that a pass has to read; what is long is read before."""
         last = len(tokens) - 1
         start = min(kept.length, last)
@@ -269,10 +271,10 @@ class DraftModelDrafter:
         kept.root = last
         return start
 
-    def _grow(self, growing: Sequence[tuple[Guess, Kept, Growing]]) -> None:
+    def _grow(self, growing: Sequence[tuple[Guess, DraftState, GrowingTree]]) -> None:
         import numpy as np
 
-        from shoal.serve.decode.captured import Branch
+        from shoal.serve.decode.captured import TreeRows
 
         several = []
         for guess, kept, _ in growing:
@@ -280,7 +282,7 @@ class DraftModelDrafter:
             start = self._begin(tokens, kept)
             rows = np.arange(len(tokens) - start)
             seen = (np.int64(1) << rows + 1) - 1
-            several.append(Branch(tokens[start:], kept.blocks, start, start, rows, seen))
+            several.append(TreeRows(tokens[start:], kept.blocks, start, start, rows, seen))
         logits = self.net.rows(several)
         ends = np.cumsum([len(one.depth) for one in several]) - 1
         alone = len(ends) == len(logits)
@@ -298,14 +300,14 @@ class DraftModelDrafter:
                 new, first, seen = grown.expand()
                 depth = np.full(len(new), level)
                 start = kept.root + first
-                several.append(Branch(new, kept.blocks, start, kept.root, depth, seen))
+                several.append(TreeRows(new, kept.blocks, start, kept.root, depth, seen))
                 counts.append(len(new))
             scores = self.quick.rows(several)
             level += 1
 
     def _add(
         self,
-        active: Sequence[tuple[Guess, Kept, Growing]],
+        active: Sequence[tuple[Guess, DraftState, GrowingTree]],
         counts: Sequence[int],
         scores_NV: Tensor,
         level: int,
@@ -331,7 +333,7 @@ class DraftModelDrafter:
             first += count
 
     @staticmethod
-    def _draw(request: Request, grown: Growing, scores_WV: Tensor, level: int) -> None:
+    def _draw(request: Request, grown: GrowingTree, scores_WV: Tensor, level: int) -> None:
         from shoal.core.random import generator
         from shoal.serve.engine.sampler import probabilities
 
@@ -339,7 +341,7 @@ class DraftModelDrafter:
         step, seed = request.n_generated, request.params.seed
         grown.draw(q_WV, generator(seed, purpose="draft", step=step, layer=level))
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Nothing: a request's tokens say what became of its guesses."""
 
     def memory_bytes(self) -> int:

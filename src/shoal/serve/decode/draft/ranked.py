@@ -16,7 +16,7 @@ from shoal.ir import MAX_NODES, ServeJob
 from shoal.kernel.tape import Tape, record
 from shoal.model.transformer import Transformer
 from shoal.parallel.protocols import Comm
-from shoal.parallel.tensor.layer import Exchange, LayerRanks, Program, Share, cut, meet
+from shoal.parallel.tensor.layer import LayerRanks, Program, Share, TensorExchange, cut, meet
 from shoal.plan.trees.fuzzy import Groups
 from shoal.serve.decode.captured import Recording, Recordings
 from shoal.serve.decode.draft.files import draft_net
@@ -83,7 +83,7 @@ class _Piece(NamedTuple):
     """A recording, and what ranks exchange behind it; nothing behind the last."""
 
     tape: Tape
-    then: Exchange | None
+    then: TensorExchange | None
 
 
 class _Pieces:
@@ -93,7 +93,7 @@ class _Pieces:
         self._pieces, self.result, self._comm = pieces, result, comm
 
     def play(self) -> bool:
-        """See :class:`~shoal.serve.decode.captured.Playable`; on all ranks together.
+        """See :class:`~shoal.serve.decode.captured.RecordedPass`; on all ranks together.
 
         Raises:
             RankError: another rank is gone.
@@ -119,9 +119,9 @@ class RankedRecordings(Recordings):
         pieces: list[_Piece] = []
         reason = ""
         while True:
-            found: list[Exchange | tuple[Tensor, Tensor]] = []
+            found: list[TensorExchange | tuple[Tensor, Tensor]] = []
             _, tape = record(_step(steps, found))
-            then = found[0] if isinstance(found[0], Exchange) else None
+            then = found[0] if isinstance(found[0], TensorExchange) else None
             if isinstance(tape, str):
                 reason = reason or tape
             else:
@@ -130,7 +130,7 @@ class RankedRecordings(Recordings):
                 break
             meet(model.comm, then)
         last = found[0]
-        assert not isinstance(last, Exchange)
+        assert not isinstance(last, TensorExchange)
         hidden, result = last
         recording.hidden = hidden
         if not self._all(not reason):
@@ -154,15 +154,17 @@ class RankedRecordings(Recordings):
         return not others.item()
 
 
-def _step(steps: Program, found: list[Exchange | tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+def _step(
+    steps: Program, found: list[TensorExchange | tuple[Tensor, Tensor]]
+) -> Callable[[], Tensor]:
     """The next part of a pass, which puts what it stopped for into ``found``."""
 
     def compute() -> Tensor:
         try:
-            one: Exchange | tuple[Tensor, Tensor] = next(steps)
+            one: TensorExchange | tuple[Tensor, Tensor] = next(steps)
         except StopIteration as end:
             one = end.value
         found.append(one)
-        return one.parts[0] if isinstance(one, Exchange) else one[1]
+        return one.parts[0] if isinstance(one, TensorExchange) else one[1]
 
     return compute

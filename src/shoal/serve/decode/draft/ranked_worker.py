@@ -36,12 +36,12 @@ from shoal.core.meter import Meter
 from shoal.core.scratch import scratch
 from shoal.ir import ServeJob
 from shoal.parallel.comm.collectives import TorchComm
-from shoal.serve.decode.captured import Branch
+from shoal.serve.decode.captured import TreeRows
 from shoal.serve.decode.draft.net import DraftNet
 from shoal.serve.decode.draft.ranked import part_of, ranked
-from shoal.serve.engine.launched import PRIVATE
+from shoal.serve.engine.launch import PRIVATE
 
-__all__ = ["RankedNet", "Team", "main"]
+__all__ = ["DraftRanks", "RankedNet", "main"]
 
 # How long a rank may take to load its part, and to compute one.
 _START_S, _PASS_S = 60.0, 30.0
@@ -65,7 +65,7 @@ class _Ask(enum.IntEnum):
     """copy keys and values"""
 
 
-def _pack(several: Sequence[Branch]) -> list[int]:
+def _pack(several: Sequence[TreeRows]) -> list[int]:
     numbers = [len(several)]
     for one in several:
         held = one.blocks
@@ -74,7 +74,7 @@ def _pack(several: Sequence[Branch]) -> list[int]:
     return numbers
 
 
-def _unpack(numbers: np.ndarray) -> list[Branch]:
+def _unpack(numbers: np.ndarray) -> list[TreeRows]:
     at, several = 1, []
     for _ in range(int(numbers[0])):
         rows, held, start, root = numbers[at : at + 4].tolist()
@@ -82,12 +82,12 @@ def _unpack(numbers: np.ndarray) -> list[Branch]:
         tokens, blocks, depth, seen = (
             numbers[first:last] for first, last in itertools.pairwise(ends.tolist())
         )
-        several.append(Branch(tokens, blocks.tolist(), start, root, depth, seen))
+        several.append(TreeRows(tokens, blocks.tolist(), start, root, depth, seen))
         at = int(ends[-1])
     return several
 
 
-class Team:
+class DraftRanks:
     """The serving process's side of the ranks of a draft.
 
     Args:
@@ -99,7 +99,7 @@ class Team:
         ServeError: a rank cannot be started, or this process is itself one of others.
     """
 
-    def __init__(self, told: dict[str, Any], world: int, cores: Sequence[int] = ()) -> None:
+    def __init__(self, settings: dict[str, Any], world: int, cores: Sequence[int] = ()) -> None:
         if world > 1 and dist.is_initialized():
             raise ServeError(
                 "speculative.easyspec.realise = ranks: this process already is a rank of others; "
@@ -113,17 +113,17 @@ class Team:
         self._closing = weakref.finalize(self, _close, self._ends, self.processes, self._folder)
         for rank in range(1, world):
             core = [cores[(rank - 1) % len(cores)]] if cores else []
-            self._start({**told, "rank": rank, "world": world, "cores": core,
+            self._start({**settings, "rank": rank, "world": world, "cores": core,
                          "rendezvous": self._rendezvous})  # fmt: skip
 
-    def _start(self, told: dict[str, Any]) -> None:
+    def _start(self, settings: dict[str, Any]) -> None:
         own, theirs = socket.socketpair()
         self._ends.append(own)
         with theirs:
             self.processes.append(
                 children.start(
                     "shoal.serve.decode.draft.ranked_worker",
-                    *("--fd", str(theirs.fileno()), "--told", json.dumps(told)),
+                    *("--fd", str(theirs.fileno()), "--told", json.dumps(settings)),
                     stdin=subprocess.DEVNULL,
                     env=children.environment({"OMP_NUM_THREADS": "1"}, without=PRIVATE),
                     pass_fds=[theirs.fileno()],
@@ -156,7 +156,7 @@ class Team:
                 raise EOFError(str(cause)) from cause
 
     @contextlib.contextmanager
-    def asked(self, what: int, numbers: Sequence[int]) -> Any:
+    def running(self, what: int, numbers: Sequence[int]) -> Any:
         """While all ranks do something.
 
         Raises:
@@ -222,7 +222,7 @@ class RankedNet(DraftNet):
         quick: these are passes by groups.
     """
 
-    def __init__(self, own: DraftNet, team: Team, quick: bool) -> None:
+    def __init__(self, own: DraftNet, team: DraftRanks, quick: bool) -> None:
         super().__init__(
             own.model,
             own.cache,
@@ -235,18 +235,18 @@ class RankedNet(DraftNet):
 
     def read(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> None:
         """See :class:`~shoal.serve.decode.draft.net.DraftNet`."""
-        with self.team.asked(_Ask.READ, [start, len(tokens), *tokens, *blocks]):
+        with self.team.running(_Ask.READ, [start, len(tokens), *tokens, *blocks]):
             super().read(tokens, start, blocks)
 
-    def rows(self, several: Sequence[Branch]) -> Tensor:
+    def rows(self, several: Sequence[TreeRows]) -> Tensor:
         """See :class:`~shoal.serve.decode.draft.net.DraftNet`."""
-        with self.team.asked(self._ask, _pack(several)):
+        with self.team.running(self._ask, _pack(several)):
             return super().rows(several)
 
     def keep(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See :class:`~shoal.serve.decode.draft.net.DraftNet`."""
         if sources:
-            with self.team.asked(_Ask.KEEP, [*sources, *targets]):
+            with self.team.running(_Ask.KEEP, [*sources, *targets]):
                 super().keep(sources, targets)
 
 

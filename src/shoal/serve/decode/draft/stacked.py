@@ -21,13 +21,13 @@ from shoal.model.accelerate import accelerate_layers
 from shoal.model.config import ModelConfig
 from shoal.model.feedforward import SwiGLU
 from shoal.model.norm import RMSNorm
-from shoal.model.transformer import Block, Transformer
+from shoal.model.transformer import Transformer, TransformerBlock
 from shoal.plan.trees.fuzzy import Groups, spans
 
-__all__ = ["Stacked", "stack"]
+__all__ = ["StackedLayers", "stack"]
 
 
-class Stacked(nn.Module):
+class StackedLayers(nn.Module):
     """The layers of a group.
 
     Args:
@@ -36,7 +36,7 @@ class Stacked(nn.Module):
         full: their feed-forward layers read the same input, too.
     """
 
-    def __init__(self, blocks: Sequence[Block], config: ModelConfig, full: bool) -> None:
+    def __init__(self, blocks: Sequence[TransformerBlock], config: ModelConfig, full: bool) -> None:
         super().__init__()
         weight = blocks[0].attention_norm.weight
         self.norm = _plain_norm(blocks[0].attention_norm)
@@ -103,7 +103,9 @@ def _wide(mlps: Sequence[nn.Module], norms: Sequence[RMSNorm], config: ModelConf
     return made
 
 
-def stack(raw: Transformer, groups: Groups, full: bool, served: Transformer) -> dict[int, Stacked]:
+def stack(
+    raw: Transformer, groups: Groups, full: bool, served: Transformer
+) -> dict[int, StackedLayers]:
     """By its first layer, each group of several layers as one.
 
     Args:
@@ -124,7 +126,9 @@ def stack(raw: Transformer, groups: Groups, full: bool, served: Transformer) -> 
     for layers in spans(groups, len(raw.blocks)):
         if len(layers) > 1:
             blocks = [raw.blocks[layer] for layer in layers]
-            made = Stacked([one for one in blocks if isinstance(one, Block)], raw.config, full)
+            made = StackedLayers(
+                [one for one in blocks if isinstance(one, TransformerBlock)], raw.config, full
+            )
             if served.norm.kernel is not None:
                 accelerate_layers(made, served)
             found[layers[0]] = made

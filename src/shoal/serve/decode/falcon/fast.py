@@ -22,16 +22,16 @@ from shoal.model.attention import Mixer, attend
 from shoal.model.drafters.falcon import SemiAutoregressive
 from shoal.model.transformer import Transformer
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.decode.captured import Branch
+from shoal.serve.decode.captured import TreeRows
 from shoal.serve.decode.heads.fast import ready_linear
 
-__all__ = ["FastFalcon", "Made", "Reading", "State"]
+__all__ = ["FalconInput", "FalconOutput", "FalconState", "FastFalcon"]
 
 # The block needs no embedding, and a model has one.
 _NO_TOKENS = 64
 
 
-class State(NamedTuple):
+class FalconState(NamedTuple):
     """Behind some places of E sequences: what the LSTM carries on, two tensors [L, E, D].
 
     Cells are in fp32 or wider.
@@ -41,7 +41,7 @@ class State(NamedTuple):
     c: Tensor
 
 
-class Reading(NamedTuple):
+class FalconInput(NamedTuple):
     """What a pass reads.
 
     Args:
@@ -56,13 +56,13 @@ class Reading(NamedTuple):
 
     x: Tensor
     lengths: Sequence[int]
-    state: State
+    state: FalconState
     earlier: Tensor | None
-    branches: Sequence[Branch]
+    branches: Sequence[TreeRows]
     everything: bool
 
 
-class Made(NamedTuple):
+class FalconOutput(NamedTuple):
     """What a pass makes.
 
     Args:
@@ -75,7 +75,7 @@ class Made(NamedTuple):
     features: Tensor
     logits: Tensor
     outputs: Tensor
-    state: State
+    state: FalconState
 
 
 class FastFalcon:
@@ -126,12 +126,16 @@ class FastFalcon:
         """The target's embedding."""
         return self._head.weight
 
-    def begin(self, sequences: int) -> State:
+    def begin(self, sequences: int) -> FalconState:
         """Before the first place."""
         size = (self.layers, sequences, self.config.hidden)
-        return State(self.weight.new_zeros(size), self.weight.new_zeros(size, dtype=self._wide))
+        return FalconState(
+            self.weight.new_zeros(size), self.weight.new_zeros(size, dtype=self._wide)
+        )
 
-    def mixed(self, x_ETX: Tensor, state: State, lengths: Sequence[int], out_ETD: Tensor) -> State:
+    def mixed(
+        self, x_ETX: Tensor, state: FalconState, lengths: Sequence[int], out_ETD: Tensor
+    ) -> FalconState:
         """The LSTM over more places; its state behind each sequence's last one.
 
         Args:
@@ -143,7 +147,7 @@ class FastFalcon:
         sequences, places, _ = x_ETX.shape
         active = [sum(length > place for length in lengths) for place in range(places)]
         width = self.config.hidden
-        after = State(state.h.new_empty(state.h.shape), state.c.new_empty(state.c.shape))
+        after = FalconState(state.h.new_empty(state.h.shape), state.c.new_empty(state.c.shape))
         for layer in range(self.layers):
             gates_ETG = self._into[layer](x_ETX).view(sequences, places, 4 * width)
             last = layer == self.layers - 1
@@ -179,7 +183,7 @@ class FastFalcon:
         """Scores of the tokens behind features."""
         return self._head.logits(features_RD)
 
-    def read(self, reading: Reading, cache: PagedCache) -> Made:
+    def read(self, reading: FalconInput, cache: PagedCache) -> FalconOutput:
         """A pass, computed operator by operator.
 
         Args:
@@ -208,7 +212,7 @@ class FastFalcon:
             torch.cat(rows), place_N.to(device), mixer, torch.from_numpy(asked).to(device)
         )
         logits = self.logits(features)
-        return Made(
+        return FalconOutput(
             features.view(sequences, self.k, width),
             logits.view(sequences, self.k, -1),
             outputs,
@@ -231,7 +235,7 @@ class _Gathered:
         asked: rows that have an answer, the last k of every sequence.
     """
 
-    def __init__(self, cache: PagedCache, reading: Reading, asked: np.ndarray) -> None:
+    def __init__(self, cache: PagedCache, reading: FalconInput, asked: np.ndarray) -> None:
         self._cache, self._reading, self._asked = cache, reading, asked
         size = cache.block_size
         self._blocks = [

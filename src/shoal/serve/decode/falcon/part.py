@@ -21,7 +21,7 @@ from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
 from shoal.core.traits import traits
-from shoal.ir import MAX_NODES, Calibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from shoal.model.drafters.files import DrafterConfig
     from shoal.model.transformer import Transformer
     from shoal.serve.cache.paged import PagedCache
-    from shoal.serve.decode.falcon.fast import FastFalcon, Made, Reading
+    from shoal.serve.decode.falcon.fast import FalconInput, FalconOutput, FastFalcon
     from shoal.serve.decode.falcon.taped import TapedFalcon
-    from shoal.serve.decode.heads.featured import Kept
-    from shoal.serve.decode.passes import Passes
-    from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+    from shoal.serve.decode.heads.featured import FeatureState
+    from shoal.serve.decode.passes import TreePasses
+    from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
 
-__all__ = ["Falcon", "FalconDrafter"]
+__all__ = ["FalconDrafter", "FalconSpeculative"]
 
 
 @part
-class Falcon:
+class FalconSpeculative:
     """A net that was trained for the served model (``job: drafter``).
 
     Args:
@@ -134,13 +134,13 @@ class Falcon:
         follows = "follows_guesses" in traits("tree", self.tree) and not self.forwards
         fewest = 1 if follows else self.forwards or there
         return [
-            tree.build(Calibration(config.calibration[: k * passes]))
+            tree.build(DrafterCalibration(config.calibration[: k * passes]))
             for passes in range(fewest, (self.forwards or there) + 1)
         ]
 
 
 class FalconDrafter:
-    """The drafter that :class:`Falcon` builds.
+    """The drafter that :class:`FalconSpeculative` builds.
 
     Args:
         net: ready.
@@ -159,10 +159,12 @@ class FalconDrafter:
         ways: Sequence[TreeSpec],
     ) -> None:
         from shoal.serve.decode.draft.net import DraftMemory
-        from shoal.serve.decode.heads.featured import Kept
+        from shoal.serve.decode.heads.featured import FeatureState
 
         self.net, self._cache, self._taped = net, cache, taped
-        self._memory: DraftMemory[Kept] = DraftMemory(cache.num_blocks, cache.block_size, Kept)
+        self._memory: DraftMemory[FeatureState] = DraftMemory(
+            cache.num_blocks, cache.block_size, FeatureState
+        )
         self._ways = ways
         self.take(len(ways) - 1)
 
@@ -178,11 +180,11 @@ class FalconDrafter:
         self._width = self.spec.width
         self._passes = cache(self._fitting)
 
-    def _fitting(self, nodes: int) -> Passes:
+    def _fitting(self, nodes: int) -> TreePasses:
         """The passes of the first so many nodes, or of so many whose rows can be told apart."""
-        from shoal.serve.decode.passes import Passes
+        from shoal.serve.decode.passes import TreePasses
 
-        found = Passes(self.spec.first(nodes), self.net.k)
+        found = TreePasses(self.spec.first(nodes), self.net.k)
         return found if found.rows <= MAX_NODES else self._fitting(nodes - 1)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
@@ -190,7 +192,7 @@ class FalconDrafter:
         import torch
 
         known = self._memory.of([guess.request for guess in guesses])
-        ready: list[tuple[int, Kept, Passes]] = []
+        ready: list[tuple[int, FeatureState, TreePasses]] = []
         for place, (guess, kept) in enumerate(zip(guesses, known, strict=True)):
             if kept.known == len(guess.request.tokens) - 1 and kept.length >= self.net.k:
                 passes = self._passes(min(guess.nodes, len(self.spec)))
@@ -205,7 +207,9 @@ class FalconDrafter:
                 found[place] = tree
         return found
 
-    def _trees(self, known: Sequence[Kept], passes: Sequence[Passes]) -> list[TokenTree]:
+    def _trees(
+        self, known: Sequence[FeatureState], passes: Sequence[TreePasses]
+    ) -> list[TokenTree]:
         from shoal.serve.decode.heads.featured import reached, reading
 
         roots = [kept.request.tokens[-1] for kept in known]
@@ -222,7 +226,7 @@ class FalconDrafter:
                 one.fill(turn, tokens, best[span])
         return [one.tree(tokens) for one, tokens in zip(passes, trees, strict=True)]
 
-    def _read(self, reading: Reading) -> Made:
+    def _read(self, reading: FalconInput) -> FalconOutput:
         if self._taped is not None:
             return self._taped.read(reading)
         return self.net.read(reading, self._cache)
@@ -230,23 +234,23 @@ class FalconDrafter:
     def _further(
         self,
         turn: int,
-        known: Sequence[Kept],
-        passes: Sequence[Passes],
+        known: Sequence[FeatureState],
+        passes: Sequence[TreePasses],
         trees: Sequence[np.ndarray],
-        made: Made,
+        made: FalconOutput,
         spans: Sequence[slice],
-    ) -> tuple[Reading, list[slice]]:
+    ) -> tuple[FalconInput, list[slice]]:
         """What the next pass reads behind nodes of all trees, and which of it is of which."""
         import numpy as np
         import torch
 
-        from shoal.serve.decode.captured import Branch
-        from shoal.serve.decode.falcon.fast import Reading, State
+        from shoal.serve.decode.captured import TreeRows
+        from shoal.serve.decode.falcon.fast import FalconInput, FalconState
 
         k, embed_VD = self.net.k, self.net.weight
         parents: list[np.ndarray] = []
         chains: list[np.ndarray] = []
-        branches: list[Branch] = []
+        branches: list[TreeRows] = []
         following: list[slice] = []
         first = 0
         for one, kept, tokens, span in zip(passes, known, trees, spans, strict=True):
@@ -261,14 +265,14 @@ class FalconDrafter:
             depth = np.tile(np.arange((turn - 1) * k, turn * k), count)
             start = kept.length + read.before
             rows = (0,) * len(depth)
-            branches.append(Branch(rows, kept.blocks, start, kept.length, depth, read.seen))
+            branches.append(TreeRows(rows, kept.blocks, start, kept.length, depth, read.seen))
         from_E = torch.from_numpy(np.concatenate(parents)).to(embed_VD.device)
         tokens_Ek = torch.from_numpy(np.concatenate(chains)).to(embed_VD.device)
         x_EkX = torch.cat((made.features[from_E], embed_VD[tokens_Ek]), -1)
-        state = State(made.state.h[:, from_E], made.state.c[:, from_E])
-        return Reading(x_EkX, [k] * first, state, None, branches, False), following
+        state = FalconState(made.state.h[:, from_E], made.state.c[:, from_E])
+        return FalconInput(x_EkX, [k] * first, state, None, branches, False), following
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Keep the features of what is certain; they are read when a guess is wanted."""
         known = self._memory.of([one.request for one in seen])
         for one, kept in zip(seen, known, strict=True):

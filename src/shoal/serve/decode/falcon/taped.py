@@ -19,7 +19,7 @@ from shoal.kernel.rnn.cell import copied, native
 from shoal.kernel.tape import Tape, record
 from shoal.serve.cache.paged import PagedCache
 from shoal.serve.decode.captured import Recording, Recordings
-from shoal.serve.decode.falcon.fast import FastFalcon, Made, Reading, State
+from shoal.serve.decode.falcon.fast import FalconInput, FalconOutput, FalconState, FastFalcon
 
 __all__ = ["TapedFalcon", "recorded"]
 
@@ -31,9 +31,9 @@ class _Pass(NamedTuple):
 
     rows: Recording
     x: Tensor
-    state: State
+    state: FalconState
     outputs: Tensor
-    made: Made
+    made: FalconOutput
     tape: Tape
 
 
@@ -59,7 +59,7 @@ class TapedFalcon:
         self.recorded: dict[_Key, _Pass | None] = {}
         self.refused: dict[_Key, str] = {}
 
-    def read(self, reading: Reading) -> Made:
+    def read(self, reading: FalconInput) -> FalconOutput:
         """A pass; what it makes may lie in memory that the next one of its kind writes."""
         sequences, places, _ = reading.x.shape
         before = 0 if reading.earlier is None else reading.earlier.shape[1]
@@ -81,7 +81,7 @@ class TapedFalcon:
             return known.made
         return self._net.read(reading, self._cache)
 
-    def _record(self, key: _Key, reading: Reading) -> Made:
+    def _record(self, key: _Key, reading: FalconInput) -> FalconOutput:
         """Compute a pass, and keep what was asked if that gives the same again."""
         net = self._net
         requests, sequences, places, before = key
@@ -89,12 +89,12 @@ class TapedFalcon:
         recording = Recording(requests, rows, self._width, net.weight)
         width = net.weight.shape[1]
         outputs = net.weight.new_zeros(sequences, before + places, width)
-        x_ETX, begun = reading.x.clone(), State(*(one.clone() for one in reading.state))
+        x_ETX, begun = reading.x.clone(), FalconState(*(one.clone() for one in reading.state))
         if reading.earlier is not None:
             outputs[:, :before] = reading.earlier
         self._steps.write(recording, reading.branches)
         mixer = self._steps.mixer(recording, False)
-        caught: list[tuple[Tensor, State]] = []
+        caught: list[tuple[Tensor, FalconState]] = []
 
         def compute() -> Tensor:
             state = net.mixed(x_ETX, begun, [places] * sequences, outputs[:, before:])
@@ -105,7 +105,7 @@ class TapedFalcon:
 
         logits, tape = record(compute)
         features, state = caught[0]
-        made = Made(
+        made = FalconOutput(
             features.view(sequences, before + places, width)[:, -net.k :],
             logits.view(sequences, before + places, -1)[:, -net.k :],
             outputs,
@@ -123,7 +123,7 @@ class TapedFalcon:
         return made
 
 
-def _fill(known: _Pass, reading: Reading) -> None:
+def _fill(known: _Pass, reading: FalconInput) -> None:
     known.x.copy_(reading.x)
     known.state.h.copy_(reading.state.h)
     known.state.c.copy_(reading.state.c)

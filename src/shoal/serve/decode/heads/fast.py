@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.kernel.formats import weight_format
-from shoal.model.drafters.medusa import Head, MedusaHeads
+from shoal.model.drafters.medusa import MedusaHead, MedusaHeads
 from shoal.model.linear import DispatchedLinear
 from shoal.model.lowbit import LowBitLinear
 
@@ -39,7 +39,7 @@ class FastHeads:
 
     def __init__(self, heads: MedusaHeads, width: int, weights: str = "plain") -> None:
         self._width = width
-        found = [one for one in heads.heads if isinstance(one, Head)]
+        found = [one for one in heads.heads if isinstance(one, MedusaHead)]
         mix = torch.cat([head.mix.weight for head in found])
         bias = torch.cat([head.mix.bias for head in found])
         self._count = len(found)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from shoal.ir import MAX_NODES, Request
-from shoal.serve.decode.captured import Branch
-from shoal.serve.decode.falcon.fast import FastFalcon, Made, Reading, State
-from shoal.serve.decode.protocols import Seen
+from shoal.serve.decode.captured import TreeRows
+from shoal.serve.decode.falcon.fast import FalconInput, FalconOutput, FalconState, FastFalcon
+from shoal.serve.decode.protocols import AcceptedTokens
 
-__all__ = ["Kept", "reached", "reading"]
+__all__ = ["FeatureState", "reached", "reading"]
 
 
 class _Read(NamedTuple):
@@ -33,7 +33,7 @@ class _Read(NamedTuple):
     outputs: Tensor
 
 
-class Kept:
+class FeatureState:
     """Of one request; its keys and values are in the net's cache.
 
     Args:
@@ -69,7 +69,7 @@ class Kept:
         """Places that are certain."""
         return self.known - self.first
 
-    def learn(self, seen: Seen) -> None:
+    def learn(self, seen: AcceptedTokens) -> None:
         """Features of places that are certain, each with the token one place further."""
         assert seen.hidden is not None
         start = seen.start
@@ -86,7 +86,7 @@ class Kept:
         self.known, self.read = read.places, read
         self._features, self._tokens = [], []
 
-    def unread(self, embed_VD: Tensor) -> Tensor:
+    def pending_inputs(self, embed_VD: Tensor) -> Tensor:
         """Features of what the net has not read, and embeddings of the tokens [T, 2 D]."""
         features, tokens = self._features, self._tokens
         if not tokens:
@@ -102,14 +102,14 @@ class Kept:
         self.read = _Read(self.known, h.clone(), c.clone(), outputs.clone())
 
 
-def reading(net: FastFalcon, known: Sequence[Kept]) -> tuple[Reading, list[int]]:
+def reading(net: FastFalcon, known: Sequence[FeatureState]) -> tuple[FalconInput, list[int]]:
     """What is certain and new of some requests, and which of them comes when.
 
     Args:
         net: the net.
         known: of the requests; each has k places at least, and blocks for all.
     """
-    fresh = [one.unread(net.weight) for one in known]
+    fresh = [one.pending_inputs(net.weight) for one in known]
     order = sorted(range(len(known)), key=lambda place: -len(fresh[place]))
     lengths = [len(fresh[place]) for place in order]
     reads = [known[place].read for place in order]
@@ -131,17 +131,19 @@ def reading(net: FastFalcon, known: Sequence[Kept]) -> tuple[Reading, list[int]]
         _certain(known[place], length + missing)
         for place, length in zip(order, lengths, strict=True)
     ]
-    return Reading(x_ETX, lengths, before, earlier, branches, True), order
+    return FalconInput(x_ETX, lengths, before, earlier, branches, True), order
 
 
-def _certain(kept: Kept, rows: int) -> Branch:
+def _certain(kept: FeatureState, rows: int) -> TreeRows:
     """The last rows of what is certain, all of which may see all."""
     start = kept.length - rows
     seen = np.full(rows, (1 << min(rows, MAX_NODES)) - 1)
-    return Branch((0,) * rows, kept.blocks, start, start, np.arange(rows), seen)
+    return TreeRows((0,) * rows, kept.blocks, start, start, np.arange(rows), seen)
 
 
-def reached(made: Made, reading: Reading, known: Sequence[Kept], order: Sequence[int]) -> Made:
+def reached(
+    made: FalconOutput, reading: FalconInput, known: Sequence[FeatureState], order: Sequence[int]
+) -> FalconOutput:
     """Keep what was read; features, scores and state in the order of ``known``."""
     missing = 0 if reading.earlier is None else reading.earlier.shape[1]
     k = made.features.shape[1]
@@ -153,5 +155,5 @@ def reached(made: Made, reading: Reading, known: Sequence[Kept], order: Sequence
     if list(order) == list(range(len(order))):
         return made
     back = [list(order).index(place) for place in range(len(known))]
-    state = State(made.state.h[:, back], made.state.c[:, back])
+    state = FalconState(made.state.h[:, back], made.state.c[:, back])
     return made._replace(features=made.features[back], logits=made.logits[back], state=state)

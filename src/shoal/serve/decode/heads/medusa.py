@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import Calibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from shoal.model.drafters.files import DrafterConfig
     from shoal.model.drafters.medusa import MedusaHeads
     from shoal.model.transformer import Transformer
-    from shoal.serve.decode.protocols import Guess, Needs, Seen, TokenTree
+    from shoal.serve.decode.protocols import AcceptedTokens, Guess, Needs, TokenTree
 
-__all__ = ["Medusa", "MedusaDrafter"]
+__all__ = ["MedusaDrafter", "MedusaSpeculative"]
 
 
 @part
-class Medusa:
+class MedusaSpeculative:
     """Heads that were trained for the served model (``job: drafter``).
 
     Args:
@@ -99,11 +99,11 @@ class Medusa:
 
     def _spec(self, config: DrafterConfig) -> TreeSpec:
         tree: TreePart = table("tree").build(self.tree, where="speculative.medusa.tree")
-        return tree.build(Calibration(config.calibration[: self._used(config)]))
+        return tree.build(DrafterCalibration(config.calibration[: self._used(config)]))
 
 
 class MedusaDrafter:
-    """The drafter that :class:`Medusa` builds.
+    """The drafter that :class:`MedusaSpeculative` builds.
 
     Args:
         heads: of the target.
@@ -119,13 +119,13 @@ class MedusaDrafter:
     ) -> None:
         from shoal.serve.decode.heads.fast import FastHeads
         from shoal.serve.decode.heads.shaped import Filler
-        from shoal.serve.engine.adjust import Book
+        from shoal.serve.engine.adjust import RequestHistory
 
         heads = heads.to(like.device, like.dtype).requires_grad_(False)
         self._bytes = sum(one.numel() * one.element_size() for one in heads.parameters())
         self._heads = FastHeads(heads, spec.width, weights)
         self._filler = Filler(spec)
-        self._known = Book(_Known)
+        self._known = RequestHistory(_Known)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
@@ -144,7 +144,7 @@ class MedusaDrafter:
         }
         return [trees.get(guess.request.id) for guess in guesses]
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Keep the state that chose the next token of each request."""
         known = self._known.of([one.request for one in seen])
         for one, kept in zip(seen, known, strict=True):

@@ -24,7 +24,7 @@ import numpy as np
 from shoal.core.config import Kind
 from shoal.core.errors import ConfigError, ModelError, require
 from shoal.core.parts import Choice, part, table
-from shoal.ir import MAX_NODES, Calibration, Expectation, Machine, ServeJob, ServeWork
+from shoal.ir import MAX_NODES, DrafterCalibration, Expectation, Machine, ServeJob, ServeWork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from shoal.ir import Request
     from shoal.model.drafters.files import DrafterConfig
     from shoal.model.transformer import Transformer
-    from shoal.plan.trees.dynamic import AskingTree, DynamicTrees
+    from shoal.plan.trees.dynamic import DynamicTrees, StateTree
     from shoal.serve.decode.protocols import (
-        Asking,
+        AcceptedTokens,
         Branches,
         Guess,
         Needs,
-        Seen,
+        PromptRows,
         TokenTree,
     )
 
-__all__ = ["Ppd", "PpdDrafter"]
+__all__ = ["PpdDrafter", "PpdSpeculative"]
 
 
 @part
-class Ppd:
+class PpdSpeculative:
     """Prompt tokens that were trained for the served model (``job: drafter``).
 
     Args:
@@ -124,7 +124,7 @@ class Ppd:
         )
         tree = table("tree").build(self.tree, where="speculative.ppd.tree")
         most = tree.rows if isinstance(tree, Hardware) else MAX_NODES + 1
-        calibration = Calibration(config.calibration[: self.prompts or there])
+        calibration = DrafterCalibration(config.calibration[: self.prompts or there])
         return DynamicTrees(calibration, tree, int(config.options.get("ensemble", 1)), most)
 
 
@@ -141,11 +141,11 @@ class _Form:
     level: np.ndarray
     rank: np.ndarray
     shape: Branches
-    asking: Asking
+    asking: PromptRows
 
 
 class PpdDrafter:
-    """The drafter that :class:`Ppd` builds.
+    """The drafter that :class:`PpdSpeculative` builds.
 
     Args:
         embeddings: [m, E, D] of the prompt tokens.
@@ -156,12 +156,12 @@ class PpdDrafter:
     needs: ClassVar[Needs] = "nothing"
 
     def __init__(self, embeddings: Tensor, trees: DynamicTrees, vocab_size: int) -> None:
-        from shoal.serve.engine.adjust import Book
+        from shoal.serve.engine.adjust import RequestHistory
 
         self._embeddings, self.trees = embeddings, trees
         self._width = min(vocab_size, trees.width)
         self._forms: dict[tuple[int, int], _Form] = {}
-        self._known = Book(_Known)
+        self._known = RequestHistory(_Known)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
@@ -184,14 +184,14 @@ class PpdDrafter:
             found.append(TokenTree(filled, form.shape, asking=form.asking))
         return found
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Keep the best tokens of the prompt rows below the last accepted guess."""
         known = self._known.of([one.request for one in seen])
         for one, kept in zip(seen, known, strict=True):
-            if one.asked is None:
+            if one.prompt_scores is None:
                 kept.guesses = None
                 continue
-            said_PV = one.asked
+            said_PV = one.prompt_scores
             if self.trees.ensemble > 1:
                 said_PV = said_PV.view(-1, self.trees.ensemble, said_PV.shape[1]).mean(1)
             kept.guesses = said_PV.topk(self._width, -1).indices.cpu().numpy()
@@ -204,11 +204,11 @@ class PpdDrafter:
             found = self._forms[rows, state] = self._formed(tree)
         return found
 
-    def _formed(self, tree: AskingTree) -> _Form:
+    def _formed(self, tree: StateTree) -> _Form:
         """Prompt row (i, j) hangs below row (i - 1, j), and the first ones below their guess."""
         import torch
 
-        from shoal.serve.decode.protocols import Asking, branches
+        from shoal.serve.decode.protocols import PromptRows, branches
 
         members = self.trees.ensemble
         parent = [-1, *(above + 1 for above in tree.spec.parent)]
@@ -226,7 +226,7 @@ class PpdDrafter:
             np.array(spec.level, dtype=int),
             np.array(spec.rank, dtype=int),
             branches(tuple(parent)),
-            Asking(torch.cat(inputs), tuple(below)),
+            PromptRows(torch.cat(inputs), tuple(below)),
         )
 
     def memory_bytes(self) -> int:

@@ -27,16 +27,16 @@ from shoal.core.errors import ModelError
 from shoal.core.parts import Choice
 from shoal.ir import Request, SamplingParams, ServeJob
 from shoal.serve.decode.draft.part import DraftModelDrafter, best_tokens
-from shoal.serve.decode.heads.ppd import Ppd
+from shoal.serve.decode.heads.ppd import PpdSpeculative
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.serve.decode.captured import Branch
-    from shoal.serve.decode.draft.growing import Growing
-    from shoal.serve.decode.draft.net import DraftNet, Kept
+    from shoal.serve.decode.captured import TreeRows
+    from shoal.serve.decode.draft.growing import GrowingTree
+    from shoal.serve.decode.draft.net import DraftNet, DraftState
     from shoal.serve.decode.heads.ppd import PpdDrafter
-    from shoal.serve.decode.protocols import Guess, Seen, TokenTree
+    from shoal.serve.decode.protocols import AcceptedTokens, Guess, TokenTree
 
 __all__ = ["PromptedDrafter", "drafter_of", "passes"]
 
@@ -51,7 +51,7 @@ _ROUNDS = 12
 _CONTEXT = 64
 
 
-def _part(path: str, draft: str) -> Ppd:
+def _part(path: str, draft: str) -> PpdSpeculative:
     """The prompt tokens of a draft as they guess for a model.
 
     Raises:
@@ -66,7 +66,7 @@ def _part(path: str, draft: str) -> Ppd:
             f"ahead by prompt tokens alone: train them with job: drafter, model: {draft}, "
             "drafter: ppd"
         )
-    return Ppd(path=path, tree=Choice(name="hardware", options={"rows": _MOST}))
+    return PpdSpeculative(path=path, tree=Choice(name="hardware", options={"rows": _MOST}))
 
 
 def passes(path: str, draft: str, depth: int) -> int:
@@ -149,12 +149,12 @@ def _paying(net: DraftNet, prompts: PpdDrafter, limit: int) -> int:
     )
 
 
-def _chain(count: int, start: int, blocks: Sequence[int]) -> Branch:
+def _chain(count: int, start: int, blocks: Sequence[int]) -> TreeRows:
     """Rows that stand for a tree of as many."""
-    from shoal.serve.decode.captured import Branch
+    from shoal.serve.decode.captured import TreeRows
 
     at = np.arange(count)
-    return Branch(np.zeros(count, dtype=np.int64), blocks, start, start, at, (2 << at) - 1)
+    return TreeRows(np.zeros(count, dtype=np.int64), blocks, start, start, at, (2 << at) - 1)
 
 
 class _Text:
@@ -187,23 +187,23 @@ class _Text:
         last = self.asked.get(before) if length > before else None
         self.asked = {} if last is None else {before: last}
 
-    def seen(self) -> Seen:
+    def seen(self) -> AcceptedTokens:
         """What was asked below the last token but one."""
-        from shoal.serve.decode.protocols import Seen
+        from shoal.serve.decode.protocols import AcceptedTokens
 
         before = self.root - 1
         tokens = self.own.tokens[before : before + 1]
-        return Seen(self.own, before, tokens, None, None, self.asked.get(before))
+        return AcceptedTokens(self.own, before, tokens, None, None, self.asked.get(before))
 
-    def rows(self, tree: TokenTree, blocks: Sequence[int]) -> Branch:
+    def rows(self, tree: TokenTree, blocks: Sequence[int]) -> TreeRows:
         """The tree, behind the tokens before it that are not in the cache."""
-        from shoal.serve.decode.captured import Branch
+        from shoal.serve.decode.captured import TreeRows
 
         behind = self.root - self.start
         at = np.arange(behind)
         before = np.array(self.own.tokens[self.start : self.root], dtype=np.int64)
         seen = tree.shape.seen << behind | (1 << behind) - 1
-        return Branch(
+        return TreeRows(
             np.concatenate((before, tree.tokens.clip(0))),
             blocks,
             self.start,
@@ -218,8 +218,8 @@ class _Active(NamedTuple):
     """A chain that has tokens to come."""
 
     text: _Text
-    kept: Kept
-    grown: Growing
+    kept: DraftState
+    grown: GrowingTree
 
 
 class PromptedDrafter(DraftModelDrafter):
@@ -242,7 +242,7 @@ class PromptedDrafter(DraftModelDrafter):
         # Of the last step alone: scores of large vocabularies are not small.
         self._texts: dict[str, _Text] = {}
 
-    def _grow(self, growing: Sequence[tuple[Guess, Kept, Growing]]) -> None:
+    def _grow(self, growing: Sequence[tuple[Guess, DraftState, GrowingTree]]) -> None:
         before, self._texts = self._texts, {}
         active = []
         for (request, _), kept, grown in growing:
@@ -301,7 +301,7 @@ class PromptedDrafter(DraftModelDrafter):
         return super().memory_bytes() + self.prompts.memory_bytes()
 
 
-def _extend(grown: Growing, tokens: Sequence[int]) -> None:
+def _extend(grown: GrowingTree, tokens: Sequence[int]) -> None:
     """Add to a chain what the draft says next; what it says it behind was computed."""
     for token in tokens:
         if len(grown.tokens) > 1:

@@ -28,7 +28,7 @@ from shoal.model.attention import Mixer, attend
 from shoal.serve.decode.hogwild.blocks import BlockStore
 from shoal.serve.decode.hogwild.views import Feed
 
-__all__ = ["ByKeys", "ByQueries", "Pairs", "Realise", "mixer", "pairs_of"]
+__all__ = ["KeyRotatingMixer", "Pairs", "QueryRotatingMixer", "Realise", "mixer", "pairs_of"]
 
 Realise = Literal["queries", "keys"]
 
@@ -102,7 +102,7 @@ def pairs_of(store: BlockStore, feeds: Sequence[Feed]) -> Pairs:
     )
 
 
-class ByQueries:
+class QueryRotatingMixer:
     """A :class:`~shoal.model.attention.Mixer` that turns queries.
 
     Args:
@@ -158,7 +158,7 @@ class ByQueries:
         return merged(records, self._parts_NM, q_NHd.dtype)
 
 
-class ByKeys:
+class KeyRotatingMixer:
     """A :class:`~shoal.model.attention.Mixer` that turns keys, view by view.
 
     Args:
@@ -203,5 +203,5 @@ def mixer(
         torch.from_numpy(x).to(device) for x in (pairs.tokens, pairs.pairs, pairs.parts)
     )
     if realise == "keys":
-        return tokens, ByKeys(store, tokens, listed, parts)
-    return tokens, ByQueries(store, tokens, listed, parts, kernel)
+        return tokens, KeyRotatingMixer(store, tokens, listed, parts)
+    return tokens, QueryRotatingMixer(store, tokens, listed, parts, kernel)

@@ -26,11 +26,11 @@ from shoal.model.rope import tables_at
 from shoal.model.transformer import Transformer
 from shoal.serve.cache.paged import PagedCache
 
-__all__ = ["Block", "BlockStore"]
+__all__ = ["BlockStore", "HogwildBlock"]
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class HogwildBlock:
     """Tokens of one writer, whose keys have positions of their own.
 
     Args:
@@ -99,7 +99,7 @@ class BlockStore:
         """Tokens that there is room for."""
         return len(self._free)
 
-    def open(self, writer: str | None) -> Block:
+    def open(self, writer: str | None) -> HogwildBlock:
         """An empty block.
 
         Raises:
@@ -107,9 +107,9 @@ class BlockStore:
         """
         if not self._numbers:
             raise ServeError(f"{len(self.slots)} blocks are open; close some first")
-        return Block(self._numbers.pop(), writer)
+        return HogwildBlock(self._numbers.pop(), writer)
 
-    def append(self, block: Block, tokens: Sequence[int], writer: str | None) -> np.ndarray:
+    def append(self, block: HogwildBlock, tokens: Sequence[int], writer: str | None) -> np.ndarray:
         """Put tokens down; their keys and values go to the slots that are returned.
 
         Raises:
@@ -134,13 +134,13 @@ class BlockStore:
         block.tokens += tokens
         return given
 
-    def close(self, block: Block) -> None:
+    def close(self, block: HogwildBlock) -> None:
         """Give its slots back."""
         self._free += self.slots[block.number, : len(block)].tolist()
         self._numbers.append(block.number)
         block.tokens, block.writer = [], None
 
-    def join(self, first: Block, second: Block) -> None:
+    def join(self, first: HogwildBlock, second: HogwildBlock) -> None:
         """Let a block go on with another, which is gone then; nothing is computed by the model."""
         start, stop = len(first), len(first) + len(second)
         moved = self.slots[second.number, : len(second)]

@@ -8,22 +8,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.serve.decode.hogwild.protocols import Space
+from shoal.serve.decode.hogwild.protocols import BlockSpace
 
 if TYPE_CHECKING:
-    from shoal.serve.decode.hogwild.blocks import Block
+    from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["Combined"]
+__all__ = ["CombinedLayout"]
 
 
 @part
-class Combined:
+class CombinedLayout:
     """The prompt, the finished steps of all, the others' steps under way, and one's own."""
 
     moves: ClassVar[bool] = True
     headers: ClassVar[tuple[str, ...]] = ("history", "others", "own")
 
-    def blocks(self, space: Space, worker: str) -> list[Block]:
+    def blocks(self, space: BlockSpace, worker: str) -> list[HogwildBlock]:
         """See :class:`~shoal.serve.decode.hogwild.protocols.HogwildLayout`."""
         others = space.others(worker)
         before_others = [space.headers["others"]] if others and "others" in space.headers else []

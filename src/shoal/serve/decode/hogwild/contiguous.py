@@ -8,21 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.serve.decode.hogwild.protocols import Space
+from shoal.serve.decode.hogwild.protocols import BlockSpace
 
 if TYPE_CHECKING:
-    from shoal.serve.decode.hogwild.blocks import Block
+    from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["Contiguous"]
+__all__ = ["ContiguousLayout"]
 
 
 @part
-class Contiguous:
+class ContiguousLayout:
     """The prompt, all that the others have written, and all of one's own."""
 
     moves: ClassVar[bool] = False
     headers: ClassVar[tuple[str, ...]] = ()
 
-    def blocks(self, space: Space, worker: str) -> list[Block]:
+    def blocks(self, space: BlockSpace, worker: str) -> list[HogwildBlock]:
         """See :class:`~shoal.serve.decode.hogwild.protocols.HogwildLayout`."""
         return [space.prompt, *space.others(worker), space.own[worker]]

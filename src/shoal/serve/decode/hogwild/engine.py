@@ -25,12 +25,12 @@ from shoal.serve.decode.hogwild.forward import Forward
 from shoal.serve.decode.hogwild.inspect import inspected
 from shoal.serve.decode.hogwild.part import Hogwild
 from shoal.serve.decode.hogwild.protocols import HogwildLayout
-from shoal.serve.decode.hogwild.session import Asked, Session, Worker
-from shoal.serve.decode.hogwild.words import Words
+from shoal.serve.decode.hogwild.session import HogwildSession, HogwildWorker, WorkerFeed
+from shoal.serve.decode.hogwild.words import WorkerWords
 from shoal.serve.engine.adjust import Adjuster
-from shoal.serve.engine.choosing import choose_rows
 from shoal.serve.engine.failure import failure
 from shoal.serve.engine.params import check_params, check_tokens
+from shoal.serve.engine.token_choice import choose_rows
 
 __all__ = ["HogwildEngine", "build_engine"]
 
@@ -59,7 +59,7 @@ class HogwildEngine:
         self,
         model: Transformer,
         part: Hogwild,
-        words: Callable[[int], Words],
+        words: Callable[[int], WorkerWords],
         *,
         kv_tokens: int,
         max_position: int,
@@ -83,8 +83,8 @@ class HogwildEngine:
         self._adjust = adjust or Adjuster()
         self._clock = clock
         self._gathered: dict[str, list[Request]] = {}
-        self._waiting: deque[Session] = deque()
-        self.sessions: list[Session] = []
+        self._waiting: deque[HogwildSession] = deque()
+        self.sessions: list[HogwildSession] = []
         self._told: list[dict[str, Any]] = []
         self._prompt_tokens = self._new_tokens = self._steps = 0
         self._seconds = 0.0
@@ -120,7 +120,7 @@ class HogwildEngine:
         session = self._session(self._gathered.pop(leader))
         self._waiting.append(session)
 
-    def _session(self, requests: list[Request]) -> Session:
+    def _session(self, requests: list[Request]) -> HogwildSession:
         number = len(requests)
         part = self._part
         alone = number == 1
@@ -131,7 +131,7 @@ class HogwildEngine:
             expected=f"at most max_running = {self._max_running}",
             error=ServeError,
         )
-        return Session(
+        return HogwildSession(
             self.store,
             self._layout,
             self._words(number),
@@ -150,7 +150,7 @@ class HogwildEngine:
         for session in (*self.sessions, *self._waiting):
             for worker in session.running:
                 if worker.request.id == request_id:
-                    worker.finish, worker.told = "abort", True
+                    worker.finish, worker.reported = "abort", True
                     self._end()
                     return Output(request_id, (), (), "abort")
         return None
@@ -205,7 +205,7 @@ class HogwildEngine:
         self._new_tokens += sum(len(output.tokens) for output in outputs)
         return outputs
 
-    def _compute(self, asked: list[Asked]) -> dict[Worker, tuple[int, Any]]:
+    def _compute(self, asked: list[WorkerFeed]) -> dict[HogwildWorker, tuple[int, Any]]:
         """The next token of each worker that is asked for one."""
         logits = self.forward([one.feed for one in asked])
         yielding = [one for one in asked if one.feed.yields]
@@ -230,7 +230,7 @@ class HogwildEngine:
             self.abort(request_id)
             self._told.append({"kind": kind, "id": request_id, "message": reason})
 
-    def _contained(self, asked: list[Asked]) -> dict[Worker, tuple[int, Any]]:
+    def _contained(self, asked: list[WorkerFeed]) -> dict[HogwildWorker, tuple[int, Any]]:
         """The same; what nobody foresaw ends the workers of the step, whose blocks are closed."""
         try:
             return self._compute(asked)
@@ -243,7 +243,7 @@ class HogwildEngine:
             self._fail("error", {worker.request.id: failure(cause) for worker in workers})
             return {}
 
-    def told(self) -> list[dict[str, Any]]:
+    def drain_events(self) -> list[dict[str, Any]]:
         """Messages ``refused``, ``error`` and ``began`` of the last steps."""
         told, self._told = self._told, []
         return told
@@ -301,7 +301,7 @@ def build_engine(job: ServeJob) -> tuple[HogwildEngine, ModelConfig]:
     engine = HogwildEngine(
         model,
         part,
-        lambda workers: Words.of(
+        lambda workers: WorkerWords.of(
             part, workers, lambda words: text.encode(words, special=False), text.token_bytes
         ),
         kv_tokens=job.kv_tokens,

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.kernel.paged.views import view_attention
 from shoal.kernel.tape import Tape, record
 from shoal.model.transformer import Transformer
-from shoal.serve.decode.hogwild.attention import ByQueries, Pairs, Realise, mixer, pairs_of
+from shoal.serve.decode.hogwild.attention import Pairs, QueryRotatingMixer, Realise, mixer, pairs_of
 from shoal.serve.decode.hogwild.blocks import BlockStore
 from shoal.serve.decode.hogwild.views import Feed
 
@@ -106,7 +106,9 @@ class Forward:
         model, shape = self._model, pairs.shape
         inputs = _Inputs(shape, self._weight)
         inputs.write(pairs, self._weight)
-        mix = ByQueries(self._store, inputs.tokens, inputs.pairs, inputs.parts, self._kernel)
+        mix = QueryRotatingMixer(
+            self._store, inputs.tokens, inputs.pairs, inputs.parts, self._kernel
+        )
 
         def compute() -> Tensor:
             return model.logits(model.finished(*model.through(inputs.x_ND, inputs.tokens[1], mix)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from shoal.serve.decode.hogwild.protocols import Space
-from shoal.serve.decode.hogwild.session import Session
+from shoal.serve.decode.hogwild.protocols import BlockSpace
+from shoal.serve.decode.hogwild.session import HogwildSession
 
 __all__ = ["inspected"]
 
 
-def inspected(session: Session) -> dict[str, Any]:
+def inspected(session: HogwildSession) -> dict[str, Any]:
     """The views of a session that has begun, as they are now.
 
     Returns:
@@ -48,7 +48,7 @@ def inspected(session: Session) -> dict[str, Any]:
     }
 
 
-def _kinds(space: Space) -> dict[int, str]:
+def _kinds(space: BlockSpace) -> dict[int, str]:
     """Number of each block -> what it is."""
     kinds = {space.prompt.number: "prompt"}
     kinds |= {block.number: "header" for block in space.headers.values()}

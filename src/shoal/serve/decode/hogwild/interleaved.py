@@ -8,21 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.serve.decode.hogwild.protocols import Space
+from shoal.serve.decode.hogwild.protocols import BlockSpace
 
 if TYPE_CHECKING:
-    from shoal.serve.decode.hogwild.blocks import Block
+    from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["Interleaved"]
+__all__ = ["InterleavedLayout"]
 
 
 @part
-class Interleaved:
+class InterleavedLayout:
     """The prompt, the finished steps of all, and one's own step; the others' steps are private."""
 
     moves: ClassVar[bool] = True
     headers: ClassVar[tuple[str, ...]] = ()
 
-    def blocks(self, space: Space, worker: str) -> list[Block]:
+    def blocks(self, space: BlockSpace, worker: str) -> list[HogwildBlock]:
         """See :class:`~shoal.serve.decode.hogwild.protocols.HogwildLayout`."""
         return [space.prompt, *space.history, space.own[worker]]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from shoal.serve.decode.hogwild.blocks import Block
+    from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["HogwildLayout", "Space"]
+__all__ = ["BlockSpace", "HogwildLayout"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Space:
+class BlockSpace:
     """The blocks of the workers of one request.
 
     Args:
@@ -23,12 +23,12 @@ class Space:
         headers: blocks that say what follows: ``others`` and ``own``, where there are any.
     """
 
-    prompt: Block
-    own: dict[str, Block]
-    history: list[Block] = field(default_factory=list)
-    headers: dict[str, Block] = field(default_factory=dict)
+    prompt: HogwildBlock
+    own: dict[str, HogwildBlock]
+    history: list[HogwildBlock] = field(default_factory=list)
+    headers: dict[str, HogwildBlock] = field(default_factory=dict)
 
-    def others(self, worker: str) -> list[Block]:
+    def others(self, worker: str) -> list[HogwildBlock]:
         """What the others write, in the order of their names, whoever asks."""
         return [self.own[name] for name in sorted(self.own) if name != worker]
 
@@ -45,6 +45,6 @@ class HogwildLayout(Protocol):
     moves: ClassVar[bool]
     headers: ClassVar[tuple[str, ...]]
 
-    def blocks(self, space: Space, worker: str) -> Sequence[Block]:
+    def blocks(self, space: BlockSpace, worker: str) -> Sequence[HogwildBlock]:
         """The view of a worker; its own block comes last, and no block twice."""
         ...

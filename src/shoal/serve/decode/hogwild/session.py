@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from shoal.core.errors import ServeError, require
 from shoal.ir import Output, Request, TokenInfo
 from shoal.ir.serving import FinishReason
-from shoal.serve.decode.hogwild.blocks import Block, BlockStore
-from shoal.serve.decode.hogwild.protocols import HogwildLayout, Space
-from shoal.serve.decode.hogwild.views import Feed, View
-from shoal.serve.decode.hogwild.words import Reader, Words
+from shoal.serve.decode.hogwild.blocks import BlockStore, HogwildBlock
+from shoal.serve.decode.hogwild.protocols import BlockSpace, HogwildLayout
+from shoal.serve.decode.hogwild.views import Feed, HogwildView
+from shoal.serve.decode.hogwild.words import WorkerReader, WorkerWords
 
-__all__ = ["Asked", "Session", "Worker"]
+__all__ = ["HogwildSession", "HogwildWorker", "WorkerFeed"]
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class HogwildWorker:
     """One writer.
 
     Args:
@@ -31,20 +31,20 @@ class Worker:
         said: what it has got in this step, to be told.
         infos: log probabilities of that.
         finish: why it ended.
-        told: whether that has been told.
+        reported: whether that has been told.
     """
 
     name: str
     request: Request
     prefix: Sequence[int]
-    reader: Reader
+    reader: WorkerReader
     pending: list[int] = field(default_factory=list)
     moves: bool = False
     since_probe: int = 0
     said: list[int] = field(default_factory=list)
     infos: tuple[TokenInfo, ...] = ()
     finish: FinishReason | None = None
-    told: bool = False
+    reported: bool = False
 
     @property
     def left(self) -> int:
@@ -60,14 +60,14 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WorkerFeed:
     """A feed, and the workers whose next tokens follow from its last one."""
 
     feed: Feed
-    workers: Sequence[Worker] = ()
+    workers: Sequence[HogwildWorker] = ()
 
 
-class Session:
+class HogwildSession:
     """Workers over one space of blocks.
 
     Args:
@@ -87,7 +87,7 @@ class Session:
         self,
         store: BlockStore,
         layout: HogwildLayout,
-        words: Words,
+        words: WorkerWords,
         requests: Sequence[Request],
         names: Sequence[str],
         *,
@@ -99,7 +99,7 @@ class Session:
         self._kept = len(words.early_answer) + answer_tokens if words.early_answer else 0
         prefixes = words.prefixes or [()] * len(requests)
         self.workers = [
-            Worker(name, request, prefix, Reader(words))
+            HogwildWorker(name, request, prefix, WorkerReader(words))
             for name, request, prefix in zip(names, requests, prefixes, strict=True)
         ]
         require(
@@ -134,7 +134,7 @@ class Session:
             hint="ask with a shorter prompt, or for fewer workers",
             error=ServeError,
         )
-        self.space: Space | None = None
+        self.space: BlockSpace | None = None
 
     def _needed(self) -> int:
         """Slots that it may take: all texts, and prefixes of steps of four tokens."""
@@ -150,25 +150,25 @@ class Session:
         return 3 + 2 * len(self.workers)
 
     @property
-    def running(self) -> list[Worker]:
+    def running(self) -> list[HogwildWorker]:
         """Workers that have not ended."""
         return [worker for worker in self.workers if worker.finish is None]
 
     def begin(self) -> None:
         """Open its blocks."""
         store = self._store
-        self.space = Space(
+        self.space = BlockSpace(
             prompt=store.open(None),
             own={worker.name: store.open(worker.name) for worker in self.workers},
             headers={name: store.open(None) for name in self._headers},
         )
 
-    def view(self, worker: Worker) -> View:
+    def view(self, worker: HogwildWorker) -> HogwildView:
         """What a worker sees now."""
         assert self.space is not None
-        return View(tuple(self._layout.blocks(self.space, worker.name)), worker.name)
+        return HogwildView(tuple(self._layout.blocks(self.space, worker.name)), worker.name)
 
-    def feeds(self, budget: int) -> list[Asked]:
+    def feeds(self, budget: int) -> list[WorkerFeed]:
         """What to compute next; the prompt takes at most ``budget`` tokens of it at a time."""
         if self._unread:
             asked = self._prompt(max(1, budget))
@@ -176,22 +176,22 @@ class Session:
         self._end_full()
         return [*self._ended_steps(), *self._written()]
 
-    def _prompt(self, budget: int) -> list[Asked]:
+    def _prompt(self, budget: int) -> list[WorkerFeed]:
         assert self.space is not None
         space = self.space
         tokens, self._unread = self._unread[:budget], self._unread[budget:]
         bare = [] if self._unread else [one for one in self.workers if not one.prefix]
-        asked = [Asked(Feed(View((space.prompt,), None), tokens, bool(bare)), bare)]
+        asked = [WorkerFeed(Feed(HogwildView((space.prompt,), None), tokens, bool(bare)), bare)]
         if not self._unread:
-            before: tuple[Block, ...] = (space.prompt,)
+            before: tuple[HogwildBlock, ...] = (space.prompt,)
             for name, header in self._headers.items():
                 before = (*before, space.headers[name])
-                asked.append(Asked(Feed(View(before, None), header, False)))
+                asked.append(WorkerFeed(Feed(HogwildView(before, None), header, False)))
             for worker in self.workers:
                 worker.pending = list(worker.prefix)
         return asked
 
-    def _ended_steps(self) -> list[Asked]:
+    def _ended_steps(self) -> list[WorkerFeed]:
         """Last tokens of steps; then their blocks stand in the history, and new ones are begun."""
         assert self.space is not None
         ended = sorted((one for one in self.running if one.moves), key=lambda one: one.name)
@@ -199,7 +199,7 @@ class Session:
         for worker in ended:
             yields = not worker.prefix and len(worker.pending) == 1
             feed = Feed(self.view(worker), worker.pending[:1], yields)
-            asked.append(Asked(feed, [worker] if yields else ()))
+            asked.append(WorkerFeed(feed, [worker] if yields else ()))
         for worker in ended:
             self.space.history.append(self.space.own[worker.name])
             self.space.own[worker.name] = self._store.open(worker.name)
@@ -218,12 +218,12 @@ class Session:
             if full or len(self.view(worker)) > most:
                 worker.finish = "length"
 
-    def _written(self) -> list[Asked]:
+    def _written(self) -> list[WorkerFeed]:
         """Pending tokens of all workers."""
         asked = []
         for worker in self.running:
             if worker.pending:
-                asked.append(Asked(Feed(self.view(worker), worker.pending), [worker]))
+                asked.append(WorkerFeed(Feed(self.view(worker), worker.pending), [worker]))
                 worker.pending = []
         return asked
 
@@ -233,7 +233,7 @@ class Session:
         held = (space.prompt, *space.own.values(), *space.history, *space.headers.values())
         return sum(map(len, held))
 
-    def take(self, worker: Worker, token: int, infos: tuple[TokenInfo, ...] = ()) -> None:
+    def take(self, worker: HogwildWorker, token: int, infos: tuple[TokenInfo, ...] = ()) -> None:
         """The next token of a worker."""
         request = worker.request
         request.tokens.append(token)
@@ -265,8 +265,8 @@ class Session:
         self._answer_early()
         told = []
         for worker in self.workers:
-            if not worker.told and (worker.said or worker.finish is not None):
-                worker.told = worker.finish is not None
+            if not worker.reported and (worker.said or worker.finish is not None):
+                worker.reported = worker.finish is not None
                 told.append(
                     Output(worker.request.id, tuple(worker.said), worker.infos, worker.finish)
                 )

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import ServeError, require
-from shoal.serve.decode.hogwild.blocks import Block
+from shoal.serve.decode.hogwild.blocks import HogwildBlock
 
-__all__ = ["Feed", "View"]
+__all__ = ["Feed", "HogwildView"]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class HogwildView:
     """Blocks one behind the other; positions in a view follow from what stands before.
 
     Args:
@@ -23,7 +23,7 @@ class View:
         ServeError: the writer's own block does not come last, or a block comes twice.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[HogwildBlock, ...]
     writer: str | None
 
     def __post_init__(self) -> None:
@@ -40,14 +40,14 @@ class View:
         require(False, f"view of {self.writer}", value, expected=expected, error=ServeError)
 
     @property
-    def own(self) -> Block:
+    def own(self) -> HogwildBlock:
         """Where new tokens go."""
         return self.blocks[-1]
 
     def __len__(self) -> int:
         return sum(map(len, self.blocks))
 
-    def placed(self) -> Iterator[tuple[Block, int]]:
+    def placed(self) -> Iterator[tuple[HogwildBlock, int]]:
         """Blocks that hold something, with the position of their first token."""
         offset = 0
         for block in self.blocks:
@@ -70,6 +70,6 @@ class Feed:
         yields: scores behind the last of them are wanted.
     """
 
-    view: View
+    view: HogwildView
     tokens: Sequence[int]
     yields: bool = True

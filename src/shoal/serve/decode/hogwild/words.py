@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from shoal.serve.decode.hogwild.part import Hogwild
 
-__all__ = ["Reader", "Words"]
+__all__ = ["WorkerReader", "WorkerWords"]
 
 # Bytes in which a final answer is looked for: what is longer is none.
 _TAIL = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class WorkerWords:
     """The words of one request's workers, as tokens.
 
     Args:
@@ -45,7 +45,7 @@ class Words:
         workers: int,
         encode: Callable[[str], Sequence[int]],
         piece: Callable[[int], bytes],
-    ) -> Words:
+    ) -> WorkerWords:
         """The words of a part in the tokens of a model; one worker needs few."""
         looked_for = {"separator": part.separator.encode(), "piece": piece}
         if workers == 1:
@@ -66,14 +66,14 @@ class Words:
         )
 
 
-class Reader:
+class WorkerReader:
     """Reads along with a worker.
 
     Args:
         words: what is looked for.
     """
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: WorkerWords) -> None:
         self._piece, self._separator = words.piece, words.separator
         self._marker = re.compile(words.marker.encode())
         self._tail = self._step = b""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shoal.core.random import generator
 from shoal.model.attention import KVCache
 from shoal.model.transformer import Transformer
-from shoal.train.drafters.protocols import Rows
+from shoal.train.drafters.protocols import TargetRows
 
 __all__ = ["FeatureLearner", "FeatureLoss", "FeatureNet"]
 
@@ -142,7 +142,7 @@ class FeatureLearner:
         """The target is what it was."""
         return None
 
-    def loss(self, rows: Rows, *, step: int, total: int) -> Tensor:
+    def loss(self, rows: TargetRows, *, step: int, total: int) -> Tensor:
         """The loss on the text, some of whose places look ahead."""
         net: FeatureNet = self._guess
         k = net.k
@@ -197,7 +197,7 @@ class FeatureLearner:
         chosen[torch.from_numpy(draws.permutation(rows * blocks)[:number].copy())] = True
         return chosen.view(rows, blocks)[:, block]
 
-    def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
+    def guesses(self, rows: TargetRows, places: Sequence[int]) -> Tensor:
         """Logits along the true path: the first pass from true features, others from its own.
 
         A pass that goes on reads the tokens that are right and the features that the net made of
@@ -239,7 +239,7 @@ class FeatureLearner:
         flat = features.permute(0, 3, 1, 2, 4).reshape(self._rounds * k, batch * count, -1)
         return F.linear(flat, self.output_VD.to(flat.dtype))
 
-    def _walk(self, rows: Rows, embeds: Tensor, places: Sequence[int]) -> tuple[Tensor, Any]:
+    def _walk(self, rows: TargetRows, embeds: Tensor, places: Sequence[int]) -> tuple[Tensor, Any]:
         """What the layers read at all places, and the state behind each judged one."""
         net: FeatureNet = self._guess
         parts, kept, state = [], {}, None

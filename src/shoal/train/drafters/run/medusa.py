@@ -15,25 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.ir.drafting import DrafterJob
-from shoal.model.drafters.medusa import Head, MedusaHeads
+from shoal.model.drafters.medusa import MedusaHead, MedusaHeads
 from shoal.model.loss import token_loss_sum
 from shoal.model.transformer import Transformer
-from shoal.train.drafters.protocols import Rows
+from shoal.train.drafters.protocols import TargetRows
 
 if TYPE_CHECKING:
-    from shoal.train.drafters.medusa import Medusa
+    from shoal.train.drafters.medusa import MedusaTraining
 
-__all__ = ["Frozen", "Joint", "heads_loss"]
+__all__ = ["FrozenLearner", "JointLearner", "heads_loss"]
 
 # The target changes more slowly than its heads.
 _TARGET_RATE = 0.25
 
 
-def heads_loss(heads: MedusaHeads, rows: Rows, decay: float) -> Tensor:
+def heads_loss(heads: MedusaHeads, rows: TargetRows, decay: float) -> Tensor:
     """Sum over heads of decay^k times the mean cross-entropy of the token k + 1 places ahead."""
     total: Tensor | None = None
     for number, head in enumerate(heads.heads, start=1):
-        assert isinstance(head, Head)
+        assert isinstance(head, MedusaHead)
         states = head.states(rows.hidden[:, : -number - 1])
         truth = rows.tokens[:, number + 1 :]
         loss = token_loss_sum(states, head.out.weight, truth) * (decay**number / truth.numel())
@@ -42,7 +42,7 @@ def heads_loss(heads: MedusaHeads, rows: Rows, decay: float) -> Tensor:
     return total
 
 
-class Frozen:
+class FrozenLearner:
     """Version 1: the target stands still, and is not even at hand.
 
     Args:
@@ -50,7 +50,7 @@ class Frozen:
         target: gives the heads their output matrix.
     """
 
-    def __init__(self, part: Medusa, target: Transformer) -> None:
+    def __init__(self, part: MedusaTraining, target: Transformer) -> None:
         self.part = part
         self.net: nn.Module = MedusaHeads.of(target.output_weight.detach().float(), part.heads)
 
@@ -64,11 +64,11 @@ class Frozen:
         """All of the heads."""
         return [(list(self.net.parameters()), self.part.lr)]
 
-    def loss(self, rows: Rows, *, step: int, total: int) -> Tensor:
+    def loss(self, rows: TargetRows, *, step: int, total: int) -> Tensor:
         """What the heads say beside what the text says."""
         return heads_loss(self.heads, rows, self.part.decay)
 
-    def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
+    def guesses(self, rows: TargetRows, places: Sequence[int]) -> Tensor:
         """Logits of each head, from the features at the places themselves."""
         logits: Tensor = self.heads(rows.hidden[:, list(places)].flatten(0, 1))
         return logits
@@ -82,7 +82,7 @@ class Frozen:
         return None
 
 
-class Joint:
+class JointLearner:
     """Version 2: a low-rank change of the target is trained with the heads.
 
     What the target said before, which its features hold, is what it is to go on saying.
@@ -93,7 +93,7 @@ class Joint:
         job: names the target's directory.
     """
 
-    def __init__(self, part: Medusa, target: Transformer, job: DrafterJob) -> None:
+    def __init__(self, part: MedusaTraining, target: Transformer, job: DrafterJob) -> None:
         from shoal.train.peft.base import EVERY
         from shoal.train.peft.lora import Lora
 
@@ -116,7 +116,7 @@ class Joint:
         slow = self.part.lr * _TARGET_RATE
         return [(list(self.heads.parameters()), self.part.lr), (self._change, slow)]
 
-    def loss(self, rows: Rows, *, step: int, total: int) -> Tensor:
+    def loss(self, rows: TargetRows, *, step: int, total: int) -> Tensor:
         """The heads' loss first; then the divergence from what the target said, and theirs."""
         if step < self.part.warmup * total:
             return heads_loss(self.heads, rows, self.part.decay)
@@ -124,10 +124,10 @@ class Joint:
         now = F.log_softmax(F.linear(hidden, self.output_VD).float(), -1).flatten(0, 1)
         before = F.log_softmax(F.linear(rows.hidden, self.output_VD).float(), -1)
         kept = F.kl_div(now, before.flatten(0, 1), reduction="batchmean", log_target=True)
-        said = heads_loss(self.heads, Rows(rows.tokens, hidden), self.part.decay)
+        said = heads_loss(self.heads, TargetRows(rows.tokens, hidden), self.part.decay)
         return kept + self.part.weight * said
 
-    def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
+    def guesses(self, rows: TargetRows, places: Sequence[int]) -> Tensor:
         """Logits of each head, from features of the changed target."""
         hidden = self.target.hidden(rows.tokens)[:, list(places)]
         logits: Tensor = self.heads(hidden.flatten(0, 1))
@@ -140,9 +140,9 @@ class Joint:
     def finish(self, directory: Path) -> Path | None:
         """Write the changed target, merged: the heads are for that one."""
         from shoal.model import huggingface
-        from shoal.train.peft.run.handle import Handle
+        from shoal.train.peft.run.handle import ModelPeftHandle
 
-        assert isinstance(self.handle, Handle)
+        assert isinstance(self.handle, ModelPeftHandle)
         merged = self.handle.keep_merged()
         assert isinstance(merged, Transformer)
         place = directory / "target"

@@ -19,10 +19,10 @@ from shoal.model.attention import KVCache
 from shoal.model.drafters.ppd import PromptTokens, prompt_mask, prompt_positions
 from shoal.model.rope import tables_at
 from shoal.model.transformer import Transformer
-from shoal.train.drafters.protocols import Rows
+from shoal.train.drafters.protocols import TargetRows
 
 if TYPE_CHECKING:
-    from shoal.train.drafters.ppd import Ppd
+    from shoal.train.drafters.ppd import PpdTraining
 
 __all__ = ["PromptLearner", "behind"]
 
@@ -80,7 +80,7 @@ class PromptLearner:
         seed: of the first embeddings and of the places.
     """
 
-    def __init__(self, part: Ppd, target: Transformer, seed: int) -> None:
+    def __init__(self, part: PpdTraining, target: Transformer, seed: int) -> None:
         self.part, self._seed = part, seed
         self.target = target.requires_grad_(False)
         self.prompts = PromptTokens(part.prompts, part.ensemble, target.config.hidden)
@@ -95,7 +95,7 @@ class PromptLearner:
         """The embeddings."""
         return [([self.prompts.embeddings], self.part.lr)]
 
-    def loss(self, rows: Rows, *, step: int, total: int) -> Tensor:
+    def loss(self, rows: TargetRows, *, step: int, total: int) -> Tensor:
         """Mean of ``sum_i decay^(i - 1) KL(target at t + i || prompt token i behind t)``."""
         part, length = self.part, rows.tokens.shape[1]
         draws = generator(self._seed, purpose="prompt places", step=step)
@@ -118,7 +118,7 @@ class PromptLearner:
         logits = self.target.logits(hidden.flatten(0, 1)).view(groups, rows, -1)
         return self.prompts.mean(logits).transpose(0, 1)
 
-    def guesses(self, rows: Rows, places: Sequence[int]) -> Tensor:
+    def guesses(self, rows: TargetRows, places: Sequence[int]) -> Tensor:
         """Logits of each prompt token."""
         return self._logits(rows.tokens, torch.tensor(places))
 

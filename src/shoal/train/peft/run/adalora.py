@@ -13,7 +13,7 @@ from shoal.train.peft.run.sites import Site
 if TYPE_CHECKING:
     from shoal.train.peft.adalora import AdaLora
 
-__all__ = ["Budget", "Triplets"]
+__all__ = ["RankBudget", "Triplets"]
 
 # As Hugging Face's library has it, so that the same numbers give the same outputs.
 _EPSILON = 1e-5
@@ -82,7 +82,7 @@ class Triplets(LowRankPart):
         return found
 
 
-class Budget(nn.Module):
+class RankBudget(nn.Module):
     """Deals the ranks of all matrices.
 
     Args:

@@ -19,14 +19,14 @@ from shoal.train.peft.base import matches
 from shoal.train.peft.run.low_rank import drawn
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = [
+    "BlockBranch",
     "Bottleneck",
-    "Branch",
     "ComposedBottleneck",
     "DroppedBottleneck",
-    "Rules",
+    "SharedFactors",
     "find_branches",
     "hook",
     "num_blocks",
@@ -36,7 +36,7 @@ _ATTRIBUTE = "finetuned"
 
 
 @dataclass(frozen=True)
-class Branch:
+class BlockBranch:
     """Attention or feed-forward of one block.
 
     Args:
@@ -52,12 +52,12 @@ class Branch:
     layer: int
 
 
-def _every(model: nn.Module) -> list[Branch]:
+def _every(model: nn.Module) -> list[BlockBranch]:
     from shoal.model.transformer import Transformer
 
     if isinstance(model, Transformer):
         return [
-            Branch(f"model.layers.{n}.{theirs}", f"blocks.{n}.{ours}", model.config.hidden, n)
+            BlockBranch(f"model.layers.{n}.{theirs}", f"blocks.{n}.{ours}", model.config.hidden, n)
             for n in range(len(model.blocks))
             for ours, theirs in (("attention", "self_attn"), ("mlp", "mlp"))
         ]
@@ -69,12 +69,12 @@ def _every(model: nn.Module) -> list[Branch]:
             continue
         number = re.findall(r"\.(\d+)(?=\.|$)", f".{name}")
         found.append(
-            Branch(name, name, width or inner[0].in_features, int(number[-1]) if number else 0)
+            BlockBranch(name, name, width or inner[0].in_features, int(number[-1]) if number else 0)
         )
     return found
 
 
-def find_branches(model: nn.Module, targets: str, where: str) -> list[Branch]:
+def find_branches(model: nn.Module, targets: str, where: str) -> list[BlockBranch]:
     """The branches that patterns match.
 
     Raises:
@@ -101,7 +101,7 @@ def num_blocks(model: nn.Module) -> int:
     return 1 + max((branch.layer for branch in _every(model)), default=-1)
 
 
-def hook(handle: Handle, branch: Branch, module: nn.Module) -> None:
+def hook(handle: ModelPeftHandle, branch: BlockBranch, module: nn.Module) -> None:
     """Let ``module(inputs, outputs)`` change what a branch gives, until the method is removed."""
     owner = handle.model.get_submodule(branch.path)
     handle.attach(branch.path, _ATTRIBUTE, module, f"{branch.name}.{_ATTRIBUTE}")
@@ -129,7 +129,7 @@ class Bottleneck(nn.Module):
 
     def __init__(
         self,
-        branch: Branch,
+        branch: BlockBranch,
         bottleneck: int,
         *,
         seed: int,
@@ -168,7 +168,7 @@ class DroppedBottleneck(Bottleneck):
         seed: of its matrix and of the draws.
     """
 
-    def __init__(self, branch: Branch, bottleneck: int, *, drop: int, seed: int) -> None:
+    def __init__(self, branch: BlockBranch, bottleneck: int, *, drop: int, seed: int) -> None:
         super().__init__(branch, bottleneck, seed=seed)
         self._drop, self._seed, self._now = drop, seed, 0
 
@@ -183,7 +183,7 @@ class DroppedBottleneck(Bottleneck):
         return out if self.layer < without else super().forward(x, out)
 
 
-class Rules(nn.Module):
+class SharedFactors(nn.Module):
     """The first factors of composed matrices, the same in every layer.
 
     Args:
@@ -210,7 +210,7 @@ class ComposedBottleneck(Bottleneck):
     """
 
     def __init__(
-        self, branch: Branch, bottleneck: int, rules: Rules, rank: int, *, seed: int
+        self, branch: BlockBranch, bottleneck: int, rules: SharedFactors, rank: int, *, seed: int
     ) -> None:
         super().__init__(branch, bottleneck, seed=seed)
         del self.down, self.up

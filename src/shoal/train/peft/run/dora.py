@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.train.peft.run.low_rank import LowRank
-from shoal.train.peft.run.sites import Rows, Site
+from shoal.train.peft.run.sites import Site, SiteRows
 
-__all__ = ["Decomposed"]
+__all__ = ["DoraPart"]
 
 
-class Decomposed(LowRank):
+class DoraPart(LowRank):
     """m (W + scale B A) / |W + scale B A|, lengths of rows.
 
     Args:
@@ -25,7 +25,7 @@ class Decomposed(LowRank):
     """
 
     def __init__(
-        self, site: Site, rows: Rows, r: int, scale: float, *, dropout: float, seed: int
+        self, site: Site, rows: SiteRows, r: int, scale: float, *, dropout: float, seed: int
     ) -> None:
         super().__init__(site, r, scale, dropout=dropout, seed=seed, where="finetune.dora.r")
         with torch.no_grad():
@@ -35,7 +35,7 @@ class Decomposed(LowRank):
         length: Tensor = torch.linalg.vector_norm(weight.float() + self.delta(), dim=1)
         return length
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """The base's output and the product, each output to its magnitude."""
         with torch.no_grad():
             length = self._length(rows.weight.detach())
@@ -47,7 +47,7 @@ class Decomposed(LowRank):
         # Written so that a fresh method, whose factor is 1, adds an exact zero.
         return out + (factor - 1) * plain + factor * product.to(out.dtype) * self.scale
 
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """The whole formula."""
         weight = rows.weight.float()
         factor = self.lora_magnitude_vector / self._length(weight)

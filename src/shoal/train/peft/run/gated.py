@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.train.peft.run.branches import Bottleneck, Branch
+from shoal.train.peft.run.branches import BlockBranch, Bottleneck
 from shoal.train.peft.run.low_rank import LowRank
 from shoal.train.peft.run.prompts import PrefixTokens
-from shoal.train.peft.run.sites import Rows, Site
+from shoal.train.peft.run.sites import Site, SiteRows
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["GatedBottleneck", "GatedLowRank", "gate_prefix"]
 
@@ -34,7 +34,7 @@ class GatedLowRank(LowRank):
         self.gate = nn.Parameter(torch.zeros(1, site.columns))
         self.gate_bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """Base and gated product."""
         given = x.to(self.lora_A.dtype)
         opened = torch.sigmoid(F.linear(given, self.gate, self.gate_bias))
@@ -55,7 +55,7 @@ class GatedBottleneck(Bottleneck):
         seed: of its first matrix.
     """
 
-    def __init__(self, branch: Branch, bottleneck: int, *, seed: int) -> None:
+    def __init__(self, branch: BlockBranch, bottleneck: int, *, seed: int) -> None:
         super().__init__(branch, bottleneck, seed=seed)
         self.gate = nn.Parameter(torch.zeros(1, branch.width))
         self.gate_bias = nn.Parameter(torch.zeros(1))
@@ -67,7 +67,7 @@ class GatedBottleneck(Bottleneck):
         return out + opened.to(out.dtype) * changed
 
 
-def gate_prefix(handle: Handle) -> None:
+def gate_prefix(handle: ModelPeftHandle) -> None:
     """A gate for the prefix of each layer."""
     prefix = next(m for m in handle.modules.values() if isinstance(m, PrefixTokens))
     device = prefix.inputs.device

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.core.random import seed64
-from shoal.train.peft.run.sites import Rows, Site, SitePart
+from shoal.train.peft.run.sites import Site, SitePart, SiteRows
 
 if TYPE_CHECKING:
     from shoal.train.peft.diff_pruning import DiffPruning
@@ -97,12 +97,12 @@ class GatedChange(SitePart):
             draw = torch.Generator().manual_seed(key)
         return self.change * self._opened(draw)
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """The changed product."""
         bias = rows.bias
         return F.linear(x, (rows.weight + self.delta()).to(x.dtype), bias)
 
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """The sum."""
         before = self.training
         self.train(False)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import CheckpointError, ModelError, ShoalError, require
-from shoal.train.peft.run.sites import Adapted, Rows, Site, SitePart, dense
+from shoal.train.peft.run.sites import AdaptedLinear, Site, SitePart, SiteRows, dense
 
 if TYPE_CHECKING:
-    from shoal.train.loop import StepMethod, Trainer
+    from shoal.train.loop import RankTrainer, StepMethod
 
-__all__ = ["Handle"]
+__all__ = ["ModelPeftHandle"]
 
 
-class Handle:
+class ModelPeftHandle:
     """A method at work in a model: what is trained, what is stored, and the way back.
 
     Args:
@@ -52,7 +52,7 @@ class Handle:
         self._stays = False
         self._undo: list[Callable[[], None]] = []
         self._saved: list[tuple[Tensor, Tensor]] = []
-        self._swapped: list[tuple[Adapted, nn.Module]] = []
+        self._swapped: list[tuple[AdaptedLinear, nn.Module]] = []
         self._added: list[nn.Linear] = []
         self._learned = [p for p in model.parameters() if p.requires_grad]
         for parameter in self._learned:
@@ -76,17 +76,19 @@ class Handle:
         adapted.put(site, part.to(device).train(self.model.training))
         self.sites[site.name] = site, part
 
-    def rows(self, site: Site) -> Rows:
+    def rows(self, site: Site) -> SiteRows:
         """The base of a site."""
         module = self.model.get_submodule(site.owner)
-        return Rows(module.base if isinstance(module, Adapted) else module, site.start, site.stop)
+        return SiteRows(
+            module.base if isinstance(module, AdaptedLinear) else module, site.start, site.stop
+        )
 
-    def adapted(self, owner: str) -> Adapted:
+    def adapted(self, owner: str) -> AdaptedLinear:
         """The stand-in of a linear layer, made if there is none."""
         module = self.model.get_submodule(owner)
-        if isinstance(module, Adapted):
+        if isinstance(module, AdaptedLinear):
             return module
-        adapted = Adapted(module)
+        adapted = AdaptedLinear(module)
         self.replace(owner, adapted)
         return adapted
 
@@ -231,18 +233,18 @@ class Handle:
         owners = dict.fromkeys(site.owner for site, _ in self.sites.values())
         modules = [self.model.get_submodule(owner) for owner in owners]
         for module in modules:
-            assert isinstance(module, Adapted)
+            assert isinstance(module, AdaptedLinear)
             if not isinstance(module.base, nn.Linear) and not dequantise:
                 raise ModelError(
                     f"finetune.{self.name}: the base's weights are in few bits, which what was "
                     "learned does not fit in; merge with dequantise to get plain weights"
                 )
         for module in modules:
-            assert isinstance(module, Adapted)
+            assert isinstance(module, AdaptedLinear)
             self._merge_one(module)
         self.is_merged = True
 
-    def _merge_one(self, adapted: Adapted) -> None:
+    def _merge_one(self, adapted: AdaptedLinear) -> None:
         base = adapted.base
         if not isinstance(base, nn.Linear):
             target = _plain(base)
@@ -280,7 +282,7 @@ class Handle:
         self._saved, self._added, self._swapped = [], [], []
         for site, _ in self.sites.values():
             module = self.model.get_submodule(site.owner)
-            assert isinstance(module, Adapted)
+            assert isinstance(module, AdaptedLinear)
             module.merged = False
         self.is_merged = False
 
@@ -321,14 +323,14 @@ class Handle:
                 setattr(self.model.get_submodule(parent), leaf, _plain(module))
         for owner in dict.fromkeys(site.owner for site, _ in self.sites.values()):
             adapted = self.model.get_submodule(owner)
-            assert isinstance(adapted, Adapted)
+            assert isinstance(adapted, AdaptedLinear)
             parent, _, leaf = owner.rpartition(".")
             setattr(self.model.get_submodule(parent), leaf, adapted.base)
         return self.model
 
     # ------------------------------------------------------------------ training
 
-    def step_method(self, trainer: Trainer) -> StepMethod:
+    def step_method(self, trainer: RankTrainer) -> StepMethod:
         """The trainer's own: by gradients."""
         return trainer.method
 

@@ -17,7 +17,7 @@ from shoal.model.transformer import Transformer
 from shoal.train.peft.run.low_rank import drawn
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["SideNetwork", "beside"]
 
@@ -83,7 +83,7 @@ def _blocks(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def beside(handle: Handle, width: int, seed: int) -> None:
+def beside(handle: ModelPeftHandle, width: int, seed: int) -> None:
     """Put a side network beside the blocks of a model."""
     model = handle.model
     blocks = model.blocks if isinstance(model, Transformer) else _blocks(model)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
 from shoal.core.random import seed64
-from shoal.train.peft.run.sites import Rows, Site, SitePart, back, product
+from shoal.train.peft.run.sites import Site, SitePart, SiteRows, back, product
 
 __all__ = ["LowRank", "LowRankPart", "drawn", "fits", "fused"]
 
@@ -65,7 +65,7 @@ class LowRankPart(SitePart):
         """Nothing but the product is done now."""
         return not (self.dropout and self.training)
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """Base and product."""
         down, up, scale = self.pair()
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -76,7 +76,7 @@ class LowRankPart(SitePart):
         down, up, scale = self.pair()
         return (up @ down) * scale
 
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """The sum."""
         return rows.weight + self.delta(), None
 
@@ -179,7 +179,7 @@ class _Products(torch.autograd.Function):
 
 
 def fused(
-    base: nn.Module, plan: Sequence[tuple[Rows, SitePart]]
+    base: nn.Module, plan: Sequence[tuple[SiteRows, SitePart]]
 ) -> Callable[[Tensor], Tensor | None] | None:
     """All parts of a matrix in one operator; None where one of them is no low-rank product."""
     if not all(

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from shoal.core.errors import ConfigError, ModelError, require
 from shoal.core.random import seed64
 from shoal.train.peft.base import matches
-from shoal.train.peft.run.handle import Handle
-from shoal.train.watch.watched import phase
+from shoal.train.peft.run.handle import ModelPeftHandle
+from shoal.train.watch.watched_comm import phase
 
 if TYPE_CHECKING:
     from shoal.ir.hooks import TrainStep
-    from shoal.parallel.tensor.rows import Rows
-    from shoal.train.loop import StepMethod, Trainer
+    from shoal.parallel.tensor.rows import ReplicaSequences
+    from shoal.train.loop import RankTrainer, StepMethod
     from shoal.train.peft.mezo import MeZO
 
 __all__ = ["ZerothOrder"]
 
 
-class ZerothOrder(Handle):
+class ZerothOrder(ModelPeftHandle):
     """The weights of a model, changed along drawn directions.
 
     Args:
@@ -118,11 +118,11 @@ class ZerothOrder(Handle):
         self._move(step, -lr * slope)
         return (above + below) / 2, slope
 
-    def step_method(self, trainer: Trainer) -> StepMethod:
+    def step_method(self, trainer: RankTrainer) -> StepMethod:
         """By forward passes alone."""
         return partial(self._step, trainer)
 
-    def _step(self, trainer: Trainer, step: TrainStep, rows: Rows) -> None:
+    def _step(self, trainer: RankTrainer, step: TrainStep, rows: ReplicaSequences) -> None:
         """Two losses of a batch; the weights have moved when it returns."""
         engine, size = trainer.engine, trainer.microbatch
         shared = torch.zeros(2, dtype=torch.float64, device=trainer.device)

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
-from shoal.kernel.calls import LinearLowbit
+from shoal.kernel.calls import LowbitLinearCall
 from shoal.kernel.dispatch import kernels_of
 from shoal.kernel.formats.normal import nearest_codes, numbers
-from shoal.kernel.protocols import Packed, Ready
+from shoal.kernel.protocols import PackedMatrix, Ready
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
     from shoal.train.peft.run.sites import Site
 
 __all__ = ["NF4Linear", "dequantise", "loftq", "quantise", "to_nf4"]
@@ -221,11 +221,11 @@ class NF4Linear(nn.Module):
         if self._ready is None:
             n, k = self.out_features, self.in_features
             kernel = kernels_of("linear_lowbit")[_KERNEL]
-            call = LinearLowbit(256, n, k, f"nf4-g{self.block}", 4.25, "bf16")
+            call = LowbitLinearCall(256, n, k, f"nf4-g{self.block}", 4.25, "bf16")
             if kernel.refuses(call) is not None or self.codes is None:
                 return None
             scales = self._scales().view(n, -1).half()
-            packed = Packed(
+            packed = PackedMatrix(
                 call.format, (n, k), {"codes": self.codes.view(n, -1), "scales": scales}
             )
             with torch.inference_mode(False):
@@ -241,7 +241,7 @@ def _cut(size: int, most: int, whole: int) -> Iterator[slice]:
     return (slice(at, min(size, at + step)) for at in range(0, size, step))
 
 
-def _owners(handle: Handle) -> list[str]:
+def _owners(handle: ModelPeftHandle) -> list[str]:
     """Every linear layer of the model's blocks, by path."""
     from shoal.train.peft.run.sites import all_sites
 
@@ -253,7 +253,7 @@ def _owners(handle: Handle) -> list[str]:
     ]
 
 
-def quantise(handle: Handle, block: int) -> None:
+def quantise(handle: ModelPeftHandle, block: int) -> None:
     """Put NF4 layers in the place of the linear layers of a model, until the method is removed."""
     for owner in _owners(handle):
         module = handle.model.get_submodule(owner)
@@ -263,7 +263,7 @@ def quantise(handle: Handle, block: int) -> None:
 
 @torch.no_grad()
 def loftq(
-    handle: Handle, sites: list[Site], r: int, block: int, rounds: int
+    handle: ModelPeftHandle, sites: list[Site], r: int, block: int, rounds: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Quantise as :func:`quantise`, so that each site's Q + B A is near to its W.
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from shoal.core.errors import require
 from shoal.model.transformer import Transformer
-from shoal.train.peft.run.handle import Handle
+from shoal.train.peft.run.handle import ModelPeftHandle
 
 if TYPE_CHECKING:
     from shoal.train.peft.offsite import Offsite
 
-__all__ = ["Emulated", "kept_of"]
+__all__ = ["OffsiteEmulator", "kept_of"]
 
 
 def kept_of(count: int, share: float) -> list[int]:
@@ -25,7 +25,7 @@ def kept_of(count: int, share: float) -> list[int]:
     return [round(place * (count - 1) / (number - 1)) for place in range(number)]
 
 
-class Emulated(Handle):
+class OffsiteEmulator(ModelPeftHandle):
     """Copies of the blocks at both ends are trained; the model's own are not touched.
 
     Args:

@@ -29,9 +29,9 @@ from shoal.model.transformer import Transformer
 from shoal.train.peft.run.low_rank import drawn
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["PrefixTokens", "PromptTokens", "prefix", "prompt", "sizes"]
+__all__ = ["PrefixTokens", "PromptEmbeddings", "prefix", "prompt", "sizes"]
 
 Source = Callable[[int, torch.dtype], tuple[Tensor, Tensor]]
 """Layer and dtype -> keys, already turned, and values [m, K, d]."""
@@ -88,7 +88,7 @@ class PrefixTokens(nn.Module):
         return dict(self.named_parameters())
 
 
-class PromptTokens(nn.Module):
+class PromptEmbeddings(nn.Module):
     """Embeddings.
 
     Args:
@@ -168,7 +168,7 @@ def _attention(
     return mixed
 
 
-def _see(handle: Handle, model: Transformer, source: Source) -> None:
+def _see(handle: ModelPeftHandle, model: Transformer, source: Source) -> None:
     """Let every attention of a model see what the source has."""
     for block in model.blocks:
         attention: Any = block.attention
@@ -188,7 +188,7 @@ def _turned(model: Transformer, keys: Tensor, by: int) -> Tensor:
     return rotate(keys.unsqueeze(0), cos, sin)[0]
 
 
-def prefix(handle: Handle, module: PrefixTokens) -> None:
+def prefix(handle: ModelPeftHandle, module: PrefixTokens) -> None:
     """Let a model see the keys and values of a prefix."""
     model = handle.model
     if not isinstance(model, Transformer):
@@ -202,7 +202,7 @@ def prefix(handle: Handle, module: PrefixTokens) -> None:
     _see(handle, model, source)
 
 
-def prompt(handle: Handle, module: PromptTokens) -> None:
+def prompt(handle: ModelPeftHandle, module: PromptEmbeddings) -> None:
     """Let a model see a prompt."""
     model = handle.model
     if not isinstance(model, Transformer):
@@ -261,7 +261,7 @@ def _compute(
             attention.forward = patched
 
 
-def _cached(handle: Handle, module: PrefixTokens) -> None:
+def _cached(handle: ModelPeftHandle, module: PrefixTokens) -> None:
     """Give a prefix to a model of the transformers library, as what it has cached."""
 
     def before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,7 +286,7 @@ def _longer(kwargs: dict[str, Any], by: int) -> dict[str, Any]:
     return {} if mask is None else {"attention_mask": F.pad(mask, (by, 0), value=1)}
 
 
-def _embedded(handle: Handle, module: PromptTokens) -> None:
+def _embedded(handle: ModelPeftHandle, module: PromptEmbeddings) -> None:
     """Put a prompt before the embeddings of a model, and take its outputs away again."""
     count = len(module.embeddings)
     table = _embedding(handle.model)

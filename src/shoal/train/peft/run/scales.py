@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.train.peft.run.sites import Rows, Site, SitePart
+from shoal.train.peft.run.sites import Site, SitePart, SiteRows
 
 __all__ = ["InputScale", "OutputScale", "ScaleShift", "Shift"]
 
@@ -17,11 +17,11 @@ class OutputScale(SitePart):
         super().__init__()
         self.ia3_l = nn.Parameter(torch.ones(site.rows, 1))
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """Scaled outputs."""
         return out * self.ia3_l.view(-1).to(out.dtype)
 
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """Scaled rows."""
         bias = rows.bias
         return rows.weight * self.ia3_l, None if bias is None else bias * self.ia3_l.view(-1)
@@ -36,11 +36,11 @@ class InputScale(SitePart):
         super().__init__()
         self.ia3_l = nn.Parameter(torch.ones(1, site.columns))
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """The base of scaled inputs."""
         return rows.linear(x * self.ia3_l.view(-1).to(x.dtype))
 
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """Scaled columns."""
         return rows.weight * self.ia3_l, None
 
@@ -53,11 +53,11 @@ class ScaleShift(SitePart):
         self.scale = nn.Parameter(torch.ones(site.rows))
         self.shift = nn.Parameter(torch.zeros(site.rows))
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """Scaled and shifted outputs."""
         return out * self.scale.to(out.dtype) + self.shift.to(out.dtype)
 
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """Both in weight and bias."""
         bias = rows.bias
         moved = self.shift if bias is None else bias * self.scale + self.shift
@@ -71,11 +71,11 @@ class Shift(SitePart):
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(site.rows))
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """Shifted outputs."""
         return out + self.shift.to(out.dtype)
 
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """The sum of both biases."""
         bias = rows.bias
         return rows.weight, self.shift if bias is None else bias + self.shift

@@ -1,8 +1,8 @@
 """Sites: the linear layers of a model that methods change, each by the name that files give it.
 
 In our transformer several of them are rows of one matrix: queries, keys and values lie under each
-other, and so do gates and what they gate. :class:`Adapted` stands in the place of such a matrix and
-lets the part of each site change its own rows.
+other, and so do gates and what they gate. :class:`AdaptedLinear` stands in the place of such a
+matrix and lets the part of each site change its own rows.
 
 Shapes: N rows of tokens, I inputs, O outputs of a site, R rank.
 """
@@ -24,7 +24,16 @@ from shoal.train.peft.base import matches
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
 
-__all__ = ["Adapted", "Rows", "Site", "SitePart", "all_sites", "back", "find_sites", "product"]
+__all__ = [
+    "AdaptedLinear",
+    "Site",
+    "SitePart",
+    "SiteRows",
+    "all_sites",
+    "back",
+    "find_sites",
+    "product",
+]
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Site:
         return self.name.rpartition(".")[2]
 
 
-class Rows:
+class SiteRows:
     """The rows of one site in the matrix that a module multiplies with."""
 
     def __init__(self, base: nn.Module, start: int, stop: int) -> None:
@@ -113,7 +122,7 @@ class SitePart(nn.Module):
     replaces = False
 
     @abstractmethod
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """The site's changed output.
 
         Args:
@@ -123,7 +132,7 @@ class SitePart(nn.Module):
         """
 
     @abstractmethod
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """Weight [O, I] and bias that give the same without this part."""
 
     def files(self) -> dict[str, Tensor]:
@@ -131,7 +140,7 @@ class SitePart(nn.Module):
         return dict(self.named_parameters())
 
 
-class Adapted(nn.Module):
+class AdaptedLinear(nn.Module):
     """A linear layer some rows of which methods change.
 
     Args:
@@ -142,7 +151,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.parts = nn.ModuleDict()
-        self._spans: dict[str, Rows] = {}
+        self._spans: dict[str, SiteRows] = {}
         self.merged = False
         self.out_features: int = base.out_features  # type: ignore[assignment]
         self.in_features: int = base.in_features  # type: ignore[assignment]
@@ -171,10 +180,10 @@ class Adapted(nn.Module):
                 "a hybrid method such as unipelt or mam"
             )
         self.parts[site.leaf] = part
-        self._spans[site.leaf] = Rows(self.base, site.start, site.stop)
+        self._spans[site.leaf] = SiteRows(self.base, site.start, site.stop)
         self._order()
 
-    def rows(self, leaf: str) -> Rows:
+    def rows(self, leaf: str) -> SiteRows:
         """The rows of a site."""
         return self._spans[leaf]
 
@@ -200,7 +209,7 @@ class Adapted(nn.Module):
         out: Tensor = x.new_empty(0) if alone else self.base(x)
 
         def rest(start: int, stop: int) -> Tensor:
-            return Rows(self.base, start, stop).linear(x) if alone else out[..., start:stop]
+            return SiteRows(self.base, start, stop).linear(x) if alone else out[..., start:stop]
 
         pieces: list[Tensor] = []
         at = 0
@@ -222,7 +231,7 @@ def all_sites(model: nn.Module) -> list[Site]:
         return _ours(model)
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, Adapted):
+        if isinstance(module, AdaptedLinear):
             found += [Site(name, name, 0, module.out_features, module.in_features, alone=True)]
         elif _is_linear(module) and not name.endswith(".base"):
             rows, columns = module.out_features, module.in_features
@@ -243,7 +252,7 @@ def _ours(model: Transformer) -> list[Site]:
         if leaf != "weight" or not owner.startswith("blocks."):
             continue
         module: Any = model.get_submodule(owner)
-        if not (_is_linear(module) or isinstance(module, Adapted)):
+        if not (_is_linear(module) or isinstance(module, AdaptedLinear)):
             continue
         at = 0
         for piece in pieces:

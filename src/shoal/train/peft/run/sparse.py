@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.train.peft.run.sites import Rows, Site, SitePart
+from shoal.train.peft.run.sites import Site, SitePart, SiteRows
 
 __all__ = ["SparsePart"]
 
@@ -24,7 +24,7 @@ class _Sparse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, part: SparsePart, rows: Rows, bias: Tensor | None
+        ctx: Any, x: Tensor, values: Tensor, part: SparsePart, rows: SiteRows, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, values)
         ctx.part, ctx.rows = part, rows
@@ -82,13 +82,13 @@ class SparsePart(SitePart):
         best = torch.topk(score_OI.detach().float().reshape(-1), len(self.values)).indices
         self.places.copy_(best.sort().values)
 
-    def whole(self, rows: Rows, values: Tensor) -> Tensor:
+    def whole(self, rows: SiteRows, values: Tensor) -> Tensor:
         """The changed matrix, a copy."""
         weight = rows.weight.detach().clone()
         weight.view(-1).index_add_(0, self.places, values.detach().to(weight.dtype))
         return weight
 
-    def forward(self, x: Tensor, out: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, rows: SiteRows) -> Tensor:
         """The changed product."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -98,7 +98,7 @@ class SparsePart(SitePart):
             made: Tensor = _Sparse.apply(x, self.values, self, rows, bias)  # type: ignore[no-untyped-call]
         return made
 
-    def merged(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def merged(self, rows: SiteRows) -> tuple[Tensor, Tensor | None]:
         """The changed matrix."""
         return self.whole(rows, self.values), None
 

@@ -15,7 +15,7 @@ from shoal.model.parscale import Aggregate, use
 from shoal.model.transformer import Transformer
 
 if TYPE_CHECKING:
-    from shoal.train.peft.run.handle import Handle
+    from shoal.train.peft.run.handle import ModelPeftHandle
 
 __all__ = ["OwnStreams"]
 
@@ -33,7 +33,9 @@ class OwnStreams(nn.Module):
         ModelError: the model is not this library's, or not plain.
     """
 
-    def __init__(self, handle: Handle, streams: Streams, seed: int, *, fewer: bool) -> None:
+    def __init__(
+        self, handle: ModelPeftHandle, streams: Streams, seed: int, *, fewer: bool
+    ) -> None:
         super().__init__()
         model = handle.model
         if not isinstance(model, Transformer):

@@ -12,11 +12,11 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.serve.decode.diffusion.protocols import Window
 
-__all__ = ["Dual"]
+__all__ = ["DualRefresh"]
 
 
 @part
-class Dual:
+class DualRefresh:
     """The block alone is computed; all else, when the block begins."""
 
     def window(self, block: Window, length: int, step: int) -> Window:

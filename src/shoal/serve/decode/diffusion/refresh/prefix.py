@@ -12,11 +12,11 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.serve.decode.diffusion.protocols import Window
 
-__all__ = ["Prefix"]
+__all__ = ["PrefixRefresh"]
 
 
 @part
-class Prefix:
+class PrefixRefresh:
     """The block and all behind it are computed; what is before it, when the block begins."""
 
     def window(self, block: Window, length: int, step: int) -> Window:

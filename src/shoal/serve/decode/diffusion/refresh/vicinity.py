@@ -13,11 +13,11 @@ from shoal.core.parts import part
 if TYPE_CHECKING:
     from shoal.serve.decode.diffusion.protocols import Window
 
-__all__ = ["Vicinity"]
+__all__ = ["VicinityRefresh"]
 
 
 @part
-class Vicinity:
+class VicinityRefresh:
     """``a`` tokens before the block and ``b`` behind it are computed again in each iteration.
 
     Everything is, when the block begins and in the iterations that ``warmup`` and ``every`` say.

@@ -9,7 +9,7 @@ from shoal.core.errors import require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.serve.decode.diffusion.protocols import State
+    from shoal.serve.decode.diffusion.protocols import UnmaskState
 
 __all__ = ["best_place", "check_share", "guesses"]
 
@@ -23,7 +23,7 @@ def check_share(where: str, value: float) -> None:
     require(0 < value <= 1, where, value, expected="a probability in (0, 1]")
 
 
-def guesses(logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+def guesses(logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState) -> tuple[Tensor, Tensor]:
     """Tokens [B, W] and how sure the model is of each [B, W]; -1 where nothing is masked."""
     p_BWV = logits_BWV.softmax(-1)
     if state.noise is None:

@@ -18,7 +18,7 @@ from shoal.serve.decode.diffusion.unmask.common import best_place, check_share, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.serve.decode.diffusion.protocols import State
+    from shoal.serve.decode.diffusion.protocols import UnmaskState
 
 __all__ = ["Credit"]
 
@@ -45,7 +45,9 @@ class Credit:
         require(self.gamma >= 0, "unmask.credit.gamma", self.gamma, expected="0 or more")
         require(0 <= self.beta <= 1, "unmask.credit.beta", self.beta, expected="0 to 1")
 
-    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    def select(
+        self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         import torch
 

@@ -14,7 +14,7 @@ from shoal.serve.decode.diffusion.unmask.common import best_place, guesses
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.serve.decode.diffusion.protocols import State
+    from shoal.serve.decode.diffusion.protocols import UnmaskState
 
 __all__ = ["Factor"]
 
@@ -35,7 +35,9 @@ class Factor:
     def __post_init__(self) -> None:
         require(self.f > 0, "unmask.factor.f", self.f, expected="more than 0")
 
-    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    def select(
+        self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         import torch
 

@@ -15,7 +15,7 @@ from shoal.serve.decode.diffusion.unmask.common import guesses
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.serve.decode.diffusion.protocols import State
+    from shoal.serve.decode.diffusion.protocols import UnmaskState
 
 __all__ = ["Fixed"]
 
@@ -40,7 +40,9 @@ class Fixed:
             expected="at least 1, or none for one token each",
         )
 
-    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    def select(
+        self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)
         steps_B = state.size if self.steps is None else state.size.clamp(max=self.steps)

@@ -16,7 +16,7 @@ from shoal.serve.decode.diffusion.unmask.common import best_place, check_share, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.serve.decode.diffusion.protocols import State
+    from shoal.serve.decode.diffusion.protocols import UnmaskState
 
 __all__ = ["Hierarchical"]
 
@@ -42,7 +42,9 @@ class Hierarchical:
             expected=f"0 to tau = {self.tau}",
         )
 
-    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    def select(
+        self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         import torch
 

@@ -13,7 +13,7 @@ from shoal.serve.decode.diffusion.unmask.common import best_place, check_share, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.serve.decode.diffusion.protocols import State
+    from shoal.serve.decode.diffusion.protocols import UnmaskState
 
 __all__ = ["Threshold"]
 
@@ -31,7 +31,9 @@ class Threshold:
     def __post_init__(self) -> None:
         check_share("unmask.threshold.tau", self.tau)
 
-    def select(self, logits_BWV: Tensor, masked_BW: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    def select(
+        self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`~shoal.serve.decode.diffusion.protocols.Unmask`."""
         token_BW, sure_BW = guesses(logits_BWV, masked_BW, state)
         chosen_BW = (sure_BW >= state.bar(self.tau)[:, None]) & masked_BW

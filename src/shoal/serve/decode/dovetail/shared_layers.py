@@ -19,13 +19,13 @@ from shoal.kernel.protocols import Ready
 from shoal.model.accelerate import accelerate
 from shoal.model.config import ModelConfig
 from shoal.model.parameters import Parameters
-from shoal.model.transformer import Block, Transformer
+from shoal.model.transformer import Transformer, TransformerBlock
 from shoal.serve.cache.attention import PagedAttention
 from shoal.serve.cache.paged import PagedCache
-from shoal.serve.decode.captured import Branch, Recordings
-from shoal.serve.decode.dovetail.steps import Inside, Several
+from shoal.serve.decode.captured import Recordings, TreeRows
+from shoal.serve.decode.dovetail.steps import CopyMode, RequestBatch
 
-__all__ = ["Front", "layer_numbers"]
+__all__ = ["SharedLayers", "layer_numbers"]
 
 # The layers need no embedding of their own, and a model has one.
 _NO_TOKENS = 64
@@ -34,7 +34,7 @@ _NO_TOKENS = 64
 def layer_numbers(config: ModelConfig) -> int:
     """Numbers of the weights of one layer."""
     with torch.device("meta"):
-        return sum(one.numel() for one in Block(config, 0).parameters())
+        return sum(one.numel() for one in TransformerBlock(config, 0).parameters())
 
 
 class _Room(NamedTuple):
@@ -66,7 +66,7 @@ class _Layers:
         return hidden_RD
 
 
-class Front:
+class SharedLayers:
     """Layers, and the caches of those who ask for them.
 
     Args:
@@ -135,7 +135,7 @@ class Front:
             recorded = Recordings(self._layers, cache, kernel, positions(job, layers.config))
         self._rooms[number] = _Room(cache, kernel, prompts, recorded)
 
-    def states(self, number: int, step: Several) -> Tensor:
+    def states(self, number: int, step: RequestBatch) -> Tensor:
         """What comes out of these layers [N, D].
 
         Args:
@@ -145,7 +145,7 @@ class Front:
         cache, kernel, prompts, recorded = self._rooms[number]
         device = self._embed.device
         for kind, numbers in step.moved:
-            if kind == Inside.KEEP:
+            if kind == CopyMode.KEEP:
                 half = len(numbers) // 2
                 cache.keep(numbers[:half], numbers[half:])
             else:
@@ -168,7 +168,7 @@ class Front:
         return layers.finished(*layers.through(self._embed[tokens_N], position_N, mixer))
 
 
-def _branches(step: Several) -> list[Branch]:
+def _branches(step: RequestBatch) -> list[TreeRows]:
     """Rows of decodes and trees as a recording takes them."""
     found, row, position = [], 0, step.positions()
     for one in step.contexts:
@@ -176,6 +176,6 @@ def _branches(step: Several) -> list[Branch]:
         seen = np.ones(1, dtype=np.int64) if one.seen is None else one.seen
         depth = position[rows] - one.start
         tokens = step.tokens[rows]
-        found.append(Branch(tokens, one.blocks, one.start, one.start, depth, seen))
+        found.append(TreeRows(tokens, one.blocks, one.start, one.start, depth, seen))
         row = rows.stop
     return found

@@ -15,11 +15,11 @@ from shoal.plan.strategy import PLANNERS
 from shoal.plan.strategy.remedy import enlarged
 from shoal.plan.table import spell
 
-__all__ = ["Answer", "what_if"]
+__all__ = ["WhatIfResult", "what_if"]
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhatIfResult:
     """What one change would do.
 
     Args:
@@ -35,7 +35,7 @@ class Answer:
     plan: str
 
 
-def what_if(job: TrainJob, best: TrainPlan, *, planner: str = "search") -> list[Answer]:
+def what_if(job: TrainJob, best: TrainPlan, *, planner: str = "search") -> list[WhatIfResult]:
     """Answers to the usual questions.
 
     Args:
@@ -48,17 +48,17 @@ def what_if(job: TrainJob, best: TrainPlan, *, planner: str = "search") -> list[
         try:
             there = PLANNERS.build(planner).plan(job, machine)[0]
         except ShoalError as cause:
-            found.append(Answer(question, None, None, str(cause)))
+            found.append(WhatIfResult(question, None, None, str(cause)))
             continue
         if not there.fits:
-            found.append(Answer(question, None, None, "no plan fits"))
+            found.append(WhatIfResult(question, None, None, "no plan fits"))
             continue
         step = _step(there) / _step(best)
         price = None
         if machine.usd_per_device_hour is not None and best.machine.usd_per_device_hour:
             ranks = there.job.parallel.world / best.job.parallel.world
             price = step * ranks * machine.usd_per_device_hour / best.machine.usd_per_device_hour
-        found.append(Answer(question, step, price, _spell(there)))
+        found.append(WhatIfResult(question, step, price, _spell(there)))
     return found
 
 

@@ -19,7 +19,7 @@ from shoal.ir.serving import Request, SamplingParams
 from shoal.serve.engine.failure import RequestFailedError
 from shoal.serve.engine.hooks import ClientHook
 
-__all__ = ["MOST_DEATHS", "Deaths", "key_of"]
+__all__ = ["MOST_DEATHS", "CrashHistory", "key_of"]
 
 MOST_DEATHS = 2
 """Deaths of engines after which a request is not tried again."""
@@ -47,7 +47,7 @@ def _key(request: Request) -> bytes:
     return key_of(request.tokens, request.params, request.adapter)
 
 
-class Deaths(ClientHook):
+class CrashHistory(ClientHook):
     """Which requests engines died with, and how often.
 
     Args:

@@ -1,6 +1,7 @@
 """Who owes whom how many blocks, and who should lend to whom: advice, not orders.
 
-Each instance says at times how it is (:class:`Beat`). From that the ledger keeps the debts, and
+Each instance says at times how it is (:class:`InstanceStatus`). From that the ledger keeps the
+debts, and
 proposes loans: the instance that gains most throughput by room, and the lenders that lose least
 by attending for it, as long as the sum improves. What it knows may be old. So a lender may refuse
 what was proposed, and nobody holds a lock; the debtor's next word corrects the ledger.
@@ -20,11 +21,11 @@ from typing import NamedTuple
 from shoal.core.errors import ServeError
 from shoal.ir import StepCost
 
-__all__ = ["Beat", "Debt", "Ledger", "throughput"]
+__all__ = ["InstanceStatus", "Loan", "LoanRegistry", "throughput"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class InstanceStatus:
     """How an instance is.
 
     Args:
@@ -48,7 +49,7 @@ class Beat:
     node: str = ""
 
 
-class Debt(NamedTuple):
+class Loan(NamedTuple):
     """Blocks that one instance has of another, or should have, or should give back."""
 
     debtor: int
@@ -70,7 +71,7 @@ def throughput(cost: StepCost, contexts: Sequence[int], attended: int = 0) -> fl
     return len(contexts) / cost.seconds([(first + attended, 1), *((one, 1) for one in others)])
 
 
-class Ledger:
+class LoanRegistry:
     """The books of all debts, and advice on new ones.
 
     Args:
@@ -92,7 +93,7 @@ class Ledger:
     ) -> None:
         self.block_size, self.cost = block_size, cost
         self.timeout_s, self.max_lenders = timeout_s, max_lenders
-        self._beats = {number: Beat(instance=number) for number in range(instances)}
+        self._beats = {number: InstanceStatus(instance=number) for number in range(instances)}
         self._heard: dict[int, float] = {}
 
     @property
@@ -100,7 +101,7 @@ class Ledger:
         """Those that are not lost."""
         return self._beats.keys()
 
-    def beat(self, beat: Beat, now: float) -> None:
+    def beat(self, beat: InstanceStatus, now: float) -> None:
         """An instance says how it is; who was lost stays lost."""
         if beat.instance in self._beats:
             self._beats[beat.instance] = beat
@@ -117,10 +118,10 @@ class Ledger:
         return debtors
 
     @property
-    def debts(self) -> list[Debt]:
+    def debts(self) -> list[Loan]:
         """All debts between instances that are not lost."""
         return [
-            Debt(debtor, creditor, blocks)
+            Loan(debtor, creditor, blocks)
             for debtor, beat in self._beats.items()
             for creditor, blocks in sorted(beat.borrowed.items())
             if blocks and creditor in self._beats
@@ -160,7 +161,7 @@ class Ledger:
         beat = self._beats[debtor]
         self._beats[debtor] = replace(beat, short=0, ahead=0)
 
-    def recalls(self) -> list[Debt]:
+    def recalls(self) -> list[Loan]:
         """Debts to end, so that nobody both lends and borrows.
 
         It can come to that when two act on old news. Of such an instance's loans as many blocks
@@ -188,7 +189,7 @@ class Ledger:
                 kept.append(debt)
         return kept
 
-    def loans(self) -> list[Debt]:
+    def loans(self) -> list[Loan]:
         """Loans to propose now, the one that gains most throughput first."""
         beats = self._beats
         free = {one: beat.lendable for one, beat in beats.items()}
@@ -202,7 +203,7 @@ class Ledger:
             if beat.short + beat.ahead and beat.instance not in lending
         ]
         wanting.sort(key=lambda pair: (-pair[0], pair[1].instance))
-        found: list[Debt] = []
+        found: list[Loan] = []
         for gain, beat in wanting:
             # Who will borrow in this round does not lend in it.
             others = {one: left for one, left in free.items() if one != beat.instance and left}
@@ -219,7 +220,7 @@ class Ledger:
                 found += chosen
         return found
 
-    def _gain(self, beat: Beat) -> float:
+    def _gain(self, beat: InstanceStatus) -> float:
         """Tokens per s more by one more request, of which the loan's part is attended elsewhere.
 
         Room for those that run is worth any price: who gives way is computed again.
@@ -229,7 +230,7 @@ class Ledger:
         here = max(1, beat.waiting - beat.short * self.block_size)
         return throughput(self.cost, (*beat.contexts, here)) - throughput(self.cost, beat.contexts)
 
-    def _worse(self, debt: Debt, attended: int) -> float:
+    def _worse(self, debt: Loan, attended: int) -> float:
         """Tokens per s that a lender loses by a loan."""
         contexts = self._beats[debt.creditor].contexts
         more = attended + debt.blocks * self.block_size
@@ -237,20 +238,20 @@ class Ledger:
         return before - throughput(self.cost, contexts, more)
 
     def _cheapest(
-        self, beat: Beat, free: Mapping[int, int], attended: Mapping[int, int]
-    ) -> list[Debt]:
+        self, beat: InstanceStatus, free: Mapping[int, int], attended: Mapping[int, int]
+    ) -> list[Loan]:
         """Lenders for what an instance wants: near ones first, then those that lose least."""
         left, chosen = beat.short + beat.ahead, []
         known = {one for one, blocks in beat.borrowed.items() if blocks}
 
         def rank(one: int) -> tuple[bool, bool, float, int]:
-            offer = Debt(beat.instance, one, min(left, free[one]))
+            offer = Loan(beat.instance, one, min(left, free[one]))
             share = self._worse(offer, attended[one]) / offer.blocks
             return self._beats[one].node != beat.node, one not in known, share, one
 
         for one in sorted(free, key=rank)[: self.max_lenders]:
             if left <= 0:
                 break
-            chosen.append(Debt(beat.instance, one, min(left, free[one])))
+            chosen.append(Loan(beat.instance, one, min(left, free[one])))
             left -= chosen[-1].blocks
         return chosen

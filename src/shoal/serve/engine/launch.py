@@ -21,7 +21,7 @@ from shoal.serve.engine.process import DEFAULT_FACTORY
 from shoal.serve.engine.wire import encode
 from shoal.serve.ranks.spinning import spin_briefly
 
-__all__ = ["PRIVATE", "Launched", "Words", "launch"]
+__all__ = ["PRIVATE", "EngineLog", "EngineProcess", "launch"]
 
 log = logging.getLogger("shoal.serve")
 
@@ -35,11 +35,11 @@ _LEAVE_S = 5.0
 
 
 @dataclass
-class Launched:
+class EngineProcess:
     """An engine's process.
 
     Args:
-        process: its pipe of errors is read by :class:`Words`.
+        process: its pipe of errors is read by :class:`EngineLog`.
         socket: to it; what it is to load has been sent.
     """
 
@@ -54,7 +54,7 @@ class Launched:
             self.process.stderr.close()
 
 
-def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> Launched:
+def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> EngineProcess:
     """Start an engine's process; it loads the model while the caller gets ready itself.
 
     Args:
@@ -90,10 +90,10 @@ def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> Launched:
     finally:
         theirs.close()
     own.setblocking(False)
-    return Launched(process, own)
+    return EngineProcess(process, own)
 
 
-class Words:
+class EngineLog:
     """What an engine prints: it goes to the log, and the end of it is remembered.
 
     Args:

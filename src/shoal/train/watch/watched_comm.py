@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.core.meter import Meter
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["Watched", "phase"]
+__all__ = ["WatchedComm", "phase"]
 
 
 def phase(comm: object, what: str) -> AbstractContextManager[None]:
@@ -47,7 +47,7 @@ class _Recorded:
         self._done = True
 
 
-class Watched:
+class WatchedComm:
     """See :class:`~shoal.parallel.protocols.Comm`; the rest is the inner communicator's.
 
     Args:
@@ -75,16 +75,16 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def split(self, groups: Sequence[Sequence[int]]) -> Watched:
+    def split(self, groups: Sequence[Sequence[int]]) -> WatchedComm:
         """The watched communicator of this rank's group."""
         self._splits += 1
         inner = self.inner.split(groups)
         if inner is self.inner:
             return self
         if inner.ranks == self.ranks:
-            return Watched(inner, self.recorder, f"{self._path}/{self._splits}")
+            return WatchedComm(inner, self.recorder, f"{self._path}/{self._splits}")
         first = inner.ranks[0]
-        return Watched(inner, self.recorder, f"{self._path}/{self._splits}.{first}")
+        return WatchedComm(inner, self.recorder, f"{self._path}/{self._splits}.{first}")
 
     def all_reduce(self, x: Tensor, *, tag: str, op: Literal["sum", "max"] = "sum") -> Pending:
         """Start reducing ``x`` over all ranks, in place."""

@@ -1,4 +1,4 @@
-"""What a claim learns for long, kept for its next run; never a time.
+"""Cache of expensive results of a claim for its next run; never a time.
 
 An outcome that is the same each time is known by a digest of all that it depends on: what was
 given, the sources of the code and the versions of libraries. Where one differs, it is made again.
@@ -23,11 +23,11 @@ from shoal.core.errors import StoreError, require
 from shoal.core.files import write_json
 from shoal.machine.fingerprint import versions
 
-__all__ = ["Kept", "kept", "own_home"]
+__all__ = ["CachedResult", "cached", "own_home"]
 
 
-class Kept(NamedTuple):
-    """What was made, once.
+class CachedResult(NamedTuple):
+    """A result that is computed once.
 
     Args:
         value: as JSON has it.
@@ -41,18 +41,18 @@ class Kept(NamedTuple):
     seconds: float
     of: str
 
-    def told(self) -> dict[str, JsonValue]:
+    def details(self) -> dict[str, JsonValue]:
         """When and how long, for a record's details."""
         return {"at": self.at, "seconds": self.seconds}
 
 
-def kept(
+def cached(
     path: Path | None,
     key: str,
     make: Callable[[], JsonValue],
     given: JsonValue,
     code: Sequence[str],
-) -> Kept:
+) -> CachedResult:
     """What the file has under ``key``, if it depends on the same; else ``make()``, and it is kept.
 
     Args:
@@ -70,11 +70,11 @@ def kept(
     of = hashlib.sha256(told.encode()).hexdigest()
     found = {} if path is None or not path.exists() else _read(path)
     if key in found and found[key]["of"] == of:
-        return Kept(**found[key])
+        return CachedResult(**found[key])
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     begin = time.monotonic()
     value = json.loads(json.dumps(make()))
-    made = Kept(value, at, round(time.monotonic() - begin, 3), of)
+    made = CachedResult(value, at, round(time.monotonic() - begin, 3), of)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found | {key: made._asdict()})

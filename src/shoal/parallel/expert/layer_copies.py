@@ -36,16 +36,16 @@ from shoal.ir.hooks import StepHook, TrainStep
 from shoal.kernel.tensors import compute_dtype
 
 if TYPE_CHECKING:
-    from shoal.parallel.expert.copies import Copies, Leg
+    from shoal.parallel.expert.copies import ExpertCopies, Leg
     from shoal.parallel.protocols import Comm, Pending
 
-__all__ = ["TAG", "Ledger", "Lent", "gathered"]
+__all__ = ["TAG", "CopyMeter", "LayerCopies", "gathered"]
 
 # Under this tag the meter counts weights of copies, and their gradients.
 TAG = "expert_copies"
 
 
-class Ledger(StepHook):
+class CopyMeter(StepHook):
     """What copies have cost this rank, of all layers.
 
     Attributes:
@@ -58,7 +58,7 @@ class Ledger(StepHook):
 
     def __init__(self) -> None:
         self.peak_bytes, self.exposed_s = 0, 0.0
-        self.last: Lent | None = None
+        self.last: LayerCopies | None = None
         self._there: list[tuple[StorageWeakRef, int]] = []
 
     @property
@@ -90,7 +90,7 @@ class Ledger(StepHook):
         self.exposed_s += time.perf_counter() - begin
 
 
-class Lent:
+class LayerCopies:
     """The copies of one layer and pass on this rank.
 
     Args:
@@ -107,9 +107,9 @@ class Lent:
     def __init__(
         self,
         own: Sequence[Tensor],
-        copies: Copies,
+        copies: ExpertCopies,
         comm: Comm,
-        ledger: Ledger,
+        meter: CopyMeter,
         *,
         layer: int = 0,
         again: bool = False,
@@ -119,15 +119,15 @@ class Lent:
         self._shapes = [tuple(one.shape[1:]) for one in own]
         self._dtype = compute_dtype(own[0])
         self._sizes = [math.prod(shape) for shape in self._shapes]
-        self._copies, self._comm, self._ledger = copies, comm, ledger
+        self._copies, self._comm, self._meter = copies, comm, meter
         self._rows: Tensor | None = None
         self._grad: Tensor | None = None
         self._moving: Pending | None = None
         self._legs = 0  # that were begun
         self._back: list[Tensor] = []
         # Behind in the forward pass, and so the next to go backward.
-        self.before: Lent | None = None
-        last, ledger.last = ledger.last, self
+        self.before: LayerCopies | None = None
+        last, meter.last = meter.last, self
         if last is not None and last.layer == layer - 1:
             self.before = last
 
@@ -136,7 +136,7 @@ class Lent:
         if self._rows is None:
             shape = self._copies.count, sum(self._sizes)
             rows = self._own[0].new_empty(shape, dtype=self._dtype)
-            self._rows, self._legs = self._ledger.hold(rows), 0
+            self._rows, self._legs = self._meter.hold(rows), 0
             self._issue()
 
     def hand_on(self) -> None:
@@ -177,7 +177,7 @@ class Lent:
 
     def _wait(self) -> None:
         if self._moving is not None:
-            self._ledger.wait(self._moving)
+            self._meter.wait(self._moving)
             self._moving = None
 
     def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -232,7 +232,7 @@ class Lent:
 
 class _Begun(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lent: Lent, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, lent: LayerCopies, *own: Tensor) -> Tensor:
         ctx.lent = lent
         lent.begin()
         return own[0].new_empty(0)
@@ -245,7 +245,7 @@ class _Begun(torch.autograd.Function):
 
 class _Handed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lent: Lent, sign: Tensor) -> Tensor:
+    def forward(ctx: Any, lent: LayerCopies, sign: Tensor) -> Tensor:
         ctx.lent = lent
         lent.hand_on()
         return sign.clone()
@@ -259,7 +259,7 @@ class _Handed(torch.autograd.Function):
 
 class _Landed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lent: Lent, sign: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, lent: LayerCopies, sign: Tensor) -> tuple[Tensor, ...]:
         ctx.lent = lent
         return lent.weights()
 
@@ -270,7 +270,7 @@ class _Landed(torch.autograd.Function):
         return None, grads[0].new_empty(0)
 
 
-def begun(lent: Lent, own: Sequence[Tensor]) -> Tensor:
+def begun(lent: LayerCopies, own: Sequence[Tensor]) -> Tensor:
     """Ask for copies of experts whose owners' parameters these are.
 
     Returns:
@@ -280,19 +280,19 @@ def begun(lent: Lent, own: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def handed(lent: Lent, sign: Tensor) -> Tensor:
+def handed(lent: LayerCopies, sign: Tensor) -> Tensor:
     """Send them on within nodes; a sign for :func:`landed`."""
     out: Tensor = _Handed.apply(lent, sign)  # type: ignore[no-untyped-call]
     return out
 
 
-def landed(lent: Lent, sign: Tensor) -> tuple[Tensor, ...]:
+def landed(lent: LayerCopies, sign: Tensor) -> tuple[Tensor, ...]:
     """Parameters [C, ...] of all copies, when they are there."""
     out: tuple[Tensor, ...] = _Landed.apply(lent, sign)  # type: ignore[no-untyped-call]
     return out
 
 
-def gathered(own: Sequence[Tensor], copies: Copies, comm: Comm) -> tuple[Tensor, ...]:
+def gathered(own: Sequence[Tensor], copies: ExpertCopies, comm: Comm) -> tuple[Tensor, ...]:
     """Parameters [C, ...] of all experts that this rank borrows, in the order of ``copies``.
 
     Args:
@@ -300,5 +300,5 @@ def gathered(own: Sequence[Tensor], copies: Copies, comm: Comm) -> tuple[Tensor,
         copies: who sends what.
         comm: the ranks that share out the experts.
     """
-    lent = Lent(own, copies, comm, Ledger())
+    lent = LayerCopies(own, copies, comm, CopyMeter())
     return landed(lent, handed(lent, begun(lent, own)))

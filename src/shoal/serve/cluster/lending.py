@@ -31,7 +31,7 @@ from shoal.kernel.protocols import Ready
 from shoal.plan.batching.cache.distributed import DistributedBlocks
 from shoal.serve.cache.paged import PagedCache
 
-__all__ = ["Creditor", "Lender", "LenderLostError"]
+__all__ = ["Lender", "LenderClient", "LenderLostError"]
 
 _HEAD = struct.Struct("<BxHxxxxQ")
 _WORDS, _ATTEND, _PUT = range(3)
@@ -59,7 +59,7 @@ def raw(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-class Stream:
+class FrameStream:
     """Frames over a connected socket.
 
     Args:
@@ -176,7 +176,7 @@ class Lender:
             ).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        stream = Stream(connection)
+        stream = FrameStream(connection)
         try:
             # Settings of a thread: one core for what is asked from outside.
             torch.set_num_threads(1)
@@ -194,7 +194,7 @@ class Lender:
 class _Session:
     """One connection of a borrower."""
 
-    def __init__(self, lender: Lender, stream: Stream) -> None:
+    def __init__(self, lender: Lender, stream: FrameStream) -> None:
         self._lender, self._stream = lender, stream
         self._debtor = -1
         self._blocks = self._lengths = self._requests = torch.empty(0)
@@ -286,7 +286,7 @@ class _Session:
         self._stream.say({"ok": True})
 
 
-class Creditor:
+class LenderClient:
     """A lender, as a borrower sees it. Whatever fails is a :class:`LenderLostError`.
 
     Args:
@@ -311,7 +311,7 @@ class Creditor:
         except OSError as cause:
             connection.close()
             raise LenderLostError(instance, str(cause)) from cause
-        self.stream = Stream(connection)
+        self.stream = FrameStream(connection)
         self._planned: object = None
         self._due = 0  # answers that were asked for and not fetched
         try:

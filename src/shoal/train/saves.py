@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.branches import branches, place_of
-from shoal.checkpoint.history import Told, heat_map, stalls
+from shoal.checkpoint.history import SaveRecord, heat_map, stalls
 from shoal.checkpoint.index import INDEX_NAME
-from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.saved_checkpoint import SavedCheckpoint
 from shoal.checkpoint.store import Store
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.core.svg import Chart, Series
-from shoal.core.svg_rows import Bars, HeatMap
+from shoal.core.svg_rows import BarChart, HeatMap
 from shoal.train.runs import Events, number
 
-__all__ = ["Save", "checkpoints", "heat_of", "memory_by_tier", "stalls_of"]
+__all__ = ["RunSave", "checkpoints", "heat_of", "memory_by_tier", "stalls_of"]
 
 # Newest saves that a page lists.
 MOST = 50
@@ -27,7 +27,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Save:
+class RunSave:
     """One save of a run.
 
     Args:
@@ -36,7 +36,7 @@ class Save:
         nbytes: on the disk; None when it is not kept any more.
         files: ranks that wrote it.
         state: complete, damaged, failed, or not kept.
-        told: what is wrong.
+        message: what is wrong.
         save: what events tell of it.
     """
 
@@ -45,11 +45,11 @@ class Save:
     nbytes: int | None = None
     files: int = 0
     state: str = "not kept"
-    told: str = ""
-    save: Told | None = None
+    message: str = ""
+    save: SaveRecord | None = None
 
 
-def checkpoints(root: Path | None, events: Events) -> list[Save]:
+def checkpoints(root: Path | None, events: Events) -> list[RunSave]:
     """The saves of a run, newest first: those that events tell of, and those on the disk.
 
     A kept one is called complete when its index, its headers and the sizes of its files are what
@@ -67,15 +67,15 @@ def checkpoints(root: Path | None, events: Events) -> list[Save]:
     for step in sorted({*events.saves, *folders}, reverse=True)[:MOST]:
         told = None
         if step in events.saves:
-            told = Told.of(events.saves[step], events.levels.get(step, ()))
+            told = SaveRecord.of(events.saves[step], events.levels.get(step, ()))
         stall = None if told is None else told.stall_s
         if step in folders:
             state, what, nbytes, files = _looked_at(folders[step], _stamp(folders[step]))
-            found.append(Save(step, stall, nbytes, files, state, what, told))
+            found.append(RunSave(step, stall, nbytes, files, state, what, told))
         else:
             failed = told is not None and told.failed
             words = "failed" if failed else "not kept"
-            found.append(Save(step, stall, None, 0, words, told.message if told else "", told))
+            found.append(RunSave(step, stall, None, 0, words, told.message if told else "", told))
     return found
 
 
@@ -92,7 +92,7 @@ def _looked_at(folder: Path, _changed: int) -> tuple[str, str, int | None, int]:
     if folder.is_symlink() or folder.parent.is_symlink():
         return "damaged", f"{folder} is a link, which is not followed", None, 0
     try:
-        saved = Saved(folder)
+        saved = SavedCheckpoint(folder)
         saved.check_files()
     except ShoalError as error:
         return "damaged", str(error), None, 0
@@ -100,7 +100,7 @@ def _looked_at(folder: Path, _changed: int) -> tuple[str, str, int | None, int]:
     return "complete", "", sum(file.bytes for file in files.values()), len(files)
 
 
-def heat_of(saves: Sequence[Save]) -> HeatMap | None:
+def heat_of(saves: Sequence[RunSave]) -> HeatMap | None:
     """Ranks and phases of the newest save, if its ranks have told."""
     if not saves or saves[0].save is None or not saves[0].save.ranks:
         return None
@@ -108,7 +108,7 @@ def heat_of(saves: Sequence[Save]) -> HeatMap | None:
     return found if found.columns else None
 
 
-def stalls_of(saves: Sequence[Save]) -> Bars | None:
+def stalls_of(saves: Sequence[RunSave]) -> BarChart | None:
     """For how long each save held training up; None if no event tells."""
     told = [one.save for one in reversed(saves) if one.save is not None and one.save.blocked_s]
     return stalls(told) if told else None

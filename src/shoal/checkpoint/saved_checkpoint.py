@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.index import Index, Tensor, read_index
+from shoal.checkpoint.index import CheckpointIndex, IndexedTensor, read_index
 from shoal.checkpoint.pieces import TORCH_NAMES
 from shoal.checkpoint.readback import unlike
 from shoal.checkpoint.shards import StoredPiece, file_name
@@ -23,10 +23,10 @@ from shoal.core.errors import CheckpointError, CorruptError, nearest, require
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Saved", "differences"]
+__all__ = ["SavedCheckpoint", "differences"]
 
 
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was opened; its index is checked already.
 
     Args:
@@ -47,7 +47,7 @@ class Saved:
         if not self.folder.exists():
             raise CheckpointError(f"{self.path}: no such checkpoint; give the directory of a step")
         with self._advising():
-            self.index: Index = read_index(self.folder)
+            self.index: CheckpointIndex = read_index(self.folder)
 
     @property
     def step(self) -> int:
@@ -229,7 +229,7 @@ class Saved:
                 + "; use the configuration it was saved with, or another directory"
             )
 
-    def _entry(self, name: str) -> Tensor:
+    def _entry(self, name: str) -> IndexedTensor:
         entry = self.index.tensors.get(name)
         if entry is None:
             hint = nearest(name, self.index.tensors)
@@ -239,7 +239,7 @@ class Saved:
         return entry
 
     def _box(
-        self, name: str, entry: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
+        self, name: str, entry: IndexedTensor, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> Box:
         box = Box(offset, shape)
         require(
@@ -251,7 +251,7 @@ class Saved:
         )
         return box
 
-    def _fill(self, name: str, entry: Tensor, box: Box, out: torch.Tensor) -> None:
+    def _fill(self, name: str, entry: IndexedTensor, box: Box, out: torch.Tensor) -> None:
         import torch
 
         dtype = getattr(torch, TORCH_NAMES[entry.dtype])

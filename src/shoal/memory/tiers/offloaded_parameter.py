@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.ir.comm import Held, Pending
+from shoal.ir.comm import LocalParameter, Pending
 from shoal.kernel.squares import ROW, row_norms
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.memory.tiers.mover import Ticket
-    from shoal.memory.tiers.places import Row
+    from shoal.memory.tiers.places import TierRow
 
-__all__ = ["Cut", "Home"]
+__all__ = ["OffloadedParameter", "ParameterShard"]
 
 
-class Cut:
+class ParameterShard:
     """What one rank has of a parameter.
 
     Args:
@@ -64,7 +64,7 @@ class Cut:
     def __eq__(self, other: object) -> bool:
         """The same part of a parameter of the same shape."""
         mine = (self.shape, self.owner, self.first, self.rows)
-        return isinstance(other, Cut) and mine == (
+        return isinstance(other, ParameterShard) and mine == (
             other.shape,
             other.owner,
             other.first,
@@ -78,15 +78,15 @@ class Cut:
         start = self.first * self.width
         return whole.reshape(-1)[start : start + self.numel]
 
-    def held(self, values: Tensor) -> Held:
+    def held(self, values: Tensor) -> LocalParameter:
         """This rank's elements as a box of the whole."""
         if not self.shape:
-            return Held(values.view(() if self.rows else (0,)), (), ())
+            return LocalParameter(values.view(() if self.rows else (0,)), (), ())
         box = values.view(self.rows, *self.shape[1:])
-        return Held(box, (self.first, *(0,) * (len(self.shape) - 1)), self.shape)
+        return LocalParameter(box, (self.first, *(0,) * (len(self.shape) - 1)), self.shape)
 
 
-class Home:
+class OffloadedParameter:
     """One parameter away from the device.
 
     Args:
@@ -111,10 +111,10 @@ class Home:
         self,
         name: str,
         parameter: nn.Parameter,
-        cut: Cut,
-        weight: Row,
-        gradient: Row | None,
-        states: dict[str, Row],
+        cut: ParameterShard,
+        weight: TierRow,
+        gradient: TierRow | None,
+        states: dict[str, TierRow],
     ) -> None:
         self.name, self.parameter, self.cut = name, parameter, cut
         self.dtype: torch.dtype = parameter.dtype

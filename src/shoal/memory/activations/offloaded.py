@@ -20,15 +20,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from shoal.memory.tiers.mover import Ticket
     from shoal.memory.tiers.places import Tiers
-    from shoal.memory.tiers.tier import Block
+    from shoal.memory.tiers.tier import TierBlock
 
-__all__ = ["LEAST", "Away", "Sending", "Slip"]
+__all__ = ["LEAST", "OffloadedStorage", "StorageOffload", "TensorPlaceholder"]
 
 LEAST = 4096
 """Bytes of a storage from which it pays to send it away."""
 
 
-class Away:
+class OffloadedStorage:
     """One storage that waits.
 
     Args:
@@ -42,7 +42,7 @@ class Away:
         coming: of the copy that brings them.
     """
 
-    def __init__(self, block: Block, source: torch.UntypedStorage) -> None:
+    def __init__(self, block: TierBlock, source: torch.UntypedStorage) -> None:
         self.block = block
         self.source = weakref.ref(source)
         self.leaving: Ticket | None = None
@@ -50,20 +50,20 @@ class Away:
         self.coming: Ticket | None = None
 
 
-_A = TypeVar("_A", bound=Away)
+_A = TypeVar("_A", bound=OffloadedStorage)
 
 
-class Slip(NamedTuple):
+class TensorPlaceholder(NamedTuple):
     """What is kept in the place of a tensor."""
 
-    away: Away
+    away: OffloadedStorage
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
 
-class Sending(ABC, Generic[_A]):
+class StorageOffload(ABC, Generic[_A]):
     """Sends storages away and brings them back.
 
     Args:
@@ -90,7 +90,7 @@ class Sending(ABC, Generic[_A]):
             return True
         return tensor.device.type != self._tiers.device.device.type
 
-    def pack(self, tensor: Tensor) -> Slip | Tensor:
+    def pack(self, tensor: Tensor) -> TensorPlaceholder | Tensor:
         """Send the storage of a tensor away, once; the tensor itself if it stays.
 
         Raises:
@@ -98,18 +98,18 @@ class Sending(ABC, Generic[_A]):
         """
         return tensor if self.stays(tensor) else self.sent_away(tensor)
 
-    def sent_away(self, tensor: Tensor) -> Slip:
+    def sent_away(self, tensor: Tensor) -> TensorPlaceholder:
         """Send the storage of a tensor away, once, whatever it is; see :meth:`pack`."""
         storage = tensor.untyped_storage()
         away = self._known.get(storage._cdata)
         if away is None or away.source() is not storage:
             away = self._depart(tensor, storage)
             self._known[storage._cdata] = away
-        return Slip(
+        return TensorPlaceholder(
             away, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
 
-    def unpack(self, slip: Slip) -> Tensor:
+    def unpack(self, slip: TensorPlaceholder) -> Tensor:
         """The tensor again, on the device."""
         away: _A = slip.away  # type: ignore[assignment]
         storage = away.source()
@@ -149,7 +149,7 @@ class Sending(ABC, Generic[_A]):
         while self._leaving and self._leaving[0].done():
             self._leaving.popleft().wait()
 
-    def _view(self, block: Block) -> Tensor:
+    def _view(self, block: TierBlock) -> Tensor:
         """A block on the host."""
         with self._tiers.scope.outside():
             return self._tiers.host.view(block, torch.uint8, (block.nbytes,))

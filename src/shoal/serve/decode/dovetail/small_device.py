@@ -14,25 +14,25 @@ from torch import Tensor
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import table
 from shoal.ir import KVPart, ServeJob
-from shoal.kernel.kv.bfp import Bfp
+from shoal.kernel.kv.bfp import BfpKVFormat
 from shoal.model.architecture import plain
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
 from shoal.plan.serving.small_device import tree_room
 from shoal.serve.cache.paged import token_bytes
 from shoal.serve.decode.dovetail.fast import fits
-from shoal.serve.decode.dovetail.front import layer_numbers
+from shoal.serve.decode.dovetail.shared_layers import layer_numbers
 from shoal.serve.decode.dovetail.taped import kept_places
 
 if TYPE_CHECKING:
-    from shoal.serve.decode.dovetail.part import Dovetail
+    from shoal.serve.decode.dovetail.part import DovetailSpeculative
 
-__all__ = ["Placed", "placed"]
+__all__ = ["SmallDeviceContents", "placed"]
 
 _WHERE = "speculative.dovetail"
 
 
-class Placed(NamedTuple):
+class SmallDeviceContents(NamedTuple):
     """What lies on the small device.
 
     Args:
@@ -47,8 +47,12 @@ class Placed(NamedTuple):
 
 
 def placed(
-    part: Dovetail, job: ServeJob, model: Transformer, layers: int, state: Mapping[str, Tensor]
-) -> Placed:
+    part: DovetailSpeculative,
+    job: ServeJob,
+    model: Transformer,
+    layers: int,
+    state: Mapping[str, Tensor],
+) -> SmallDeviceContents:
     """What the options of a part come to for a target.
 
     Args:
@@ -91,7 +95,7 @@ def placed(
         )
     drafter = quick if fast else nbytes
     count = _layers(part.target_layers, target, cap, drafter, of_layer)
-    return Placed(drafter + count * of_layer, fast, count)
+    return SmallDeviceContents(drafter + count * of_layer, fast, count)
 
 
 def _layers(
@@ -132,7 +136,11 @@ def _layer_bytes(job: ServeJob, target: ModelConfig, dtype: torch.dtype) -> int:
     for what, wanted, good in (
         ("weights", job.weights, job.weights == "plain"),
         ("host_tokens", job.host_tokens, not job.host_tokens),
-        ("kv_format", str(job.kv_format), not isinstance(form, Bfp) or form.ksort == "none"),
+        (
+            "kv_format",
+            str(job.kv_format),
+            not isinstance(form, BfpKVFormat) or form.ksort == "none",
+        ),
     ):
         require(
             good,

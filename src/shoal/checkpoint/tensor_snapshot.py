@@ -23,7 +23,7 @@ from shoal.checkpoint.checksum import crc32c, sampled_crc32c
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Watch", "Watched", "digest"]
+__all__ = ["TensorSnapshot", "Watch", "digest"]
 
 Watch = Literal["version", "sample", "full"]
 
@@ -32,7 +32,7 @@ _PAGE, _LINE = 4096, 64
 _WHOLE = 16 * _PAGE
 
 
-class Watched:
+class TensorSnapshot:
     """The state of tensors at one moment, to be compared with a later one.
 
     Args:

@@ -18,7 +18,7 @@ from shoal.serve.engine.adjust import Adjuster
 from shoal.serve.engine.failure import failure
 from shoal.serve.engine.sampler import choose
 
-__all__ = ["NOT_FINITE", "Chosen", "choose_rows"]
+__all__ = ["NOT_FINITE", "TokenChoice", "choose_rows"]
 
 log = logging.getLogger("shoal.serve")
 
@@ -29,7 +29,7 @@ NOT_FINITE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TokenChoice:
     """What was chosen.
 
     Args:
@@ -46,7 +46,7 @@ class Chosen:
     errors: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose_rows(adjust: Adjuster, logits_RV: Tensor, requests: Sequence[Request]) -> Chosen:
+def choose_rows(adjust: Adjuster, logits_RV: Tensor, requests: Sequence[Request]) -> TokenChoice:
     """The next token of every row.
 
     Args:
@@ -60,12 +60,12 @@ def choose_rows(adjust: Adjuster, logits_RV: Tensor, requests: Sequence[Request]
         if len(requests) == 1:
             name = requests[0].id
             log.exception("no token could be chosen for request %s", name)
-            return Chosen({name: (0,)}, errors={name: failure(cause)})
+            return TokenChoice({name: (0,)}, errors={name: failure(cause)})
     found = [
         choose_rows(adjust, logits_RV[row : row + 1], [request])
         for row, request in enumerate(requests)
     ]
-    return Chosen(
+    return TokenChoice(
         *(
             {name: value for one in found for name, value in getattr(one, kind).items()}
             for kind in ("tokens", "infos", "failed", "errors")
@@ -73,10 +73,10 @@ def choose_rows(adjust: Adjuster, logits_RV: Tensor, requests: Sequence[Request]
     )
 
 
-def _together(adjust: Adjuster, logits_RV: Tensor, requests: Sequence[Request]) -> Chosen:
+def _together(adjust: Adjuster, logits_RV: Tensor, requests: Sequence[Request]) -> TokenChoice:
     scores_RV, failed = adjust(logits_RV, requests)
     tokens, infos, bad = choose(logits_RV, requests, scores_RV)
-    return Chosen(
+    return TokenChoice(
         {request.id: (new,) for request, new in zip(requests, tokens, strict=True)},
         infos,
         failed,

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from shoal.core.errors import require
 from shoal.ir import StepCost
 
-__all__ = ["Lent"]
+__all__ = ["LendingStepCost"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lent:
+class LendingStepCost:
     """A step's seconds by what lies where.
 
     Args:
