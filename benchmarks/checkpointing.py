@@ -83,12 +83,12 @@ class Trained:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that is saved."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            found[f"model.{name}"] = parameter.detach()
+            tensors[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
-                found[f"optimizer.{name}.{key}"] = value
-        return found
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
 
 
 class Method(Protocol):
@@ -313,7 +313,7 @@ def row(
     samples: dict[str, list[float]],
 ) -> Row:
     """A median of paired ratios."""
-    found = bootstrap(ratios)
+    result = bootstrap(ratios)
     return Row(
         name=name,
         value=statistics.median(ratios),
@@ -321,8 +321,8 @@ def row(
         comparison=comparison,
         threshold=threshold,
         note=note,
-        low=found.low,
-        high=found.high,
+        low=result.low,
+        high=result.high,
         samples=samples,
     )
 
@@ -345,8 +345,8 @@ def main() -> None:
     rows: list[Row] = []
     table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for name in given.parts or PARTS:
-        found, part = PARTS[name](1 if given.quick else given.rounds)
-        rows += found
+        result, part = PARTS[name](1 if given.quick else given.rounds)
+        rows += result
         table[name] = part
         gc.collect()
     dist.destroy_process_group()

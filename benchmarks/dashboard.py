@@ -97,12 +97,12 @@ def fill(home: Path, count: int) -> list[str]:
     here.save(home / "machine.yaml")
     score = Score(home / "score.db")
     page = ""
-    found = []
+    results = []
     for number in range(count):
         directory = RunDir(home / "runs" / f"run-{number:04d}")
         directory.root.mkdir(parents=True)
         chosen = plan(number, here)
-        found.append(run_id(directory.root))
+        results.append(run_id(directory.root))
         directory.events.write_text(events(number))
         # JSON is YAML too, and a thousand plans are written in seconds.
         directory.plan.write_text(chosen.model_dump_json(exclude_none=True))
@@ -116,7 +116,7 @@ def fill(home: Path, count: int) -> list[str]:
         directory.page.write_text(page)
         directory.report.write_text(report.model_dump_json())
         score.append(report, directory.root)
-    return found
+    return results
 
 
 def timed(address: str, path: str, cookie: str) -> float:
@@ -195,25 +195,25 @@ def main() -> None:
     options = parser.parse_args()
     if not options.dry:
         require_quiet()
-    found = measure(options.runs, options.rounds)
-    for name, seconds in found.items():
+    result = measure(options.runs, options.rounds)
+    for name, seconds in result.items():
         print(
             f"{name:24} first {1e3 * seconds[0]:6.1f} ms, median "
             f"{1e3 * statistics.median(seconds):6.1f} ms, slowest {1e3 * max(seconds):6.1f} ms"
         )
-    slowest = max(found, key=lambda name: max(found[name]))
-    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    slowest = max(result, key=lambda name: max(result[name]))
+    medians = {name: statistics.median(seconds) for name, seconds in result.items()}
     row = Row(
         name="slowest page of the dashboard",
-        value=max(found[slowest]),
+        value=max(result[slowest]),
         unit="s",
         comparison="<=",
         threshold=LIMIT_S,
         note=f"{options.runs} runs in the store, {options.rounds} requests of each of "
-        f"{len(found)} pages over HTTP, cold ones among them; the slowest request of all was "
+        f"{len(result)} pages over HTTP, cold ones among them; the slowest request of all was "
         f"{slowest!r}; medians from {1e3 * min(medians.values()):.0f} to "
         f"{1e3 * max(medians.values()):.0f} ms",
-        samples=found,
+        samples=result,
     )
     if not options.dry:
         record([row])

@@ -46,33 +46,33 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dry", action="store_true", help="write nothing")
-    asked = parser.parse_args()
-    sizes = [int(one) for one in asked.batch.split(",")]
+    args = parser.parse_args()
+    sizes = [int(one) for one in args.batch.split(",")]
     target = zoo.trained(TARGET, print)
-    methods = {name: part(name, target) for name in asked.methods.split(",")}
-    prompts = held_out_prompts(target, zoo.corpus(TARGET), asked.prompts, PROMPT_TOKENS)
-    if not asked.dry:
+    methods = {name: part(name, target) for name in args.methods.split(",")}
+    prompts = held_out_prompts(target, zoo.corpus(TARGET), args.prompts, PROMPT_TOKENS)
+    if not args.dry:
         require_quiet()
     bench = Bench(
         target,
         {PLAIN: None, **methods},
         threads=num_cores(),
         max_running=max(sizes),
-        kv_tokens=max(8192, max(sizes) * (PROMPT_TOKENS + asked.tokens + 64)),
+        kv_tokens=max(8192, max(sizes) * (PROMPT_TOKENS + args.tokens + 64)),
     )
-    kept = lively(bench, prompts, asked.tokens)
+    kept = lively(bench, prompts, args.tokens)
     loops = len(prompts) - len(kept)
-    found = []
+    results = []
     for size in sizes:
         # Larger batches are answered sooner, and less of a round is measured.
-        rounds = asked.rounds * min(4, 1 + size // 4)
-        for row in compared(bench, kept, asked.tokens, rounds=rounds, batch=size, loops=loops):
+        rounds = args.rounds * min(4, 1 + size // 4)
+        for row in compared(bench, kept, args.tokens, rounds=rounds, batch=size, loops=loops):
             print(
                 f"{size:3} {row.method:12} {row.tokens_per_s:6.0f} tokens/s, {row.speedup:.3f} of "
                 f"plain ({row.low:.3f} to {row.high:.3f}), {row.tokens_per_step:.2f} tokens a step"
             )
-            found.append(row)
-    guessing = [row for row in found if row.method != PLAIN]
+            results.append(row)
+    guessing = [row for row in results if row.method != PLAIN]
     rows = [
         Row(
             name=f"speculation over plain decoding, least of {len(sizes)} sizes of batch: {name}",
@@ -84,8 +84,8 @@ def main() -> None:
             + ", ".join(
                 f"{one.speedup:.2f} at {one.batch}" for one in guessing if one.method == name
             )
-            + f"; {len(kept)} prompts of {PROMPT_TOKENS} tokens, answers of {asked.tokens}, "
-            f"{asked.rounds} rounds in turn, and up to four times as many of larger batches; "
+            + f"; {len(kept)} prompts of {PROMPT_TOKENS} tokens, answers of {args.tokens}, "
+            f"{args.rounds} rounds in turn, and up to four times as many of larger batches; "
             f"{loops} looping answers left out",
             low=min(row.low for row in guessing if row.method == name),
             high=max(row.high for row in guessing if row.method == name),
@@ -108,13 +108,13 @@ def main() -> None:
     )
     table = {
         "target": TARGET,
-        "rounds": asked.rounds,
+        "rounds": args.rounds,
         "answers": len(kept),
         "loops": loops,
-        "new_tokens": asked.tokens,
-        "methods": [asdict(row) for row in found],
+        "new_tokens": args.tokens,
+        "methods": [asdict(row) for row in results],
     }
-    finish(TABLE, table, rows, dry=asked.dry)
+    finish(TABLE, table, rows, dry=args.dry)
 
 
 if __name__ == "__main__":

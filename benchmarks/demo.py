@@ -24,20 +24,20 @@ ROOT = Path(__file__).parents[1]
 
 def measured(report: Path) -> tuple[dict[str, float], dict[str, float]]:
     """(measured, errors) of a report."""
-    found = json.loads(report.read_text())
-    return found["measured"], found["errors"]
+    data = json.loads(report.read_text())
+    return data["measured"], data["errors"]
 
 
 def rows(folder: Path, minutes: float, wall_s: float, clone: bool) -> list[Row]:
     """What must hold after so many minutes of training."""
-    found, errors = measured(folder / "run" / "report.json")
+    result, errors = measured(folder / "run" / "report.json")
     with (folder / "run" / "events.jsonl").open() as events:
         first = json.loads(events.readline())["time"]
     before = (folder / "run" / "plan.yaml").stat().st_mtime <= first
-    told = (
-        f"{found['total_s']:.0f} s in steps, {found['steps']:.0f} steps, "
-        f"{found['tokens_per_s']:,.0f} tokens/s on 2 ranks of one thread; one rank killed and "
-        f"resumed, {found['lost_s']:.0f} s lost"
+    text = (
+        f"{result['total_s']:.0f} s in steps, {result['steps']:.0f} steps, "
+        f"{result['tokens_per_s']:,.0f} tokens/s on 2 ranks of one thread; one rank killed and "
+        f"resumed, {result['lost_s']:.0f} s lost"
     )
     name, threshold, baseline = (
         ("gzip -9", 0.95, "gzip_bits_per_byte")
@@ -47,12 +47,12 @@ def rows(folder: Path, minutes: float, wall_s: float, clone: bool) -> list[Row]:
     made = [
         Row(
             name=f"bits per byte after {minutes:g} minutes against {name}",
-            value=found["bits_per_byte"] / found[baseline],
+            value=result["bits_per_byte"] / result[baseline],
             unit="x",
             comparison="<=",
             threshold=threshold,
-            note=f"held-out files, context reset per file: {found['bits_per_byte']:.4f} against "
-            f"{found[baseline]:.4f}; {told}",
+            note=f"held-out files, context reset per file: {result['bits_per_byte']:.4f} against "
+            f"{result[baseline]:.4f}; {text}",
         ),
         Row(
             name=f"error of the plan's step time, {minutes:g} minutes",
@@ -61,7 +61,7 @@ def rows(folder: Path, minutes: float, wall_s: float, clone: bool) -> list[Row]:
             comparison="<=",
             threshold=0.25,
             note=f"measured / predicted - 1 = {errors['step_s']:+.3f}; median step "
-            f"{1e3 * found['step_s']:.0f} ms; plan written {'before' if before else 'AFTER'} it",
+            f"{1e3 * result['step_s']:.0f} ms; plan written {'before' if before else 'AFTER'} it",
         ),
     ]
     if clone:

@@ -67,8 +67,8 @@ def resumed(folder: Path) -> Row:
         killed = folder / f"killed-{precision}"
         run(killed, 2, precision, fatal, False)
         run(killed, 2, precision, None, True)
-        expected, found = losses(folder / f"straight-{precision}"), losses(killed)
-        equal += sum(found[step] == loss for step, loss in expected.items())
+        expected, result = losses(folder / f"straight-{precision}"), losses(killed)
+        equal += sum(result[step] == loss for step, loss in expected.items())
         total += len(expected)
     return Row(
         name="losses bit-equal after kill -9 and resume",
@@ -87,8 +87,8 @@ def over_ranks(folder: Path) -> Row:
     run(changing, 1, "fp32", 9, False)
     run(changing, 2, "fp32", 17, True)
     run(changing, 1, "fp32", None, True)
-    expected, found = losses(folder / "one"), losses(changing)
-    worst = max(abs(found[step] / loss - 1) for step, loss in expected.items())
+    expected, result = losses(folder / "one"), losses(changing)
+    worst = max(abs(result[step] / loss - 1) for step, loss in expected.items())
     return Row(
         name="largest relative difference of losses, 1 to 2 to 1 ranks",
         value=worst,
@@ -136,8 +136,8 @@ def parity(folder: Path) -> list[Row]:
         tokens = torch.randint(0, 257, (2, 48))
         with torch.no_grad():
             expected = peer(tokens).logits
-            for found in (ours(tokens), back(tokens).logits):
-                worst = max(worst, float((found - expected).abs().max()))
+            for result in (ours(tokens), back(tokens).logits):
+                worst = max(worst, float((result - expected).abs().max()))
             prompt = tokens[:1, :9]
             greedy = peer.generate(prompt, max_new_tokens=64, do_sample=False)[0, 9:].tolist()
             same += generate(ours, prompt[0].tolist(), 64) == greedy

@@ -40,9 +40,9 @@ def fresh(policy: str, algorithm: str) -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, policy, algorithm], capture_output=True, check=True
     )
-    found: dict[str, float] = json.loads(done.stdout)
-    assert not found["torch"]
-    return found
+    values: dict[str, float] = json.loads(done.stdout)
+    assert not values["torch"]
+    return values
 
 
 def main() -> None:

@@ -60,13 +60,13 @@ JOB = ServeJob.model_validate(
 
 def requests(workload: dict[str, Any], count: int, seed: int, rate: float) -> list[Arrival]:
     """Requests of a trace, at so many a second."""
-    found: list[Arrival] = (
+    arrivals: list[Arrival] = (
         table("workload")
         .build({**workload, "rate": 1.0})
         .arrivals(count=count, vocab_size=4096, max_position=POSITIONS, seed=seed)
     )
-    last = found[-1].at
-    return [dataclasses.replace(one, at=one.at * count / rate / last) for one in found]
+    last = arrivals[-1].at
+    return [dataclasses.replace(one, at=one.at * count / rate / last) for one in arrivals]
 
 
 def told(served: Sequence[ServedRequest]) -> dict[str, float]:
@@ -94,17 +94,17 @@ def attempt(
     looks.append(pulse.take())
     rate = 2 * quantities(rehearsed)["requests_per_s"]
     arrivals, line = requests(workload, count, turn, rate), learned(steps)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "rate": rate,
         "predicted": told(simulate(build_scheduler(JOB), line, arrivals).served),
     }
-    write(found)
+    write(result)
     steps = []
     served = replay(engine, arrivals, steps=steps)
     looks.append(pulse.take())
     drift = sum(one.seconds for one in steps) / sum(line.seconds(one.chunks) for one in steps)
     return {
-        **found,
+        **result,
         "measured": told(served),
         "steps": len(steps),
         "steps_over_predicted": drift,

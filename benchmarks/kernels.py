@@ -213,13 +213,13 @@ def builds() -> list[Row]:
     """First use of all kernels on a new machine, and every start after it."""
     with tempfile.TemporaryDirectory(prefix="shoal-kernels-") as home:
         environment = {**os.environ, "SHOAL_HOME": home}
-        found = []
+        results = []
         for _ in range(4):
             done = subprocess.run(
                 [sys.executable, "-c", BUILD], env=environment, capture_output=True, check=True
             )
-            found.append(json.loads(done.stdout))
-    first, later = found[0], sorted(one["seconds"] for one in found[1:])[1]
+            results.append(json.loads(done.stdout))
+    first, later = results[0], sorted(one["seconds"] for one in results[1:])[1]
     return [
         Row(
             "building all kernels at first use",
@@ -239,15 +239,15 @@ def quality() -> list[Row]:
     model = zoo.trained("shoal-4m-h128")
     for form, method, most in (("int4-g128", "gptq", 2.0), ("int8-channel", "rtn", 0.2)):
         with tempfile.TemporaryDirectory() as place:
-            found = quantize_directory(
+            result = quantize_directory(
                 model, Path(place) / "small", form, method=method, time_it=False
             ).quality
-        assert found is not None
+        assert result is not None
         note = (
-            f"{method}, perplexity {found.reference:.3f} -> {found.perplexity:.3f} on "
-            f"{found.tokens} tokens, same top token {found.agreement:.1%}"
+            f"{method}, perplexity {result.reference:.3f} -> {result.perplexity:.3f} on "
+            f"{result.tokens} tokens, same top token {result.agreement:.1%}"
         )
-        rows.append(Row(f"{form} perplexity rise", 100 * found.rise, "%", "<=", most, note))
+        rows.append(Row(f"{form} perplexity rise", 100 * result.rise, "%", "<=", most, note))
     return rows
 
 

@@ -184,14 +184,14 @@ class Client(threading.Thread):
 
 def victims(server: psutil.Process, way: Way) -> list[psutil.Process]:
     """The processes of a server one of which is killed."""
-    found = []
+    victims = []
     for child in server.children(recursive=True):
         try:
             if way.module in child.cmdline():
-                found.append(child)
+                victims.append(child)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return victims
 
 
 def numbers(url: str, name: str) -> float:
@@ -206,10 +206,10 @@ def whole(url: str, server: psutil.Process, way: Way) -> bool:
         return False
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=HANGS_S) as answer:
-            told = json.loads(answer.read())
+            data = json.loads(answer.read())
     except OSError:
         return False
-    return bool(told.get("ready") == told.get("replicas"))
+    return bool(data.get("ready") == data.get("replicas"))
 
 
 def until_whole(url: str, server: psutil.Process, way: Way) -> None:
@@ -384,8 +384,8 @@ def main() -> None:
     judged = []
     with tempfile.TemporaryDirectory() as name:
         for way in [options.only] if options.only else WAYS:
-            found = kill_under_load(Path(name), WAYS[way], options.seconds, options.every)
-            judged += rows(WAYS[way], found, options.every)
+            result = kill_under_load(Path(name), WAYS[way], options.seconds, options.every)
+            judged += rows(WAYS[way], result, options.every)
     if options.loud:
         for row in judged:
             print(f"{row.name}: {row.value:.4g} {row.unit} (<= {row.threshold:g}); {row.note}")

@@ -44,7 +44,7 @@ _LIMIT = 1.3
 
 def state(nbytes: int) -> dict[str, torch.Tensor]:
     """Layers of a transformer with the moments of AdamW, in fp32, of about so many bytes."""
-    hidden, found = 1536, {}
+    hidden, state = 1536, {}
     noise = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
     shapes = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden), "norm": (hidden,)}
     shapes |= {"up": (4 * hidden, hidden), "down": (hidden, 4 * hidden)}
@@ -58,10 +58,10 @@ def state(nbytes: int) -> dict[str, torch.Tensor]:
                     part = flat[at : at + len(noise)]
                     part.copy_(noise[: len(part)])
                 tensor += layer
-                found[f"{prefix}.layers.{layer}.{name}{suffix}"] = tensor
+                state[f"{prefix}.layers.{layer}.{name}{suffix}"] = tensor
                 total += tensor.nbytes
         layer += 1
-    return found
+    return state
 
 
 def raw(path: Path, block: int) -> None:
@@ -131,7 +131,7 @@ def measure(nbytes: int, rounds: int) -> tuple[Row, dict[str, Any]]:
     finally:
         shutil.rmtree(place)
     ratios = [a / b for a, b in zip(spent["load"], spent["raw"], strict=True)]
-    found = bootstrap(ratios)
+    result = bootstrap(ratios)
     row = Row(
         name="load of a state over the raw read of its bytes",
         value=statistics.median(ratios),
@@ -140,8 +140,8 @@ def measure(nbytes: int, rounds: int) -> tuple[Row, dict[str, Any]]:
         threshold=_LIMIT,
         note=f"{size / 1e9:.2f} GB, one rank, verified, into tensors that are there; O_DIRECT, "
         f"raw read in blocks of {block >> 20} MiB",
-        low=found.low,
-        high=found.high,
+        low=result.low,
+        high=result.high,
         samples=spent,
     )
     table = {
@@ -150,7 +150,7 @@ def measure(nbytes: int, rounds: int) -> tuple[Row, dict[str, Any]]:
         "raw_block_s": {str(b): s for b, s in blocks.items()},
         "seconds": spent,
         "gb_per_s": {n: size / statistics.median(s) / 1e9 for n, s in spent.items()},
-        "load_over_raw": {"value": row.value, "low": found.low, "high": found.high},
+        "load_over_raw": {"value": row.value, "low": result.low, "high": result.high},
         "threshold": _LIMIT,
         "holds": row.holds,
         "reports": [asdict(report) for report in reports[1:]],
@@ -164,15 +164,15 @@ def main() -> None:
     words.add_argument("--gb", type=float, default=2.0)
     words.add_argument("--rounds", type=int, default=7)
     words.add_argument("--dry", action="store_true", help="Write nothing.")
-    asked = words.parse_args()
-    if not asked.dry:
+    args = words.parse_args()
+    if not args.dry:
         require_quiet()
-    row, table = measure(int(asked.gb * 1e9), asked.rounds)
+    row, table = measure(int(args.gb * 1e9), args.rounds)
     for name, seconds in table["seconds"].items():
         print(f"{name:16s} {statistics.median(seconds):7.3f} s", [f"{s:.3f}" for s in seconds])
     print(json.dumps(table["reports"][-1]))
     print(f"{row.name}: {row.value:.2f} [{row.low:.2f}, {row.high:.2f}]")
-    if asked.dry:
+    if args.dry:
         return
     record([row])
     commit = subprocess.run(

@@ -92,13 +92,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(POLICIES))
     arguments = parser.parse_args()
     require_quiet()
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
+    result: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
     with tempfile.TemporaryDirectory(prefix="shoal-offloads-") as folder:
         for turn in range(arguments.rounds):
-            names = list(found)
+            names = list(result)
             for name in names if turn % 2 == 0 else reversed(names):
-                found[name].append(run(name, arguments.steps, Path(folder)))
-                last = found[name][-1]
+                result[name].append(run(name, arguments.steps, Path(folder)))
+                last = result[name][-1]
                 print(f"{name}: {last['step_s']:.3f} s a step, {last['tier_bytes']}", flush=True)
     table = {
         name: {
@@ -108,9 +108,9 @@ def main() -> None:
             "rounds_s": [one["step_s"] for one in rounds],
             "tier_bytes": rounds[0]["tier_bytes"],
         }
-        for name, rounds in found.items()
+        for name, rounds in result.items()
     }
-    if set(found) != set(POLICIES):
+    if set(result) != set(POLICIES):
         print(json.dumps(table, indent=1))
         return
     full = table[EVERYTHING]

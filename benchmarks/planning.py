@@ -42,22 +42,22 @@ def main() -> None:
     require_quiet()
     rows = []
     for name, model, machine, length, batch, most in SEARCHES:
-        found = []
+        results = []
         for _ in range(RUNS):
             done = subprocess.run(
                 [sys.executable, "-c", SEARCH, model, machine, str(length), str(batch)],
                 capture_output=True,
                 check=True,
             )
-            found.append(json.loads(done.stdout))
-        found.sort()
-        seconds, peak, why, fits, torch_loaded = found[RUNS // 2]
+            results.append(json.loads(done.stdout))
+        results.sort()
+        seconds, peak, why, fits, torch_loaded = results[RUNS // 2]
         if not fits or torch_loaded:
             raise SystemExit(f"{name}: fits is {fits}, torch loaded is {torch_loaded}")
-        told = f"{model} on {machine}, {why.split(';')[0]}; median of {RUNS} processes"
-        samples = {"s": [run[0] for run in found]}
-        rows.append(Row(f"full search: {name}", seconds, "s", "<=", most, told, samples=samples))
-        rows.append(Row(f"memory of that search: {name}", peak / 2**30, "GiB", "<=", 1.0, told))
+        text = f"{model} on {machine}, {why.split(';')[0]}; median of {RUNS} processes"
+        samples = {"s": [run[0] for run in results]}
+        rows.append(Row(f"full search: {name}", seconds, "s", "<=", most, text, samples=samples))
+        rows.append(Row(f"memory of that search: {name}", peak / 2**30, "GiB", "<=", 1.0, text))
     cold = []
     command = ["train", "Qwen3-14B", "-m", "16xH100", "--tokens", "20B"]
     for _ in range(RUNS):

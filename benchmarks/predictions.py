@@ -82,12 +82,12 @@ def how(plan: TrainPlan) -> dict[str, Any]:
 def jobs_of(name: str, steps: int) -> dict[str, TrainJob]:
     """The job under every plan that is legal for it."""
     open_job = asked(name, steps).model_dump(mode="json", exclude_unset=True)
-    found = {}
+    jobs = {}
     for plan, stated in PLANS.items():
         job = TrainJob.model_validate({**open_job, **stated})
         if job.global_batch % (job.parallel.dp * (job.microbatch or 1)) == 0:
-            found[plan] = job
-    return found
+            jobs[plan] = job
+    return jobs
 
 
 def main() -> None:

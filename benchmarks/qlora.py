@@ -85,8 +85,8 @@ class Tuning:
         """MiB by arena."""
         with self.arenas.passes():
             self.passes()
-        found = self.arenas.bytes({})
-        return {name: found[name] / 2**20 for name in ("base", "activations")}
+        result = self.arenas.bytes({})
+        return {name: result[name] / 2**20 for name in ("base", "activations")}
 
 
 def main() -> None:
@@ -121,12 +121,12 @@ def main() -> None:
             name: partial(Tuning.step, way) for name, way in ways.items()
         }
         paired = interleave(steps, options.pairs, warmup=1)
-        found = {name: way.memory() for name, way in ways.items()}
+        result = {name: way.memory() for name, way in ways.items()}
         short = str(dtype).removeprefix("torch.")
-        told = {n: f"{1e3 * sorted(s)[len(s) // 2]:.0f} ms" for n, s in paired.seconds.items()}
-        print(short, told, found)
+        fields = {n: f"{1e3 * sorted(s)[len(s) // 2]:.0f} ms" for n, s in paired.seconds.items()}
+        print(short, fields, result)
         ratio = paired.ratio("whole weights", "kernel and tiles")
-        new, old = found["kernel and tiles"], found["whole weights"]
+        new, old = result["kernel and tiles"], result["whole weights"]
         judged += [
             Row(
                 name=f"QLoRA step, {short}: whole weights over kernel and tiles",
@@ -138,7 +138,7 @@ def main() -> None:
                 threshold=1.0,
                 samples={name: list(paired.seconds[name]) for name in ways},
                 note=f"{config.num_layers} layers of {width}, {options.rows} tokens, one thread; "
-                + ", ".join(f"{name} {time}" for name, time in told.items()),
+                + ", ".join(f"{name} {time}" for name, time in fields.items()),
             ),
             Row(
                 name=f"QLoRA passes, {short}: memory over that of whole weights",
@@ -148,8 +148,8 @@ def main() -> None:
                 threshold=1.0,
                 note=f"base and passes: {new['base']:.0f} + {new['activations']:.0f} MiB against "
                 f"{old['base']:.0f} + {old['activations']:.0f} MiB; LoRA on the plain base "
-                f"{found['lora, plain base']['base']:.0f} + "
-                f"{found['lora, plain base']['activations']:.0f} MiB",
+                f"{result['lora, plain base']['base']:.0f} + "
+                f"{result['lora, plain base']['activations']:.0f} MiB",
             ),
         ]
     record(judged)

@@ -57,11 +57,11 @@ APART = 8
 
 def state(step: int) -> dict[str, torch.Tensor]:
     """Tensors that tell which step they are of; of each byte, which place."""
-    found = {}
+    state = {}
     for number in range(TENSORS):
         values = torch.arange(TENSOR // 4, dtype=torch.int32) + step * TENSORS + number
-        found[f"model.{number}"] = values
-    return found
+        state[f"model.{number}"] = values
+    return state
 
 
 def newest(store: Store, least: int) -> int | None:
@@ -119,15 +119,15 @@ def saves(kills: int) -> tuple[list[Row], dict[str, Any]]:
                 time.sleep(choose.uniform(0.0, LONGEST_S))
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                told = b""
+                outcome = b""
                 while more := os.read(reader, 2**16):
-                    told += more
+                    outcome += more
                 os.close(reader)
                 during += any(near.root.glob(".step-*"))
-                found = newest(near, max(done, int.from_bytes(told[-4:], "big")))
+                result = newest(near, max(done, int.from_bytes(outcome[-4:], "big")))
                 sent = arrived if far is None else newest(far, arrived)
-                loaded += found is not None and sent is not None
-                done, arrived = found or done, sent or arrived
+                loaded += result is not None and sent is not None
+                done, arrived = result or done, sent or arrived
             table[way] = {
                 "kills": kills,
                 "in_the_middle": during,
@@ -186,24 +186,24 @@ def trained(faults: int, *, size: int) -> tuple[list[Row], dict[str, Any]]:
         else:
             supervisor.lose(range(first, first + size))
 
-    with tempfile.TemporaryDirectory(prefix="shoal-reliability-") as root, hosts(size) as found:
+    with tempfile.TemporaryDirectory(prefix="shoal-reliability-") as root, hosts(size) as result:
         place = Path(root)
         os.environ["SHOAL_HOME"] = str(place / "home")
-        execute(plan(place, steps, None), place / "right", hosts=found)
+        execute(plan(place, steps, None), place / "right", hosts=result)
         memory = {"name": "xor", "ranks_per_node": size}
         run = place / "run"
-        execute(plan(place, steps, memory), run, restarts=faults, inject=inject, hosts=found)
+        execute(plan(place, steps, memory), run, restarts=faults, inject=inject, hosts=result)
         wanted = losses(place / "right")
         events = list(read_events(run / "events.jsonl"))
         same = losses(run) == wanted
-    told = []
+    notes = []
     for when, at in zip(
         killed, [n for n, event in enumerate(events) if event["kind"] == "recover"], strict=True
     ):
         done = max(event["step"] for event in events[:at] if event["kind"] == "step") + 1
         start = next(event for event in events[at:] if event["kind"] == "start")
         step = next(event for event in events[at:] if event["kind"] == "step")
-        told.append(
+        notes.append(
             {
                 "level": start["level"],
                 "steps_lost": done - start["step"],
@@ -213,9 +213,9 @@ def trained(faults: int, *, size: int) -> tuple[list[Row], dict[str, Any]]:
             }
         )
     what = "one of four ranks" if size == 1 else "one of two nodes, two ranks each"
-    where = "plain processes" if found is None else "network namespaces"
+    where = "plain processes" if result is None else "network namespaces"
     table = {
-        "faults": told,
+        "faults": notes,
         "same_losses": same,
         "start_s": started[0],
         "what": what,
@@ -227,7 +227,7 @@ def trained(faults: int, *, size: int) -> tuple[list[Row], dict[str, Any]]:
     rows = [
         Row(
             name=f"killed {what}: gone on from memory with the same losses",
-            value=float(same) * statistics.fmean(one["level"] == "memory" for one in told),
+            value=float(same) * statistics.fmean(one["level"] == "memory" for one in notes),
             unit="",
             comparison=">=",
             threshold=1.0,
@@ -235,7 +235,7 @@ def trained(faults: int, *, size: int) -> tuple[list[Row], dict[str, Any]]:
         ),
         Row(
             name=f"killed {what}: steps lost",
-            value=max(one["steps_lost"] for one in told),
+            value=max(one["steps_lost"] for one in notes),
             unit="",
             comparison="<=",
             threshold=1.0,
@@ -243,7 +243,7 @@ def trained(faults: int, *, size: int) -> tuple[list[Row], dict[str, Any]]:
         ),
         Row(
             name=f"killed {what}: time to go on",
-            value=max(one["beyond_start_s"] for one in told),
+            value=max(one["beyond_start_s"] for one in notes),
             unit="s",
             comparison="<=",
             threshold=10.0,
@@ -375,8 +375,8 @@ def main() -> None:
     table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for name in given.parts or PARTS:
         part, whole, few = PARTS[name]
-        found, table[name] = part(few if given.quick else whole)
-        rows += found
+        result, table[name] = part(few if given.quick else whole)
+        rows += result
     finish(TABLE, table, rows, dry=given.quick or given.dry)
 
 

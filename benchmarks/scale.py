@@ -88,13 +88,13 @@ class Measured:
 
 def least(call: Callable[[], object], repeats: int = REPEATS) -> float:
     """Seconds of processor of the quickest of some calls, the system's included."""
-    found = []
+    results = []
     for _ in range(repeats):
         gc.collect()
         begin = time.process_time()
         call()
-        found.append(time.process_time() - begin)
-    return min(found)
+        results.append(time.process_time() - begin)
+    return min(results)
 
 
 def supervised(world: int, folder: Path) -> tuple[Any, subprocess.Popen[bytes]]:
@@ -114,7 +114,7 @@ def supervised(world: int, folder: Path) -> tuple[Any, subprocess.Popen[bytes]]:
 def watching(worlds: tuple[int, ...]) -> Iterator[Measured]:
     """The supervisor: looking for ranks that ended, and at heartbeats."""
     idle: dict[int, float] = {}
-    asked: dict[int, float] = {}
+    values: dict[int, float] = {}
     beats: dict[int, float] = {}
     judged: dict[int, float] = {}
     for world in worlds:
@@ -129,17 +129,17 @@ def watching(worlds: tuple[int, ...]) -> Iterator[Measured]:
                     one._poll(now)
 
                 idle[world] = least(functools.partial(poll, False, False))
-                asked[world] = least(functools.partial(poll, True, False))
+                values[world] = least(functools.partial(poll, True, False))
                 beats[world] = least(functools.partial(poll, False, True))
-                found = one.beats()
-                judged[world] = least(lambda found=found: blame(found))
+                result = one.beats()
+                judged[world] = least(lambda found=result: blame(found))
             finally:
                 child.communicate(b"\n")
     part = "train/supervise.py"
     looks = STEP_S / supervise._POLL_S
     yield Measured("has any rank ended", part, "step", looks, idle, "one system call")
     asks = STEP_S / supervise._ASK_S
-    yield Measured("which ranks ended", part, "step", asks, asked, "one system call a rank")
+    yield Measured("which ranks ended", part, "step", asks, values, "one system call a rank")
     share = min(
         STEP_S / (s + max(supervise._POLL_S, supervise._BEATS_TIMES * s)) for s in beats.values()
     )
@@ -219,32 +219,32 @@ class Everyone:
 
 def starting(worlds: tuple[int, ...]) -> Iterator[Measured]:
     """Agreement on the job, groups of ranks, groups of replicas in memory, order of the data."""
-    found: list[dict[int, float]] = [{} for _ in range(4)]
+    results: list[dict[int, float]] = [{} for _ in range(4)]
     for world in worlds:
         comm: Any = Everyone(world)
-        found[0][world] = least(lambda comm=comm: agree(comm, "the job", {"a": [1] * 100}))
+        results[0][world] = least(lambda comm=comm: agree(comm, "the job", {"a": [1] * 100}))
         layout = Layout((("pp", 4), ("dp", world // 32), ("tp", 8)))
-        found[1][world] = least(
+        results[1][world] = least(
             lambda layout=layout: [layout.groups(axis) for axis in ("pp", "dp", "tp")]
         )
-        found[2][world] = least(
+        results[2][world] = least(
             lambda world=world: coding_groups(range(world), group=4, ranks_per_node=8)
         )
         split: Any = Endless()
         rows = {"seq_len": 4096, "global_batch": 2 * world, "rank": 0, "world": world}
-        found[3][world] = least(
+        results[3][world] = least(
             lambda s=split, rows=rows: batch(s, "stream", seed=1, step=0, **rows)
         )
     yield Measured(
-        "agree on the job", "parallel/comm/agree.py", "start", None, found[0], "32 bytes a rank"
+        "agree on the job", "parallel/comm/agree.py", "start", None, results[0], "32 bytes a rank"
     )
-    yield Measured("groups of ranks", "ir/layout.py", "start", None, found[1], "pp 4, tp 8, dp")
+    yield Measured("groups of ranks", "ir/layout.py", "start", None, results[1], "pp 4, tp 8, dp")
     part = "checkpoint/inmemory/layout.py"
     yield Measured(
-        "groups of replicas", part, "start", None, found[2], "4 replicas, 8 ranks a node"
+        "groups of replicas", part, "start", None, results[2], "4 replicas, 8 ranks a node"
     )
     note = "rows of one rank; two of 4,096 tokens"
-    yield Measured("order of the data", "corpora/order.py", "step", 1.0, found[3], note)
+    yield Measured("order of the data", "corpora/order.py", "step", 1.0, results[3], note)
 
 
 class Endless:
@@ -266,7 +266,7 @@ def saving(worlds: tuple[int, ...]) -> Iterator[Measured]:
     cold: dict[int, float] = {}
     warm: dict[int, float] = {}
     commit: dict[int, float] = {}
-    dealt: dict[int, float] = {}
+    values: dict[int, float] = {}
     tensors = simulated.llama()
     for world in worlds:
         folder = simulated.saved_by(world, tensors)
@@ -282,7 +282,7 @@ def saving(worlds: tuple[int, ...]) -> Iterator[Measured]:
             mine = own.copy()
             mine["first"][mine["bytes"] > 4] += rank  # each has rows of its own
             every.append(mine)
-        dealt[world] = least(lambda every=every: assign(every), 2)
+        values[world] = least(lambda every=every: assign(every), 2)
         with tempfile.TemporaryDirectory() as place:
             store = Store(place)
             store._merger = merger
@@ -307,7 +307,7 @@ def saving(worlds: tuple[int, ...]) -> Iterator[Measured]:
     note = "shards are read, merged, and renamed into place"
     yield Measured("commit", "checkpoint/store.py", "save", every_save, commit, note)
     part, note = "checkpoint/plan.py", "on every rank; 24 bytes a box"
-    yield Measured("who writes what", part, "layout", None, dealt, note)
+    yield Measured("who writes what", part, "layout", None, values, note)
 
 
 def loading(worlds: tuple[int, ...]) -> Iterator[Measured]:

@@ -42,8 +42,8 @@ print(json.dumps([seconds, begin - built, peak, len(timeline), "torch" in sys.mo
 def fresh(program: str) -> list[float]:
     """What a program prints, run in a process of its own."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    found: list[float] = json.loads(done.stdout)
-    return found
+    values: list[float] = json.loads(done.stdout)
+    return values
 
 
 def main() -> None:

@@ -133,8 +133,8 @@ async def ask_all(
                 "temperature": 0,
             }
             if not stream:
-                told = await client.completions.create(**options)
-                return numbers(told.choices[0].text)
+                result = await client.completions.create(**options)
+                return numbers(result.choices[0].text)
             parts = [
                 piece.choices[0].text
                 async for piece in await client.completions.create(**options, stream=True)
@@ -161,8 +161,8 @@ def same_tokens(folder: Path) -> list[Row]:
                 expected.append(out[0, len(prompt) :].tolist())
         with background(folder / family) as server:
             ready.append(server.ready_s)
-            found = asyncio.run(ask_all(server.url, prompts, NEW_TOKENS))
-        same += found == expected
+            result = asyncio.run(ask_all(server.url, prompts, NEW_TOKENS))
+        same += result == expected
     return [
         Row(
             name="families with the same 64 greedy tokens over HTTP as transformers",
@@ -205,14 +205,14 @@ def speed(folder: Path, rounds: int) -> list[Row]:
     torch.set_num_threads(os.cpu_count() or 1)
 
     def one_at_a_time() -> list[list[int]]:
-        found = []
+        results = []
         with torch.no_grad():
             for prompt in prompts:
                 out = model.generate(
                     torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False
                 )
-                found.append(out[0, length:].tolist())
-        return found
+                results.append(out[0, length:].tolist())
+        return results
 
     with background(folder / "speed", "--set", "kv={name: paged, prefix_reuse: false}") as server:
 
@@ -422,7 +422,7 @@ def simulator(folder: Path) -> list[Row]:
         # Faster than the engine can serve them: slower arrivals would set the throughput.
         report = bench_serve(job, requests=200, rate=200.0)
         error = report.errors["tokens_per_s"]
-        told = report.plan.predicted["tokens_per_s"]
+        result = report.plan.predicted["tokens_per_s"]
         rows.append(
             Row(
                 name=f"error of the simulated throughput, {name}",
@@ -433,7 +433,7 @@ def simulator(folder: Path) -> list[Row]:
                 note=f"{workload['name']}, lengths divided by {workload['scale']}, 200 requests at "
                 f"200 a second; measured {report.measured['tokens_per_s']:,.0f} tokens/s, "
                 "predicted before "
-                f"the replay {told.value:,.0f} ({told.low:,.0f} to {told.high:,.0f}): "
+                f"the replay {result.value:,.0f} ({result.low:,.0f} to {result.high:,.0f}): "
                 f"{error:+.3f}; time to first token, median: "
                 f"{report.errors.get('ttft_p50_s', float('nan')):+.3f}; between tokens: "
                 f"{report.errors.get('tpot_p50_s', float('nan')):+.3f}",

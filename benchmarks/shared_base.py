@@ -79,8 +79,8 @@ def _steps(run: Path) -> int:
 
 def memory(process: psutil.Process) -> dict[str, float]:
     """MiB of a process: its own alone, and its share."""
-    found = process.memory_full_info()
-    return {"private": found.uss / _MIB, "pss": found.pss / _MIB}
+    result = process.memory_full_info()
+    return {"private": result.uss / _MIB, "pss": result.pss / _MIB}
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def main() -> None:
         ffn_hidden=3 * width,
         max_position=64,
     )
-    told: dict[str, dict[str, float]] = {}
+    fields: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="shoal-base-") as place:
         folder = Path(place)
         base = folder / "model"
@@ -112,16 +112,16 @@ def main() -> None:
                 alone = memory(first)
                 with job(folder, base, how, 2) as second:
                     both = [memory(first), memory(second)]
-            told[how] = {
+            fields[how] = {
                 "one": alone["pss"],
                 "two": both[0]["pss"] + both[1]["pss"],
                 "second": both[1]["private"],
             }
-            told[how]["added"] = told[how]["two"] - told[how]["one"]
+            fields[how]["added"] = fields[how]["two"] - fields[how]["one"]
         shutil.rmtree(image.parent)
     print(f"base in fp32: {size:.0f} MiB")
-    print(json.dumps(told, indent=2))
-    saved = (told["own"]["added"] - told["shared"]["added"]) / size
+    print(json.dumps(fields, indent=2))
+    saved = (fields["own"]["added"] - fields["shared"]["added"]) / size
     record(
         [
             Row(
@@ -132,8 +132,8 @@ def main() -> None:
                 threshold=0.9,
                 note=(
                     f"share of a base of {size:.0f} MiB in fp32 by which the two jobs' PSS grows "
-                    f"less with a second; it adds {told['shared']['added']:.0f} MiB, and "
-                    f"{told['own']['added']:.0f} MiB with a base of its own"
+                    f"less with a second; it adds {fields['shared']['added']:.0f} MiB, and "
+                    f"{fields['own']['added']:.0f} MiB with a base of its own"
                 ),
             )
         ]

@@ -118,12 +118,12 @@ class Recorded:
 
 def proposals(world: int, given: Callable[[int], Given]) -> list[bytes]:
     """What each rank tells the others of what it holds."""
-    found = []
+    proposals = []
     for rank in range(world):
         alone = Recorded(0, 1)
         WritePlanner(alone).plan(given(rank))
-        found.append(alone.said[0])
-    return found
+        proposals.append(alone.said[0])
+    return proposals
 
 
 def shard_of(rank: int, given: Given) -> tuple[Image, bytes]:
@@ -193,12 +193,12 @@ def saved_by(
 
 def homes_of(asked: Iterable[Sequence[BoxRequest]], world: int) -> dict[int, list[bytes]]:
     """Rank -> what all ranks tell it of their wishes for its tensors; of ranks that have any."""
-    found: dict[int, list[bytes]] = {}
+    homes: dict[int, list[bytes]] = {}
     for rank, own in enumerate(asked):
         for home, message in enumerate(addressed(own, world)):
             if message:
-                found.setdefault(home, [b""] * world)[rank] = message
-    return found
+                homes.setdefault(home, [b""] * world)[rank] = message
+    return homes
 
 
 def wants_of_all(asked: Sequence[Sequence[BoxRequest]]) -> Wants:

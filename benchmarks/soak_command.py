@@ -37,12 +37,12 @@ class WrongError(Exception):
 
 def marked(mark: str) -> list[psutil.Process]:
     """Processes with the mark in their environment."""
-    found = []
+    results = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                results.append(process)
+    return results
 
 
 class Command:
@@ -84,12 +84,12 @@ class Command:
 
     def children(self, module: str) -> list[psutil.Process]:
         """Processes below it that run a module."""
-        found = []
+        results = []
         for process in marked(self.mark):
             with contextlib.suppress(psutil.Error):
                 if module in process.cmdline():
-                    found.append(process)
-        return found
+                    results.append(process)
+        return results
 
     def wait(self) -> int:
         """Its exit status; WrongError if it does not end, ends with a trace or leaves anything."""

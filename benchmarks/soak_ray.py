@@ -84,9 +84,9 @@ class Cluster:
     def close(self) -> None:
         """End all; WrongError if a process of Shoal is on a node although its command ended."""
         deadline = time.monotonic() + 60
-        while found := [w for mark in self.marks for w in words_of(mark) if "shoal." in w]:
+        while results := [w for mark in self.marks for w in words_of(mark) if "shoal." in w]:
             if time.monotonic() > deadline:
-                raise WrongError(f"left behind on Ray nodes: {found}")
+                raise WrongError(f"left behind on Ray nodes: {results}")
             time.sleep(0.1)
 
     def kill(self) -> None:
@@ -100,11 +100,11 @@ class Cluster:
 
 def words_of(mark: str) -> list[str]:
     """Arguments of all processes with a mark."""
-    found = []
+    words = []
     for process in marked(mark):
         with contextlib.suppress(psutil.Error):
-            found += process.cmdline()
-    return found
+            words += process.cmdline()
+    return words
 
 
 class OnRay:

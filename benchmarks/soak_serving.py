@@ -68,9 +68,9 @@ class Serving:
         with self.server(fault) as (command, url):
             over = threading.Event()
             seeds = [self.draw.random() for _ in range(6)]
-            found: list[tuple[str, int, str]] = []
+            results: list[tuple[str, int, str]] = []
             clients = [
-                threading.Thread(target=keep_asking, args=(url, seed, over, found))
+                threading.Thread(target=keep_asking, args=(url, seed, over, results))
                 for seed in seeds
             ]
             for client in clients:
@@ -89,9 +89,9 @@ class Serving:
                 client.join(WAIT_S)
                 if client.is_alive():
                     raise WrongError(f"{fault}: a request hangs")
-        self.judge(fault, found, ended)
+        self.judge(fault, results, ended)
         self.tally[fault] += 1
-        return f"serve: {fault}, {len(found)} answers"
+        return f"serve: {fault}, {len(results)} answers"
 
     def act(self, fault: str, command: Command, url: str) -> bool:
         """Do it; whether the server ends by it."""

@@ -45,12 +45,12 @@ MODES = ("blocking", "snapshot", "lazy")
 
 def events(run: Path) -> list[dict[str, Any]]:
     """The events of a run so far; the last line may be half written."""
-    found = []
+    events = []
     with contextlib.suppress(FileNotFoundError):
         for line in (run / "events.jsonl").read_text().splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+                events.append(json.loads(line))
+    return events
 
 
 def digest(run: Path) -> str:

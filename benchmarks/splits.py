@@ -137,28 +137,28 @@ def main() -> None:
         return
     require_quiet()
     with tempfile.TemporaryDirectory(prefix="shoal-splits-") as folder:
-        found = {}
+        result = {}
         for name in arguments.only:
-            found[name] = run(name, arguments.steps, Path(folder))
-            print(f"{name}: last loss {found[name]['losses'][-1]:.5f}", flush=True)
-    if set(found) != set(SPLITS):
-        print(json.dumps({name: row["measured"] for name, row in found.items()}, indent=1))
+            result[name] = run(name, arguments.steps, Path(folder))
+            print(f"{name}: last loss {result[name]['losses'][-1]:.5f}", flush=True)
+    if set(result) != set(SPLITS):
+        print(json.dumps({name: row["measured"] for name, row in result.items()}, indent=1))
         return
-    one = found["one rank"]["losses"]
+    one = result["one rank"]["losses"]
     apart = {
         name: max(abs(a - b) for a, b in zip(row["losses"], one, strict=True))
-        for name, row in found.items()
+        for name, row in result.items()
     }
     worst = max(apart.keys() - {CONTROL}, key=lambda name: apart[name])
-    splits = [row["split"].get("parallel", {}) for row in found.values()]
+    splits = [row["split"].get("parallel", {}) for row in result.values()]
     pairs = {
         pair
         for split in splits
         for pair in itertools.combinations(AXES, 2)
         if all(split.get(axis, 1) > 1 for axis in pair)
     }
-    write_json(CURVES, found)
-    write_atomic(PICTURE, draw(found))
+    write_json(CURVES, result)
+    write_atomic(PICTURE, draw(result))
     record(
         [
             Row(
@@ -168,7 +168,7 @@ def main() -> None:
                 "<=",
                 1e-3,
                 f"largest difference from one rank over {arguments.steps} steps of shoal-4m in "
-                f"fp32, {len(found) - 2} splits; the worst is {worst}; one rank with other "
+                f"fp32, {len(result) - 2} splits; the worst is {worst}; one rank with other "
                 f"micro-batches is {apart[CONTROL]:.1e} off",
             ),
             Row(

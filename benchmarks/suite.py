@@ -36,7 +36,7 @@ def main() -> None:
         print(done.stdout[-3000:], done.stderr[-3000:])
         done.check_returncode()
     steps = dict(re.findall(r"^(.+) took (\d+) s$", done.stdout, flags=re.MULTILINE))
-    told = ", ".join(f"{name} {seconds} s" for name, seconds in steps.items())
+    text = ", ".join(f"{name} {seconds} s" for name, seconds in steps.items())
     record(
         [
             Row(
@@ -53,7 +53,7 @@ def main() -> None:
                 unit="min",
                 comparison="<=",
                 threshold=20,
-                note=told,
+                note=text,
             ),
         ]
     )

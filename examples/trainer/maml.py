@@ -40,8 +40,8 @@ def adapted(model, x, y):
 def loss(model, batch, train):
     losses = []
     for x, y, new_x, new_y in zip(*batch):
-        found = functional_call(model, adapted(model, x, y), (new_x,))
-        losses.append(((found - new_y) ** 2).mean())
+        result = functional_call(model, adapted(model, x, y), (new_x,))
+        losses.append(((result - new_y) ** 2).mean())
     return torch.stack(losses).mean()
 
 

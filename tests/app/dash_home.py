@@ -107,10 +107,10 @@ def make_run(
             more=True,
         )
     if report:
-        found = make_report(plan, RunDir(root))
-        RunDir(root).report.write_text(found.model_dump_json())
-        write_page(found, RunDir(root))
-        score.append(found, root)
+        result = make_report(plan, RunDir(root))
+        RunDir(root).report.write_text(result.model_dump_json())
+        write_page(result, RunDir(root))
+        score.append(result, root)
     return run_id(root)
 
 

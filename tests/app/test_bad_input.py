@@ -58,17 +58,17 @@ def describe(**changes: object) -> None:
             }
         ],
     }
-    found: dict[str, object] = {"name": "cluster", "device": device}
+    result: dict[str, object] = {"name": "cluster", "device": device}
     for path, value in changes.items():
         *way, last = path.split("__")
-        at: dict[str, object] = found
+        at: dict[str, object] = result
         for key in way:
             at = at[key]  # type: ignore[assignment]
         if value is None:
             del at[last]
         else:
             at[last] = value
-    Path("m.yaml").write_text(yaml.safe_dump(found))
+    Path("m.yaml").write_text(yaml.safe_dump(result))
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def planned() -> str:
 def saved() -> dict[str, object]:
     """A plan of this machine, as a dictionary."""
     Path("plan.yaml").write_text(planned())
-    found: dict[str, object] = yaml.safe_load(Path("plan.yaml").read_text())
-    return found
+    data: dict[str, object] = yaml.safe_load(Path("plan.yaml").read_text())
+    return data
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,12 @@ def test_writes_the_best_and_the_landscape(tmp_path: Path) -> None:
     done = tune(*words, *files)
     assert done.exit_code == 0, done.output
     assert multiprocessing.active_children() == before, "the engine's process has ended"
-    told = json.loads(done.stdout)
-    assert told["configurations"] == len(told["trials"]) == 2
+    data = json.loads(done.stdout)
+    assert data["configurations"] == len(data["trials"]) == 2
     job = ServeJob.load(best)
-    assert job.max_running == told["best"]["config"]["max_running"]
+    assert job.max_running == data["best"]["config"]["max_running"]
     assert (job.threads, job.kv_tokens, job.kv.options) == (1, 256, {"block_size": 8})
-    assert TuningResult.load(study).best.config == told["best"]["config"]
+    assert TuningResult.load(study).best.config == data["best"]["config"]
     assert "<svg" in picture.read_text()
     again = tune(*words[:-2], "--warm", str(study))
     assert again.exit_code == 0, again.output

@@ -294,9 +294,9 @@ def test_without_anything_each_page_says_what_to_do(
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     client = client_of(DashboardSettings(results=tmp_path / "none"))
     first = ("shoal probe", "shoal probe", "shoal train", "--out", "16xH100", "4xH100", "none yet")
-    for path, told in zip(PAGES, (*first, "shoal serve", "146"), strict=True):
+    for path, result in zip(PAGES, (*first, "shoal serve", "146"), strict=True):
         answer = client.get(path)
-        assert answer.status_code == 200 and told in answer.text, path
+        assert answer.status_code == 200 and result in answer.text, path
 
 
 # Who may see it
@@ -342,12 +342,12 @@ def test_server_page_and_chat_go_through_the_dashboard(home: Path, upstream: Ups
     assert [message["content"][0] for message in kept] == ["c", "d", "e"]  # 600 letters fit
     form = client.post(CHAT, data={"model": "tiny", "message": "by <form>"}, headers=own).text
     assert "You said: by &lt;form&gt; &lt;b&gt;&amp;" in form
-    for words, told in (("refuse", "too many requests"), ("break off", "broke off")):
+    for words, result in (("refuse", "too many requests"), ("break off", "broke off")):
         said["messages"] = [{"role": "user", "content": words}]
         last = client.post(CHAT, json=said, headers=own).text.splitlines()[-1]
-        assert told in json.loads(last)["error"]
+        assert result in json.loads(last)["error"]
         page = client.post(CHAT, data={"model": "tiny", "message": words}, headers=own).text
-        assert told in page
+        assert result in page
     assert Serve.keys == {f"Bearer {KEY}"}
     for text in (page, form, answer.text, client.get("/").text, repr(upstream)):
         assert KEY not in text
@@ -438,8 +438,8 @@ def test_the_command_prints_its_address_and_ends(home: Path) -> None:
         answer.close()
     finally:
         process.terminate()
-        _, told = process.communicate(timeout=20)
-    assert "Traceback" not in told and address.split("=")[1] not in told
+        _, result = process.communicate(timeout=20)
+    assert "Traceback" not in result and address.split("=")[1] not in result
 
 
 def test_the_command_refuses_what_is_not_there() -> None:
@@ -539,8 +539,8 @@ def _check_keyboard(page, origin: str) -> None:
     focused = []
     for _ in range(20):
         page.keyboard.press("Tab")
-        told = "[document.activeElement.textContent.trim(), document.activeElement.id]"
-        text, identity = page.evaluate(told)
+        result = "[document.activeElement.textContent.trim(), document.activeElement.id]"
+        text, identity = page.evaluate(result)
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none", text
         focused.append(identity or text)

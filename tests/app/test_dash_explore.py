@@ -29,8 +29,8 @@ def test_it_ranks_and_draws(client: TestClient) -> None:
     assert "memory of a rank" in text
     assert 'value="Qwen3-0.6B"' in text
     assert "What if" not in text
-    asked = client.get("/explore", params={**ASKED, "what_if": "1"})
-    assert "twice the devices" in asked.text
+    value = client.get("/explore", params={**ASKED, "what_if": "1"})
+    assert "twice the devices" in value.text
 
 
 @pytest.mark.parametrize(

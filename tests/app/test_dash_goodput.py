@@ -164,14 +164,14 @@ def test_a_search_ends_with_its_time() -> None:
 
 
 def test_a_search_that_breaks_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _: told.set())
+    event = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: event.set())
 
     def broken(*_: object, **__: object) -> GoodputReport:
         raise RuntimeError("broken")
 
     assert "the search failed" in over(GoodputSearches(plan=broken), ASKED)["error"]
-    assert told.wait(30)  # and the terminal says why
+    assert event.wait(30)  # and the terminal says why
 
 
 @pytest.mark.parametrize(

@@ -66,14 +66,14 @@ def test_causes_add_up_and_failures_are_told(root: Path) -> None:
         {"kind": "checkpoint", "step": 50, "seconds": "much"},
         more=True,
     )
-    found = {one.step: one for one in saves_of(root)}
-    assert found[30].stall_s == 0.75
-    assert (found[40].state, found[40].message, found[40].stall_s) == (
+    result = {one.step: one for one in saves_of(root)}
+    assert result[30].stall_s == 0.75
+    assert (result[40].state, result[40].message, result[40].stall_s) == (
         "failed",
         "the disk is full",
         None,
     )
-    assert found[50].stall_s is None
+    assert result[50].stall_s is None
 
 
 def test_damage_is_told(root: Path, tmp_path: Path) -> None:

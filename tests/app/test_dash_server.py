@@ -46,8 +46,8 @@ class Numbers:
         self.lines |= {"engine_generated_tokens_total": 100.0}
 
     def text(self) -> str:
-        told = [f'shoal:{name}{{model_name="t}}"}} {value}' for name, value in self.lines.items()]
-        return generate_latest(self.registry).decode() + "\n".join(told) + "\n"
+        notes = [f'shoal:{name}{{model_name="t}}"}} {value}' for name, value in self.lines.items()]
+        return generate_latest(self.registry).decode() + "\n".join(notes) + "\n"
 
 
 class Serve(BaseHTTPRequestHandler):
@@ -75,13 +75,13 @@ class Serve(BaseHTTPRequestHandler):
             self._say(200, '{"data": [{"id": "tiny", "max_model_len": 400}]}')
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        assert asked["logprobs"] is True
+        data = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert data["logprobs"] is True
         top = [{"token": " yes", "logprob": math.log(0.75)}, {"token": "<b>", "logprob": -9999.0}]
         one = {"token": " yes", "logprob": math.log(0.75), "top_logprobs": top}
         events = [{"delta": {"content": " yes"}, "logprobs": {"content": [one]}}]
-        events += [{"delta": {"content": asked["model"]}, "logprobs": None}]
-        if asked["messages"][-1]["content"] == "odd":
+        events += [{"delta": {"content": data["model"]}, "logprobs": None}]
+        if data["messages"][-1]["content"] == "odd":
             events += [{"delta": {"content": "x"}, "logprobs": {"content": [{"token": "x"}]}}]
         self.send_response(200)
         self.end_headers()
@@ -128,10 +128,10 @@ class Clock:
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     buckets = {bound: float(sum(v <= bound for v in values)) for bound in (*BOUNDS, math.inf)}
     true = sorted(values)[math.ceil(share * len(values) - 1e-9) - 1]
-    found = quantile(buckets, share)
+    result = quantile(buckets, share)
     low = max((bound for bound in BOUNDS if bound < true), default=0.0)
     high = min((bound for bound in BOUNDS if bound >= true), default=BOUNDS[-1])
-    assert low - 1e-12 <= found <= high + 1e-12
+    assert low - 1e-12 <= result <= high + 1e-12
     for bound in BOUNDS:
         assert share_below(buckets, bound) == pytest.approx(buckets[bound] / len(values))
     assert share_below(buckets, 50.0) == buckets[BOUNDS[-1]] / len(values)
@@ -261,13 +261,13 @@ def test_tokens_come_with_their_probabilities(home: Path, upstream: Upstream) ->
     assert rest.tokens == ()
     client = client_of(settings(home, server=upstream))
     headers = {"origin": BASE}
-    asked = {"model": "tiny", "messages": said}
-    lines = client.post(CHAT, json=asked, headers=headers).text.splitlines()
+    requests = {"model": "tiny", "messages": said}
+    lines = client.post(CHAT, json=requests, headers=headers).text.splitlines()
     assert json.loads(lines[0])["tokens"][0]["top"][1] == ["<b>", 0.0]
     page = client.post(CHAT, data={"model": "tiny", "message": "x"}, headers=headers).text
     assert "75.0 %" in page and "Its tokens" in page and "<b>&" not in page
-    asked["messages"] = [{"role": "user", "content": "odd"}]
-    last = client.post(CHAT, json=asked, headers=headers).text.splitlines()[-1]
+    requests["messages"] = [{"role": "user", "content": "odd"}]
+    last = client.post(CHAT, json=requests, headers=headers).text.splitlines()[-1]
     assert "sent what is no part of an answer" in json.loads(last)["error"]
 
 

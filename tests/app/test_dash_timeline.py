@@ -156,8 +156,8 @@ def test_zoom_keeps_to_what_is_recorded(robust: tuple[TestClient, str, Path]) ->
         "All recorded",
     ]
     shown = [client.get(href.replace("&amp;", "&")).text for href, _ in links]
-    told = ["Steps 0 to 3", "Steps 8 to 11", "Steps 5 to 6", "Steps 2 to 9", "Steps 0 to 11"]
-    assert all(steps in page for steps, page in zip(told, shown, strict=True))
+    notes = ["Steps 0 to 3", "Steps 8 to 11", "Steps 5 to 6", "Steps 2 to 9", "Steps 0 to 11"]
+    assert all(steps in page for steps, page in zip(notes, shown, strict=True))
 
 
 def test_damaged_and_huge_records_are_told_and_left_out(

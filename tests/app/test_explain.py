@@ -82,9 +82,9 @@ def test_what_a_study_does_not_have_is_refused_before_anything_is_written(tmp_pa
 
 
 def test_a_study_answers_programs() -> None:
-    found = json.loads(said("fold", "--rows", "2", "-o", "json"))
-    assert len(found) == 2
-    assert found[0]["step_s"]["value"] <= found[1]["step_s"]["value"]
+    data = json.loads(said("fold", "--rows", "2", "-o", "json"))
+    assert len(data) == 2
+    assert data[0]["step_s"]["value"] <= data[1]["step_s"]["value"]
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ def test_shows_and_writes(config: Path, tmp_path: Path) -> None:
     assert "model.layers.*.self_attn.q_proj.weight" in done.stdout
     assert TensorPlan.load(out).tp == 2
     assert json.loads(styles.read_text())["model.layers.1.mlp.down_proj"] == "rowwise"
-    found = json.loads(shoal(config.parent, "-o", "json").stdout)
-    assert found["all_reduces"] == 5
-    assert found["dtensor"]["lm_head"] == "colwise_gather_output"
+    data = json.loads(shoal(config.parent, "-o", "json").stdout)
+    assert data["all_reduces"] == 5
+    assert data["dtensor"]["lm_head"] == "colwise_gather_output"
 
 
 @pytest.mark.parametrize(

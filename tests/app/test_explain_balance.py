@@ -33,9 +33,9 @@ def test_the_fastest_is_first(lengths: Path, tmp_path: Path) -> None:
 
 def test_for_programs(lengths: Path) -> None:
     done = shoal(lengths, "--limit", 0, "--ranks", 16, "--offload", "-o", "json")
-    found = json.loads(done.stdout)
-    plans = found["plans"]
-    assert set(plans) == {"packed", "bytescale", "flexsp"} and not found["refused"]
+    data = json.loads(done.stdout)
+    plans = data["plans"]
+    assert set(plans) == {"packed", "bytescale", "flexsp"} and not data["refused"]
     assert plans["bytescale"]["step_s"] < plans["packed"]["step_s"]
     assert plans["bytescale"]["attention_bytes"] < plans["packed"]["attention_bytes"]
     assert list(plans) == sorted(plans, key=lambda name: plans[name]["step_s"])

@@ -69,6 +69,6 @@ def test_a_table_of_engines() -> None:
     words = ("--widths", "1x1", "--rows", "1", "--size", "64", "--buffers", "1", "--pairs", "3")
     done = explain("planes", *words, "--anyway", "-m", "laptop", "-o", "json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.output)
-    assert found[0]["engine"] == "torch bf16"
-    assert sum(line["chosen"] for line in found) == 1
+    data = json.loads(done.output)
+    assert data[0]["engine"] == "torch bf16"
+    assert sum(line["chosen"] for line in data) == 1

@@ -24,8 +24,8 @@ def shoal(*words: object) -> Result:
 def ranked(*words: object) -> dict[str, Any]:
     done = shoal(*words, "-o", "json")
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    data: dict[str, Any] = json.loads(done.stdout)
+    return data
 
 
 def test_ranks_the_ways_with_reasons_and_says_what_goes_into_a_job() -> None:

@@ -35,16 +35,16 @@ def table(tmp_path: Path, *seconds: float) -> str:
 
 
 def test_best_rows_follow_from_what_they_cost(drafter, tmp_path):
-    found = {}
+    result = {}
     for name, seconds in {"flat": (1e-3, 1.01e-3, 1.02e-3), "steep": (1e-3, 8e-3, 64e-3)}.items():
         shown = run(
             "explain", "decode", str(drafter), "--costs", table(tmp_path, *seconds), "-o", "json"
         )
         assert shown.exit_code == 0, shown.output
-        found[name] = json.loads(shown.output)
-    assert found["flat"]["chosen_rows"] > 20
-    assert found["steep"]["chosen_rows"] == 1
-    rows = found["flat"]["rows"]
+        result[name] = json.loads(shown.output)
+    assert result["flat"]["chosen_rows"] > 20
+    assert result["steep"]["chosen_rows"] == 1
+    rows = result["flat"]["rows"]
     assert rows["1"] == {"tokens": 1.0, "seconds": 1e-3, "over_plain": 1.0}
     assert rows["2"]["tokens"] == pytest.approx(1.6)
     text = run("explain", "decode", str(drafter), "--costs", table(tmp_path, 1e-3, 1.2e-3, 1e-3))
@@ -67,10 +67,10 @@ def test_what_was_measured_is_cited(drafter, tmp_path, monkeypatch):
     ]  # fmt: skip
     keep(MeasuredTable(target="x", models=("m",), machine=fingerprint(), precision="bf16",
                        rows=tuple(rows)))  # fmt: skip
-    told = run("explain", "decode", str(drafter), "--costs", costs)
-    assert "1.64x with 1 request, 1.00x with 16 requests (2026-11-23)" in told.output
-    found = run("explain", "decode", str(drafter), "--costs", costs, "-o", "json")
-    assert [row["batch"] for row in json.loads(found.output)["measured"]] == [1, 16]
+    outcome = run("explain", "decode", str(drafter), "--costs", costs)
+    assert "1.64x with 1 request, 1.00x with 16 requests (2026-11-23)" in outcome.output
+    result = run("explain", "decode", str(drafter), "--costs", costs, "-o", "json")
+    assert [row["batch"] for row in json.loads(result.output)["measured"]] == [1, 16]
     elsewhere = run("explain", "decode", str(drafter), "--model", "Qwen3-8B", "-m", "H100")
     assert "1.64x with" not in elsewhere.output
 
@@ -78,13 +78,13 @@ def test_what_was_measured_is_cited(drafter, tmp_path, monkeypatch):
 def test_prompt_tokens_are_rows_too(drafter, tmp_path):
     path = drafter / "drafter.json"
     costs = table(tmp_path, 1e-3, 1.01e-3, 1.02e-3)
-    asked = []
+    requests = []
     for ensemble in (1, 2):
         config = json.loads(path.read_text()) | {"name": "ppd", "options": {"ensemble": ensemble}}
         path.write_text(json.dumps(config))
         shown = run("explain", "decode", str(drafter), "--costs", costs, "-o", "json")
-        asked.append(json.loads(shown.output)["rows"]["16"]["tokens"])
-    assert asked[0] > asked[1] > 1
+        requests.append(json.loads(shown.output)["rows"]["16"]["tokens"])
+    assert requests[0] > requests[1] > 1
 
 
 def test_a_machine_predicts_what_no_table_says(drafter):
@@ -118,5 +118,5 @@ def test_probing_needs_a_job_that_guesses(tmp_path):
     assert "give --job" in str(run("probe", "decode").exception)
     job = tmp_path / "serve.yaml"
     job.write_text("model: shoal-4m\n")
-    found = run("probe", "decode", "--job", str(job)).exception
-    assert "speculative is not set" in str(found)
+    result = run("probe", "decode", "--job", str(job)).exception
+    assert "speculative is not set" in str(result)

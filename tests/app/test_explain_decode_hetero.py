@@ -56,8 +56,8 @@ def found(*words: str) -> dict:
 
 
 def test_the_best_is_a_snippet_that_a_serving_job_takes(words, tmp_path):
-    told = found(*words, "--memory-cap", "4GiB", "--overlap")
-    rows, best = told["rows"], told["best"]
+    result = found(*words, "--memory-cap", "4GiB", "--overlap")
+    rows, best = result["rows"], result["best"]
     rates = [row["tokens_per_s"] for row in rows]
     assert rates == sorted(rates, reverse=True)
     assert rows[0]["over_plain"] == pytest.approx(rates[0] * 0.17)
@@ -96,9 +96,9 @@ def test_more_memory_takes_more_layers_and_a_small_one_leaves_drafters_out(words
     assert small["rows"][0]["target_layers"] < large["rows"][0]["target_layers"]
     assert small["rows"][0]["tokens_per_s"] < large["rows"][0]["tokens_per_s"]
     takes = {row["layers"]: row["nbytes"] for row in small["rows"] if not row["target_layers"]}
-    told = found(*words, "--memory-cap", str(takes[1]))
-    assert {row["layers"] for row in told["rows"]} == {1}
-    assert told["left_out"] == {str(tmp_path / "two"): takes[2]}
+    result = found(*words, "--memory-cap", str(takes[1]))
+    assert {row["layers"] for row in result["rows"]} == {1}
+    assert result["left_out"] == {str(tmp_path / "two"): takes[2]}
     shown = run(*words, "--memory-cap", str(takes[1]))
     assert f"left out: {tmp_path / 'two'} takes {takes[2]} bytes" in shown.output
 

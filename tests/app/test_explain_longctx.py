@@ -34,11 +34,11 @@ def test_compares_devices_and_draws_them(tmp_path: Path) -> None:
         *("--users", 4, "--first", "8K", "-o", "json"),
     )
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["devices"]
-    assert len(found) == 3
-    answers = [one["rows"][0]["answer_s"] for one in found.values()]
+    data = json.loads(done.stdout)["devices"]
+    assert len(data) == 3
+    answers = [one["rows"][0]["answer_s"] for one in data.values()]
     assert answers == sorted(answers, reverse=True)
-    for one in found.values():
+    for one in data.values():
         per_hour = one["sessions_per_hour"]["8000"]
         assert 0 < per_hour["simulated"] <= per_hour["closed_form"]
     assert file.read_text(encoding="utf-8").count("<svg") == 5

@@ -22,12 +22,12 @@ def test_maps_a_sample_and_draws_it(tmp_path: Path) -> None:
     words = ("random1", "--fast", "1MiB", "--mapper", "{name: anneal, rounds: 50}")
     done = shoal(*words, "--picture", picture, "--out", tmp_path, "-o", "json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["tiers"]["fast_bytes"] == 1 << 20
-    assert found["bound_s"] <= found["mappers"]["anneal"] <= found["all_slow_s"]
+    data = json.loads(done.stdout)
+    assert data["tiers"]["fast_bytes"] == 1 << 20
+    assert data["bound_s"] <= data["mappers"]["anneal"] <= data["all_slow_s"]
     root = ElementTree.fromstring(picture.read_text())
     drawn = root.findall("{http://www.w3.org/2000/svg}rect")
-    assert len(drawn) == len(found["rectangles"]) + 1
+    assert len(drawn) == len(data["rectangles"]) + 1
     again = shoal(program, "--fast", "1MiB", "--mapper", "greedy")
     assert again.exit_code == 0, again.output
     assert "random1: 60 instructions" in again.stdout
@@ -39,9 +39,9 @@ def test_maps_a_model() -> None:
     words = ("shoal-0.3m", "--length", 8, "--fast", "256KiB", "--mapper", "greedy")
     done = shoal(*words, "--machine", "laptop", "-o", "json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["tiers"]["slow_bandwidth"] == 3.8e10
-    assert found["mappers"]["greedy"] < found["all_slow_s"]
+    data = json.loads(done.stdout)
+    assert data["tiers"]["slow_bandwidth"] == 3.8e10
+    assert data["mappers"]["greedy"] < data["all_slow_s"]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ def shoal(*words: str) -> Result:
 
 
 def test_table_and_status() -> None:
-    found = shoal("--budget", "device=2GiB", "--seq-len", "256")
-    assert found.exit_code == 0, found.output
-    assert "fastest that fits: offload:" in found.stdout
+    result = shoal("--budget", "device=2GiB", "--seq-len", "256")
+    assert result.exit_code == 0, result.output
+    assert "fastest that fits: offload:" in result.stdout
     none = shoal("--budget", "device=1MiB", "--policy", "zero_infinity")
     assert none.exit_code == 1
     assert "none fits; the smallest device is" in none.stdout
@@ -29,8 +29,8 @@ def test_table_and_status() -> None:
 
 
 def test_settings_of_the_job() -> None:
-    found = shoal("--job", "{optimizer: muon}", "-o", "json")
-    rows = json.loads(found.stdout)
+    result = shoal("--job", "{optimizer: muon}", "-o", "json")
+    rows = json.loads(result.stdout)
     assert any("muon" in row["refused"] for row in rows)
 
 
@@ -39,11 +39,11 @@ def test_fuyou_explains_what_it_swaps() -> None:
     shown = shoal(*words, "--budget", "device=2GiB,host=2GiB")
     assert shown.exit_code == 0, shown.output
     assert "time of a step, and what binds it" in shown.stdout
-    told = json.loads(shoal(*words, "-o", "json").stdout)
-    assert len(told["curve"]) == 9
-    assert told["chosen"]["seconds"] <= min(point["seconds"] for point in told["curve"])
-    assert told["ways"][0]["choice"] == "fuyou"
-    assert f"swaps {human_bytes(told['chosen']['swapped'])}" in told["ways"][0]["notes"][0]
+    data = json.loads(shoal(*words, "-o", "json").stdout)
+    assert len(data["curve"]) == 9
+    assert data["chosen"]["seconds"] <= min(point["seconds"] for point in data["curve"])
+    assert data["ways"][0]["choice"] == "fuyou"
+    assert f"swaps {human_bytes(data['chosen']['swapped'])}" in data["ways"][0]["notes"][0]
     refused = shoal("--curve")
     assert isinstance(refused.exception, ConfigError)
     assert "--policy fuyou" in str(refused.exception)

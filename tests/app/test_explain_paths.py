@@ -30,10 +30,10 @@ def test_json_and_picture(tmp_path: Path) -> None:
     svg = tmp_path / "loads.svg"
     done = shoal(*SMALL, "--policy", "all", "--picture", svg, "-o", "json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    took = {row["policy"]: row["seconds"] for row in found["policies"]}
+    data = json.loads(done.stdout)
+    took = {row["policy"]: row["seconds"] for row in data["policies"]}
     assert took["split"] == pytest.approx(took["spray"])
-    assert took["ecmp"] >= took["split"] >= found["bound_s"]
+    assert took["ecmp"] >= took["split"] >= data["bound_s"]
     drawn = ElementTree.fromstring(svg.read_text())
     assert "split" in "".join(drawn.itertext())
 
@@ -43,9 +43,9 @@ def test_reads_a_fabric_and_links_that_are_down(tmp_path: Path) -> None:
     file.write_text("leaves: 4\nhosts: 2\nspines: 2\n")
     done = shoal(file, "--broken", "1-0", "--policy", "all", "-o", "json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["fabric"]["leaves"] == 4
-    rows = found["policies"]
+    data = json.loads(done.stdout)
+    assert data["fabric"]["leaves"] == 4
+    rows = data["policies"]
     assert "split" not in {row["policy"] for row in rows}
     assert all(row["uplink_bytes"][1][0] == 0 for row in rows)
 

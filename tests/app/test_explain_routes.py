@@ -42,11 +42,11 @@ def test_json_and_files_say_the_same(net: Path, tmp_path: Path) -> None:
         *("--picture", svg, "--out", tmp_path, "-o", "json"),
     )
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert sum(len(stage) for stage in found["stages"]) == 6
-    assert all(route["stages"][0] == 0 for route in found["routes"])
-    assert max(event["end"] for event in found["events"]) == pytest.approx(found["step_s"])
-    assert found["step_s"] <= found["planned_s"] * 1.01
+    data = json.loads(done.stdout)
+    assert sum(len(stage) for stage in data["stages"]) == 6
+    assert all(route["stages"][0] == 0 for route in data["routes"])
+    assert max(event["end"] for event in data["events"]) == pytest.approx(data["step_s"])
+    assert data["step_s"] <= data["planned_s"] * 1.01
     ElementTree.fromstring(svg.read_text())
     assert "<html" in html.read_text()
     assert json.loads(trace.read_text())

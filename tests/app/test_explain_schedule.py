@@ -42,11 +42,11 @@ def test_shows_makespan_bubble_what_is_held_and_who_does_what() -> None:
 def test_every_schedule_is_shown(name: str) -> None:
     done = shoal(name, "-o", "json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+    data = json.loads(done.stdout)
     part = SCHEDULES.build(name)
-    assert found["bubble"] == pytest.approx(part.bubble(4, 8, part.chunks or 2))
-    assert found["busy"] == [24.0] * 4
-    assert len(found["events"]) == found["passes"]
+    assert data["bubble"] == pytest.approx(part.bubble(4, 8, part.chunks or 2))
+    assert data["busy"] == [24.0] * 4
+    assert len(data["events"]) == data["passes"]
 
 
 def test_interleaving_and_sending_are_priced() -> None:

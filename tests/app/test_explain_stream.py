@@ -22,10 +22,10 @@ def test_four_kernels_beside_c_and_the_probe() -> None:
     done = stream("--elements", 5000)
     assert done.exit_code == 0, done.output
     assert "of the probe" in done.output
-    told = json.loads(stream("--elements", 5000, "-o", "json").output)
-    assert told["elements"] == 5000
-    assert list(told["bytes_per_s"]) == ["copy", "scale", "add", "triad"]
-    for rates in told["bytes_per_s"].values():
+    data = json.loads(stream("--elements", 5000, "-o", "json").output)
+    assert data["elements"] == 5000
+    assert list(data["bytes_per_s"]) == ["copy", "scale", "add", "triad"]
+    for rates in data["bytes_per_s"].values():
         assert set(rates) == {"algorithms", "openmp_c", "ratio"}
         assert min(rates.values()) > 0
 

@@ -27,10 +27,10 @@ def test_the_best_is_first_and_compared() -> None:
 
 def test_for_programs() -> None:
     done = shoal(*H100, "--residents", 4, "--half-duplex", "-o", "json")
-    found = json.loads(done.stdout)
-    assert found["chosen"]["seconds"] <= found["host_only_s"]
-    assert found["chosen"]["pattern"]["residents"] == 4
-    assert len(found["played"]) == 1 + 2 * 15
+    data = json.loads(done.stdout)
+    assert data["chosen"]["seconds"] <= data["host_only_s"]
+    assert data["chosen"]["pattern"]["residents"] == 4
+    assert len(data["played"]) == 1 + 2 * 15
 
 
 @pytest.mark.parametrize(

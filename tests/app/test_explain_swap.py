@@ -19,10 +19,10 @@ def test_a_curve_and_its_least():
     shown = swap()
     assert shown.exit_code == 0
     assert "swapped:" in shown.output
-    told = json.loads(swap("-o", "json").output)
-    assert len(told["curve"]) == 9
-    assert told["chosen"]["seconds"] <= min(point["seconds"] for point in told["curve"])
-    assert 0 < told["chosen"]["swapped"] < 4e9
+    data = json.loads(swap("-o", "json").output)
+    assert len(data["curve"]) == 9
+    assert data["chosen"]["seconds"] <= min(point["seconds"] for point in data["curve"])
+    assert 0 < data["chosen"]["swapped"] < 4e9
 
 
 def test_what_makes_no_sense():

@@ -23,8 +23,8 @@ def shoal(*words: object) -> Result:
 def solved(*words: object) -> dict[str, Any]:
     done = shoal(*words, "-o", "json")
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    data: dict[str, Any] = json.loads(done.stdout)
+    return data
 
 
 def test_recurrence_is_cut_over_the_cores() -> None:

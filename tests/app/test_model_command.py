@@ -67,9 +67,9 @@ def test_a_run_becomes_rank_files_and_is_whole_again(run: Path, tmp_path: Path) 
 def test_differences_are_shown_and_make_the_status(run: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     assert shoal("model", "convert", run, small, "--dtype", "bf16").returncode == 0
-    found = shoal("model", "diff", run, small, "-o", "json")
-    assert found.returncode == 1
-    rows = {row["name"]: row for row in json.loads(found.stdout)}
+    result = shoal("model", "diff", run, small, "-o", "json")
+    assert result.returncode == 1
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
     one = rows["model.embed.weight"]
     assert (one["kind"], one["a"], one["b"]) == ("dtype", "F32 29x8", "BF16 29x8")
     shown = shoal("model", "diff", run, small, "--all")
@@ -92,10 +92,10 @@ def test_what_cannot_be_is_one_line(
     run: Path, tmp_path: Path, words: tuple[str, ...], told: str
 ) -> None:
     given = [w.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for w in words]
-    found = shoal("model", *given)
-    assert found.returncode == 2
-    assert told in found.stderr
-    assert len(found.stderr.splitlines()) == 1
+    result = shoal("model", *given)
+    assert result.returncode == 2
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -114,11 +114,11 @@ def test_saves_of_a_run_as_tables_and_pictures(run: Path, tmp_path: Path) -> Non
     }
     (run / "events.jsonl").write_text(json.dumps(event) + "\n")
     picture, heat = tmp_path / "stalls.svg", tmp_path / "heat.svg"
-    told = shoal("model", "stalls", run, "--svg", picture)
-    assert told.returncode == 0, told.stderr
-    assert "0.7500" in told.stdout and "before_update" in told.stdout and picture.exists()
-    told = shoal("model", "timeline", run, "--heat", heat, "-o", "json")
-    assert json.loads(told.stdout)["slowest"] == {"plan": 1, "write": 0} and heat.exists()
+    result = shoal("model", "stalls", run, "--svg", picture)
+    assert result.returncode == 0, result.stderr
+    assert "0.7500" in result.stdout and "before_update" in result.stdout and picture.exists()
+    result = shoal("model", "timeline", run, "--heat", heat, "-o", "json")
+    assert json.loads(result.stdout)["slowest"] == {"plan": 1, "write": 0} and heat.exists()
     assert "1.0000*" in shoal("model", "timeline", run).stdout
     refused = shoal("model", "timeline", run, "--step", "5")
     assert refused.returncode == 2 and "those that have: 4" in refused.stderr
@@ -128,11 +128,11 @@ def test_saves_of_a_run_as_tables_and_pictures(run: Path, tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_at_a_glance(run: Path) -> None:
-    found = json.loads(shoal("model", "inspect", run, "-o", "json").stdout)
-    assert (found["step"], found["world"], found["balance"]) == (4, 1, None)
-    assert found["groups"]["model"][0] == found["groups"]["optimizer"][0] == 15
-    assert found["files"][0]["pieces"] == 30
-    told = shoal("model", "inspect", run)
-    assert "one rank" in told.stdout and "rank-00000.safetensors" in told.stdout
+    data = json.loads(shoal("model", "inspect", run, "-o", "json").stdout)
+    assert (data["step"], data["world"], data["balance"]) == (4, 1, None)
+    assert data["groups"]["model"][0] == data["groups"]["optimizer"][0] == 15
+    assert data["files"][0]["pieces"] == 30
+    result = shoal("model", "inspect", run)
+    assert "one rank" in result.stdout and "rank-00000.safetensors" in result.stdout
     refused = shoal("model", "inspect", run, "--step", "9")
     assert refused.returncode == 2 and "there are: 4" in refused.stderr

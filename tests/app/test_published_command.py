@@ -16,9 +16,9 @@ def test_the_board_of_published_runs():
 
 
 def test_the_board_as_json():
-    found = json.loads(invoke("--published", "serving", "-o", "json").output)
-    assert len(found["rows"]) + len(found["skipped"]) == 439
-    assert found["median_error"] < 0.2
+    data = json.loads(invoke("--published", "serving", "-o", "json").output)
+    assert len(data["rows"]) + len(data["skipped"]) == 439
+    assert data["median_error"] < 0.2
 
 
 def test_another_kind_is_refused():

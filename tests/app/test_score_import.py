@@ -57,9 +57,9 @@ def test_emitted_planned_logged_and_scored() -> None:
 def test_without_a_plan_nothing_is_scored() -> None:
     Path("train.log").write_text("".join(LINE.format(i) for i in range(1, 6)))
     assert "not scored" in run("score", "--import", "train.log")
-    found = json.loads(run("score", "--import", "train.log", "-o", "json"))
-    assert found["format"] == "torchtitan"
-    assert found["measured"]["device_tokens_per_s"] == 5000
+    data = json.loads(run("score", "--import", "train.log", "-o", "json"))
+    assert data["format"] == "torchtitan"
+    assert data["measured"]["device_tokens_per_s"] == 5000
     assert Score().rows() == []
 
 

@@ -33,7 +33,7 @@ TRAIN = [
 
 def marked(mark: str) -> list[int]:
     """Processes that have the mark in their environment and have not ended."""
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -43,8 +43,8 @@ def marked(mark: str) -> list[int]:
         except OSError:
             continue
         if f"{MARK}={mark}".encode() in environment and state != "Z":
-            found.append(int(entry.name))
-    return found
+            results.append(int(entry.name))
+    return results
 
 
 class Command:

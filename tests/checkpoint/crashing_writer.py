@@ -43,14 +43,14 @@ def save(root: Path, step: int) -> None:
 def check(root: Path, done: int) -> int:
     """The newest checkpoint loads without falling back, and is no older than ``done``."""
     store = Store(root, keep=KEEP)
-    found = store.latest()
-    assert found is not None and found.step >= done, (found and found.step, done)
-    for name, tensor in state(found.step).items():
-        assert torch.equal(found.tensor(name), tensor), (name, found.step)
-    assert found.meta == {"seed": found.step, "step": found.step}
+    result = store.latest()
+    assert result is not None and result.step >= done, (result and result.step, done)
+    for name, tensor in state(result.step).items():
+        assert torch.equal(result.tensor(name), tensor), (name, result.step)
+    assert result.meta == {"seed": result.step, "step": result.step}
     for step in store.steps():
         store.open(step)
-    return found.step
+    return result.step
 
 
 def die_at(number: int) -> None:
@@ -140,9 +140,9 @@ def at_random_moments(root: Path, write: Callable[[Path, int, int], None]) -> in
         time.sleep(choose.uniform(0.0, 0.03))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        told = b"".join(iter(lambda fd=reader: os.read(fd, 2**16), b""))
+        text = b"".join(iter(lambda fd=reader: os.read(fd, 2**16), b""))
         os.close(reader)
-        done = check(root, int.from_bytes(told[-4:], "big") if told else done)
+        done = check(root, int.from_bytes(text[-4:], "big") if text else done)
     return 60
 
 

@@ -30,8 +30,8 @@ class Net(nn.Module):
         self.down = nn.Linear(10, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.relu(self.up(x)))
-        return found
+        tensor: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return tensor
 
 
 def made(kind: str, seed: int) -> dict[str, Any]:
@@ -82,10 +82,10 @@ def every_kind(comm: Any, place: str) -> list[str]:
         for loading in KINDS:
             two = made(loading, 1)
             checkpoint.load(f"{place}/{saving}", two)
-            found = held(two)
-            wrong += [f"{saving} to {loading}: {name}" for name in differing(found, whole)]
-            if len(found) != len(whole):
-                wrong.append(f"{saving} to {loading}: {len(found)} of {len(whole)} tensors")
+            result = held(two)
+            wrong += [f"{saving} to {loading}: {name}" for name in differing(result, whole)]
+            if len(result) != len(whole):
+                wrong.append(f"{saving} to {loading}: {len(result)} of {len(whole)} tensors")
     mesh = init_device_mesh("cpu", (4,))
     try:
         pieces_of(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
@@ -108,10 +108,10 @@ def differing(pieces: dict[str, list[Piece]], whole: dict[str, torch.Tensor]) ->
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
+            tensors |= flat(value, f"{prefix}{key}.")
         elif isinstance(value, torch.Tensor):
-            found[prefix + key] = value
-    return found
+            tensors[prefix + key] = value
+    return tensors

@@ -60,7 +60,7 @@ def rank_files(
     locals_: Sequence[Local], dp: int = 1, cuts: Sequence[float] = ()
 ) -> dict[Coord, list[Fragment | Scalar]]:
     """Each local tensor cut into ``dp`` runs, at the given places of its flat elements."""
-    found: dict[Coord, list[Fragment | Scalar]] = {}
+    files: dict[Coord, list[Fragment | Scalar]] = {}
     for name, key, at, tensor in locals_:
         flat = tensor.reshape(-1)
         places = sorted(int(cut * flat.numel()) for cut in cuts) or [
@@ -69,10 +69,10 @@ def rank_files(
         edges = [0, *places, flat.numel()]
         for rank, (start, stop) in enumerate(itertools.pairwise(edges)):
             where = at._replace(dp=rank)
-            found.setdefault(where, []).append(
+            files.setdefault(where, []).append(
                 Fragment(name, key, where, tuple(tensor.shape), start, flat[start:stop])
             )
-    return found
+    return files
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -94,14 +94,14 @@ def config(**changes: Any) -> ModelConfig:
 
 def state_of(of: ModelConfig, seed: int = 0, moments: int = 2) -> dict[str, torch.Tensor]:
     """Weights, moments and a step of every parameter."""
-    found = {}
+    state = {}
     for name, shape in whole_shapes(of).items():
         keys = [f"optimizer.{name}.{key}" for key in ("exp_avg", "exp_avg_sq")[:moments]]
         for place in (f"model.{name}", *keys):
             values = generator(seed, purpose=place).standard_normal(math.prod(shape))
-            found[place] = torch.from_numpy(values).float().reshape(shape)
-        found[f"optimizer.{name}.step"] = torch.tensor(7.0)
-    return found
+            state[place] = torch.from_numpy(values).float().reshape(shape)
+        state[f"optimizer.{name}.step"] = torch.tensor(7.0)
+    return state
 
 
 def saved(root: Path, of: ModelConfig, seed: int = 0, step: int = 7, moments: int = 2) -> Path:

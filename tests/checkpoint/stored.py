@@ -90,9 +90,9 @@ class ThreadPeers:
     def gather(self, data: bytes) -> list[bytes]:
         self._said[self.rank] = data
         self._meeting.wait(30)
-        found = list(self._said)
+        result = list(self._said)
         self._meeting.wait(30)
-        return found
+        return result
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
         rows = [

@@ -27,9 +27,9 @@ def place() -> str:
 
 
 def call(*words: str) -> str:
-    found = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    assert found.exit_code == 0, found.output
-    return found.output
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_it_is_listed_and_verified(place: str) -> None:
@@ -51,8 +51,8 @@ def test_a_flipped_bit_is_found(place: str) -> None:
     raw = bytearray(fs.cat_file(file))
     raw[-1] ^= 1
     fs.pipe_file(file, bytes(raw))
-    found = verify(place)
-    assert not found.ok and "step-00000001" in found.problems[0]
+    result = verify(place)
+    assert not result.ok and "step-00000001" in result.problems[0]
     assert CliRunner().invoke(app, ["verify", place]).exception is not None
 
 

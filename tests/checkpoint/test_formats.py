@@ -41,9 +41,9 @@ WRITTEN = [
 
 def equal(a, b) -> int:
     """Tensors that were compared, all of them equal."""
-    found = list(differences(a, b))
-    assert [one for one in found if one.kind != "equal"] == []
-    return len(found)
+    result = list(differences(a, b))
+    assert [one for one in result if one.kind != "equal"] == []
+    return len(result)
 
 
 def slow(case):
@@ -65,11 +65,11 @@ def test_there_and_back(tmp_path, to, mesh, model):
     count = sum(1 for n in state_of(model) if name != "huggingface" or n.startswith("model."))
     assert equal(tmp_path / "store", place) == count
     assert equal(place, f"{name}:{place}") == count
-    found = open_any(place)
-    assert found.step == (0 if name == "huggingface" else 7)
+    result = open_any(place)
+    assert result.step == (0 if name == "huggingface" else 7)
     kind = find(place).kind
     assert kind == {"shoal": "run"}.get(name, name)
-    assert len(listing(place)) == len(list(found.names())) or name == "huggingface"
+    assert len(listing(place)) == len(list(result.names())) or name == "huggingface"
     assert verify(place).ok
 
 
@@ -102,10 +102,10 @@ def test_torch_reads_what_is_exported_and_what_torch_writes_is_imported(tmp_path
         assert torch.equal(state["model"]["norm.weight"], truth["model.norm.weight"])
         theirs = {"layers": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3, "rng": b"x"}
         dcp.save(theirs, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    found = open_any(tmp_path / "theirs")
-    assert list(found.names()) == ["model.layers.w"]
-    assert found.tensor("model.layers.w", (1, 1), (1, 2)).tolist() == [[4.0, 5.0]]
-    assert (found.step, dict(found.meta)) == (0, {})
+    result = open_any(tmp_path / "theirs")
+    assert list(result.names()) == ["model.layers.w"]
+    assert result.tensor("model.layers.w", (1, 1), (1, 2)).tolist() == [[4.0, 5.0]]
+    assert (result.step, dict(result.meta)) == (0, {})
 
 
 SHARDED = """
@@ -128,12 +128,12 @@ def test_what_two_ranks_of_torch_have_sharded(tmp_path):
 
     (tmp_path / "ranks.py").write_text(SHARDED)
     run_processes(f"{tmp_path / 'ranks.py'}:save", 2, {"place": str(tmp_path / "dcp")})
-    found = open_any(tmp_path / "dcp")
+    result = open_any(tmp_path / "dcp")
     whole = torch.arange(35.0).view(7, 5)
     for name in ("model.w0", "model.w1"):
-        assert "and 1 more" in found.where(name)
-        assert torch.equal(found.tensor(name), whole)
-        assert torch.equal(found.tensor(name, (2, 1), (4, 3)), whole[2:6, 1:4])
+        assert "and 1 more" in result.where(name)
+        assert torch.equal(result.tensor(name), whole)
+        assert torch.equal(result.tensor(name, (2, 1), (4, 3)), whole[2:6, 1:4])
     assert verify(tmp_path / "dcp").ok
 
 
@@ -183,12 +183,12 @@ def foreign(folder, zero, layout_dp=2, tables=False):
 def test_flat_buffers_without_tables(tmp_path, zero):
     truth = foreign(tmp_path / "global_step9", zero)
     (tmp_path / "latest").write_text("global_step9")
-    found = open_any(tmp_path)
-    assert found.step == 9
+    result = open_any(tmp_path)
+    assert result.step == 9
     for name, tensor in truth.items():
-        assert torch.equal(found.tensor(f"model.{name}"), tensor)
-        assert torch.equal(found.tensor(f"optimizer.{name}.exp_avg_sq"), 3 * tensor)
-        assert float(found.tensor(f"optimizer.{name}.step")) == 9
+        assert torch.equal(result.tensor(f"model.{name}"), tensor)
+        assert torch.equal(result.tensor(f"optimizer.{name}.exp_avg_sq"), 3 * tensor)
+        assert float(result.tensor(f"optimizer.{name}.step")) == 9
 
 
 def test_patterns_that_deepspeed_does_not_say_are_given(tmp_path):
@@ -271,8 +271,8 @@ def test_groups_of_queries_keys_and_values():
     ours = [*rows["q"], *rows["k"], *rows["v"]]
     theirs = ["q0", "q1", "q2", "k0", "v0", "q3", "q4", "q5", "k1", "v1"]
     numbers = torch.arange(10).repeat_interleave(2).view(20, 1)
-    found = [ours[int(n)] for n in grouped(numbers, model)[::2, 0]]
-    assert found == theirs
+    results = [ours[int(n)] for n in grouped(numbers, model)[::2, 0]]
+    assert results == theirs
     assert torch.equal(ungrouped(grouped(numbers, model), model), numbers)
 
 
@@ -292,9 +292,9 @@ def test_megatrons_own_files_give_weights_and_say_what_they_leave_out(tmp_path):
         torch.save(content, file)
     note = convert_any(place, tmp_path / "u", to="universal")
     assert "optimizer's state" in note
-    found = list(differences(tmp_path / "store", tmp_path / "u"))
-    assert {one.kind for one in found} == {"equal"}
-    assert len(found) == len(state_of(DENSE)) // 4
+    result = list(differences(tmp_path / "store", tmp_path / "u"))
+    assert {one.kind for one in result} == {"equal"}
+    assert len(result) == len(state_of(DENSE)) // 4
     with pytest.raises(CheckpointError, match=r"args\.swiglu = False"):
         config_of(argparse.Namespace(swiglu=False), 8, "x")
     model["decoder.layers.0.mamba.weight"] = norm
@@ -330,8 +330,8 @@ def test_differences_are_told_by_kind(tmp_path):
     assert kinds["model.output.weight"].kind == "only in B"
     assert kinds["model.norm.weight"].kind == "equal"
     transfer(tmp_path / "a", tmp_path / "hf", {"name": "huggingface", "dtype": "bf16"})
-    found = {one.name: one for one in differences(tmp_path / "a", tmp_path / "hf")}
-    one = found["model.norm.weight"]
+    result = {one.name: one for one in differences(tmp_path / "a", tmp_path / "hf")}
+    one = result["model.norm.weight"]
     assert (one.kind, one.a, one.b) == ("values", "F32 8", "BF16 8")
     assert 0 < one.largest < 0.01
     assert 0 < one.share <= 1

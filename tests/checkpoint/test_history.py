@@ -42,7 +42,7 @@ def texts(svg: str) -> list[str]:
 
 def test_the_newest_of_a_step_counts_and_levels_belong_to_theirs() -> None:
     far = {"kind": "checkpoint_level", "step": 2, "place": "s3://b", "tries": 1}
-    found = history(
+    result = history(
         [
             event(1),
             {"kind": "step", "step": 1},
@@ -53,13 +53,13 @@ def test_the_newest_of_a_step_counts_and_levels_belong_to_theirs() -> None:
             {"kind": "checkpoint_failed", "step": 3, "message": "full"},
         ]
     )
-    assert [(one.step, one.failed) for one in found] == [(1, False), (2, False), (3, True)]
-    assert found[0].stall_s == 2.0  # of an event without causes
-    assert found[1].stall_s == 0.75
-    assert found[2].stall_s is None and found[2].message == "full"
-    (stay,) = found[1].levels
+    assert [(one.step, one.failed) for one in result] == [(1, False), (2, False), (3, True)]
+    assert result[0].stall_s == 2.0  # of an event without causes
+    assert result[1].stall_s == 0.75
+    assert result[2].stall_s is None and result[2].message == "full"
+    (stay,) = result[1].levels
     assert (stay.place, stay.state, stay.tries) == ("s3://b", "complete", 2)
-    assert [share.nbytes for share in found[1].ranks] == [7, 9]
+    assert [share.nbytes for share in result[1].ranks] == [7, 9]
 
 
 def test_who_was_slowest_and_when() -> None:

@@ -142,10 +142,10 @@ def test_tensors_of_dcp(dcp, canary, name):
     raw = file.read_bytes()
     # Where a tensor lay now lies the hostile file; what it is too long for is cut.
     file.write_bytes(raw[: place.offset] + data + raw[place.offset + len(data) :])
-    found = open_any(dcp)
+    result = open_any(dcp)
     with pytest.raises(ShoalError):
-        for tensor in found.names():
-            found.tensor(tensor)
+        for tensor in result.names():
+            result.tensor(tensor)
     assert not canary.exists()
 
 

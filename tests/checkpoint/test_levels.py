@@ -38,18 +38,18 @@ def done(level: LevelCopier) -> list[LevelReport]:
 def refuse(store: Store, monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
     """The place refuses so many uploads; returns those that it was asked for."""
     fs = store.storage._fs  # type: ignore[attr-defined]
-    real, asked = fs.open, []
+    real, request = fs.open, []
 
     def open_(path: str, *args: Any, **options: Any) -> Any:
         if not path.endswith(".safetensors"):
             return real(path, *args, **options)
-        asked.append(path)
-        if len(asked) <= times:
+        request.append(path)
+        if len(request) <= times:
             raise OSError(5, "the server is not well", path)
         return real(path, *args, **options)
 
     monkeypatch.setattr(fs, "open", open_)
-    return asked
+    return request
 
 
 @pytest.mark.parametrize("mode", list(SAVE_MODES))
@@ -81,12 +81,12 @@ def test_files_of_several_ranks_arrive_as_they_were(tmp_path: Path, far: Store) 
     near, whole = Store(tmp_path), torch.randn(9, 4)
 
     def work(peers: ThreadPeers) -> None:
-        found = CheckpointLevels(peers, [lambda: LevelCopier(near, far)])
+        checkpoint_levels = CheckpointLevels(peers, [lambda: LevelCopier(near, far)])
         saver = SAVE_MODES.build("snapshot").build(near, peers)
         saver.save(4, {"w": split(whole, 0, 3)[peers.rank], "same": whole}, META)
         saver.close()
         peers.barrier()
-        found.close()
+        checkpoint_levels.close()
 
     assert on_ranks(3, work) == [None] * 3
     assert far.open(4).index.raw == near.open(4).index.raw
@@ -207,8 +207,8 @@ def test_two_runs_may_not_share_a_level(tmp_path: Path, far: Store) -> None:
         return str(refused.value)
 
     first = CheckpointLevels(SinglePeer(), [lambda: LevelCopier(Store(tmp_path / "a"), far)])
-    for told in on_ranks(2, second):
-        assert "another process is saving here" in told
+    for result in on_ranks(2, second):
+        assert "another process is saving here" in result
     first.close()
 
 
@@ -254,8 +254,8 @@ def test_a_place_that_does_not_answer(
     with pytest.raises(CheckpointError, match="cannot be asked for its checkpoints"):
         nearest([near, far])  # it may have one, so the run must not begin anew
     near.save(3, tensors(3), META)
-    step, found, silent = nearest([near, far])
-    assert (step, found) == (3, [0]) and silent[0].state == "unreachable"
+    step, result, silent = nearest([near, far])
+    assert (step, result) == (3, [0]) and silent[0].state == "unreachable"
 
 
 def test_bad_levels() -> None:

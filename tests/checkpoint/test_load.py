@@ -53,9 +53,9 @@ def load_on(
     path: Path, world: int, wanted: Any, **options: Any
 ) -> list[tuple[LoadReport, dict[str, list[Piece]]]]:
     def rank(comm: ThreadComm) -> tuple[LoadReport, dict[str, list[Piece]]]:
-        asked = wanted(comm.rank)
+        request = wanted(comm.rank)
         saved = Store(path).open(1, verify=False)
-        return load_pieces(saved, asked, comm, **options), asked
+        return load_pieces(saved, request, comm, **options), request
 
     return run_ranks(world, rank, timeout_s=20)
 
@@ -85,8 +85,8 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
             },
         }
 
-    for _, found in load_on(tmp_path, loading, wanted, verify=verify):
-        for name, pieces in found.items():
+    for _, result in load_on(tmp_path, loading, wanted, verify=verify):
+        for name, pieces in result.items():
             assert same(pieces, WHOLE[name]), name
 
 
@@ -100,12 +100,12 @@ def test_copies_are_read_once_and_in_equal_shares(
     def wanted(rank: int) -> dict[str, list[Piece]]:
         return {name: want([Piece.whole(x)]) for name, x in WHOLE.items()}
 
-    found = load_on(tmp_path, 4, wanted)
-    read = [report.read_bytes for report, _ in found]
+    result = load_on(tmp_path, 4, wanted)
+    read = [report.read_bytes for report, _ in result]
     assert size <= sum(read) <= 1.01 * size
     assert max(read) - min(read) <= 256
-    assert all(report.wanted_bytes == size for report, _ in found)
-    assert sum(report.sent_bytes for report, _ in found) == 3 * size
+    assert all(report.wanted_bytes == size for report, _ in result)
+    assert sum(report.sent_bytes for report, _ in result) == 3 * size
     # Alone, every rank reads everything.
     alone = [load_pieces(Store(tmp_path).open(1), wanted(rank)).read_bytes for rank in range(4)]
     assert sum(alone) == 4 * size
@@ -233,8 +233,8 @@ def test_two_hundred_pairs_of_layouts(data: st.DataObject, tmp_path_factory: Any
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shoal.checkpoint.loading.READ_BYTES", read_bytes)
-        for _, found in load_on(path, other, wanted, verify=verify):
-            assert all(same(pieces, whole[name]) for name, pieces in found.items())
+        for _, result in load_on(path, other, wanted, verify=verify):
+            assert all(same(pieces, whole[name]) for name, pieces in result.items())
 
 
 def test_another_step_of_the_same_layout_is_read_by_the_same_plan(tmp_path: Path) -> None:
@@ -253,9 +253,9 @@ def test_another_step_of_the_same_layout_is_read_by_the_same_plan(tmp_path: Path
         return run_ranks(ranks, rank, timeout_s=20)
 
     for step, whole, fresh in ((1, first, True), (2, second, False), (1, first, False)):
-        found = load(step, 2)
-        assert [one for one, _ in found] == [fresh] * 2
-        assert torch.equal(torch.cat([tensor for _, tensor in found]), whole)
+        loaded = load(step, 2)
+        assert [one for one, _ in loaded] == [fresh] * 2
+        assert torch.equal(torch.cat([tensor for _, tensor in loaded]), whole)
     assert all(fresh for fresh, _ in load(2, 2, dim=1))  # other wishes
     assert all(fresh for fresh, _ in load(2, 3))  # other ranks
     # A plan says nothing of what lies in the files.

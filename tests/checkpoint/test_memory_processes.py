@@ -54,9 +54,9 @@ class Trainers:
         def exchange(rank: int, data: bytes) -> list[bytes]:
             given[rank] = data
             meet.wait(10)
-            found = [given[r] for r in ranks]
+            results = [given[r] for r in ranks]
             meet.wait(10)
-            return found
+            return results
 
         self.pool = ThreadPoolExecutor(len(ranks))
         self.all = [
@@ -121,15 +121,15 @@ def test_versions_outlive_trainers_and_nodes(fleet: Fleet) -> None:
     # Two trainers end while they fill a slot: the other one has the version before.
     trainers.begin(4, which=[0, 1])
     trainers.end()
-    found = fleet.recover()
-    assert (found.step, found.rung, found.rebuilt) == (3, "trainers", ())
+    result = fleet.recover()
+    assert (result.step, result.rung, result.rebuilt) == (3, "trainers", ())
     check(fleet, 3)
 
     # Any one process is rebuilt from the others.
     for rank in (0, 3):
         fleet.kill([rank])
-        found = fleet.recover()
-        assert (found.step, found.rung, found.rebuilt) == (3, "rebuilt", (rank,))
+        result = fleet.recover()
+        assert (result.step, result.rung, result.rebuilt) == (3, "rebuilt", (rank,))
         check(fleet, 3)
 
     # And the run goes on from there.
@@ -139,9 +139,9 @@ def test_versions_outlive_trainers_and_nodes(fleet: Fleet) -> None:
 
     # Two are too many for one parity.
     fleet.kill([1, 2])
-    found = fleet.recover()
-    assert (found.step, found.rung) == (None, "disk")
-    assert "step 4 cannot be rebuilt: the parts of ranks [1, 2] are lost" in found.reason
+    result = fleet.recover()
+    assert (result.step, result.rung) == (None, "disk")
+    assert "step 4 cannot be rebuilt: the parts of ranks [1, 2] are lost" in result.reason
 
 
 @pytest.mark.slow
@@ -164,8 +164,8 @@ def test_two_losses_under_two_parities(fleet: Fleet) -> None:
     trainers.take(7)
     trainers.end()
     fleet.kill([0, 3])
-    found = fleet.recover()
-    assert (found.step, found.rebuilt) == (7, (0, 3))
+    result = fleet.recover()
+    assert (result.step, result.rebuilt) == (7, (0, 3))
     check(fleet, 7)
 
 
@@ -176,8 +176,8 @@ def test_damage_is_rebuilt_and_mixed_steps_are_refused(fleet: Fleet) -> None:
     for slot in trainers.all[2]._slots:
         slot[100] ^= 1
     trainers.end()
-    found = fleet.recover()
-    assert (found.step, found.rebuilt) == (5, (2,))
+    result = fleet.recover()
+    assert (result.step, result.rebuilt) == (5, (2,))
     check(fleet, 5)
 
     # Members that commit different steps are told so, all of them; the step before stays.
@@ -320,6 +320,6 @@ def test_what_is_not_finite_or_changes_meanwhile_is_never_the_newest(
             with pytest.raises((NonFiniteError, CheckpointError), match=message):
                 settling.result(20)
             trainers.end()
-            found = fleet.recover()
-            assert found.step == 1
+            result = fleet.recover()
+            assert result.step == 1
             check(fleet, 1)

@@ -141,10 +141,10 @@ def test_one_rank_that_cannot_write_drops_the_save_of_all(
             saver.close()
             return [str(ticket.error) for ticket in saver.finished()]
 
-    told = on_ranks(2, work)
-    assert told[0][0] == told[0][2] == "None"
-    assert "rank 1" in told[0][1] and "Permission denied" in told[0][1]
-    assert "Permission denied" in told[1][1]
+    ranks = on_ranks(2, work)
+    assert ranks[0][0] == ranks[0][2] == "None"
+    assert "rank 1" in ranks[0][1] and "Permission denied" in ranks[0][1]
+    assert "Permission denied" in ranks[1][1]
     assert store.steps() == (1, 3)
 
 
@@ -157,8 +157,8 @@ def test_a_second_run_is_refused_on_all_ranks(mode: str, tmp_path: Path) -> None
                 SAVE_MODES.build(mode).build(Store(tmp_path), peers)
             return str(caught.value)
 
-        for told in on_ranks(2, work):
-            assert "another process is saving here" in told
+        for result in on_ranks(2, work):
+            assert "another process is saving here" in result
         first.save(1, state(1), META).wait(30)
     with saving(mode, Store(tmp_path)) as second:
         second.save(2, state(2), META).wait(30)
@@ -236,10 +236,10 @@ class Small:
         self.before_fill: Callable[[int], None] = lambda _: None
 
         def taken(ring: Any) -> Any:
-            found = take(ring)
+            result = take(ring)
             self.in_use += 1
             self.most = max(self.most, self.in_use)
-            return found
+            return result
 
         def given(ring: Any) -> None:
             self.in_use -= 1

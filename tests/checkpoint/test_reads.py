@@ -52,12 +52,12 @@ def boxes_of(data: st.DataObject, shape: tuple[int, ...], world: int, *, copies:
     else:
         each = -(-extent // world)
         edges = [min(extent, rank * each) for rank in range(world + 1)]
-    found = []
+    boxes = []
     for low, high in itertools.pairwise(edges):
         offset, size = [0] * len(shape), list(shape)
         offset[dim], size[dim] = low, high - low
-        found.append([Box(tuple(offset), tuple(size))] if high > low else [])
-    return found
+        boxes.append([Box(tuple(offset), tuple(size))] if high > low else [])
+    return boxes
 
 
 def saved_as(
@@ -92,18 +92,18 @@ def test_local_plans_read_what_plans_for_all_did(data: st.DataObject) -> None:
     index = saved_as(
         {n: boxes_of(data, s, saving, copies=twice) for n, s in shapes.items()}, shapes, saving
     )
-    asked: list[list[BoxRequest]] = [[] for _ in range(loading)]
+    requests: list[list[BoxRequest]] = [[] for _ in range(loading)]
     for name, shape in shapes.items():
         for rank, boxes in enumerate(boxes_of(data, shape, loading, copies=True)):
-            asked[rank] += [BoxRequest(name, box.offset, box.shape) for box in boxes]
+            requests[rank] += [BoxRequest(name, box.offset, box.shape) for box in boxes]
     options: dict[str, Any] = {
         "whole": data.draw(st.booleans()),
         "read_bytes": data.draw(st.sampled_from([4, 40, 10**6])),
         "gap_bytes": data.draw(st.sampled_from([0, 16, 10**6])),
     }
-    expected = planned_with_all(index, asked, **options)
-    wants = simulated.wants_of_all(asked)
-    plans = [plan_reads(index, wants, own, rank, **options) for rank, own in enumerate(asked)]
+    expected = planned_with_all(index, requests, **options)
+    wants = simulated.wants_of_all(requests)
+    plans = [plan_reads(index, wants, own, rank, **options) for rank, own in enumerate(requests)]
 
     def spans(several: Any) -> list[tuple[str, int, int]]:
         return sorted((read.file, read.start, read.stop) for own in several for read in own)
@@ -112,7 +112,7 @@ def test_local_plans_read_what_plans_for_all_did(data: st.DataObject) -> None:
     takers = {(r.file, r.start): r.ranks for own in expected for r in own}
     assert all(takers[r.file, r.start] == r.ranks for plan in plans for r in plan.reads)
     check_agreement(plans)
-    for plan, own in zip(plans, asked, strict=True):
+    for plan, own in zip(plans, requests, strict=True):
         reads = [*plan.reads, *(read for _, read in plan.takes)]
         cuts = [cut for read in reads for cut in plan.cuts(read)]
         for number, wish in enumerate(own):
@@ -200,8 +200,8 @@ def counted(world: int, loading: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     """Files that one rank opens for a plan, boxes that it looks at, and what it reads."""
     folder = simulated.saved_by(world, SMALL)
     index = folder.index()
-    asked = [simulated.wishes(rank, loading, SMALL) for rank in range(loading)]
-    wants = simulated.wants_of_all(asked)
+    requests = [simulated.wishes(rank, loading, SMALL) for rank in range(loading)]
+    wants = simulated.wants_of_all(requests)
     folder.reads.clear()
     looked = [0]
     spans = BoxRuns.spans
@@ -212,13 +212,13 @@ def counted(world: int, loading: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
     with monkeypatch.context() as patch:
         patch.setattr(BoxRuns, "spans", counting)
-        plan = plan_reads(index, wants, asked[loading - 1], loading - 1)
-    told = sum(map(len, (one.plain() for one in wants.values())))
+        plan = plan_reads(index, wants, requests[loading - 1], loading - 1)
+    total = sum(map(len, (one.plain() for one in wants.values())))
     return {
         "shards": sum(name.endswith(".json") for name in folder.reads),
         "headers": sum(name.endswith(".safetensors") for name in folder.reads),
         "looked": looked[0],
-        "runs": told,
+        "runs": total,
         "index": sum(len(one.runs.table) for one in index.tensors.values()),
         "reads": len(plan.reads) + len(plan.takes),
     }
@@ -269,10 +269,10 @@ def test_a_thousand_ranks_plan_in_seconds() -> None:
     assert time.process_time() - begin < 4
     assert len(folder.index().encode()) < 4e5
     for loading in (512, 1024):
-        asked = [simulated.wishes(rank, loading, tensors) for rank in range(loading)]
-        wants = simulated.wants_of_all(asked)
+        requests = [simulated.wishes(rank, loading, tensors) for rank in range(loading)]
+        wants = simulated.wants_of_all(requests)
         index = folder.index()
         begin = time.process_time()
-        plan = plan_reads(index, wants, asked[300], 300)
+        plan = plan_reads(index, wants, requests[300], 300)
         assert time.process_time() - begin < 4
         assert plan.reads and len(index.shards) <= 8

@@ -36,8 +36,8 @@ class Net(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.embed(x)))
-        return found
+        tensor: torch.Tensor = self.head(self.norm(self.embed(x)))
+        return tensor
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -155,9 +155,9 @@ def test_ranks_with_copies_save_and_read_them_once() -> None:
         return ticket.bytes, report.read_bytes
 
     # One thread at a time builds and trains: torch's default generator is one for all.
-    found = run_ranks(2, rank, timeout_s=30)
+    ranks = run_ranks(2, rank, timeout_s=30)
     size = sum(p.nbytes for p in Net(0).state_dict(keep_vars=True).values())
-    assert sum(read for _, read in found) < 4 * size  # once: weights, two moments
+    assert sum(read for _, read in ranks) < 4 * size  # once: weights, two moments
 
 
 @pytest.mark.slow

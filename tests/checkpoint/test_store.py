@@ -148,11 +148,11 @@ def test_older_versions_are_read_and_their_damage_is_found(version: int, tmp_pat
     rewrite_as(folder, version)
     assert (b"crc32c" in (folder / INDEX_NAME).read_bytes()) == (version == 3)
     assert len(list(folder.iterdir())) == 3
-    found = store.open(1)
-    assert found.index.version == version
+    result = store.open(1)
+    assert result.index.version == version
     for name, tensor in tensors().items():
-        assert torch.equal(found.tensor(name), tensor)
-    assert torch.equal(found.tensor("cut"), torch.cat([piece.tensor for piece in pieces]))
+        assert torch.equal(result.tensor(name), tensor)
+    assert torch.equal(result.tensor("cut"), torch.cat([piece.tensor for piece in pieces]))
     flip(folder / "rank-00000.safetensors", -1)
     with pytest.raises(CorruptError, match="CRC32C" if version == 3 else "SHA-256 differs"):
         store.open(1)
@@ -362,8 +362,8 @@ def test_retention_keeps_the_newest_and_always_one_that_loads(
         kept_others = after - {step}
         assert not gone or not kept_others or max(gone) < min(kept_others)
         assert len(after) == min(keep, len(before | {step}))
-        found = store.latest(on_corrupt=lambda _: None)
-        assert found is not None and int(found.tensor("w")) == found.step
+        result = store.latest(on_corrupt=lambda _: None)
+        assert result is not None and int(result.tensor("w")) == result.step
         if damage and len(after) > 1:
             flip(root / f"step-{step:08d}" / "rank-00000.safetensors", -1)
             if not any(_loads(store, other) for other in after):

@@ -63,9 +63,9 @@ def test_any_damage_anywhere_is_refused(
     try:
         with pytest.raises(CorruptError, match=path.name):
             store.latest()
-        found = store.latest(on_corrupt=passed_over.append)
-        assert found is not None and found.step == 1
-        assert torch.equal(found.tensor("model.w"), tensors(1)["model.w"])
+        result = store.latest(on_corrupt=passed_over.append)
+        assert result is not None and result.step == 1
+        assert torch.equal(result.tensor("model.w"), tensors(1)["model.w"])
         assert len(passed_over) == 1 and path.name in str(passed_over[0])
     finally:
         flip(path, position, mask)
@@ -154,8 +154,8 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def _piece(table: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = table["tensors"]["model.w"]["pieces"][0]
-    return found
+    result: dict[str, Any] = table["tensors"]["model.w"]["pieces"][0]
+    return result
 
 
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
@@ -323,8 +323,8 @@ def test_a_step_without_its_index_is_none(tmp_path: Path) -> None:
         assert checkpoints.steps() == (1,)
     assert store.unfinished() == (2,)
     # Whoever goes on from step 1 hears of it, and asking for it says what is missing.
-    step, found, reports = nearest([store])
-    assert (step, found) == (1, [0])
+    step, result, reports = nearest([store])
+    assert (step, result) == (1, [0])
     assert [(one.step, one.state) for one in reports] == [(2, "passed_over")]
     with pytest.raises(CorruptError, match=f"{INDEX_NAME}: missing"):
         store.open(2)

@@ -26,20 +26,20 @@ def place(tmp_path):
 
 
 def test_boxes_are_those_of_the_tensor(place):
-    found, truth = UniversalCheckpoint(place), state_of(MODEL)
-    assert set(found.names()) == set(truth)
+    result, truth = UniversalCheckpoint(place), state_of(MODEL)
+    assert set(result.names()) == set(truth)
     for name, tensor in truth.items():
-        assert torch.equal(found.tensor(name), tensor)
+        assert torch.equal(result.tensor(name), tensor)
     name = "model.blocks.1.mlp.down_proj.weight"
-    assert torch.equal(found.tensor(name, (2, 3), (4, 5)), truth[name][2:6, 3:8])
-    assert found.step == 7
-    assert found.meta["run"] == {"data": "x", "seed": 1}
+    assert torch.equal(result.tensor(name, (2, 3), (4, 5)), truth[name][2:6, 3:8])
+    assert result.step == 7
+    assert result.meta["run"] == {"data": "x", "seed": 1}
     with pytest.raises(CheckpointError, match="expected a box of the whole shape"):
-        found.tensor(name, (6, 0), (4, 5))
+        result.tensor(name, (6, 0), (4, 5))
     with pytest.raises(CheckpointError, match=r"holds no tensor 'model\.normal\.weight'"):
-        found.tensor("model.normal.weight")
+        result.tensor("model.normal.weight")
     with pytest.raises(CheckpointError, match="vocab_size = 29 there, 30 here"):
-        found.require_model({**MODEL.model_dump(mode="json"), "vocab_size": 30})
+        result.require_model({**MODEL.model_dump(mode="json"), "vocab_size": 30})
 
 
 def test_only_blocks_that_are_read_are_hashed(tmp_path):
@@ -50,10 +50,10 @@ def test_only_blocks_that_are_read_are_hashed(tmp_path):
     writer.finish(0, {})
     file = tmp_path / "u" / "zero" / "w" / "fp32.safetensors"
     flip(file, file.stat().st_size - 1)
-    found = UniversalCheckpoint(tmp_path / "u")
-    assert torch.equal(found.tensor("model.w", (0, 0), (8, 64)), tensor[:8])
+    checkpoint = UniversalCheckpoint(tmp_path / "u")
+    assert torch.equal(checkpoint.tensor("model.w", (0, 0), (8, 64)), tensor[:8])
     with pytest.raises(CorruptError, match=r"zero/w/fp32.safetensors: fp32 of w is not"):
-        found.tensor("model.w", (60, 0), (4, 64))
+        checkpoint.tensor("model.w", (60, 0), (4, 64))
     assert len(list(UniversalCheckpoint(tmp_path / "u").problems())) == 1
 
 

@@ -52,7 +52,7 @@ def test_fused_parts_of_different_sizes(tmp_path_factory, tp, q, k, dim, cuts):
         for rank in range(tp):
             local = torch.cat([chunk[rank] for chunk in chunks], dim)
             locals_.append((key, Coord(tp=rank), local))
-    found = put_together(
+    result = put_together(
         tmp_path_factory.mktemp("u"),
         "w",
         f"fused(dim={dim}, parts={parts})",
@@ -60,8 +60,8 @@ def test_fused_parts_of_different_sizes(tmp_path_factory, tp, q, k, dim, cuts):
         RankLayout(tp=tp, dp=len(cuts) + 1),
         cuts=cuts,
     )
-    assert torch.equal(found.tensor("model.w"), truth["fp32"])
-    assert torch.equal(found.tensor("optimizer.w.exp_avg"), truth["exp_avg"])
+    assert torch.equal(result.tensor("model.w"), truth["fp32"])
+    assert torch.equal(result.tensor("optimizer.w.exp_avg"), truth["exp_avg"])
 
 
 def test_fragments_put_behind_each_other_are_not_a_fused_matrix(tmp_path):
@@ -79,10 +79,10 @@ def test_vocabulary_of_509_padded_to_512_is_509_again(tmp_path):
     tensor = whole((509, 3))
     padded = torch.cat([tensor, torch.zeros(3, 3)])
     locals_ = [("fp32", Coord(tp=r), padded.chunk(4)[r]) for r in range(4)]
-    found = put_together(
+    result = put_together(
         tmp_path, "embed.weight", "fragment(dim=0, size=509)", locals_, RankLayout(tp=4, dp=3)
     )
-    assert torch.equal(found.tensor("model.embed.weight"), tensor)
+    assert torch.equal(result.tensor("model.embed.weight"), tensor)
     spec = UniversalSpec.parse([{"match": ".*", "rule": "fragment(dim=0, size=509, multiple=128)"}])
     last = spec.pattern("x").cut("x", (509, 3), (4,), (3,))
     assert (last.local_shape, last.padding) == ((128, 3), 3)
@@ -93,8 +93,8 @@ def test_fragments_along_any_dimension_of_any_extent(tmp_path, dim):
     tensor = whole((4, 6, 5))
     sizes = {0: [1, 3], 1: [4, 2], 2: [2, 3]}[dim]
     locals_ = [("fp32", Coord(tp=r), part) for r, part in enumerate(tensor.split(sizes, dim))]
-    found = put_together(tmp_path, "w", f"fragment({dim})", locals_, RankLayout(tp=2, dp=4))
-    assert torch.equal(found.tensor("model.w"), tensor)
+    result = put_together(tmp_path, "w", f"fragment({dim})", locals_, RankLayout(tp=2, dp=4))
+    assert torch.equal(result.tensor("model.w"), tensor)
 
 
 @pytest.mark.parametrize(("shard_dim", "parts"), [(1, [4, 4]), (2, [6])])
@@ -106,24 +106,24 @@ def test_experts_over_two_axes(tmp_path, shard_dim, parts):
         cut = [part.chunk(2, shard_dim)[tp] for part in mine.split(parts, shard_dim)]
         locals_.append(("fp32", Coord(ep=ep, tp=tp), torch.cat(cut, shard_dim)))
     rule = f"moe(shard_dim={shard_dim}, parts={parts})"
-    found = put_together(tmp_path, "w", rule, locals_, RankLayout(tp=2, ep=2, dp=2))
-    assert torch.equal(found.tensor("model.w"), tensor)
+    result = put_together(tmp_path, "w", rule, locals_, RankLayout(tp=2, ep=2, dp=2))
+    assert torch.equal(result.tensor("model.w"), tensor)
 
 
 def test_copies(tmp_path):
     tensor = whole((5,))
     same = [("fp32", Coord(pp=p, tp=t), tensor) for p in range(2) for t in range(2)]
-    found = put_together(tmp_path / "a", "n", "replicated", same, RankLayout(tp=2, pp=2))
-    assert torch.equal(found.tensor("model.n"), tensor)
+    result = put_together(tmp_path / "a", "n", "replicated", same, RankLayout(tp=2, pp=2))
+    assert torch.equal(result.tensor("model.n"), tensor)
     drifted = [("fp32", Coord(tp=t), tensor + t) for t in range(2)]
-    found = put_together(tmp_path / "b", "n", "average", drifted, RankLayout(tp=2))
-    assert torch.allclose(found.tensor("model.n"), tensor + 0.5)
+    result = put_together(tmp_path / "b", "n", "average", drifted, RankLayout(tp=2))
+    assert torch.allclose(result.tensor("model.n"), tensor + 0.5)
     near = [("fp32", Coord(tp=t), tensor + 1e-3 * t) for t in range(2)]
-    found = put_together(tmp_path / "c", "n", "replicated(tolerance=0.01)", near, RankLayout(tp=2))
-    assert torch.equal(found.tensor("model.n"), tensor)
+    result = put_together(tmp_path / "c", "n", "replicated(tolerance=0.01)", near, RankLayout(tp=2))
+    assert torch.equal(result.tensor("model.n"), tensor)
     alone = [("fp32", Coord(pp=1), tensor)]
-    found = put_together(tmp_path / "d", "n", "unique", alone, RankLayout(pp=2))
-    assert torch.equal(found.tensor("model.n"), tensor)
+    result = put_together(tmp_path / "d", "n", "unique", alone, RankLayout(pp=2))
+    assert torch.equal(result.tensor("model.n"), tensor)
 
 
 def test_tied_tensors_are_stored_once_and_read_twice(tmp_path):
@@ -141,10 +141,10 @@ def test_tied_tensors_are_stored_once_and_read_twice(tmp_path):
     source = Dumps(tmp_path / "s", RankLayout(tp=2, pp=2), rules, rank_files(locals_))
     place = consolidate(source)
     assert sorted(p.name for p in (place / "zero").iterdir()) == ["embed.weight"]
-    found = UniversalCheckpoint(place)
+    checkpoint = UniversalCheckpoint(place)
     for name in ("embed.weight", "output.weight"):
-        assert torch.equal(found.tensor(f"model.{name}"), tensor)
-        assert torch.equal(found.tensor(f"optimizer.{name}.exp_avg"), 2 * tensor)
+        assert torch.equal(checkpoint.tensor(f"model.{name}"), tensor)
+        assert torch.equal(checkpoint.tensor(f"optimizer.{name}.exp_avg"), 2 * tensor)
     locals_[-1] = (*locals_[-1][:3], locals_[-1][3] + 1)
     with pytest.raises(CheckpointError, match=r"tied\(embed.weight, output.weight\): exp_avg"):
         consolidate(Dumps(tmp_path / "t", RankLayout(tp=2, pp=2), rules, rank_files(locals_)))
@@ -182,8 +182,8 @@ def test_boxes_of_a_run_are_its_elements_in_order(shape, data):
     stop = data.draw(st.integers(start, len(numbers)))
     boxes = boxes_of_run(tuple(shape), start, stop)
     origin = Box.whole(tuple(shape))
-    found = [numbers.view(shape)[box.slices(origin)].reshape(-1) for box in boxes]
-    assert torch.cat([numbers[:0], *found]).tolist() == list(range(start, stop))
+    results = [numbers.view(shape)[box.slices(origin)].reshape(-1) for box in boxes]
+    assert torch.cat([numbers[:0], *results]).tolist() == list(range(start, stop))
     assert len(boxes) <= 2 * len(shape) - 1
 
 

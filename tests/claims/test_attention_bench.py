@@ -78,9 +78,9 @@ def test_there_are_as_many_patterns_as_claimed() -> None:
 
 def test_documents_fill_a_sequence() -> None:
     for index in range(20):
-        found = document_lengths(LENGTH, seed=3, index=index, pool=POOL)
-        assert sum(found) == LENGTH
-        assert set(found[:-1]) <= set(POOL)
+        result = document_lengths(LENGTH, seed=3, index=index, pool=POOL)
+        assert sum(result) == LENGTH
+        assert set(result[:-1]) <= set(POOL)
     with pytest.raises(ConfigError, match="at least one that fits"):
         document_lengths(4, seed=0, pool=POOL)
 
@@ -167,14 +167,14 @@ def test_a_kernel_that_needs_too_much_memory_is_a_row() -> None:
 def test_reference_is_the_definition() -> None:
     q, k, v, grad = inputs(1, 2, 1, LENGTH, 4, "fp64", 0)
     mask = _mask("block_sparse_20")
-    found = reference(q, k, v, grad, mask)
+    result = reference(q, k, v, grad, mask)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     scores = leaves[0] @ leaves[1].transpose(-1, -2) / 2.0
     cells = torch.from_numpy(mask.dense())
     weights = torch.softmax(scores.masked_fill(~cells, -1e30), -1) * cells
     out = weights @ leaves[2]
-    wanted = dict(zip(found, (out, *torch.autograd.grad(out, leaves, grad)), strict=True))
-    assert worst(found, {name: x.detach() for name, x in wanted.items()})[0] < 1e-12
+    wanted = dict(zip(result, (out, *torch.autograd.grad(out, leaves, grad)), strict=True))
+    assert worst(result, {name: x.detach() for name, x in wanted.items()})[0] < 1e-12
 
 
 def test_live_results_are_counted() -> None:
@@ -276,8 +276,8 @@ def test_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert done.output.strip() == "9 ok, 0 wrong, 3 unsupported, 0 failed"
     assert files[0].read_text().startswith("<!doctype html>")
-    found = AttentionReport.model_validate(json.loads(files[1].read_text()))
-    assert found.counts()["ok"] == 9
+    result = AttentionReport.model_validate(json.loads(files[1].read_text()))
+    assert result.counts()["ok"] == 9
     for wrong in (["--lengths", "a"], ["--out", "r.pdf"], ["--device", "cuda"]):
         if wrong[1] != "cuda" or not torch.cuda.is_available():
             assert CliRunner().invoke(app, [*words[:8], *wrong]).exit_code != 0

@@ -24,8 +24,8 @@ ONE = np.array([1.0, -4.0, 0.0])
 
 
 def test_distance_is_relative_to_the_largest_entry() -> None:
-    found = distance(ONE + np.array([0.0, 0.0, 0.02]), ONE, 0.0)
-    assert found.error == pytest.approx(0.005) and found.absolute == pytest.approx(0.02)
+    result = distance(ONE + np.array([0.0, 0.0, 0.02]), ONE, 0.0)
+    assert result.error == pytest.approx(0.005) and result.absolute == pytest.approx(0.02)
     assert distance(ONE + np.array([0.0, 0.0, 0.02]), ONE, 8.0).error == pytest.approx(0.0025)
     assert distance(ONE, ONE, 0.0).error == 0.0
     assert distance(np.zeros(0), np.zeros(0), 0.0).error == 0.0
@@ -34,8 +34,8 @@ def test_distance_is_relative_to_the_largest_entry() -> None:
 
 
 def test_gradients_of_rounding() -> None:
-    found = rounding_only({"a": ONE, "b": ONE * 1e-12, "c": ONE * 0}, floor_of([ONE]), 1e-9)
-    assert found == {"b"}
+    result = rounding_only({"a": ONE, "b": ONE * 1e-12, "c": ONE * 0}, floor_of([ONE]), 1e-9)
+    assert result == {"b"}
 
 
 def test_what_cannot_be_compared_is_said() -> None:

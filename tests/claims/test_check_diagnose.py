@@ -38,9 +38,9 @@ def case(found: Sequence[dict[str, Array]], **more: object) -> StepEvidence:
 
 
 def only(evidence: StepEvidence) -> Finding:
-    found = diagnose(evidence)
-    assert len(found) == 1, found
-    return found[0]
+    result = diagnose(evidence)
+    assert len(result) == 1, result
+    return result[0]
 
 
 def test_missing_reduction_of_a_norm() -> None:

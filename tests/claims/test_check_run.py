@@ -48,40 +48,40 @@ def write(place: Path, text: str) -> str:
 @pytest.mark.multi
 @pytest.mark.slow
 def test_wrong_divisor_with_ragged_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(monkeypatch, HERE / "ragged_ddp.py", "divisor")
-    assert not found.equal and found.steps == 1 and not found.loss_equal
-    assert found.findings[0].kind == "wrong_divisor"
-    assert "0.5, 0.5; in the whole batch they have 0.8125, 0.1875" in found.findings[0].text
-    assert found.first == "0.weight"
+    result = run(monkeypatch, HERE / "ragged_ddp.py", "divisor")
+    assert not result.equal and result.steps == 1 and not result.loss_equal
+    assert result.findings[0].kind == "wrong_divisor"
+    assert "0.5, 0.5; in the whole batch they have 0.8125, 0.1875" in result.findings[0].text
+    assert result.first == "0.weight"
 
 
 @pytest.mark.slow
 @pytest.mark.multi
 def test_missing_reduction_on_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(monkeypatch, HERE / "sequence_parallel.py", "norm", mesh={"dp": 1, "tp": 2})
-    assert not found.equal and found.loss_equal
-    assert found.findings[0].kind == "missing_reduction" and "over tp" in found.findings[0].text
-    assert set(found.culprits) == {"blocks.1.norm.weight", "blocks.1.norm.bias"}
-    assert found.first == "blocks.1.norm.weight"
+    result = run(monkeypatch, HERE / "sequence_parallel.py", "norm", mesh={"dp": 1, "tp": 2})
+    assert not result.equal and result.loss_equal
+    assert result.findings[0].kind == "missing_reduction" and "over tp" in result.findings[0].text
+    assert set(result.culprits) == {"blocks.1.norm.weight", "blocks.1.norm.bias"}
+    assert result.first == "blocks.1.norm.weight"
 
 
 @pytest.mark.multi
 @pytest.mark.slow
 def test_bias_that_every_rank_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(monkeypatch, HERE / "sequence_parallel.py", "bias")
-    assert not found.equal and not found.loss_equal
-    assert found.findings[0].kind == "bias_added_times"
-    assert found.culprits == ("blocks.0.down.bias",)
-    assert "added 2 times, once by every rank of tp" in found.findings[0].text
+    result = run(monkeypatch, HERE / "sequence_parallel.py", "bias")
+    assert not result.equal and not result.loss_equal
+    assert result.findings[0].kind == "bias_added_times"
+    assert result.culprits == ("blocks.0.down.bias",)
+    assert "added 2 times, once by every rank of tp" in result.findings[0].text
 
 
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.soak
 def test_bias_that_is_zero_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(monkeypatch, HERE / "row_bias.py", "bias")
-    assert not found.equal and found.steps == 2
-    assert found.findings[0].kind == "bias_added_times" and found.culprits == ("down.bias",)
+    result = run(monkeypatch, HERE / "row_bias.py", "bias")
+    assert not result.equal and result.steps == 2
+    assert result.findings[0].kind == "bias_added_times" and result.culprits == ("down.bias",)
 
 
 @pytest.mark.multi
@@ -106,10 +106,10 @@ def test_bias_that_is_zero_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal(
     monkeypatch: pytest.MonkeyPatch, file: Path, planted: str, options: dict[str, object]
 ) -> None:
-    found = run(monkeypatch, file, planted, **options)
-    assert found.equal, found.findings
-    assert found.steps == 3 and found.compared > 0
-    assert max(found.worst.values()) <= found.tolerance
+    result = run(monkeypatch, file, planted, **options)
+    assert result.equal, result.findings
+    assert result.steps == 3 and result.compared > 0
+    assert max(result.worst.values()) <= result.tolerance
 
 
 @pytest.mark.multi

@@ -100,11 +100,11 @@ def row(method, batch, speedup, agreement=1.0):
 
 
 def test_advice_is_for_every_size_of_batch_and_for_the_model_itself():
-    told = advice(
+    result = advice(
         [row(PLAIN, 1, 1.0), row("medusa", 1, 1.6), row("diffusion", 1, 3.0, None),
          row(PLAIN, 16, 1.0), row("medusa", 16, 0.99)]
     )  # fmt: skip
-    first, second = told.splitlines()
+    first, second = result.splitlines()
     assert first.startswith("with 1 request medusa pays most: 1.60 times")
     assert second.startswith("with 16 requests none pays here")
     assert advice([row(PLAIN, 4, 1.0)]).startswith("none pays here")
@@ -121,9 +121,9 @@ def test_rows_are_kept_and_drawn(tmp_path, monkeypatch):
     huggingface.write(place, random(CONFIG, 1), None)
     rows = [row(PLAIN, 1, 1.0), row("medusa", 1, 1.6), row("duo", 1, 2.0, None)]
     keep_rows(rows, place, str(place), "bf16")
-    found = find(fingerprint(), target=target_of(place))
-    assert found == find(fingerprint(), model=str(place))
-    assert [(one.method, one.speedup) for one in found.rows] == [("medusa", 1.6)]
+    position = find(fingerprint(), target=target_of(place))
+    assert position == find(fingerprint(), model=str(place))
+    assert [(one.method, one.speedup) for one in position.rows] == [("medusa", 1.6)]
     for name, some in (("one", rows), ("two", [*rows, *(row(n, 8, 1.0) for n in
                        (PLAIN, "medusa", "duo"))])):  # fmt: skip
         assert "medusa" in drawn(some).render(), name
@@ -143,15 +143,15 @@ def run(*words):
     ],
 )
 def test_bad_input_is_named(words, message):
-    found = run(*words).exception
-    assert isinstance(found, ConfigError)
-    assert message in str(found)
+    result = run(*words).exception
+    assert isinstance(result, ConfigError)
+    assert message in str(result)
 
 
 def test_a_model_of_its_own_must_be_what_it_is_said_to_be(tmp_path):
     huggingface.write(tmp_path / "plain", random(CONFIG, 1), None)
-    found = run("--also", f"ladder={tmp_path / 'plain'}").exception
-    assert "is a plain one" in str(found)
+    result = run("--also", f"ladder={tmp_path / 'plain'}").exception
+    assert "is a plain one" in str(result)
     assert isinstance(run("--also", f"duo={tmp_path}").exception, ModelError)
 
 
@@ -161,7 +161,7 @@ def test_models_of_their_own_get_a_row(tmp_path, monkeypatch):
         update={"architecture": type(CONFIG.architecture).model_validate({"residual": "ladder"})}
     )
     huggingface.write(tmp_path / "ladder", random(changed, 2), None)
-    found = Bench(
+    result = Bench(
         Path("tiny"),
         {PLAIN: None},
         precision="fp32",
@@ -171,6 +171,6 @@ def test_models_of_their_own_get_a_row(tmp_path, monkeypatch):
         loaded=random(CONFIG, 1).requires_grad_(False).eval(),
         own={"ladder": (tmp_path / "ladder", PROMPTS)},
     )
-    _, ladder = compared(found, PROMPTS, 12, rounds=1, batch=2)
+    _, ladder = compared(result, PROMPTS, 12, rounds=1, batch=2)
     assert (ladder.method, ladder.agreement, ladder.answers) == ("ladder", None, 4)
     assert ladder.tokens_per_step == 1.0

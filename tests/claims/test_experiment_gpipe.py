@@ -48,8 +48,8 @@ def test_makespan_in_closed_form(k, m):
 
 def test_times_come_by_turn():
     small = {"layers": 8, "width": 8, "batch": 32, "repeats": 3}
-    found = run_ranks(2, lambda comm: times(comm, ms=[1, 4], recompute=True, **small))
-    assert all(len(rank[at]) == 3 for rank in found for at in "01")
+    ranks = run_ranks(2, lambda comm: times(comm, ms=[1, 4], recompute=True, **small))
+    assert all(len(rank[at]) == 3 for rank in ranks for at in "01")
     (passes,) = run_ranks(1, lambda comm: pass_times(comm, ms=[1, 4], **small))
     assert [len(passes[m]) for m in ("1", "4")] == [3, 3]
 

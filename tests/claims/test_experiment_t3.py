@@ -15,8 +15,8 @@ from shoal.core.errors import ConfigError
 
 def test_every_form_gives_the_same_result():
     torch.set_num_threads(1)
-    found = run_ranks(2, lambda comm: pairs(comm, 64, 16, 8, 2, True))
-    for rank in found:
+    ranks = run_ranks(2, lambda comm: pairs(comm, 64, 16, 8, 2, True))
+    for rank in ranks:
         assert rank["difference"] < 1e-6
         assert {name: len(times) for name, times in rank.items() if name != "difference"} == {
             "scatter_after": 2,

@@ -105,8 +105,8 @@ def test_every_paper_says_what_it_claims_and_what_is_checked() -> None:
     rows = catalogue()
     assert len(rows) == 146
     for row in rows:
-        told = f"{row.says} {row.checks}"
-        assert 40 <= len(told) <= 400, row.id
+        text = f"{row.says} {row.checks}"
+        assert 40 <= len(text) <= 400, row.id
         for sentence in (row.says, row.checks):
             assert sentence[0] == sentence[0].upper(), row.id
             assert sentence.endswith("."), row.id
@@ -137,10 +137,10 @@ def test_every_paper_is_there_newest_results_first() -> None:
     assert [paper.started != "" for paper in papers] == [True] * len(stamps) + [False] * (
         146 - len(stamps)
     )
-    told = counts(papers)
-    assert sum(told.values()) == 146
+    result = counts(papers)
+    assert sum(result.values()) == 146
     by_listing = Counter(row.status for row in listing(RESULTS))
-    assert {name: number for name, number in told.items() if number} == dict(by_listing)
+    assert {name: number for name, number in result.items() if number} == dict(by_listing)
 
 
 def test_no_results_are_146_plans(tmp_path: Path) -> None:
@@ -210,9 +210,9 @@ def test_a_file_that_names_no_claim_is_told(results: Path) -> None:
     path = results / "dissect.json"
     record = read(path)
     write(sealed(record.model_copy(update={"claim": "nothing_like_it"})), path)
-    found = inspect(path)
-    assert not isinstance(found, ClaimRecord)
-    assert found.kind == "outdated"
+    result = inspect(path)
+    assert not isinstance(result, ClaimRecord)
+    assert result.kind == "outdated"
 
 
 def test_a_failure_shows_its_number_limit_and_debts(results: Path) -> None:

@@ -58,10 +58,10 @@ def test_search_filters_and_order(page: Any, site: str) -> None:
     page.goto(f"{site}/index.html")
     assert _shown(page) == 146
     page.get_by_label("Search", exact=True).fill("gossip network")
-    told = page.get_by_role("status")
+    result = page.get_by_role("status")
     shown = _shown(page)
     assert 0 < shown < 10
-    assert told.inner_text() == f"{shown} of 146 papers"
+    assert result.inner_text() == f"{shown} of 146 papers"
     page.get_by_label("Search", exact=True).fill("no paper says this")
     assert _shown(page) == 0
     assert page.get_by_text("No paper fits.").is_visible()

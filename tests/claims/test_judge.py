@@ -52,9 +52,9 @@ AA = samples([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
 )
 def test_statistics_by_hand(statistic: Any, expected: float) -> None:
     paired = PairedSamples(method=(4.0, 8.0, 10.0), baseline=(2.0, 4.0, 2.0))
-    found = measure(metric(statistic=statistic), paired)
-    assert found.value == pytest.approx(expected)
-    assert found.low <= found.value <= found.high
+    result = measure(metric(statistic=statistic), paired)
+    assert result.value == pytest.approx(expected)
+    assert result.low <= result.value <= result.high
 
 
 @pytest.mark.parametrize(

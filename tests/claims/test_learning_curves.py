@@ -79,10 +79,10 @@ def test_laws_of_a_made_up_grid():
     grid = {"lstm": rows, "transformer": [[*row[:2], 1.1 * row[2], *row[3:]] for row in rows]}
     digits = [CurvePoint(size=2.0**k, value=2 ** (-0.3 * k)) for k in range(6, 12)]
     claim = LearningCurves()
-    found, details = claim._laws(grid, digits, constant=False)
+    result, details = claim._laws(grid, digits, constant=False)
     replaced, _ = claim._laws(grid, digits, constant=True)
     by_name = {metric.name: metric for metric in claim.metrics}
-    for name, sample in found.items():
+    for name, sample in result.items():
         metric = by_name[name]
         number = {"min": min, "max": max, "value": np.median}[metric.statistic](sample.method)
         assert metric.holds(number), name

@@ -40,8 +40,8 @@ def test_the_split_vocabulary_balances_parameters_and_holds_few_microbatches() -
 
 def test_profile_tells_passes_and_waiting() -> None:
     events = [Event(1, Op("F", 1, 0), 0.5, 1.0), Event(1, Op("B", 1, 0), 1.5, 2.0)]
-    told = profile(events, title="1f1b")
-    assert told == "1f1b\nrank 1: 2000.0 ms = B 500.0 ms, F 500.0 ms, waiting 1000.0 ms"
+    result = profile(events, title="1f1b")
+    assert result == "1f1b\nrank 1: 2000.0 ms = B 500.0 ms, F 500.0 ms, waiting 1000.0 ms"
 
 
 @pytest.mark.multi
@@ -65,10 +65,10 @@ def test_steps_in_turn_and_peak_memory() -> None:
         )
         for vocab in ("none", "pp")
     ]
-    found = time_steps(jobs, config, pairs=3, seed=0)
-    assert [len(seconds) for seconds in found.seconds] == [3, 3]
-    assert all(second > 0 for seconds in found.seconds for second in seconds)
-    assert [{e.op.kind for e in events} for events in found.events] == [
+    result = time_steps(jobs, config, pairs=3, seed=0)
+    assert [len(seconds) for seconds in result.seconds] == [3, 3]
+    assert all(second > 0 for seconds in result.seconds for second in seconds)
+    assert [{e.op.kind for e in events} for events in result.events] == [
         {"F", "B"},
         {"F", "B", "EF", "EB", "S", "T"},
     ]

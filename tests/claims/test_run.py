@@ -350,13 +350,13 @@ def test_what_is_kept_is_made_once_for_all_runs(tmp_path: Path) -> None:
             key, make, given=given, code=code
         )
 
-    found = kept()
-    assert found == kept()
-    assert found.value == make(), "the same bits"
-    assert found.details() == {"at": found.at, "seconds": found.seconds}
+    result = kept()
+    assert result == kept()
+    assert result.value == make(), "the same bits"
+    assert result.details() == {"at": result.at, "seconds": result.seconds}
     assert len(made) == 2
     kept("b")
-    assert found == kept()
+    assert result == kept()
     assert len(made) == 3, "another key leaves the first"
     kept(given=2)
     kept(given=2, code=["core", "claims/protocols.py"])

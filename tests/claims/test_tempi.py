@@ -64,15 +64,15 @@ def packed(**changes: Any) -> dict[str, Any]:
 
 def test_the_worst_case_counts(tmp_path: Path) -> None:
     context = ExperimentContext(work_dir=tmp_path)
-    found = _timings(packed(), False, context)
-    assert found.details["worst_case"] == {
+    timings = _timings(packed(), False, context)
+    assert timings.details["worst_case"] == {
         "mpi_speedup": "face_4B",
         "contiguous_speedup": "tiny_4B",
         "loop_speedup": "face_4B",
         "memcpy_speedup": "whole",
     }
-    assert found.metrics["contiguous_speedup"].baseline == (1.5, 1.5)
-    assert found.metrics["mpi_wrong_bytes"].method == (0.0,)
+    assert timings.metrics["contiguous_speedup"].baseline == (1.5, 1.5)
+    assert timings.metrics["mpi_wrong_bytes"].method == (0.0,)
     aa = _timings(packed(), True, context)
     assert aa.metrics["contiguous_speedup"].method == aa.metrics["contiguous_speedup"].baseline
 
@@ -81,9 +81,9 @@ def test_without_mpi_its_metrics_are_skipped_with_the_reason(tmp_path: Path) -> 
     raw = packed(skipped="no MPI here")
     for taken in raw["seconds"].values():
         taken.pop("mpi", None)
-    found = _timings(raw, False, ExperimentContext(work_dir=tmp_path))
-    assert set(found.skipped) == {"mpi_speedup", "mpi_wrong_bytes"}
-    assert "mpi_speedup" not in found.metrics
+    timings = _timings(raw, False, ExperimentContext(work_dir=tmp_path))
+    assert set(timings.skipped) == {"mpi_speedup", "mpi_wrong_bytes"}
+    assert "mpi_speedup" not in timings.metrics
 
 
 @pytest.mark.parametrize("option", ["edge", "arrays", "pairs", "nests", "repeats"])

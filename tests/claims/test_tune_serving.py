@@ -39,14 +39,14 @@ def test_small_run_has_every_metric_and_fails_as_its_baseline(
     if claim.refuses(context):
         pytest.skip("one core")
     cores = os.sched_getaffinity(0)
-    found = claim.run(context, quick=False)
+    result = claim.run(context, quick=False)
     assert os.sched_getaffinity(0) == cores
-    assert set(found.metrics) == {metric.name for metric in claim.metrics}
-    assert len(found.metrics["retuned_vs_moved"].method) == 2 * 2 * 2
+    assert set(result.metrics) == {metric.name for metric in claim.metrics}
+    assert len(result.metrics["retuned_vs_moved"].method) == 2 * 2 * 2
     replaced = claim.run(context, quick=False, as_baseline=True)
     assert set(replaced.metrics["retuned_vs_moved"].method) == {1.0}
-    verdict = judge(claim.metrics, found, aa=replaced)
-    assert {one.name for one in verdict.metrics} == set(found.metrics)
+    verdict = judge(claim.metrics, result, aa=replaced)
+    assert {one.name for one in verdict.metrics} == set(result.metrics)
 
 
 def test_the_most_that_tuning_again_can_give() -> None:

@@ -107,10 +107,10 @@ if __name__ == "__main__":
 
 def until(condition: Callable[[], Any], what: str) -> Any:
     end = time.monotonic() + WAIT_S
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < end, what
         time.sleep(0.1)
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +152,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedNetwor
 
 def complete(network: EmulatedNetwork) -> bool:
     """Whether both nodes belong to the cluster."""
-    asked = network.start(0, [sys.executable, "-c", COMPLETE, network.addresses[0]], **SILENT)
-    return asked.wait() == 0
+    request = network.start(0, [sys.executable, "-c", COMPLETE, network.addresses[0]], **SILENT)
+    return request.wait() == 0
 
 
 def losses(run: Path) -> dict[int, float]:

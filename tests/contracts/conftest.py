@@ -69,7 +69,7 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
 
 def _choosers() -> dict[str, str]:
     """Kind of part -> the job that has a key for it, where exactly one has."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for kind in kinds().values():
         for field in kind.job_type.model_fields.values():
             inside = [
@@ -77,8 +77,8 @@ def _choosers() -> dict[str, str]:
             ]
             for note in (*field.metadata, *inside):
                 if isinstance(note, Kind):
-                    found.setdefault(note.kind, set()).add(kind.job_type.__name__)
-    return {kind: jobs.pop() for kind, jobs in found.items() if len(jobs) == 1}
+                    result.setdefault(note.kind, set()).add(kind.job_type.__name__)
+    return {kind: jobs.pop() for kind, jobs in result.items() if len(jobs) == 1}
 
 
 # How the parts of a kind come into play. The name of a Job says that a key of it chooses
@@ -283,5 +283,5 @@ def without_torch() -> dict[str, dict[str, str]]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, str]] = json.loads(done.stdout)
-    return found
+    data: dict[str, dict[str, str]] = json.loads(done.stdout)
+    return data

@@ -29,11 +29,11 @@ CHOOSERS = ("shoal.core.parts.table", "shoal.core.config.Kind")
 @functools.cache
 def modules() -> dict[str, Path]:
     """Dotted name -> file, of every module and package."""
-    found = {}
+    modules = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = ("shoal", *path.relative_to(SOURCE).with_suffix("").parts)
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
 
 
 @functools.cache
@@ -44,12 +44,12 @@ def nodes(module: str) -> tuple[ast.AST, ...]:
 @functools.cache
 def imported(module: str) -> dict[str, str]:
     """Name in a module -> what it is imported from, dotted."""
-    found = {}
+    result = {}
     for node in nodes(module):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return found
+                result[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return result
 
 
 def place_of(module: str, name: str) -> str:
@@ -112,19 +112,19 @@ def leads_to(place: str) -> frozenset[str]:
         kind = place.removeprefix("kind:")
         named = (table(kind).protocol, *table(kind).values())
         return frozenset(one.partition(":")[0] for one in named)
-    found = frozenset(to for _, to in edges(place))
+    leads = frozenset(to for _, to in edges(place))
     if place == "shoal.core.parts":
-        return frozenset(to for to in found if not to.startswith("kind:"))
-    return found
+        return frozenset(to for to in leads if not to.startswith("kind:"))
+    return leads
 
 
 def reached(roots: Sequence[str], without: str = "-") -> set[str]:
     """What is reached from ``roots``, not passing through modules below ``without``."""
-    found: set[str] = set()
+    names: set[str] = set()
     left = list(roots)
     while left:
         place = left.pop()
-        if place not in found and not f"{place}.".startswith(f"{without}."):
-            found.add(place)
+        if place not in names and not f"{place}.".startswith(f"{without}."):
+            names.add(place)
             left += leads_to(place)
-    return found
+    return names

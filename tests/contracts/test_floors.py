@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def settings() -> dict[str, object]:
-    found: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+    settings: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
         "importlinter"
     ]
-    return found
+    return settings
 
 
 def test_import_linter_passes() -> None:
@@ -38,8 +38,8 @@ def layers() -> list[str]:
     """Rooms from the top to the ground."""
     contracts = settings()["contracts"]
     assert isinstance(contracts, list)
-    found: list[str] = next(one for one in contracts if one["type"] == "layers")["layers"]
-    return found
+    layers: list[str] = next(one for one in contracts if one["type"] == "layers")["layers"]
+    return layers
 
 
 def test_every_room_has_a_floor_and_no_import_is_exempt() -> None:

@@ -159,8 +159,8 @@ HABITS: list[Callable[[str], Iterator[str]]] = [
 @pytest.mark.parametrize("room", ROOMS)
 def test_habits(room: str) -> None:
     files = [name for name in FILES if name.partition("/")[0] == room]
-    found = [f"{name}: {said}" for name in files for habit in HABITS for said in habit(name)]
-    assert found == []
+    results = [f"{name}: {said}" for name in files for habit in HABITS for said in habit(name)]
+    assert results == []
 
 
 @pytest.mark.parametrize(

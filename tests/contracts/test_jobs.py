@@ -55,11 +55,11 @@ def test_a_flag_sets_what_it_says(name: str, tmp_path: Path) -> None:
 def test_a_plan_predicts_its_quantities_and_is_read_back(name: str, tmp_path: Path) -> None:
     kind = kind_named(name)
     best = planned(name)[0]
-    told = predictions(best)
+    result = predictions(best)
     known = {quantity.name: quantity for quantity in kind.quantities}
     headline = next(quantity.name for quantity in kind.quantities if quantity.headline)
-    assert headline in told
-    others = {key for key in told if key not in known}
+    assert headline in result
+    others = {key for key in result if key not in known}
     # Percentiles beyond those that people read are predicted too.
     assert all(key.endswith("_s") for key in others), others
     assert kind.describe(best)
@@ -125,9 +125,9 @@ def test_plans_and_reports_of_version_0_1_are_read(tmp_path: Path) -> None:
     """A drafter's plan had fields of its own; training plans did not name their kind."""
     drafter, train = planned("drafter")[0], planned("train")[0]
     raw = drafter.model_dump(mode="json", exclude_none=True)
-    told = raw.pop("predicted")
+    value = raw.pop("predicted")
     file = tmp_path / "plan.yaml"
-    file.write_text(to_yaml({**raw, **{name: int(row["value"]) for name, row in told.items()}}))
+    file.write_text(to_yaml({**raw, **{name: int(row["value"]) for name, row in value.items()}}))
     assert read_plan(file) == drafter
     old = {"plan": {**raw, "parameters": 7, "drafter_bytes": 14}, "measured": {"loss": 2.0}}
     report = kind_named("drafter").report_type.model_validate({**old, "calibration": [[0.5]]})

@@ -52,13 +52,13 @@ def comparisons(path: Path) -> Iterator[str]:
 
 
 def test_few_names_are_compared_and_each_has_a_reason() -> None:
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         if lines := list(comparisons(path)):
-            found[path.relative_to(PACKAGE).as_posix()] = lines
-    unexplained = [line for name, lines in found.items() if name not in REASONS for line in lines]
+            result[path.relative_to(PACKAGE).as_posix()] = lines
+    unexplained = [line for name, lines in result.items() if name not in REASONS for line in lines]
     assert not unexplained, "\n".join(["say it by a trait of the part:", *unexplained])
-    counts = {name: len(lines) for name, lines in found.items()}
+    counts = {name: len(lines) for name, lines in result.items()}
     assert counts == {name: count for name, (count, _) in REASONS.items()}
     elsewhere = sum(count for name, count in counts.items() if name != "ir/architecture.py")
     assert elsewhere <= 10

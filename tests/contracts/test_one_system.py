@@ -38,7 +38,7 @@ NAMES = {job.__name__ for job in JOBS}
 
 def choices_of(job: type[Value]) -> dict[str, str]:
     """Field of a job, dotted where it lies deeper -> kind of the part that it chooses."""
-    found: dict[str, str] = {}
+    choices: dict[str, str] = {}
     for name, field in job.model_fields.items():
         # A choice that may be left out carries its kind inside.
         inside = get_args(field.annotation)
@@ -49,11 +49,11 @@ def choices_of(job: type[Value]) -> dict[str, str]:
             if isinstance(annotation, Kind) and (
                 annotation in field.metadata or REACHED[annotation.kind] in NAMES
             ):
-                found[name] = annotation.kind
+                choices[name] = annotation.kind
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Value):
-            found |= {f"{name}.{key}": kind for key, kind in choices_of(inner).items()}
-    return found
+            choices |= {f"{name}.{key}": kind for key, kind in choices_of(inner).items()}
+    return choices
 
 
 def stated(kind: str, name: str) -> dict[str, Any]:
@@ -177,12 +177,12 @@ def test_every_part_changes_a_plan(
     honest = cls.estimate
 
     def slower(self: Any, work: Work, machine: Machine) -> Estimate:
-        found: Estimate = honest(self, work, machine)
+        estimate: Estimate = honest(self, work, machine)
         cause = CAUSES[kind]
-        return found.model_copy(
+        return estimate.model_copy(
             update={
-                "step_s": Interval.around(found.step_s.value + 1000.0, 0.1),
-                "terms_s": {**found.terms_s, cause: found.terms_s.get(cause, 0.0) + 1000.0},
+                "step_s": Interval.around(estimate.step_s.value + 1000.0, 0.1),
+                "terms_s": {**estimate.terms_s, cause: estimate.terms_s.get(cause, 0.0) + 1000.0},
             }
         )
 
@@ -212,9 +212,9 @@ def test_two_choices_give_two_plans(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["scheduler", "kv", "workload"])
 def test_two_choices_give_two_predictions(kind: str) -> None:
     """Not only the name in the plan differs: the simulated serving does."""
-    found = [plan_of(kind, name) for name in table(kind)]
-    told = {tuple(sorted((q, i.value) for q, i in made.predicted.items())) for made in found}
-    assert len(told) == len(found)
+    results = [plan_of(kind, name) for name in table(kind)]
+    fields = {tuple(sorted((q, i.value) for q, i in made.predicted.items())) for made in results}
+    assert len(fields) == len(results)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
@@ -237,6 +237,6 @@ def test_every_job_has_competing_planners(job: type[Value]) -> None:
         assert predictions(first_plan(job.__name__))
         return
     assert len(table("planner")) >= 2
-    found = {planner: plan(small_job(), planner) for planner in table("planner")}
-    assert {planner: made.planner for planner, made in found.items()} == {p: p for p in found}
-    assert all(made.estimate is not None for made in found.values())
+    result = {planner: plan(small_job(), planner) for planner in table("planner")}
+    assert {planner: made.planner for planner, made in result.items()} == {p: p for p in result}
+    assert all(made.estimate is not None for made in result.values())

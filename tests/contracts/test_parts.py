@@ -32,12 +32,12 @@ def build(kind: str, name: str) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_a_table(kind: str) -> None:
-    found = table(kind)
-    assert isinstance(found, PartTable)
-    assert found.kind == kind
-    assert len(found) >= 1
-    assert found.protocol, "no protocol"
-    assert found.about, "nothing for the reference"
+    result = table(kind)
+    assert isinstance(result, PartTable)
+    assert result.kind == kind
+    assert len(result) >= 1
+    assert result.protocol, "no protocol"
+    assert result.about, "nothing for the reference"
     module, _, attribute = KINDS[kind].partition(":")
     assert attribute in sys.modules[module].__all__
 
@@ -45,9 +45,9 @@ def test_every_kind_has_a_table(kind: str) -> None:
 def test_no_room_hides_a_table() -> None:
     """Every table of a room is a kind."""
     for module in sorted({place.partition(":")[0] for place in KINDS.values()}):
-        for attribute, found in vars(importlib.import_module(module)).items():
-            if isinstance(found, PartTable):
-                assert KINDS.get(found.kind) == f"{module}:{attribute}"
+        for attribute, result in vars(importlib.import_module(module)).items():
+            if isinstance(result, PartTable):
+                assert KINDS.get(result.kind) == f"{module}:{attribute}"
 
 
 @each_part
@@ -160,9 +160,9 @@ def test_is_documented(kind: str, name: str) -> None:
     first = text.splitlines()[0]
     assert len(first) > 10
     # Options may be told where they are declared, in what the part builds on.
-    told = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
+    result = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
     for option in options_of(cls):
-        assert re.search(rf"^\s+{option}: \S", told, re.MULTILINE), f"option {option} is not told"
+        assert re.search(rf"^\s+{option}: \S", result, re.MULTILINE), f"option {option} is not told"
     for method, function in vars(cls).items():
         if inspect.isfunction(function) and not method.startswith("_"):
             assert inspect.getdoc(function), f"{method} has no docstring"

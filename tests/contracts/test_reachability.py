@@ -23,13 +23,13 @@ SHOWN = re.compile(
 
 def documented() -> set[str]:
     """Modules of what the pages of the documentation import, or the Python reference lists."""
-    found = set()
+    result = set()
     for page in sorted(DOCS.rglob("*.md")):
         for listed, name, source, names, module in SHOWN.findall(page.read_text()):
             package = listed or source
-            found |= {place_of(package, each) for each in (name or names).split(", ") if package}
-            found |= {module} & set(modules())
-    return {place for place in found if not place.startswith(CLAIMS)}
+            result |= {place_of(package, each) for each in (name or names).split(", ") if package}
+            result |= {module} & set(modules())
+    return {place for place in result if not place.startswith(CLAIMS)}
 
 
 ROOTS = ("shoal", "shoal.__main__", "kind:job", "kind:study", *sorted(documented()))

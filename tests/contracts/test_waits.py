@@ -19,24 +19,24 @@ PAGE = HERE.parents[1] / "docs" / "waits.md"
 
 def allowed() -> dict[tuple[str, str, str], tuple[str, int]]:
     """(file, function, call) -> (kind, how often)."""
-    found = {}
+    result = {}
     for line in (HERE / "waits_allowed.txt").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             kind, file, function, call, number = line.split(" | ")
-            found[file, function, call] = kind, int(number)
-    return found
+            result[file, function, call] = kind, int(number)
+    return result
 
 
 def test_no_wait_without_a_limit_is_new():
-    found, known = waits.everywhere(), allowed()
+    result, known = waits.everywhere(), allowed()
     new = {
-        place: number for place, number in found.items() if number > known.get(place, ("", 0))[1]
+        place: number for place, number in result.items() if number > known.get(place, ("", 0))[1]
     }
     assert not new, (
         "waits without a limit: give them one, or say in waits_allowed.txt what ends them: "
         + "; ".join(f"{file}, {function}: {call}" for file, function, call in new)
     )
-    gone = [place for place, (_, number) in known.items() if found[place] < number]
+    gone = [place for place, (_, number) in known.items() if result[place] < number]
     assert not gone, f"no longer there: {gone}"
 
 

@@ -60,19 +60,19 @@ _MAYBE = re.compile(
 
 def unlimited(source: str) -> Counter[tuple[str, str]]:
     """(function, call) -> how often it is there, of calls that wait and name no limit."""
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
 
     def visit(node: ast.AST, path: tuple[str, ...]) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             path = (*path, node.name)
         if isinstance(node, ast.Call) and _waits(node):
             text = ast.unparse(node.func)
-            found[".".join(path) or "module", text] += 1
+            counts[".".join(path) or "module", text] += 1
         for child in ast.iter_child_nodes(node):
             visit(child, path)
 
     visit(ast.parse(source), ())
-    return found
+    return counts
 
 
 def _waits(call: ast.Call) -> bool:
@@ -104,11 +104,11 @@ def _waits(call: ast.Call) -> bool:
 
 def everywhere() -> Counter[tuple[str, str, str]]:
     """(file, function, call) -> how often, in the whole package."""
-    found: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     for path in sorted(SOURCE.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         if not _MAYBE.search(source):
             continue
         for (function, call), number in unlimited(source).items():
-            found[path.relative_to(SOURCE).as_posix(), function, call] = number
-    return found
+            counts[path.relative_to(SOURCE).as_posix(), function, call] = number
+    return counts

@@ -21,8 +21,8 @@ def test_pieces_are_as_wide_as_their_values() -> None:
     text = StackedBars("memory", rows, show, limit=80.0, limit_name="room").render()
     root = ElementTree.fromstring(text)
     pieces = [r for r in root.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
-    told = [piece.findtext(f"{SVG}title") for piece in pieces]
-    assert told == ["weights: 10 GB", "rest: 30 GB", "rest: 20 GB"]
+    notes = [piece.findtext(f"{SVG}title") for piece in pieces]
+    assert notes == ["weights: 10 GB", "rest: 30 GB", "rest: 20 GB"]
     wide = [float(piece.get("width", 0)) for piece in pieces]
     assert wide[1] / wide[0] == pytest.approx(3, rel=0.01)
     assert wide[2] / wide[0] == pytest.approx(2, rel=0.01)

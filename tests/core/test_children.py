@@ -100,7 +100,7 @@ def test_keys_stay_with_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_child_inherits_the_cores_of_the_thread_that_asks() -> None:
     before = os.sched_getaffinity(0)
-    found: list[set[int]] = []
+    results: list[set[int]] = []
 
     def ask() -> None:
         os.sched_setaffinity(0, {min(before)})
@@ -110,14 +110,14 @@ def test_a_child_inherits_the_cores_of_the_thread_that_asks() -> None:
             env=children.environment({"PYTHONPATH": str(HERE)}),
             stdout=subprocess.PIPE,
         )
-        found.append(os.sched_getaffinity(child.pid))
+        results.append(os.sched_getaffinity(child.pid))
         children.kill([child])
         child.stdout.close()
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    assert found == [{min(before)}]
+    assert results == [{min(before)}]
 
 
 def test_an_interrupt_while_a_child_starts_ends_it() -> None:

@@ -164,8 +164,8 @@ def test_set_needs_path_and_value(word: str) -> None:
 
 def test_set_gives_an_option_of_the_default_part() -> None:
     default = Job().optimizer.name
-    found = resolve(Job, environment={}, sets=["optimizer.lr=0.5"]).value
-    assert (found.optimizer.name, found.optimizer.options) == (default, {"lr": 0.5})
+    result = resolve(Job, environment={}, sets=["optimizer.lr=0.5"]).value
+    assert (result.optimizer.name, result.optimizer.options) == (default, {"lr": 0.5})
     with pytest.raises(UnknownKeyError, match=rf"optimizer\.{default}\.lrr: no such key"):
         resolve(Job, environment={}, sets=["optimizer.lrr=0.5"])
 
@@ -218,15 +218,15 @@ def test_json_schema_for_editors() -> None:
 
 def test_a_base_is_below_every_other_layer() -> None:
     base = Job(name="old", steps=10, parallel=Parallel(dp=4))
-    found = resolve(Job, base=base, environment={}, flags={"steps": 20}, sets=["parallel.tp=2"])
-    assert found.value == Job(name="old", steps=20, parallel=Parallel(dp=4, tp=2))
-    reasons = {path: reason for path, _, reason in found.lines()}
+    result = resolve(Job, base=base, environment={}, flags={"steps": 20}, sets=["parallel.tp=2"])
+    assert result.value == Job(name="old", steps=20, parallel=Parallel(dp=4, tp=2))
+    reasons = {path: reason for path, _, reason in result.lines()}
     assert reasons["name"] == reasons["parallel.dp"] == "plan"
     assert reasons["steps"].startswith("flag")
     assert reasons["parallel.tp"].startswith("--set")
 
 
 def test_what_a_base_leaves_open_stays_open() -> None:
-    found = resolve(Job, base=Job(name="old", parallel=Parallel(dp=4)), environment={})
-    assert found.value.model_fields_set == {"name", "parallel"}
-    assert found.value.parallel.model_fields_set == {"dp"}
+    result = resolve(Job, base=Job(name="old", parallel=Parallel(dp=4)), environment={})
+    assert result.value.model_fields_set == {"name", "parallel"}
+    assert result.value.parallel.model_fields_set == {"dp"}

@@ -59,9 +59,9 @@ def test_no_shoal_error_is_defined_elsewhere_in_core() -> None:
     """One tree, in one file."""
     for info in pkgutil.walk_packages(shoal.core.__path__, "shoal.core."):
         module = importlib.import_module(info.name)
-        for found in vars(module).values():
-            if isinstance(found, type) and issubclass(found, ShoalError):
-                assert found.__module__ == "shoal.core.errors"
+        for result in vars(module).values():
+            if isinstance(result, type) and issubclass(result, ShoalError):
+                assert result.__module__ == "shoal.core.errors"
 
 
 def test_require_says_where_given_expected_and_hint() -> None:

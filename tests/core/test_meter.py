@@ -211,12 +211,12 @@ def test_prometheus_serves_what_a_scraper_parses() -> None:
         port = meter._writers[0].port  # type: ignore[attr-defined]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
             text = response.read().decode()
-    found = {
+    result = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert found == {
+    assert result == {
         ("shoal_step_step", (("rank", "0"),)): 3.0,
         ("shoal_step_loss", (("rank", "0"),)): 0.5,
         ("shoal_wire_bytes_total", (("link", "node"), ("rank", "0"))): 10.0,

@@ -51,7 +51,7 @@ if __name__ == "__main__":
 
 def users_of(folder: str) -> list[int]:
     """Processes that have files of a directory open, or name it."""
-    found = []
+    users = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
@@ -60,8 +60,8 @@ def users_of(folder: str) -> list[int]:
             except OSError:
                 continue
             if f"{folder}/" in words or any(file.startswith(f"{folder}/") for file in files):
-                found.append(int(process.name))
-    return found
+                users.append(int(process.name))
+    return users
 
 
 def ended(pid: int) -> bool:

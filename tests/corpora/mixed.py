@@ -28,11 +28,11 @@ def loader(rank: int = 0, world: int = 1, **options: int) -> MixtureLoader:
 
 def tokens_left(states: list[LoaderState]) -> Counter[int]:
     """Tokens that are left of the epochs that were begun."""
-    found: Counter[int] = Counter()
+    numbers: Counter[int] = Counter()
     for state in states:
         for one in state.own:
             for tokens in (*one.packing, *one.ready):
-                found.update(tokens)
+                numbers.update(tokens)
     whole = split(merge(states), 1)[0]  # readers that lag behind have begun as many epochs
     some = loader()
     some.load_state(whole)
@@ -40,15 +40,15 @@ def tokens_left(states: list[LoaderState]) -> Counter[int]:
         for source, spans in reader.spans.items():
             for span in spans:
                 for at in span:
-                    found.update(some.document(source, span.epoch, at))
-    return found
+                    numbers.update(some.document(source, span.epoch, at))
+    return numbers
 
 
 def everything(states: list[LoaderState]) -> Counter[int]:
-    found: Counter[int] = Counter()
+    numbers: Counter[int] = Counter()
     for name, documents in SOURCES.items():
         epochs = max(reader.epochs[name] for state in states for reader in state.own)
         for document in documents:
             for token in (*document, END):
-                found[token] += epochs
-    return found
+                numbers[token] += epochs
+    return numbers

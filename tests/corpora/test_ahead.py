@@ -55,9 +55,9 @@ def test_other_numbers_of_ranks_lose_and_repeat_nothing() -> None:
         assert handed + tokens_left(states) == everything(states)
         for one in readers:
             one.close()
-        dealt = split(merge(states), world)
+        words = split(merge(states), world)
         readers = [ReadAhead(loader(rank, world)) for rank in range(world)]
-        for one, state in zip(readers, dealt, strict=True):
+        for one, state in zip(readers, words, strict=True):
             one.load_state(state)
     states = [one.state() for one in readers]
     assert handed + tokens_left(states) == everything(states)
@@ -113,16 +113,16 @@ def test_a_fetched_state_does_not_wait_for_the_reader() -> None:
         assert one.waited_s == 0.0
         # Whoever has not fetched it waits until that batch is done.
         one._noted = None
-        found: list[LoaderState] = []
-        asking = threading.Thread(target=lambda: found.append(one.state()))
+        loader_states: list[LoaderState] = []
+        asking = threading.Thread(target=lambda: loader_states.append(one.state()))
         asking.start()
         until(one, lambda: one._wanted is not None)
-        assert not found
+        assert not loader_states
         for gate in gates.values():
             gate.open.set()
         asking.join(30)
         assert one.waited_s > 0
-    for state in (fetched, *found):
+    for state in (fetched, *loader_states):
         again = loader(ahead=0)
         again.load_state(state)
         for batch in expected[1:]:

@@ -56,20 +56,20 @@ def test_stdlib_without_source(monkeypatch: pytest.MonkeyPatch, tmp_path: object
 @pytest.mark.parametrize("kind", ["records", "logs", "arithmetic"])
 def test_synthetic_text_follows_from_the_seed_and_from_itself(kind: str) -> None:
     corpus = CORPORA.build({"name": "synthetic", "kind": kind, "size_bytes": 60_000})
-    found = list(corpus.documents())
-    assert found == list(corpus.documents())
-    size = sum(len(document.text) for document in found)
-    assert 60_000 <= size < 60_000 + len(found[-1].text) + 1
-    assert len({document.text for document in found}) == len(found)
-    assert {document.name for document in found if document.split == "heldout"} == {
-        document.name for document in found if is_heldout(document.name)
+    result = list(corpus.documents())
+    assert result == list(corpus.documents())
+    size = sum(len(document.text) for document in result)
+    assert 60_000 <= size < 60_000 + len(result[-1].text) + 1
+    assert len({document.text for document in result}) == len(result)
+    assert {document.name for document in result if document.split == "heldout"} == {
+        document.name for document in result if is_heldout(document.name)
     }
-    assert list(corpus.documents("train")) == [d for d in found if d.split == "train"]
+    assert list(corpus.documents("train")) == [d for d in result if d.split == "train"]
     other = CORPORA.build({"name": "synthetic", "kind": kind, "size_bytes": 60_000, "seed": 1})
-    assert next(other.documents()).text != found[0].text
+    assert next(other.documents()).text != result[0].text
     assert other.fingerprint() != corpus.fingerprint()
     # What can be checked in it is right.
-    for document in found:
+    for document in result:
         lines = document.text.splitlines()
         if kind == "records":
             for record in map(json.loads, lines):

@@ -26,9 +26,9 @@ def test_four_three_two_ranks_hand_out_what_one_run_would(readers: int) -> None:
                 handed.update(next(one).reshape(-1).tolist())
         states = [one.state() for one in loaders]
         assert handed + tokens_left(states) == everything(states)
-        dealt = split(merge(states), world)
+        words = split(merge(states), world)
         loaders = [loader(rank, world) for rank in range(world)]
-        for one, state in zip(loaders, dealt, strict=True):
+        for one, state in zip(loaders, words, strict=True):
             one.load_state(state)
     states = [one.state() for one in loaders]
     assert handed + tokens_left(states) == everything(states)

@@ -73,11 +73,11 @@ def test_windows_are_the_text_and_epochs_cut_elsewhere(small: TokenSet) -> None:
     windows = check_split(small.train, "stream", seq_len=24, global_batch=1)
     seen = []
     for epoch in (0, 1):
-        found = [
+        results = [
             batch(small.train, "stream", seq_len=24, global_batch=4, seed=0, step=step)
             for step in range(epoch * windows // 4, epoch * windows // 4 + 10)
         ]
-        rows = np.concatenate([b.tokens for b in found])
+        rows = np.concatenate([b.tokens for b in results])
         assert all(row.astype("<u2").tobytes() in text for row in rows)
         seen.append({row.tobytes() for row in rows})
     assert not seen[0] & seen[1]
@@ -104,9 +104,9 @@ def test_document_ids_follow_the_documents(small: TokenSet) -> None:
     }
     complete = 0
     for step in range(40):
-        found = batch(split, "document", seq_len=60, global_batch=4, seed=0, step=step)
-        assert found.documents is not None
-        for tokens, ids in zip(found.tokens, found.documents, strict=True):
+        result = batch(split, "document", seq_len=60, global_batch=4, seed=0, step=step)
+        assert result.documents is not None
+        for tokens, ids in zip(result.tokens, result.documents, strict=True):
             assert ids[0] == 0 and set(np.diff(ids)) <= {0, 1}
             for number in range(1, ids[-1]):  # neither cut at the start nor at the end
                 piece = tokens[ids == number]

@@ -61,10 +61,10 @@ def test_a_window_is_a_document(tmp_path):
     tokens = prepare({"name": "tasks", "problems": 6, "heldout": 3}, vocab_size=257, cache=tmp_path)
     padded = PACKINGS.build("padded")
     assert padded.num_windows(tokens.train, 90) == 6
-    found, documents = padded.fill(tokens.train, np.array([2, 0]), seq_len=90, seed=0, epoch=0)
+    result, documents = padded.fill(tokens.train, np.array([2, 0]), seq_len=90, seed=0, epoch=0)
     assert documents is None
-    assert found.shape == (2, 91)
-    for row, number in zip(found, (2, 0), strict=True):
+    assert result.shape == (2, 91)
+    for row, number in zip(result, (2, 0), strict=True):
         whole = tokens.train.document(number)
         assert row[: len(whole)].tolist() == whole.tolist()
         assert set(row[len(whole) :].tolist()) <= {tokens.end_of_text}

@@ -17,13 +17,13 @@ from shoal.corpora.text import TextCorpus, pieces
 def test_a_directory_is_a_document_a_file(stories: Path) -> None:
     (stories / ".hidden").write_bytes(b"\0")
     corpus = TextCorpus(path=str(stories), pattern="*.txt", heldout_every=5)
-    found = list(corpus.documents())
-    assert [d.name for d in found] == sorted(
+    result = list(corpus.documents())
+    assert [d.name for d in result] == sorted(
         p.relative_to(stories).as_posix() for p in stories.rglob("*.txt")
     )
-    assert all((stories / d.name).read_text() == d.text for d in found)
+    assert all((stories / d.name).read_text() == d.text for d in result)
     parts = [d for s in ("train", "heldout") for d in corpus.documents(s)]  # type: ignore[arg-type]
-    assert sorted(parts) == found
+    assert sorted(parts) == result
     assert corpus.num_bytes() == sum(p.stat().st_size for p in stories.rglob("*.txt"))
 
 
@@ -36,12 +36,12 @@ def test_the_split_does_not_depend_on_where_the_directory_is(stories: Path) -> N
 def test_a_single_file_is_cut_and_nothing_is_lost(tmp_path: Path) -> None:
     text = "".join(f"Paragraph {n}, of a few words.\nSecond line.\n\n" for n in range(2000))
     (tmp_path / "book.txt").write_text(text)
-    found = list(TextCorpus(path=str(tmp_path / "book.txt")).documents())
-    assert "".join(d.text for d in found) == text
-    assert len(found) > 100
-    assert all(d.text.endswith("\n\n") for d in found)
-    assert {d.split for d in found} == {"train", "heldout"}
-    assert found[3].name == "book.txt#3"
+    result = list(TextCorpus(path=str(tmp_path / "book.txt")).documents())
+    assert "".join(d.text for d in result) == text
+    assert len(result) > 100
+    assert all(d.text.endswith("\n\n") for d in result)
+    assert {d.split for d in result} == {"train", "heldout"}
+    assert result[3].name == "book.txt#3"
 
 
 @given(
@@ -49,9 +49,9 @@ def test_a_single_file_is_cut_and_nothing_is_lost(tmp_path: Path) -> None:
     st.integers(1, 20),
 )
 def test_pieces_join_to_the_text(text: str, target: int) -> None:
-    found = list(pieces(io.BytesIO(text.encode()), "t", target))
-    assert "".join(found) == text
-    assert all(found)
+    result = list(pieces(io.BytesIO(text.encode()), "t", target))
+    assert "".join(result) == text
+    assert all(result)
 
 
 def test_pieces_do_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

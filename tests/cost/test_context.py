@@ -88,8 +88,8 @@ def _messages(name: str, world: int, group: int, shape: dict[str, Any]) -> list[
     """(source, target, bytes) of the forward pass of all ranks."""
     others = [(rank, j) for rank in range(world) for j in range(1, world)]
     if name == "tokenring":
-        found = tokenring_traffic(world=world, **shape).forward
-        onward, back = (size / (world - 1) for size in found.by_direction(2))
+        result = tokenring_traffic(world=world, **shape).forward
+        onward, back = (size / (world - 1) for size in result.by_direction(2))
         return [(rank, (rank + 1) % world, onward) for rank, _ in others] + [
             (rank, (rank - j) % world, back) for rank, j in others
         ]
@@ -120,8 +120,8 @@ def test_loads_are_those_of_the_messages(
 ) -> None:
     shape: dict[str, Any] = {"tokens": 4, "head_dim": 2, "heads": 120, "kv_heads": 120}
     messages = _messages(name, world, group, shape)
-    found = link_bytes(name, world=world, group=group, links=links, duplex=duplex, **shape)[0]
-    assert found == pytest.approx(_busiest(messages, world, links, duplex == "half"))
+    result = link_bytes(name, world=world, group=group, links=links, duplex=duplex, **shape)[0]
+    assert result == pytest.approx(_busiest(messages, world, links, duplex == "half"))
     sent = sum(size for source, _, size in messages if source == 0)
     port = link_bytes(name, world=world, group=group, duplex=duplex, **shape)[0]
     assert port == pytest.approx(sent * (2 if duplex == "half" else 1))
@@ -160,15 +160,15 @@ def _names(**changes: Any) -> list[str]:
 def test_advice_follows_heads_and_links() -> None:
     # Ulysses sends least while there are heads; beyond them it is not possible.
     assert _names()[0] == "ulysses"
-    found = advise_context(
+    result = advise_context(
         heads=5, kv_heads=5, head_dim=128, tokens=8192, world=4, link=FAST, links="mesh"
     )
-    assert found[0].name == "tokenring"
-    assert any("of zigzag's links" in reason for reason in found[0].reasons)
-    impossible = [each for each in found if not each.possible]
+    assert result[0].name == "tokenring"
+    assert any("of zigzag's links" in reason for reason in result[0].reasons)
+    impossible = [each for each in result if not each.possible]
     assert {each.name for each in impossible} == {"ulysses", "usp"}
     assert "cannot be split 4 ways" in " ".join(impossible[-1].reasons + impossible[0].reasons)
-    assert found[-1] in impossible
+    assert result[-1] in impossible
     # With few key/value heads they are the smaller load.
     assert _names(heads=5, kv_heads=1)[0] == "zigzag"
     (token,) = [
@@ -192,13 +192,13 @@ def test_advice_hides_what_computation_covers() -> None:
         "link": FAST,
         "flops_per_s": 1e13,
     }
-    found = {each.name: each for each in advise_context(**given)}
-    assert found["zigzag"].exposed_s == 0 < found["zigzag"].seconds
-    assert found["ring"].exposed_s > found["zigzag"].seconds
-    assert any("1.75 times" in reason for reason in found["ring"].reasons)
+    result = {each.name: each for each in advise_context(**given)}
+    assert result["zigzag"].exposed_s == 0 < result["zigzag"].seconds
+    assert result["ring"].exposed_s > result["zigzag"].seconds
+    assert any("1.75 times" in reason for reason in result["ring"].reasons)
     full = {each.name: each for each in advise_context(**given, causal=False)}
     assert full["ring"].exposed_s == 0
-    assert next(iter(found)) == "zigzag"  # of equals the one with small buffers
+    assert next(iter(result)) == "zigzag"  # of equals the one with small buffers
     copied = advise_context(heads=8, kv_heads=2, head_dim=64, tokens=4096, world=8, link=FAST)
     (ulysses,) = [each for each in copied if each.name == "ulysses"]
     assert ulysses.options == {"replicate_kv": True}

@@ -20,13 +20,13 @@ def test_is_scikit_learns_forest() -> None:
     from sklearn.ensemble import RandomForestRegressor
 
     x, y = data()
-    found = fit_forest(x, y, trees=8, depth=6, seed=1)
+    result = fit_forest(x, y, trees=8, depth=6, seed=1)
     peer = RandomForestRegressor(
         n_estimators=8, max_depth=6, random_state=seed64(1, purpose="forest") % 2**31
     ).fit(x.astype(np.float32), y)
-    asked = generator(4).random((50, 4))
-    np.testing.assert_allclose(found.predict(asked), peer.predict(asked), rtol=1e-12)
-    assert found.trees(asked).shape == (8, 50, 2)
+    request = generator(4).random((50, 4))
+    np.testing.assert_allclose(result.predict(request), peer.predict(request), rtol=1e-12)
+    assert result.trees(request).shape == (8, 50, 2)
 
 
 def test_same_seed_same_forest() -> None:

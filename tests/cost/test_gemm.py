@@ -97,9 +97,9 @@ def test_rooflines_are_the_best_that_was_seen(table: GemmTable) -> None:
 
 def test_knows_shapes_that_it_had_not_seen(predictor: GemmPredictor) -> None:
     unseen = [s for i in range(500, 540) for s in drawn(0, i, threads=2, largest=1024)]
-    told = predictor.seconds(unseen)
-    error = np.abs(told / [seconds(shape) for shape in unseen] - 1)
-    assert (told > 0).all()
+    result = predictor.seconds(unseen)
+    error = np.abs(result / [seconds(shape) for shape in unseen] - 1)
+    assert (result > 0).all()
     assert np.median(error) < 0.08
     assert 0.85 <= predictor.errors["coverage"] <= 0.95
 
@@ -134,8 +134,8 @@ def test_stored_is_that_of_this_machine(
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     assert stored() is None
     predictor.save(predictor_path())
-    found = stored()
-    assert found is not None and found.points == predictor.points
+    result = stored()
+    assert result is not None and result.points == predictor.points
     assert stored(load("H100")) is None
 
 
@@ -208,15 +208,15 @@ def test_splits_hold_out_what_they_say(table: GemmTable) -> None:
         {p.group for p, f in zip(table.points, fold, strict=True) if f == n} for n in range(5)
     ]
     assert sum(map(len, groups)) == len(set.union(*groups))
-    found = {
+    result = {
         split: held_out(table, split, trees=10, folds=2) for split in ("random", "extrapolate")
     }
-    assert len(found["random"].seconds) == len(table.points)
-    assert 0.1 < len(found["extrapolate"].seconds) / len(table.points) < 0.7
-    assert found["random"].r2("forest") > 0.97
-    for split in found.values():
+    assert len(result["random"].seconds) == len(table.points)
+    assert 0.1 < len(result["extrapolate"].seconds) / len(table.points) < 0.7
+    assert result["random"].r2("forest") > 0.97
+    for split in result.values():
         assert set(split.summary()) == {"forest", "roofline", "linear", "boosting"}
-    forest, roofline = (np.median(found["random"].errors(n)) for n in ("forest", "roofline"))
+    forest, roofline = (np.median(result["random"].errors(n)) for n in ("forest", "roofline"))
     assert forest < roofline / 2
     with pytest.raises(ConfigError, match="split = 'none'"):
         held_out(table, "none")
@@ -231,9 +231,9 @@ def test_tiles_of_unseen_shapes(table: GemmTable) -> None:
 
 
 def test_importance_names_what_matters(table: GemmTable) -> None:
-    found = importance(table, trees=10)
-    assert set(found) == set(FEATURES)
-    assert next(iter(found)) in ("tile", "padding", "log_roofline_s", "log_flops", "log_intensity")
+    result = importance(table, trees=10)
+    assert set(result) == set(FEATURES)
+    assert next(iter(result)) in ("tile", "padding", "log_roofline_s", "log_flops", "log_intensity")
 
 
 def test_too_few_products(table: GemmTable) -> None:
@@ -243,11 +243,11 @@ def test_too_few_products(table: GemmTable) -> None:
 
 def test_a_machine_that_nobody_swept() -> None:
     shape = GemmShape(M=8192, N=8192, K=8192, dtype="bf16")
-    found = by_rates(shape, load("H100"))
-    assert 1e-3 < found.seconds.value < 3e-3
-    assert found.roofline_s < found.seconds.value
-    assert "not swept" in found.note
-    assert found.power == "modelled"
+    rates = by_rates(shape, load("H100"))
+    assert 1e-3 < rates.seconds.value < 3e-3
+    assert rates.roofline_s < rates.seconds.value
+    assert "not swept" in rates.note
+    assert rates.power == "modelled"
 
 
 def test_a_probed_machine_waits_for_its_memory() -> None:

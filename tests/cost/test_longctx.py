@@ -125,15 +125,15 @@ def test_everything_is_monotone() -> None:
     assert contexts[0] == 1000
     assert contexts[-1] == 3_000_000
     for method in ("prefill_s", "decode_s", "switch_s"):
-        found = [getattr(setting(), method)(S) for S in contexts]
-        assert found == sorted(found), method
+        results = [getattr(setting(), method)(S) for S in contexts]
+        assert results == sorted(results), method
     sizes = [8e10, 1e11, 2e11, 4e11, 8e11]
     larger = [setting(device=replace(BIG, memory_bytes=size)) for size in sizes]
     held = [one.users(50_000) for one in larger]
     assert held == sorted(held)
     assert held[0] < held[-1]
-    asked = Sessions(users=40, document=30_000)
-    per_hour = [session_throughput(one, asked) for one in larger]
+    sessions = Sessions(users=40, document=30_000)
+    per_hour = [session_throughput(one, sessions) for one in larger]
     assert all(after >= before for before, after in itertools.pairwise(per_hour))
     assert per_hour[-1] > 1.1 * per_hour[0]
     # Two devices hold more than twice as many: the weights are there once.
@@ -187,9 +187,9 @@ def test_reductions_multiply_and_are_bounded() -> None:
 def test_compositions_that_reach_are_the_smallest_that_do() -> None:
     one = setting()
     wanted = one.needed(1_000_000, 4000)[0].factor
-    found = reaching(one, YI, long=1_000_000, short=4000)
-    assert found
-    for left, ways in found:
+    result = reaching(one, YI, long=1_000_000, short=4000)
+    assert result
+    for left, ways in result:
         assert left <= wanted
         assert left == pytest.approx(factor_of(ways, YI, 1_000_000))
         for drop in range(len(ways)):
@@ -224,10 +224,10 @@ def test_sessions_by_closed_form_and_by_simulation(users: int) -> None:
     shape = shapes.find("Llama-3-8B")
     device = replace(BIG, memory_bytes=2 * parameters(shape) + 3.4 * 131072 * 6000)
     one = LongContext(model=LongModel.of(shape), device=device)
-    asked = Sessions(users=users, document=6000, rounds=3, answer=40, think_s=1.0)
-    closed = session_throughput(one, asked)
-    scheduler, block = scheduler_for(one, asked)
-    simulated = simulate_sessions(one, asked, scheduler, block_size=block)
+    sessions = Sessions(users=users, document=6000, rounds=3, answer=40, think_s=1.0)
+    closed = session_throughput(one, sessions)
+    scheduler, block = scheduler_for(one, sessions)
+    simulated = simulate_sessions(one, sessions, scheduler, block_size=block)
     # The closed form is a bound: nobody ever waits in it where something is free.
     assert 0.6 * closed < simulated < 1.05 * closed
     assert not scheduler.requests

@@ -32,8 +32,8 @@ TABLE_1 = (
 @pytest.mark.parametrize("row", TABLE_1, ids=[f"{row[0]}B" for row in TABLE_1])
 def test_table_1(row):
     billions, layers, hidden, _, devices, tera, peta = row
-    found = parameters(layers, hidden, 51200, 2048)
-    assert found / 1e9 == pytest.approx(billions, rel=0.01, abs=0.06)
+    result = parameters(layers, hidden, 51200, 2048)
+    assert result / 1e9 == pytest.approx(billions, rel=0.01, abs=0.06)
     # The table's own columns agree.
     assert devices * tera / 1e3 == pytest.approx(peta, rel=0.01)
 

@@ -62,8 +62,8 @@ def test_a_link_that_is_down_is_named() -> None:
 def test_time_passes_as_by_hand() -> None:
     """Two flows on one uplink: halves until one ends, then all of it."""
     flows = Flows.of([0, 1], [2, 3], np.array([100.0, 50.0]))
-    found = simulate(flows, pinned(flows, [0, 0]), SMALL)
-    assert found.flow_s.tolist() == pytest.approx([15.0, 10.0])
+    result = simulate(flows, pinned(flows, [0, 0]), SMALL)
+    assert result.flow_s.tolist() == pytest.approx([15.0, 10.0])
     apart = simulate(flows, pinned(flows, [0, 1]), SMALL)
     assert apart.flow_s.tolist() == pytest.approx([10.0, 5.0])
     late = simulate(flows.starting(np.array([0.0, 4.0])), pinned(flows, [0, 0]), SMALL)
@@ -162,12 +162,12 @@ def test_collectives_send_what_they_must(name: str) -> None:
         "broadcast": 7 / 8,
     }[name]
     for algorithm in ALGORITHMS[name]:
-        found = collective(name, hosts, 8e6, algorithm=algorithm, fabric=fabric)
-        sent = found.flows.size * found.repeats[found.flows.phase]
+        result = collective(name, hosts, 8e6, algorithm=algorithm, fabric=fabric)
+        sent = result.flows.size * result.repeats[result.flows.phase]
         total = sent.sum() / (8 * 8e6)
         assert total == pytest.approx(most), algorithm
         if algorithm != "direct":
-            assert found.flows.most_ends() == 1
+            assert result.flows.most_ends() == 1
 
 
 def test_jobs_run_together() -> None:

@@ -29,9 +29,9 @@ def points(
 
 
 def test_planted_numbers_are_found() -> None:
-    found = fit_parscale(points())
+    result = fit_parscale(points())
     for name in ("floor", "scale", "exponent", "k"):
-        assert getattr(found, name) == pytest.approx(getattr(LAW, name), rel=0.01)
+        assert getattr(result, name) == pytest.approx(getattr(LAW, name), rel=0.01)
 
 
 @pytest.mark.parametrize(("corpus", "k", "exponent"), [("stack", 0.39, 0.19), ("pile", 0.33, 0.20)])
@@ -39,10 +39,10 @@ def test_the_published_tables_give_the_published_law(
     corpus: str, k: float, exponent: float
 ) -> None:
     assert len(PUBLISHED[corpus]) == 24
-    found = fit_parscale(PUBLISHED[corpus])
-    assert found.k == pytest.approx(k, abs=0.005)
-    assert found.exponent == pytest.approx(exponent, abs=0.005)
-    assert found.r2 > 0.997
+    result = fit_parscale(PUBLISHED[corpus])
+    assert result.k == pytest.approx(k, abs=0.005)
+    assert result.exponent == pytest.approx(exponent, abs=0.005)
+    assert result.r2 > 0.997
 
 
 def test_a_stream_is_worth_the_same_parameters_at_every_size() -> None:

@@ -22,8 +22,8 @@ whole = st.integers(0, 1000).map(float)
 
 def build(name: str, pp: int, microbatches: int, vpp: int = 2) -> Schedule:
     part = SCHEDULES.build(name)
-    found: Schedule = part.build(pp, microbatches, part.chunks or vpp)
-    return found
+    schedule: Schedule = part.build(pp, microbatches, part.chunks or vpp)
+    return schedule
 
 
 @st.composite
@@ -78,8 +78,8 @@ def test_interleaved_takes_its_closed_form(
     """f and b are of one of v chunks here: m (f + b) + (p - 1) (f + b) / v times v."""
     m = pp * groups
     cost = OpCosts.uniform(pp * v, forward=f, backward=b)
-    found = simulate(build("interleaved", pp, m, v), cost).makespan
-    assert found == m * v * (f + b) + (pp - 1) * (f + b)
+    result = simulate(build("interleaved", pp, m, v), cost).makespan
+    assert result == m * v * (f + b) + (pp - 1) * (f + b)
 
 
 @settings(max_examples=60, deadline=None)

@@ -40,17 +40,20 @@ def boxes(text: str) -> list[ElementTree.Element]:
 
 def test_every_pass_is_a_box_at_its_time() -> None:
     predicted = timeline()
-    found = boxes(svg({"predicted": predicted}, title="1f1b"))
-    assert len(found) == len(predicted)
+    result = boxes(svg({"predicted": predicted}, title="1f1b"))
+    assert len(result) == len(predicted)
     scale = (1100 - 58 - 12) / predicted.makespan
-    for box, event in zip(found, predicted.events(), strict=True):
+    for box, event in zip(result, predicted.events(), strict=True):
         assert float(box.attrib["x"]) == pytest.approx(58 + scale * event.start, abs=0.01)
         assert float(box.attrib["width"]) == pytest.approx(
             scale * (event.end - event.start), abs=0.01
         )
-        told = box.find(SVG + "title")
-        assert told is not None and told.text is not None
-        assert f"rank {event.rank}:" in told.text and f"micro-batch {event.op.mb}," in told.text
+        position = box.find(SVG + "title")
+        assert position is not None and position.text is not None
+        assert (
+            f"rank {event.rank}:" in position.text
+            and f"micro-batch {event.op.mb}," in position.text
+        )
 
 
 def test_kinds_have_colours_and_a_legend_of_those_that_occur() -> None:
@@ -70,8 +73,8 @@ def test_measured_stands_below_predicted_on_one_scale() -> None:
     predicted = timeline()
     measured = late(predicted)
     text = Picture(title="both", timelines={"predicted": predicted, "measured": measured}).render()
-    found = boxes(text)
-    above, below = found[: len(predicted)], found[len(predicted) :]
+    result = boxes(text)
+    above, below = result[: len(predicted)], result[len(predicted) :]
     assert max(float(b.attrib["y"]) for b in above) < min(float(b.attrib["y"]) for b in below)
     right = max(float(b.attrib["x"]) + float(b.attrib["width"]) for b in below)
     assert right == pytest.approx(1100 - 12, abs=0.05)
@@ -124,8 +127,8 @@ def test_what_cannot_be_drawn_is_refused() -> None:
 
 def test_trace_has_a_process_a_timeline_and_a_thread_a_rank() -> None:
     predicted = timeline()
-    found = trace({"predicted": predicted, "measured": late(predicted)}, unit_s=1e-3)
-    events = found["traceEvents"]
+    result = trace({"predicted": predicted, "measured": late(predicted)}, unit_s=1e-3)
+    events = result["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["predicted", "measured"]
     threads = [e for e in events if e["name"] == "thread_name"]

@@ -95,8 +95,8 @@ def test_a_row_with_everything_stated():
     L, h, s, V = 105, 20480, 2048, 51200
     by_hand = 96 * 2520 * s * L * h * h * (1 + s / (6 * h) + V / (16 * L * h))
     seconds = 42.0
-    found = reported(item.row, run, seconds, 312e12)
-    assert found == pytest.approx(by_hand / seconds / 2520 / 1e12, rel=0.01)
+    result = reported(item.row, run, seconds, 312e12)
+    assert result == pytest.approx(by_hand / seconds / 2520 / 1e12, rel=0.01)
 
 
 def test_quantities_of_a_step():
@@ -208,8 +208,8 @@ def test_a_token_reads_the_weights_once():
     k = ServeCalibration(stream=1.0, kernel_s=0.0)
     cached = 2.5 * 2 * 2 * 32 * 4096
     weights = 2.0 * 6.6e9
-    found = step_s(item.server, k, 1.0, 2.5)
-    assert found == pytest.approx((weights + cached) / 2039e9, rel=0.01)
+    result = step_s(item.server, k, 1.0, 2.5)
+    assert result == pytest.approx((weights + cached) / 2039e9, rel=0.01)
 
 
 def test_full_load_is_prompts_and_steps():

@@ -49,8 +49,8 @@ def test_two_stages() -> None:
 
 @pytest.mark.slow
 def test_two_devices_that_share_layers() -> None:
-    found = mean_ttft(1.0, 1.0 / 1.5)
-    assert found == pytest.approx(md1_ttft_intra(1.0, 1.0, speedup=1.5), rel=0.03)
+    result = mean_ttft(1.0, 1.0 / 1.5)
+    assert result == pytest.approx(md1_ttft_intra(1.0, 1.0, speedup=1.5), rel=0.03)
 
 
 def test_the_closed_forms_by_hand() -> None:

@@ -31,13 +31,13 @@ BARE = Machine(
 
 def rehearsed(seconds: dict[str, float]) -> Machine:
     """The host with a measured step of each of these rehearsals."""
-    found = tuple(
+    result = tuple(
         Measurement(
             probe="steps", quantity="step", unit="s", median=s, low=s, high=s, repeats=3, note=name
         )
         for name, s in seconds.items()
     )
-    return BARE.model_copy(update={"measurements": found})
+    return BARE.model_copy(update={"measurements": result})
 
 
 def plain(name: str) -> float:
@@ -45,8 +45,8 @@ def plain(name: str) -> float:
 
 
 def other(**stated: object) -> Work:
-    asked = {"model": "shoal-4m", "seq_len": 128, "global_batch": 8, "microbatch": 2, **stated}
-    return Work(shape=find("shoal-4m"), job=TrainJob.model_validate(asked))
+    requests = {"model": "shoal-4m", "seq_len": 128, "global_batch": 8, "microbatch": 2, **stated}
+    return Work(shape=find("shoal-4m"), job=TrainJob.model_validate(requests))
 
 
 @pytest.mark.parametrize("name", list(REHEARSALS))
@@ -76,11 +76,11 @@ def test_meetings_cost_what_they_did_for_each_event() -> None:
     extra = 0.05
     took = {name: plain(name) for name in ("one", "dp2", "tp2")}
     took["tp2"] += extra
-    told = estimate(other(parallel={"tp": 2}), rehearsed(took))
+    result = estimate(other(parallel={"tp": 2}), rehearsed(took))
     bare = estimate(other(parallel={"tp": 2}), BARE)
     met = events(other(parallel={"tp": 2}).job, find("shoal-4m"))["tp"]
     per = extra / events(REHEARSALS["tp2"], REHEARSED)["tp"]
-    assert told.terms_s["collective"] - bare.terms_s["collective"] == pytest.approx(
+    assert result.terms_s["collective"] - bare.terms_s["collective"] == pytest.approx(
         met * per, rel=0.2
     )
 
@@ -101,8 +101,8 @@ def test_events_are_counted(stated: dict[str, object], expected: dict[str, float
 
 def test_gathered_bytes_are_counted_for_each_pass() -> None:
     job = other(parallel={"dp": 2}, shard="zero3").job
-    found = events(job, find("shoal-4m"))["zero3"]
-    assert found == pytest.approx(2 * 3 * 4 * 4.0e6, rel=0.02)
+    result = events(job, find("shoal-4m"))["zero3"]
+    assert result == pytest.approx(2 * 3 * 4 * 4.0e6, rel=0.02)
 
 
 def test_a_disturbed_rehearsal_does_not_ruin_every_plan() -> None:
@@ -122,9 +122,9 @@ def test_without_the_first_rehearsal_nothing_is_changed() -> None:
 def test_ranks_rehearse(tmp_path: object) -> None:
     probe = PROBES.build({"name": "steps", "names": ["one", "tp2"], "repeats": 1})
     with ProbeContext(home=tmp_path) as context:  # type: ignore[arg-type]
-        found = {m.note: m for m in probe.run(context)}
-    assert set(found) == {"one", "tp2"}
-    assert all(0 < m.median < 60 for m in found.values())
+        result = {m.note: m for m in probe.run(context)}
+    assert set(result) == {"one", "tp2"}
+    assert all(0 < m.median < 60 for m in result.values())
 
 
 def test_bad_input() -> None:

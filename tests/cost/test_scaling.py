@@ -40,19 +40,19 @@ def test_planted_parameters_lie_in_the_interval(law):
     trials = 200
     inside = dict.fromkeys(values, 0)
     for seed in range(trials):
-        found = fit(law, points(law, values, sizes, 0.02, seed), seed=seed, replicates=120)
+        result = fit(law, points(law, values, sizes, 0.02, seed), seed=seed, replicates=120)
         for name, true in values.items():
-            inside[name] += found.parameters[name].low <= true <= found.parameters[name].high
+            inside[name] += result.parameters[name].low <= true <= result.parameters[name].high
     assert min(inside.values()) >= 0.9 * trials, inside
 
 
 @pytest.mark.parametrize("law", PLANTED)
 def test_exact_curves_give_exact_parameters(law):
     values, sizes = PLANTED[law]
-    found = fit(law, points(law, values, sizes), replicates=0)
+    result = fit(law, points(law, values, sizes), replicates=0)
     for name, true in values.items():
-        assert found.parameters[name].value == pytest.approx(true, rel=1e-2), name
-    assert found.r2 > 0.999999
+        assert result.parameters[name].value == pytest.approx(true, rel=1e-2), name
+    assert result.r2 > 0.999999
 
 
 def test_joint_law():
@@ -60,7 +60,7 @@ def test_joint_law():
     law = table("law").build("joint")
     grid = [(n, d) for n in np.geomspace(1e6, 1e10, 6) for d in np.geomspace(1e8, 1e12, 6)]
     logs = law.log_value(law.theta(true)[None], np.array(grid))[0]
-    found = fit(
+    result = fit(
         "joint",
         [
             CurvePoint(model=n, size=d, value=float(np.exp(v)))
@@ -68,8 +68,8 @@ def test_joint_law():
         ],
     )
     for name, value in true.items():
-        assert found.parameters[name].value == pytest.approx(value, rel=0.02)
-    there = found.predict(1e12, model=1e10)
+        assert result.parameters[name].value == pytest.approx(value, rel=0.02)
+    there = result.predict(1e12, model=1e10)
     assert there.value == pytest.approx(1.7 + 400 / 1e10**0.34 + 410 / 1e12**0.28, rel=1e-3)
 
 
@@ -89,14 +89,14 @@ def test_the_best_law_is_the_one_that_made_the_curve(law):
 
 def test_data_needed_inverts_the_law():
     curve = points("power", {"alpha": 5.0, "beta": -0.2}, 2.0 ** np.arange(8, 18), 0.01)
-    found = fit("power", curve)
-    need = data_needed(found, 0.3)
+    result = fit("power", curve)
+    need = data_needed(result, 0.3)
     assert need is not None and 5 * need.value**-0.2 == pytest.approx(0.3, rel=0.05)
     assert need.low < (0.3 / 5) ** -5 < need.high
     floor = fit("power_floor", points("power_floor", *PLANTED["power_floor"]))
     assert data_needed(floor, 0.05) is None
     with pytest.raises(DataError, match="target"):
-        data_needed(found, 0.0)
+        data_needed(result, 0.0)
 
 
 def learner(rate):
@@ -154,8 +154,8 @@ def test_bad_curves():
 def test_zero_errors_of_known_trials_are_corrected():
     rates = [0.2, 0.1, 0.05, 0.02, 0.0]
     curve = [CurvePoint(size=4.0**i, value=r, trials=200) for i, r in enumerate(rates, 2)]
-    found = fit("power", curve)
-    assert found.parameters["beta"].value < -0.2
+    result = fit("power", curve)
+    assert result.parameters["beta"].value < -0.2
 
 
 def test_picture_is_xml_with_words():

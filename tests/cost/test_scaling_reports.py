@@ -21,22 +21,22 @@ JOB = TrainJob(
 
 
 def test_weak_keeps_the_batch_of_a_replica() -> None:
-    found = scaling_report(JOB, load("8xH100"), (1, 2, 4), kind="weak")
-    assert [p.global_batch for p in found] == [64, 128, 256]
-    assert [p.devices for p in found] == [8, 16, 32]
-    assert found[0].efficiency == 1.0
-    for point in found:
-        assert point.efficiency == pytest.approx(found[0].step_s / point.step_s)
+    result = scaling_report(JOB, load("8xH100"), (1, 2, 4), kind="weak")
+    assert [p.global_batch for p in result] == [64, 128, 256]
+    assert [p.devices for p in result] == [8, 16, 32]
+    assert result[0].efficiency == 1.0
+    for point in result:
+        assert point.efficiency == pytest.approx(result[0].step_s / point.step_s)
 
 
 def test_strong_keeps_the_batch() -> None:
-    found = scaling_report(JOB, load("8xH100"), (1, 2, 8), kind="strong")
-    assert {p.global_batch for p in found} == {64}
-    for point in found:
-        speedup = found[0].step_s / point.step_s
-        assert point.efficiency == pytest.approx(speedup * found[0].devices / point.devices)
+    result = scaling_report(JOB, load("8xH100"), (1, 2, 8), kind="strong")
+    assert {p.global_batch for p in result} == {64}
+    for point in result:
+        speedup = result[0].step_s / point.step_s
+        assert point.efficiency == pytest.approx(speedup * result[0].devices / point.devices)
         assert point.efficiency <= 1.001
-    assert found[-1].efficiency < found[1].efficiency
+    assert result[-1].efficiency < result[1].efficiency
 
 
 def test_bad_input() -> None:

@@ -147,9 +147,9 @@ def test_directories_of_runs_are_remembered(tmp_path):
     assert [entry.name for entry in score.run_dirs()] == ["two", "one"]
     assert not score.run_dirs()[1].ended
     score.append(report(1.1, name="one"), one)
-    found = {entry.name: entry for entry in score.run_dirs()}
-    assert found["one"].ended and found["one"].path == one and found["one"].report == 1
-    assert found["two"].report is None
+    result = {entry.name: entry for entry in score.run_dirs()}
+    assert result["one"].ended and result["one"].path == one and result["one"].report == 1
+    assert result["two"].report is None
     score.register(one, "train", "one", "shoal-4m")  # it goes on
     again = {entry.name: entry for entry in score.run_dirs()}["one"]
     assert again.report == 1 and not again.ended
@@ -204,5 +204,5 @@ def test_a_store_of_version_2_learns_where_its_runs_were_measured(tmp_path):
         connection.execute("ALTER TABLE reports DROP COLUMN device")
         connection.execute("PRAGMA user_version=2")
     connection.close()
-    found = Score(score.path).rows(quantity="step_s")
-    assert [row.elsewhere for row in found] == [True, False]
+    rows = Score(score.path).rows(quantity="step_s")
+    assert [row.elsewhere for row in rows] == [True, False]

@@ -33,8 +33,8 @@ def instance(
 
 def workload(count: int, rate: float) -> list[Arrival]:
     part = table("workload").build({"name": "chat", "rate": rate, "scale": 16})
-    found: list[Arrival] = part.arrivals(count=count, vocab_size=100, max_position=256, seed=0)
-    return found
+    arrivals: list[Arrival] = part.arrivals(count=count, vocab_size=100, max_position=256, seed=0)
+    return arrivals
 
 
 def test_one_instance_is_the_simulator_of_one() -> None:

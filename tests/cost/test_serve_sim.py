@@ -47,8 +47,10 @@ def scheduler(
 def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Arrival]:
     chosen = {"name": "chat", "rate": rate, "scale": 16}
     built = table("workload").build(chosen)
-    found: list[Arrival] = built.arrivals(count=count, vocab_size=100, max_position=512, seed=seed)
-    return found
+    arrivals: list[Arrival] = built.arrivals(
+        count=count, vocab_size=100, max_position=512, seed=seed
+    )
+    return arrivals
 
 
 class Recording:
@@ -149,8 +151,8 @@ def test_time_moves_by_predicted_steps_and_jumps_to_arrivals() -> None:
     assert [step.at for step in seen.steps] == [0.0, 0.5, 10.0]
     assert (first.ttft, first.tpot) == (0.5, 0.5)
     assert np.isnan(second.tpot)
-    found = seen.quantities()
-    assert found == {
+    quantities = seen.quantities()
+    assert quantities == {
         "tokens_per_s": pytest.approx(3 / 10.5),
         "requests_per_s": pytest.approx(2 / 10.5),
         "total_s": 10.5,
@@ -166,9 +168,9 @@ def test_time_moves_by_predicted_steps_and_jumps_to_arrivals() -> None:
 def test_quantities_leave_out_what_did_not_finish() -> None:
     done = ServedRequest("a", 1.0, 5, first=2.0, finish=4.0, n_output=5)
     gone = ServedRequest("b", 0.0, 5, first=2.0, n_output=2)
-    found = quantities([gone, done])
-    assert found["requests_per_s"] == pytest.approx(1 / 3)
-    assert found["tpot_p50_s"] == pytest.approx(0.5)
+    result = quantities([gone, done])
+    assert result["requests_per_s"] == pytest.approx(1 / 3)
+    assert result["tpot_p50_s"] == pytest.approx(0.5)
     single = quantities([ServedRequest("a", 1.0, 5, first=2.0, finish=2.0, n_output=1)])
     assert "tpot_p50_s" not in single
 

@@ -51,20 +51,20 @@ def samples(noise: float = 0.0) -> list[StepSample]:
 
 
 def test_a_fit_finds_the_line_that_made_the_samples() -> None:
-    found = fit(samples())
+    result = fit(samples())
     for name in FEATURES:
-        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
-    assert found.error_p90 < 1e-9
-    assert found.samples == 120
+        assert getattr(result, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
+    assert result.error_p90 < 1e-9
+    assert result.samples == 120
 
 
 def test_a_fit_says_how_far_off_it_is() -> None:
     """Errors of a log-normal spread of 10 %: the median is 0.67 of it, 90 % lie in 1.64."""
-    found = fit(samples(0.1), machine="m", model="x", precision="fp32", threads=2)
-    assert found.error_p50 == pytest.approx(0.067, rel=0.4)
-    assert found.error_p90 == pytest.approx(0.164, rel=0.4)
-    assert (found.machine, found.model, found.precision, found.threads) == ("m", "x", "fp32", 2)
-    other = [(chunks, found.seconds(chunks) / TRUE.seconds(chunks)) for chunks in shapes(50, 9)]
+    result = fit(samples(0.1), machine="m", model="x", precision="fp32", threads=2)
+    assert result.error_p50 == pytest.approx(0.067, rel=0.4)
+    assert result.error_p90 == pytest.approx(0.164, rel=0.4)
+    assert (result.machine, result.model, result.precision, result.threads) == ("m", "x", "fp32", 2)
+    other = [(chunks, result.seconds(chunks) / TRUE.seconds(chunks)) for chunks in shapes(50, 9)]
     assert all(0.85 < ratio < 1.15 for _, ratio in other)
 
 
@@ -74,9 +74,9 @@ def test_no_coefficient_is_negative() -> None:
         StepSample(chunks=tuple([(10, 1)] * number), seconds=1.0 / number)
         for number in range(1, 30)
     ]
-    found = fit(odd)
-    assert all(getattr(found, name) >= 0 for name in FEATURES)
-    assert found.seconds([(0, 1)]) > 0
+    result = fit(odd)
+    assert all(getattr(result, name) >= 0 for name in FEATURES)
+    assert result.seconds([(0, 1)]) > 0
 
 
 def test_features_count_what_attention_sees() -> None:
@@ -88,10 +88,10 @@ def test_features_count_what_attention_sees() -> None:
 
 
 def test_a_fit_is_saved_and_loaded(tmp_path: Path) -> None:
-    found = fit(samples())
-    found.save(tmp_path / "cost.yaml")
-    assert FittedStepCost.load(tmp_path / "cost.yaml") == found
-    cost: StepCost = found
+    result = fit(samples())
+    result.save(tmp_path / "cost.yaml")
+    assert FittedStepCost.load(tmp_path / "cost.yaml") == result
+    cost: StepCost = result
     assert cost.seconds([(5, 1)]) > 0
 
 

@@ -28,9 +28,9 @@ SMALL = PartialProduct(tokens=1000, k=300, n=700, tp=4)
 @pytest.mark.parametrize("tokens", [64, 1000])
 def test_every_tile_gets_one_update_of_every_device(tp, tokens):
     product = PartialProduct(tokens=tokens, k=300, n=700, tp=tp)
-    found = fuse(product)
-    assert found.updates == (tp, tp)
-    regions = found.triggers / (tp - 2) if tp > 2 else 0
+    result = fuse(product)
+    assert result.updates == (tp, tp)
+    regions = result.triggers / (tp - 2) if tp > 2 else 0
     assert regions == int(regions)
 
 
@@ -38,11 +38,11 @@ def test_every_tile_gets_one_update_of_every_device(tp, tokens):
 def test_bytes_follow_the_closed_forms(tp):
     product = PartialProduct(tokens=1000, k=300, n=700, tp=tp)
     chunk = product.chunk_bytes
-    found = fuse(product)
-    assert found.product_writes == pytest.approx((tp - 1) * chunk)
-    assert found.scatter_reads == pytest.approx((tp - 2) * chunk)
-    assert found.scatter_writes == pytest.approx((tp - 1) * chunk)
-    assert found.sent == pytest.approx((tp - 1) * chunk)
+    result = fuse(product)
+    assert result.product_writes == pytest.approx((tp - 1) * chunk)
+    assert result.scatter_reads == pytest.approx((tp - 2) * chunk)
+    assert result.scatter_writes == pytest.approx((tp - 1) * chunk)
+    assert result.sent == pytest.approx((tp - 1) * chunk)
     both = compare(sublayers("", 128 * tp, 512, tp)[0])
     chunk = both.sublayer.product.chunk_bytes
     assert both.sequential.total - both.sequential.operand_reads == pytest.approx(
@@ -72,26 +72,26 @@ def test_one_slow_device_holds_up_the_ring():
 @pytest.mark.parametrize(("model", "tp"), [("T-NLG", 8), ("T-NLG", 16), ("GPT-3", 16)])
 def test_never_faster_than_product_or_link_alone(model, tp):
     for layer in sublayers(model, *MODELS[model], tp):
-        found = compare(layer)
-        assert found.fused.seconds >= found.bound_s
-        assert 1.0 < found.speedup < 1.6
-        assert found.movement < 0
+        result = compare(layer)
+        assert result.fused.seconds >= result.bound_s
+        assert 1.0 < result.speedup < 1.6
+        assert result.movement < 0
 
 
 def test_contention_is_simulated_and_not_the_longer_of_both():
     """Balanced and with little arithmetic for each byte, both want the memory."""
     layer = sublayers("T-NLG", *MODELS["T-NLG"], 16)[1]
-    found = compare(layer)
-    assert found.fused.seconds > 1.02 * found.bound_s
+    result = compare(layer)
+    assert result.fused.seconds > 1.02 * result.bound_s
     free = fuse(layer.product, RingDevice(dram_bandwidth=1e15))
-    assert free.seconds < found.fused.seconds
+    assert free.seconds < result.fused.seconds
 
 
 def test_a_link_that_binds_is_never_idle():
     device = RingDevice(link_bandwidth=1e9, dram_bandwidth=1e15)
-    found = fuse(SMALL, device)
+    result = fuse(SMALL, device)
     link = 3 * SMALL.chunk_bytes / 1e9
-    assert link < found.seconds < 1.05 * link + found.product_s
+    assert link < result.seconds < 1.05 * link + result.product_s
 
 
 def test_a_product_that_binds_hides_everything():
@@ -139,9 +139,9 @@ def test_the_command_shows_and_prints():
     assert "feed-forward output" in done.stdout
     words = ["t3", "--hidden", "1024", "--tp", "4", "--device", "{link_bandwidth: 1e10}"]
     done = CliRunner().invoke(app, [*words, "-o", "json"])
-    found = json.loads(done.stdout)
-    assert len(found) == 4
-    assert all(layer["speedup"] > 1 and layer["fused"]["updates"] == [4, 4] for layer in found)
+    data = json.loads(done.stdout)
+    assert len(data) == 4
+    assert all(layer["speedup"] > 1 and layer["fused"]["updates"] == [4, 4] for layer in data)
     done = CliRunner().invoke(app, ["t3", "--tp", "3"])
     assert isinstance(done.exception, ConfigError)
     done = CliRunner().invoke(app, ["t3", "--device", "{link: 1}"])

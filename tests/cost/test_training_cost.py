@@ -162,9 +162,9 @@ def test_tensor_parallel_ranks_exchange_activations():
 
 
 def test_tiles_hide_sums_behind_products_but_not_the_last_one():
-    asked = {"model": "Llama-3-8B", "seq_len": 4096, "microbatch": 1}
+    requests = {"model": "Llama-3-8B", "seq_len": 4096, "microbatch": 1}
     plain, tiled = (
-        estimate(work(**asked, parallel={"tp": 8, "overlap": how}), gpus()).terms_s
+        estimate(work(**requests, parallel={"tp": 8, "overlap": how}), gpus()).terms_s
         for how in ("none", "tile")
     )
     least = plain["collective"] / 32

@@ -97,10 +97,10 @@ def test_lengths_have_their_medians_and_ranges(
     name: str, prompt: int, output: int, ranges: tuple[int, int, int, int]
 ) -> None:
     arrivals = built(name).arrivals(count=800, vocab_size=10, max_position=100_000, seed=0)
-    found = describe(arrivals)
+    result = describe(arrivals)
     # The standard error of a median of 800 log-normal lengths is 5 % for sigma 1.1.
-    assert found["prompt_p50"] == pytest.approx(prompt, rel=0.12)
-    assert found["output_p50"] == pytest.approx(output, rel=0.12)
+    assert result["prompt_p50"] == pytest.approx(prompt, rel=0.12)
+    assert result["output_p50"] == pytest.approx(output, rel=0.12)
     sizes = [len(one.prompt) for one in arrivals]
     outputs = [one.output_tokens for one in arrivals]
     assert ranges[0] <= min(sizes)

@@ -96,14 +96,14 @@ def instructions():
 
 
 def test_the_image_is_built_as_linters_want_it():
-    found = instructions()
-    names = [name for name, _ in found]
+    result = instructions()
+    names = [name for name, _ in result]
     known = {
         *("FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE"),
         *("HEALTHCHECK", "STOPSIGNAL", "ENTRYPOINT", "CMD"),
     }
     assert set(names) <= known
-    for name, rest in found:
+    for name, rest in result:
         if name == "FROM":
             assert re.search(r":\d", rest), f"{rest}: no version"
         if name in ("ENTRYPOINT", "CMD"):
@@ -117,7 +117,7 @@ def test_the_image_is_built_as_linters_want_it():
             assert rest.count("pip install") == rest.count("--no-cache-dir")
         assert "KEY" not in rest or name not in ("ENV", "RUN")
     assert names.count("ENTRYPOINT") == names.count("CMD") == names.count("HEALTHCHECK") == 1
-    (user,) = [rest for name, rest in found if name == "USER"]
+    (user,) = [rest for name, rest in result if name == "USER"]
     assert int(user) > 0
     assert names.index("USER") < names.index("ENTRYPOINT")
 
@@ -175,10 +175,10 @@ def test_prometheus_asks_where_the_server_is():
 
 
 def value(path):
-    found = VALUES
+    result = VALUES
     for name in path.split("."):
-        found = found[name]
-    return found
+        result = result[name]
+    return result
 
 
 def render(text):

@@ -24,35 +24,35 @@ SERVE = ROOT / "src" / "shoal" / "serve"
 
 
 def section(title: str) -> str:
-    found = TEXT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    assert found, title
-    return found
+    result = TEXT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    assert result, title
+    return result
 
 
 def arguments(method: str) -> set[str]:
     """First arguments of all calls of ``x.method("...")`` in the reader of requests."""
-    found = set()
+    arguments = set()
     trees = [ast.parse(path.read_text()) for path in sorted(SERVE.rglob("*.py"))]
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             first = node.args[0] if node.args else None
             ours = node.func.attr == method and ast.unparse(node.func.value) == "fields"
             if ours and isinstance(first, ast.Constant):
-                found.add(str(first.value))
-    return found
+                arguments.add(str(first.value))
+    return arguments
 
 
 FIELDS = set().union(*(arguments(name) for name in ("get", "integer", "number", "flag")))
 
 
 def codes() -> set[str]:
-    found = set()
+    codes = set()
     for path in sorted(SERVE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "code":
                 words = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
-                found |= {word for word in words if isinstance(word, str)}
-    return found
+                codes |= {word for word in words if isinstance(word, str)}
+    return codes
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

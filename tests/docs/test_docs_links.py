@@ -58,5 +58,5 @@ def test_the_manner_of_the_house(page: Path) -> None:
     text = CODE.sub("", prose(page))
     named = text.replace("Hogwild!", "Hogwild")  # a paper is called so
     assert not re.search(r"\w!(\s|$)", named), "an exclamation mark"
-    found = re.search(r"\b(TODO|FIXME|TBD|XXX|lorem)\b", text)
-    assert not found, f"unfinished: {found}"
+    match = re.search(r"\b(TODO|FIXME|TBD|XXX|lorem)\b", text)
+    assert not match, f"unfinished: {match}"

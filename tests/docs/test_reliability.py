@@ -47,17 +47,17 @@ def test_every_test_that_is_named_is_collected() -> None:
 
 
 def test_benchmarks_that_are_named_are_on_file() -> None:
-    found = json.loads((ROOT / "results" / "benchmarks.json").read_text())
-    names = {item["name"] for item in found["rows"]}
+    data = json.loads((ROOT / "results" / "benchmarks.json").read_text())
+    names = {item["name"] for item in data["rows"]}
     assert {name for row in ROWS for name in row.get("benchmarks", ())} <= names
 
 
 def test_results_on_file_are_of_rows_that_exist_and_hold() -> None:
-    found = json.loads(RELIABILITY.RESULTS.read_text())["rows"]
-    assert set(found) <= {row["id"] for row in ROWS}
+    data = json.loads(RELIABILITY.RESULTS.read_text())["rows"]
+    assert set(data) <= {row["id"] for row in ROWS}
     for row in ROWS:
-        assert row["id"] in found or row.get("benchmarks"), f"{row['id']}: run scripts/reliability"
-    assert {name: one["failed"] for name, one in found.items() if one["failed"]} == {}
+        assert row["id"] in data or row.get("benchmarks"), f"{row['id']}: run scripts/reliability"
+    assert {name: one["failed"] for name, one in data.items() if one["failed"]} == {}
 
 
 def test_what_tests_report_is_recorded(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_what_tests_report_is_recorded(tmp_path: Path) -> None:
         capture_output=True,
         timeout=120,
     )
-    found = RELIABILITY.outcome(report)
-    assert (found["passed"], found["skipped"], found["figures"]) == (1, 1, ["3 of 3"])
-    assert found["failed"] == ["test_some::test_bad"]
+    result = RELIABILITY.outcome(report)
+    assert (result["passed"], result["skipped"], result["figures"]) == (1, 1, ["3 of 3"])
+    assert result["failed"] == ["test_some::test_bad"]
 
 
 def test_failures_are_shown_first_and_gaps_by_name(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_failures_are_shown_first_and_gaps_by_name(tmp_path: Path) -> None:
     (tmp_path / "tests" / "reliability.yaml").write_text(json.dumps(rows))
     one = {"passed": 2, "failed": ["x"], "skipped": 1, "seconds": 1.0, "figures": ["7 of 9"],
            "date": "2026-01-02", "commit": "c"}  # fmt: skip
-    told = {"machine": {"cpu": "A CPU"}, "rows": {"a": one}}
-    (results / "reliability.json").write_text(json.dumps(told))
+    fields = {"machine": {"cpu": "A CPU"}, "rows": {"a": one}}
+    (results / "reliability.json").write_text(json.dumps(fields))
     text = script("results").promises(results)
     assert "| l\\|1 | p | **1 tests fail**; 7 of 9; 2 tests pass; 1 skipped | 2026-01-02 |" in text
     assert "| **not proven yet**: much |  |" in text

@@ -44,14 +44,14 @@ def imported(file: Path, known: set[str]) -> set[str]:
     lines = re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)
     if known.issuperset(lines):
         return set()
-    found = set()
+    result = set()
     # Lines of a text may look like imports.
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            found.add(node.module)
-    return {name.partition(".")[0] for name in found} - known
+            result.add(node.module)
+    return {name.partition(".")[0] for name in result} - known
 
 
 def test_every_module_that_is_imported_is_declared() -> None:
@@ -118,15 +118,15 @@ def test_the_bill_of_materials_is_valid_and_complete() -> None:
     lock, sbom = script("lock"), script("sbom")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = json.loads(sbom.bill())
-    assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.6")
-    listed = {one["name"]: one for one in found["components"]}
+        data = json.loads(sbom.bill())
+    assert (data["bomFormat"], data["specVersion"]) == ("CycloneDX", "1.6")
+    listed = {one["name"]: one for one in data["components"]}
     pinned = lock.pins(lock.FOLDER / "run.txt") | lock.pins(lock.FOLDER / "cpu.txt")
     assert set(pinned) - set(listed) <= {"colorama"}  # Windows alone
     for name, one in listed.items():
         assert one["version"] == pinned[name]
         assert one["licenses"] and one["externalReferences"][0]["hashes"], name
-    own = next(one for one in found["dependencies"] if one["ref"] == "shoal-ml")
+    own = next(one for one in data["dependencies"] if one["ref"] == "shoal-ml")
     assert len(own["dependsOn"]) == len(
         PROJECT["dependencies"] + PROJECT["optional-dependencies"]["run"]
     )

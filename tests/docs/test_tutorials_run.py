@@ -105,11 +105,11 @@ def follow(pages: list[Path], home: Path, tmp_path: Path) -> None:
 
 def start(text: str, folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
     """Start a server; returns when it answers."""
-    found = re.search(r"--port (\d+)", text)
-    assert found, f"{text}: give the port"
+    match = re.search(r"--port (\d+)", text)
+    assert match, f"{text}: give the port"
     words = ["bash", "-c", f"exec {shortened(text).removesuffix('&')}"]
     child = subprocess.Popen(words, cwd=folder, env=environment, text=True, start_new_session=True)
-    wait_for(int(found.group(1)), child)
+    wait_for(int(match.group(1)), child)
     return child
 
 

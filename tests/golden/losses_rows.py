@@ -276,8 +276,8 @@ def _experts() -> dict[str, Row]:
         ("bytescale", {}),
         ("flexsp", {}),
     ):
-        dealt = {"name": name, "capacity_tokens": 32, **options}
-        rows[f"assigner {name}"] = _with(DP2, batching=dealt, packing="document", seq_len=32)
+        assigned = {"name": name, "capacity_tokens": 32, **options}
+        rows[f"assigner {name}"] = _with(DP2, batching=assigned, packing="document", seq_len=32)
     rows["assigner bytescale zero1"] = _with(
         DP2,
         batching={"name": "bytescale", "capacity_tokens": 12},

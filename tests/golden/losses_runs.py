@@ -157,58 +157,58 @@ def on_rank(row: Row, dtype: str, comm: Any, place: Path) -> dict[str, Any]:
 
 def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks say: what is the same for all is said once."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key in ("losses", "norm", "rounds"):
         # Workers with rounds have losses of their own, and each of their ranks the worker's.
         each = list({tuple(rank[key]): None for rank in ranks})
         if any(each):
-            found[key] = [list(one) for one in each]
+            result[key] = [list(one) for one in each]
     sent: dict[str, int] = {}
     for rank in ranks:
         for name, count in rank["sent"].items():
             sent[name] = sent.get(name, 0) + count
     if sent:
-        found["sent"] = sent
+        result["sent"] = sent
     for key in ("weights", "state"):
-        found[key] = hashlib.sha256("".join(r[key] for r in ranks).encode()).hexdigest()[:32]
-    return found
+        result[key] = hashlib.sha256("".join(r[key] for r in ranks).encode()).hexdigest()[:32]
+    return result
 
 
 def wire(meter: Meter) -> dict[str, int]:
     """Bytes that a rank has sent, by operation and tag."""
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for key, value in meter.totals().items():
         if key.startswith("wire_bytes{"):
             labels = dict(label.split("=") for label in key[:-1].partition("{")[2].split(","))
             name = f"{labels['op']} {labels['tag']} {labels['scope']}"
-            found[name] = found.get(name, 0) + int(value)
-    return {name: count for name, count in found.items() if count}
+            numbers[name] = numbers.get(name, 0) + int(value)
+    return {name: count for name, count in numbers.items() if count}
 
 
 def digest(pieces: Mapping[str, Any]) -> str:
     """sha256 of what a rank holds, with its names and places."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name in sorted(pieces):
         for piece in pieces[name]:
-            found.update(
+            result.update(
                 f"{name} {piece.offset} {piece.global_shape} {piece.tensor.dtype}".encode()
             )
             data = piece.tensor.detach().contiguous().view(-1)
-            found.update(data.view(torch.uint8).numpy().tobytes() if len(data) else b"")
-    return found.hexdigest()
+            result.update(data.view(torch.uint8).numpy().tobytes() if len(data) else b"")
+    return result.hexdigest()
 
 
 def processes(comm: Any, *, rows: list[str], dtype: str, place: str) -> dict[str, dict[str, Any]]:
     """The same on one process of several, row after row."""
-    found = {}
+    processes = {}
     for name in rows:
         before = wire(comm.meter)
         with weights_in(DTYPES[dtype]):
             row = on_rank(ROWS[name], dtype, comm, Path(place))
         row["sent"] = {k: n - before.get(k, 0) for k, n in row["sent"].items()}
         row["sent"] = {k: n for k, n in row["sent"].items() if n}
-        found[name] = row
-    return found
+        processes[name] = row
+    return processes
 
 
 class Features(NamedTuple):
@@ -310,13 +310,13 @@ def rounded() -> dict[str, Any]:
     codes = qat.finetune(
         model, "bipolar3-g32", "bipolar8", cast("Any", text), steps=STEPS, seq_len=16, batch=2
     )
-    found = {
+    result = {
         f"{name}.{key}": one for name, code in codes.items() for key, one in code.tensors.items()
     }
     return {
         "losses": [before, _loss(model, text)],
         "weights": tensors_digest(dict(model.named_parameters())),
-        "state": tensors_digest(found),
+        "state": tensors_digest(result),
     }
 
 

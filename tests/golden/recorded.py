@@ -121,8 +121,8 @@ def settle(
         for side in (expected, actual):
             for key in bits:
                 side.pop(key, None)
-    found = differences(expected, actual, tolerance=allowed)
-    assert not found, "\n".join([f"{len(found)} differences of {name}: {row}", *found[:20]])
+    result = differences(expected, actual, tolerance=allowed)
+    assert not result, "\n".join([f"{len(result)} differences of {name}: {row}", *result[:20]])
 
 
 def _write(path: Path, rows: Mapping[str, Any]) -> None:

@@ -227,11 +227,11 @@ def test_plans(row: str, place: Path) -> None:
     actual: dict[str, Any] = {"command": COMMANDS[row], "status": done.returncode}
     if done.stderr:
         actual["stderr"] = done.stderr.splitlines()
-    said, found = parsed(done.stdout)
+    said, result = parsed(done.stdout)
     if said:
         actual["said"] = tidied(said)
-    if found is not None:
-        actual["plans"] = condensed(found)
+    if result is not None:
+        actual["plans"] = condensed(result)
     launch = place / "launch"
     if launch.exists():
         # The plan beside the files is that of the answer, with the machine.
@@ -284,7 +284,7 @@ def without_input(plan: dict[str, Any]) -> dict[str, Any]:
 def headline(plan: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     """How the plan differs from the first one, and its figures in short."""
     job, base, cost = flat(plan["job"]), flat(first["job"]), plan["estimate"]
-    found = {
+    result = {
         "differs": {
             key: job.get(key)
             for key in sorted(job.keys() | base.keys())
@@ -296,14 +296,14 @@ def headline(plan: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         "bound": cost["bound"],
         "why": plan["why"],
     }
-    return found if plan["notes"] == first["notes"] else {**found, "notes": plan["notes"]}
+    return result if plan["notes"] == first["notes"] else {**result, "notes": plan["notes"]}
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
     """Path -> value of everything in a job."""
     if not isinstance(value, dict):
         return {path: value}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, one in value.items():
-        found |= flat(one, f"{path}.{key}" if path else key)
-    return found
+        result |= flat(one, f"{path}.{key}" if path else key)
+    return result

@@ -82,7 +82,7 @@ def adapters(tmp_path_factory):
     """Name -> directory of three adapters, as if they had been trained."""
     from shoal.train.peft import files
 
-    folder, found = tmp_path_factory.mktemp("adapters"), {}
+    folder, adapters = tmp_path_factory.mktemp("adapters"), {}
     for number, name in enumerate(("lora", "dylora", "vera")):
         part = {"name": name, "targets": "*.q_proj|*.v_proj|*.o_proj|*.gate_proj|*.down_proj"}
         own = model_of(dtype=torch.float32)
@@ -93,8 +93,8 @@ def adapters(tmp_path_factory):
             for value in handle.trainable().values():
                 value.add_(torch.randn(value.shape, generator=source) * 0.2)
         files.write(folder / name, handle)
-        found[name] = str(folder / name)
-    return found
+        adapters[name] = str(folder / name)
+    return adapters
 
 
 SCHEDULERS = {
@@ -113,12 +113,12 @@ SCHEDULERS = {
 @pytest.mark.parametrize("row", SCHEDULERS)
 def test_schedulers(row, home, adapters):
     engine = engine_for(model_of(), home / "target", adapters=adapters, **SCHEDULERS[row])
-    found = serve(engine, requests_of(adapters=(None, *adapters)))
-    assert set(found["ends"]) == {"s", "l", "a"}
-    assert found["ends"].count("a") == 3
+    result = serve(engine, requests_of(adapters=(None, *adapters)))
+    assert set(result["ends"]) == {"s", "l", "a"}
+    assert result["ends"].count("a") == 3
     if "kv_tokens" in SCHEDULERS[row]:
-        assert found["counts"]["preemptions_total"] > 0
-    compare(f"scheduler={row}", found)
+        assert result["counts"]["preemptions_total"] > 0
+    compare(f"scheduler={row}", result)
 
 
 KV = {
@@ -194,13 +194,13 @@ class Lending:
 def test_kv_distributed(home, tmp_path):
     lending = Lending(home / "target", tmp_path)
     try:
-        found = serve(lending, requests_of(), planned=False)
+        result = serve(lending, requests_of(), planned=False)
         stats = [one.engine.stats() for one in lending.instances]
     finally:
         for one in lending.instances:
             one.close()
     assert sum(one["helped_tokens_total"] for one in stats) > 0
-    compare("kv=distributed", found, anywhere=False)
+    compare("kv=distributed", result, anywhere=False)
 
 
 SWAP = {"name": "swap", "asynchronous": "never"}
@@ -223,11 +223,11 @@ PREEMPT = {
 def test_preemption(row, home):
     fields, link = PREEMPT[row]
     engine = engine_for(model_of(), home / "target", link=link, cost=COST, **SMALL, **fields)
-    found = serve(engine, requests_of())
-    assert found["counts"]["preemptions_total"] > 3
+    result = serve(engine, requests_of())
+    assert result["counts"]["preemptions_total"] > 3
     swaps = row.startswith(("swap", "auto copies", "auto does"))
-    assert (found["counts"].get("swap_in_blocks_total", 0) > 0) == swaps
-    compare(f"preempt={row}", found)
+    assert (result["counts"].get("swap_in_blocks_total", 0) > 0) == swaps
+    compare(f"preempt={row}", result)
 
 
 SPECULATIVE = {
@@ -273,22 +273,22 @@ def guessing(home, name, options, **fields):
 def test_speculation(row, home):
     name, _, _ = row.partition(" ")
     engine = guessing(home, name, SPECULATIVE[row], **GUESSING.get(row, {}))
-    found = serve(engine, requests_of())
-    assert found["counts"]["draft_tokens_accepted_total"] > 0
+    result = serve(engine, requests_of())
+    assert result["counts"]["draft_tokens_accepted_total"] > 0
     if row in GUESSING:
-        assert found["counts"]["preemptions_total"] > 0
-    compare(f"speculative={row}", found)
+        assert result["counts"]["preemptions_total"] > 0
+    compare(f"speculative={row}", result)
 
 
 @pytest.mark.multi
 def test_speculation_by_a_drafter_in_another_process(home):
     engine = guessing(home, "dovetail", {"depth": 3, "breadth": 3, "nodes": 7, "cores": []})
     try:
-        found = serve(engine, requests_of())
+        result = serve(engine, requests_of())
     finally:
         engine.runner.drafter.close()
-    assert found["counts"]["draft_trees_total"] > 0
-    compare("speculative=dovetail", found)
+    assert result["counts"]["draft_trees_total"] > 0
+    compare("speculative=dovetail", result)
 
 
 ACCEPTANCES = ("greedy", "rejection", "sample_match", "typical")
@@ -298,9 +298,9 @@ ACCEPTANCES = ("greedy", "rejection", "sample_match", "typical")
 @pytest.mark.parametrize("rule", ACCEPTANCES)
 def test_acceptance(rule, breadth, home):
     options = {"depth": 3, "breadth": breadth, "accept": rule}
-    found = serve(guessing(home, "draft_model", options), requests_of(FEW))
-    assert ("x" in found["ends"]) == (rule == "greedy")
-    compare(f"accept={rule} breadth {breadth}", found)
+    result = serve(guessing(home, "draft_model", options), requests_of(FEW))
+    assert ("x" in result["ends"]) == (rule == "greedy")
+    compare(f"accept={rule} breadth {breadth}", result)
 
 
 DIFFUSION = {
@@ -486,11 +486,11 @@ def test_ranks(row, home):
     engine, ranks = thread_engine(ServeJob.model_validate(job), model_of(family, torch.float32))
     engine.clock = Clock()
     try:
-        found = serve(engine, requests_of())
+        result = serve(engine, requests_of())
     finally:
         ranks.close()
-    assert ("preemptions_total" in found["counts"]) == ("kv_tokens" in fields)
-    compare(f"parallel={row}", found, anywhere=False)
+    assert ("preemptions_total" in result["counts"]) == ("kv_tokens" in fields)
+    compare(f"parallel={row}", result, anywhere=False)
 
 
 @pytest.mark.multi
@@ -503,10 +503,10 @@ def test_ranks_that_are_processes(home):
     }  # fmt: skip
     engine = ranked_engine(ServeJob.model_validate(job), model_of().config)
     try:
-        found = serve(engine, requests_of(FEW), planned=False)
+        result = serve(engine, requests_of(FEW), planned=False)
     finally:
         engine.close()
-    compare("parallel=tp by processes", found, anywhere=False)
+    compare("parallel=tp by processes", result, anywhere=False)
 
 
 class Apart:
@@ -533,8 +533,8 @@ def test_phases(home):
         "max_step_tokens": 64, "disagg": {"prefill": 1, "decode": 1},
     }  # fmt: skip
     with DisaggEngine(ServeJob.model_validate(job)) as several:
-        found = serve(Apart(several), requests_of(FEW), planned=False)
-    compare("phase=prefill", found, anywhere=False)
+        result = serve(Apart(several), requests_of(FEW), planned=False)
+    compare("phase=prefill", result, anywhere=False)
 
 
 # Every part of these tables has a row, whose name begins with that of the part.

@@ -105,10 +105,10 @@ def test_sort_is_numpys_and_stable(policy: Policy) -> None:
         assert np.array_equal(lab.sort(policy, a.copy()), np.sort(a))
         assert np.array_equal(lab.sort(policy, a.copy(), descending=True), np.sort(a)[::-1])
     whole = generator(1).integers(0, 10_000, 40_000)
-    found = lab.sort(policy, whole.copy(), key="a % m", m=7)
-    assert np.array_equal(found, whole[np.argsort(whole % 7, kind="stable")])
-    found = lab.sort(policy, whole.copy(), key="a % m", m=7, descending=True)
-    assert np.array_equal(found, whole[np.argsort(-(whole % 7), kind="stable")])
+    result = lab.sort(policy, whole.copy(), key="a % m", m=7)
+    assert np.array_equal(result, whole[np.argsort(whole % 7, kind="stable")])
+    result = lab.sort(policy, whole.copy(), key="a % m", m=7, descending=True)
+    assert np.array_equal(result, whole[np.argsort(-(whole % 7), kind="stable")])
     gaps = drawn(20_000)
     gaps[::9] = np.nan
     assert np.array_equal(lab.sort(policy, gaps.copy()), np.sort(gaps), equal_nan=True)
@@ -155,15 +155,15 @@ def test_order_is_kept_where_it_matters(chunks: Any, executor: Any) -> None:
 
 def test_deterministic_sums_have_the_same_bits() -> None:
     a = drawn(100_000)
-    found = set()
+    result = set()
     for cores in (1, 2, 3):
         for executor in EXECUTORS:
             for chunks in (static(), dynamic(1000), guided(), auto()):
                 policy = par.on(executor).with_(chunks, max_cores(cores), deterministic())
-                found.add(lab.reduce(policy, a))
-    found.add(lab.reduce(seq.with_(deterministic()), a))
-    assert len(found) == 1
-    assert found.pop() == pytest.approx(float(a.sum()), rel=1e-12)
+                result.add(lab.reduce(policy, a))
+    result.add(lab.reduce(seq.with_(deterministic()), a))
+    assert len(result) == 1
+    assert result.pop() == pytest.approx(float(a.sum()), rel=1e-12)
     assert lab.reduce(seq, a) == pytest.approx(float(a.sum()), rel=1e-12)
 
 
@@ -190,7 +190,7 @@ def test_types_strides_and_tensors(dtype: str) -> None:
 def test_for_loop_reduces_while_it_writes() -> None:
     x, y = drawn(5000), drawn(5000, 1)
     before = y.copy()
-    found = alg.for_loop(
+    result = alg.for_loop(
         par.with_(static(700)),
         write={"y": "y + s*x"},
         reduce={"dot": ("+", "x*y"), "peak": ("max", "abs(x)"), "last": ("y", "i")},
@@ -200,9 +200,9 @@ def test_for_loop_reduces_while_it_writes() -> None:
         s=2.0,
     )
     np.testing.assert_allclose(y, before + 2.0 * x, rtol=1e-15, atol=1e-15)
-    assert found["peak"] == np.abs(x).max()
-    assert found["last"] == 4999
-    assert found["dot"] == pytest.approx(float(x @ before), rel=1e-10)
+    assert result["peak"] == np.abs(x).max()
+    assert result["last"] == 4999
+    assert result["dot"] == pytest.approx(float(x @ before), rel=1e-10)
     assert alg.for_loop(par, 100, reduce={"n": ("+", "i")}) == {"n": 4950}
 
 
@@ -379,6 +379,6 @@ def test_stream_is_stream() -> None:
         stream.native(name, again)()
         for one in "abc":
             assert np.array_equal(held[one], again[one])
-    found = stream.rates(1000, pairs=2)
-    assert set(found) == set(stream.KERNELS)
-    assert all(rate > 0 for of in found.values() for rate in of.values())
+    rates = stream.rates(1000, pairs=2)
+    assert set(rates) == set(stream.KERNELS)
+    assert all(rate > 0 for of in rates.values() for rate in of.values())

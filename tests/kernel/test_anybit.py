@@ -35,12 +35,12 @@ def check(m: int, n: int, k: int, text: str, dtype: str, seed: int, strided: boo
     reference = ReferenceLowbitLinear().prepare(call, packed, bias)
     x = torch.randn(m, 2 * k if strided else k, generator=random)
     x = (x[:, ::2] if strided else x).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
-    found, wanted = run(x), reference(x)
-    assert found.dtype == x.dtype
-    assert found.shape == (m, n)
+    result, wanted = run(x), reference(x)
+    assert result.dtype == x.dtype
+    assert result.shape == (m, n)
     scale = float(wanted.float().abs().max()) + 1e-6
     tolerance = 1e-2 if dtype == "bf16" else 1e-5
-    assert float((found - wanted).abs().max()) / scale < tolerance
+    assert float((result - wanted).abs().max()) / scale < tolerance
 
 
 # Few types, so that few are compiled; every type is in a test that soaks.

@@ -42,15 +42,15 @@ def test_rms_norm(dtype, m, n, way, adds):
 def test_swiglu(dtype, m, f, way):
     call = PointwiseCall("swiglu", m, 2 * f, f, dtype)
     x = 4 * made((m, 2 * f), DTYPES[dtype], way)
-    wanted, found = (kernel.prepare(call)(x) for kernel in both("swiglu", call))
-    close(found, wanted, TOLERANCE[dtype])
+    wanted, result = (kernel.prepare(call)(x) for kernel in both("swiglu", call))
+    close(result, wanted, TOLERANCE[dtype])
 
 
 def test_swiglu_of_large_numbers_is_finite():
     call = PointwiseCall("swiglu", 1, 8, 4, "fp32")
     x = torch.tensor([[-1e4, 1e4, -88.0, 0.0, 1.0, 1.0, 1.0, 1.0]])
-    wanted, found = (kernel.prepare(call)(x) for kernel in both("swiglu", call))
-    assert torch.allclose(found, wanted, atol=1e-30)
+    wanted, result = (kernel.prepare(call)(x) for kernel in both("swiglu", call))
+    assert torch.allclose(result, wanted, atol=1e-30)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,8 +71,8 @@ def test_rope(dtype, m, heads, kv_heads, half, normed):
     x = made((m, every), DTYPES[dtype])
     constants = (angle.cos(), angle.sin(), *norms, heads, kv_heads, 1e-5)
     outs = [kernel.prepare(call, *constants)(x.clone(), position) for kernel in both("rope", call)]
-    for found, wanted in zip(outs[1], outs[0], strict=True):
-        close(found, wanted, TOLERANCE[dtype])
+    for result, wanted in zip(outs[1], outs[0], strict=True):
+        close(result, wanted, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,8 +95,8 @@ def test_sample(dtype, v, seed, hot, top_k, top_p):
         torch.full((4,), top_p, dtype=torch.float64),
         uniform,
     )
-    wanted, found = (kernel.prepare(call)(logits, *settings_) for kernel in both("sample", call))
-    assert torch.equal(found, wanted)
+    wanted, result = (kernel.prepare(call)(logits, *settings_) for kernel in both("sample", call))
+    assert torch.equal(result, wanted)
 
 
 def test_sampling_follows_the_distribution():

@@ -29,11 +29,11 @@ def prepared(op, backend, dtype, *constants, width=8):
 def passed(run, inputs, grads):
     """Results, and gradients of the inputs that want one."""
     leaves = [x if x is None or not wants else x.detach().requires_grad_() for x, wants in inputs]
-    found = run(*leaves)
-    found = found if isinstance(found, tuple) else (found,)
+    result = run(*leaves)
+    result = result if isinstance(result, tuple) else (result,)
     wanted = [leaf for leaf, (_, wants) in zip(leaves, inputs, strict=True) if wants]
     wanted = [leaf for leaf in wanted if leaf is not None]
-    return found, torch.autograd.grad(found, wanted, grads)
+    return result, torch.autograd.grad(result, wanted, grads)
 
 
 # Of rounding in several operators, each of which writes its result in bf16.
@@ -53,10 +53,10 @@ def compare(op, backend, dtype, constants, inputs, grads, least=0.0):
     run = prepared(op, backend, dtype, *constants)
     exact = prepared(op, "reference", "fp64", *constants)
     wide = [(None if x is None else x.double(), wants) for x, wants in inputs]
-    found, found_grads = passed(run, inputs, grads)
+    result, found_grads = passed(run, inputs, grads)
     wanted, wanted_grads = passed(exact, wide, [g.double() for g in grads])
     leaves = [x for x, wants in inputs if wants and x is not None]
-    for mine, right in zip(found, wanted, strict=True):
+    for mine, right in zip(result, wanted, strict=True):
         assert mine.dtype == DTYPES[dtype]
         close(mine, right.to(mine.dtype), ROUNDINGS[backend] * TOLERANCE[dtype])
     for mine, right, leaf in zip(found_grads, wanted_grads, leaves, strict=True):
@@ -165,18 +165,18 @@ def test_bits_do_not_depend_on_threads(dtype):
     norm, rope = prepared("rms_norm", "cpp", dtype, 1e-5), prepared("rope", "cpp", dtype, 2, 2, 0.1)
     gate = prepared("swiglu", "cpp", dtype)
     heads = [(qkv, True), (table, False), (table, False), *2 * [(torch.ones(32), True)]]
-    found = []
+    results = []
     for count in (1, 2, 3):
         with threads(count):
-            found.append(
+            results.append(
                 [
                     passed(norm, [(x, True), (weight, True)], [grad])[1],
                     passed(gate, [(x, True)], [grad[:, :48]])[1],
                     passed(rope, heads, grads)[1],
                 ]
             )
-    for other in found[1:]:
-        for mine, theirs in zip(found[0], other, strict=True):
+    for other in results[1:]:
+        for mine, theirs in zip(results[0], other, strict=True):
             assert all(map(torch.equal, mine, theirs))
 
 

@@ -33,8 +33,8 @@ def call_of(counts, n, k, dtype, device="cpu"):
 def passed(run, inputs, grad):
     """Result, and gradients of rows and matrices."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    found = run(*leaves)
-    return found, *torch.autograd.grad(found, leaves, grad)
+    result = run(*leaves)
+    return result, *torch.autograd.grad(result, leaves, grad)
 
 
 def compare(backend, counts, n, k, dtype, way, device="cpu"):
@@ -50,11 +50,11 @@ def compare(backend, counts, n, k, dtype, way, device="cpu"):
     )
     weight = made((len(counts), n, k), DTYPES[dtype], way, 3).to(device)
     ready = kernels[backend].prepare(call)
-    found = passed(lambda x, w: ready(x, w, counts), (rows, weight), grad)
+    result = passed(lambda x, w: ready(x, w, counts), (rows, weight), grad)
     wide = [x.double() for x in (rows, weight)]
     exact = kernels["reference"].prepare(call_of(counts, n, k, "fp64"))
     wanted = passed(lambda x, w: exact(x, w, counts), wide, grad.double())
-    for mine, right in zip(found, wanted, strict=True):
+    for mine, right in zip(result, wanted, strict=True):
         # A sum of a gradient has as many terms as the expert rows.
         if mine.numel():
             close(mine, right.to(mine.dtype), 2 * TOLERANCE[dtype])
@@ -109,10 +109,10 @@ def test_equal_one_layer_after_another(backend):
         with pytest.raises(KernelError, match="grouped_mm"):
             multiply(rows, weight, counts, backend=backend)
         return
-    found = passed(lambda x, w: multiply(x, w, counts, backend=backend), (rows, weight), grad)
-    for mine, right in zip(found, wanted, strict=True):
+    result = passed(lambda x, w: multiply(x, w, counts, backend=backend), (rows, weight), grad)
+    for mine, right in zip(result, wanted, strict=True):
         close(mine, right, 1e-5)
-    assert not found[2][1].any()
+    assert not result[2][1].any()
 
 
 def test_computes_in_the_type_of_autocast():
@@ -132,11 +132,11 @@ def test_a_compiler_can_look_into_it():
     counts = [2, 0, 3]
     rows, weight, grad = torch.randn(5, 8), torch.randn(3, 4, 8), torch.randn(5, 4)
     compiled = torch.compile(multiply, backend="eager", fullgraph=True)
-    found, wanted = (
+    result, wanted = (
         passed(lambda x, w, run=run: run(x, w, counts), (rows, weight), grad)
         for run in (compiled, multiply)
     )
-    for mine, right in zip(found, wanted, strict=True):
+    for mine, right in zip(result, wanted, strict=True):
         close(mine, right, 1e-5)
     assert not len(compiled(rows[:0], weight, [0, 0, 0]))
 
@@ -235,8 +235,8 @@ def test_the_rule_pads_small_even_experts_and_no_others():
 
 def test_what_is_above_the_level_is_multiplied_by_itself():
     zipf = [103 // (rank + 1) for rank in range(64)]
-    found = chosen_kernel(zipf, 256, 128, "bf16", "cpu")
-    assert found.backend == "padded" and 0 < found.level < 103 // 2
+    result = chosen_kernel(zipf, 256, 128, "bf16", "cpu")
+    assert result.backend == "padded" and 0 < result.level < 103 // 2
     # A matrix of its own that takes long to multiply hides how long that takes to begin.
     assert chosen_kernel(zipf, 4096, 4096, "bf16", "cpu").backend in ("torch", "loop")
     with pytest.raises(KernelError, match=r"padded.level = -1: expected rows, or 0"):
@@ -248,11 +248,11 @@ def test_what_is_above_the_level_is_multiplied_by_itself():
 def test_any_level_equals_one_after_another(level, counts):
     rows, grad = torch.randn(sum(counts), 5).double(), torch.randn(sum(counts), 6).double()
     weight = torch.randn(len(counts), 6, 5).double()
-    found, wanted = (
+    result, wanted = (
         passed(lambda x, w, k=kernel: multiply(x, w, counts, kernel=k), (rows, weight), grad)
         for kernel in (PaddedGroupedLinear(level=level), kernels_of("grouped_linear")["loop"])
     )
-    for mine, right in zip(found, wanted, strict=True):
+    for mine, right in zip(result, wanted, strict=True):
         assert torch.allclose(mine, right, rtol=1e-12, atol=1e-12)
 
 
@@ -279,5 +279,5 @@ def test_estimates_know_what_padding_and_beginning_cost():
     assert seconds("padded", even) < seconds("loop", even)
     assert seconds("loop", uneven) < seconds("padded", uneven)
     assert seconds("loop", [2048] + [0] * 63) < seconds("loop", even)
-    found = dict(candidates(call_of(even, 256, 128, "bf16"), machine))
-    assert {"loop", "padded", "reference"} <= set(found) and "triton" not in found
+    result = dict(candidates(call_of(even, 256, 128, "bf16"), machine))
+    assert {"loop", "padded", "reference"} <= set(result) and "triton" not in result

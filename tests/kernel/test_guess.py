@@ -19,10 +19,10 @@ def gate_reference(x_RX, table_VX, tokens_R, out_RD):
 
 
 def best_reference(logits_RV, tokens_RK, values_RK):
-    found = logits_RV.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    result = logits_RV.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     count = tokens_RK.shape[1]
-    tokens_RK.copy_(found.indices[:, :count])
-    values_RK.copy_(found.values[:, :count])
+    tokens_RK.copy_(result.indices[:, :count])
+    values_RK.copy_(result.values[:, :count])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -45,11 +45,11 @@ def test_the_best_tokens_come_first_with_their_probabilities(dtype, vocab, count
     logits = (3 * torch.randn(4, vocab, generator=source)).to(dtype)
     logits[1] = 1.0  # of equals the first
     logits[2, vocab - 1] = 80.0
-    found = [(torch.zeros(4, count, dtype=torch.int64), torch.zeros(4, count)) for _ in range(2)]
-    best(logits, *found[0])
-    best_reference(logits, *found[1])
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-5)
+    results = [(torch.zeros(4, count, dtype=torch.int64), torch.zeros(4, count)) for _ in range(2)]
+    best(logits, *results[0])
+    best_reference(logits, *results[1])
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
 
 
 def test_other_types_and_devices_are_not_computed_so():

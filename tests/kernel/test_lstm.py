@@ -33,11 +33,11 @@ def test_gradients_of_all_steps_are_those_of_pytorch(dtype, close, width):
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )
     gates = torch.nn.functional.linear(x.to(dtype), into, one + other)
-    found = lstm_steps(gates, onto, DispatchedLinear)
-    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=close)
+    result = lstm_steps(gates, onto, DispatchedLinear)
+    torch.testing.assert_close(result.float(), wanted, rtol=0, atol=close)
     given = (x, *net.parameters())
     for mine, theirs in zip(
-        torch.autograd.grad(found, given, back.to(dtype)),
+        torch.autograd.grad(result, given, back.to(dtype)),
         torch.autograd.grad(wanted, given, back),
         strict=True,
     ):

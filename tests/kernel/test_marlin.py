@@ -74,10 +74,10 @@ def check_w4a16(case: tuple[PackedMatrix, torch.Tensor, torch.Tensor | None, str
     call = call_of(packed, len(x), dtype)
     wide = call_of(packed, len(x), "fp64")
     wanted = kernels_of("linear_lowbit")["reference"].prepare(wide, packed, bias)(x.double())
-    found = W4A16().prepare(call, packed, bias)(x)
-    assert found.dtype == x.dtype
-    assert found.shape == wanted.shape
-    close(found, wanted.to(x.dtype))
+    result = W4A16().prepare(call, packed, bias)(x)
+    assert result.dtype == x.dtype
+    assert result.shape == wanted.shape
+    close(result, wanted.to(x.dtype))
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -111,8 +111,8 @@ def check_w4a8(case: tuple[PackedMatrix, torch.Tensor, torch.Tensor | None, str]
     packed, x, bias, dtype = case
     call = call_of(packed, len(x), dtype, "int8")
     wanted = kernels_of("linear_lowbit")["integer"].prepare(call, packed, bias)(x)
-    found = W4A8().prepare(call, packed, bias)(x)
-    close(found, wanted)
+    result = W4A8().prepare(call, packed, bias)(x)
+    close(result, wanted)
 
 
 @pytest.mark.parametrize("text", ["nf4-g64", "nf4-channel"])
@@ -120,9 +120,9 @@ def check_w4a8(case: tuple[PackedMatrix, torch.Tensor, torch.Tensor | None, str]
 def test_nf4_is_looked_up_as_int4_is(engine: str, text: str, m: int) -> None:
     packed = packed_of(70, 192, text)
     x = torch.randn(m, 192, generator=torch.Generator().manual_seed(m)).bfloat16()
-    found = W4A16().prepare(call_of(packed, m), packed)(x)
+    result = W4A16().prepare(call_of(packed, m), packed)(x)
     wanted = x.double() @ weight_format(text).dequantize(packed).double().T
-    assert apart(found, wanted) < 4e-3  # numbers and results are bf16
+    assert apart(result, wanted) < 4e-3  # numbers and results are bf16
     assert "more exact" in (W4A16().refuses(call_of(packed, m, "fp32")) or "")
     assert "do not mean" in (W4A8().refuses(call_of(packed, m, activations="int8")) or "")
 
@@ -137,8 +137,8 @@ def test_w4a8_sums_are_exact_integers(engine: str, text: str, m: int) -> None:
     x = torch.randint(-127, 128, (m, 512), generator=torch.Generator().manual_seed(m)).float()
     x[:, ::32] = 127.0
     exact = x.double() @ weight_format(text).dequantize(packed).double().T
-    found = W4A8().prepare(call_of(packed, m, "fp32", "int8"), packed)(x)
-    assert torch.equal(found.double(), exact)
+    result = W4A8().prepare(call_of(packed, m, "fp32", "int8"), packed)(x)
+    assert torch.equal(result.double(), exact)
 
 
 @pytest.mark.parametrize("activations", ["", "int8"])
@@ -285,10 +285,10 @@ def test_peers_compute_the_same(backend: str, dtype: str) -> None:
         pytest.skip(f"{backend} cannot")
     x, bias = torch.randn(5, 256).to(DTYPES[dtype]), torch.randn(64)
     wanted = kernels_of("linear_lowbit")["reference"].prepare(call, packed, bias)(x)
-    found = kernel.prepare(call, packed, bias)(x)
-    assert found.dtype == x.dtype
+    result = kernel.prepare(call, packed, bias)(x)
+    assert result.dtype == x.dtype
     # PyTorch rounds scales, or weights, to bf16.
-    assert apart(found, wanted) < (6e-3 if dtype == "bf16" else 1e-5)
+    assert apart(result, wanted) < (6e-3 if dtype == "bf16" else 1e-5)
     assert kernel.prepare(call, packed)(x.view(5, 1, 256)).shape == (5, 1, 64)
 
 

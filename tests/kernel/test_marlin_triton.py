@@ -30,6 +30,6 @@ def test_equals_the_format(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPat
     packed = stored.quantize(torch.randn(n, k))
     x, bias = torch.randn(m, k), torch.randn(n)
     call = LowbitLinearCall(m, n, k, "int4-g128", 4.125, "fp32")
-    found = MarlinTriton().prepare(call, packed, bias)(x)
+    result = MarlinTriton().prepare(call, packed, bias)(x)
     wanted = x @ stored.dequantize(packed).T + bias
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)

@@ -44,11 +44,11 @@ def test_only_so_much_is_kept() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3), (5, 7), _MANY])
 def test_a_tensor_is_no_view(shape: tuple[int, ...]) -> None:
-    found = pages.empty(shape, torch.float32)
-    assert found.shape == shape and found.is_contiguous() and found._base is None
-    assert found.untyped_storage().nbytes() == found.numel() * 4
-    found.fill_(2)
-    assert float(found.sum()) == 2 * found.numel()
+    array = pages.empty(shape, torch.float32)
+    assert array.shape == shape and array.is_contiguous() and array._base is None
+    assert array.untyped_storage().nbytes() == array.numel() * 4
+    array.fill_(2)
+    assert float(array.sum()) == 2 * array.numel()
 
 
 @pytest.mark.parametrize(

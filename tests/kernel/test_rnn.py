@@ -33,26 +33,26 @@ def inputs(
     states = normal(len(what.states), B, 1, N, D)
     if name == "slstm":
         states[2] = states[2].abs() + 0.1
-    found = [
+    results = [
         normal(B, T, len(what.inputs), N, D),
         normal(what.products, N, D, D) / D**0.5,
         0.3 * normal(len(what.gates), N, D),
         states,
     ]
-    return [one.to(dtype).requires_grad_() for one in found]
+    return [one.to(dtype).requires_grad_() for one in results]
 
 
 def gradients(
     given_: list[torch.Tensor], name: str, backend: str, **options: Any
 ) -> list[torch.Tensor]:
     """Outputs, and gradients of all inputs by a loss that every state is in."""
-    found, last = rnn(*given_, function=name, backend=backend, **options)
+    result, last = rnn(*given_, function=name, backend=backend, **options)
     random = torch.Generator().manual_seed(7)
     weights = [
-        torch.randn(one.shape, generator=random, dtype=torch.float64) for one in (found, last)
+        torch.randn(one.shape, generator=random, dtype=torch.float64) for one in (result, last)
     ]
-    loss = (found.double() * weights[0]).sum() + (last.double() * weights[1]).sum()
-    return [found, last, *torch.autograd.grad(loss, given_)]
+    loss = (result.double() * weights[0]).sum() + (last.double() * weights[1]).sum()
+    return [result, last, *torch.autograd.grad(loss, given_)]
 
 
 def worst(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
@@ -66,8 +66,8 @@ def worst(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 @each_fast
 def test_outputs_and_gradients_are_those_of_the_loop_in_fp64(name: str, backend: str) -> None:
     given_ = inputs(name, 3, 7, 2, 13, torch.float64)
-    found = gradients(given_, name, backend)
-    assert worst(found, gradients(given_, name, "reference")) < 1e-10
+    result = gradients(given_, name, backend)
+    assert worst(result, gradients(given_, name, "reference")) < 1e-10
 
 
 @each_fast
@@ -109,9 +109,9 @@ def test_bf16_is_fp32_rounded_at_the_end(name: str) -> None:
     given_ = inputs(name, 3, 9, 2, 32, torch.bfloat16)
     wanted = gradients(given_, name, "reference")
     for backend in FAST:
-        found = gradients(given_, name, backend)
-        assert {one.dtype for one in found} == {torch.bfloat16}
-        assert worst(found, wanted) < 0.02
+        result = gradients(given_, name, backend)
+        assert {one.dtype for one in result} == {torch.bfloat16}
+        assert worst(result, wanted) < 0.02
 
 
 def torch_module(name: str, D: int, K: int) -> tuple[Any, list[torch.Tensor]]:
@@ -140,8 +140,8 @@ def test_lstm_and_gru_are_those_of_pytorch(name: str, backend: str) -> None:
     wanted, _ = module(x, begin)
     wx = (x @ module.weight_ih_l0.T).view(B, T, -1, 1, D)
     states = torch.stack([h0, c0] if name == "lstm" else [h0])[:, 0, :, None, None]
-    found, _ = rnn(wx, R, b, states, name, backend)
-    assert torch.allclose(found[0, :, :, 0], wanted, atol=1e-12)
+    result, _ = rnn(wx, R, b, states, name, backend)
+    assert torch.allclose(result[0, :, :, 0], wanted, atol=1e-12)
 
 
 @each_function
@@ -151,8 +151,8 @@ def test_chunks_with_a_carried_state_are_one_pass(name: str, backend: str) -> No
     whole, last = rnn(wx, R, b, states, name, backend)
     pieces = []
     for chunk in wx.split([3, 9, 1, 7], 1):
-        found, states = rnn(chunk, R, b, states, name, backend)
-        pieces.append(found)
+        result, states = rnn(chunk, R, b, states, name, backend)
+        pieces.append(result)
     if backend == "fused":
         assert torch.equal(torch.cat(pieces, 2), whole)
         assert torch.equal(states, last)
@@ -183,12 +183,12 @@ def test_a_head_that_threads_share_is_the_same(name: str) -> None:
         torch.set_num_threads(3)
         kernel: Any = dispatch(Recurrence(name, 1, 11, 1, 150), wanted="fused")
         assert kernel.tiles(Recurrence(name, 1, 11, 1, 150))["team"] > 1 or name == "elman"
-        found = gradients(given_, name, "fused")
+        result = gradients(given_, name, "fused")
         torch.set_num_threads(1)
-        assert worst(found[:2], gradients(given_, name, "fused")[:2]) == 0
+        assert worst(result[:2], gradients(given_, name, "fused")[:2]) == 0
     finally:
         torch.set_num_threads(before)
-    assert worst(found, gradients(given_, name, "reference")) < 1e-4
+    assert worst(result, gradients(given_, name, "reference")) < 1e-4
 
 
 @each_fast
@@ -199,21 +199,21 @@ def test_slstm_survives_large_gates(backend: str) -> None:
         with torch.no_grad():
             wx[:, :, 0] += i
             wx[:, :, 1] += f
-        found = [*rnn(wx, R, b, function="slstm", backend=backend)]
-        found += torch.autograd.grad(found[0][0].sum(), (wx, R, b))
+        results = [*rnn(wx, R, b, function="slstm", backend=backend)]
+        results += torch.autograd.grad(results[0][0].sum(), (wx, R, b))
         wanted = [*rnn(wx, R, b, function="slstm", backend="reference")]
         wanted += torch.autograd.grad(wanted[0][0].sum(), (wx, R, b))
-        assert all(bool(torch.isfinite(one).all()) for one in found)
-        assert worst(found, wanted) < 1e-4
+        assert all(bool(torch.isfinite(one).all()) for one in results)
+        assert worst(results, wanted) < 1e-4
 
 
 def test_nan_and_infinity_travel() -> None:
     wx, R, b, states = (one.detach() for one in inputs("lstm", 2, 4, 1, 16))
     wx[0, 1, 2, 0, 3] = torch.nan
-    found, _ = rnn(wx, R, b, states, "lstm", "fused")
-    assert bool(torch.isnan(found[0, 0, 1, 0, 3]))
-    assert bool(torch.isnan(found[0, 0, 2:]).all())
-    assert bool(torch.isfinite(found[:, 1]).all())
+    result, _ = rnn(wx, R, b, states, "lstm", "fused")
+    assert bool(torch.isnan(result[0, 0, 1, 0, 3]))
+    assert bool(torch.isnan(result[0, 0, 2:]).all())
+    assert bool(torch.isfinite(result[:, 1]).all())
 
 
 def test_prepared_kernel_steps_through_time() -> None:
@@ -224,17 +224,17 @@ def test_prepared_kernel_steps_through_time() -> None:
         ready = dispatch(call, wanted=backend).prepare(call, R, b)
         now, pieces = states, []
         for t in range(6):
-            found, now = ready(wx[:, t : t + 1], now)
-            pieces.append(found)
+            result, now = ready(wx[:, t : t + 1], now)
+            pieces.append(result)
         assert torch.allclose(torch.cat(pieces, 2), wanted, atol=1e-5)
 
 
 def test_only_what_wants_gradients_gets_them() -> None:
     wx, R, b, _ = inputs("lstm", 2, 4, 1, 16)
-    found, last = rnn(wx, R.detach(), b.detach(), outputs="hidden", backend="fused")
-    assert found.shape == (2, 4, 1, 16)
+    result, last = rnn(wx, R.detach(), b.detach(), outputs="hidden", backend="fused")
+    assert result.shape == (2, 4, 1, 16)
     assert last.shape == (2, 2, 1, 1, 16)
-    (found[:, -1].sum() + last[1].sum()).backward()
+    (result[:, -1].sum() + last[1].sum()).backward()
     assert wx.grad is not None
     assert R.grad is None
     with torch.no_grad():
@@ -243,9 +243,9 @@ def test_only_what_wants_gradients_gets_them() -> None:
 
 def test_a_changed_output_is_noticed() -> None:
     wx, R, b, _ = inputs("lstm", 2, 4, 1, 16)
-    found, _ = rnn(wx, R, b, backend="fused", outputs="hidden")
-    loss = found.sum()
-    found.detach().add_(1)
+    result, _ = rnn(wx, R, b, backend="fused", outputs="hidden")
+    loss = result.sum()
+    result.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -255,8 +255,8 @@ def test_an_output_may_be_changed_in_place(outputs: Any) -> None:
     # As any other tensor: a view that a function of one's own has made may not.
     given_ = inputs("lstm", 2, 4, 1, 16)
     wanted = rnn(*given_, backend="fused", outputs=outputs)[0] + 1
-    found = rnn(*given_, backend="fused", outputs=outputs)[0].add_(1)
-    assert torch.equal(found, wanted) and found.is_contiguous()
+    result = rnn(*given_, backend="fused", outputs=outputs)[0].add_(1)
+    assert torch.equal(result, wanted) and result.is_contiguous()
 
 
 def test_dispatch_takes_the_fused_kernel_and_the_other_where_heads_are_large() -> None:

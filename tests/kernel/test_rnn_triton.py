@@ -26,8 +26,8 @@ def check(
     ]
     kept = {key: value for key, value in options.items() if key != "recompute"}
     wanted = gradients(given_, name, "reference", **kept)
-    found = gradients(given_, name, "triton", **options)
-    assert worst(found, wanted) < (1e-4 if dtype == torch.float32 else 0.02)
+    result = gradients(given_, name, "triton", **options)
+    assert worst(result, wanted) < (1e-4 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize(

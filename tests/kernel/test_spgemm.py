@@ -159,10 +159,10 @@ def test_hash_is_the_reference(
 def test_all_kernels_agree(kernel: str) -> None:
     A, B = drawn(70, 50, 0.1, 1, twice=True), drawn(50, 90, 0.2, 2, twice=True)
     expected = multiply(from_any("A", A), from_any("B", B), alpha=3.0, kernel="reference")
-    found = multiply(from_any("A", A), from_any("B", B), alpha=3.0, kernel=kernel)
-    same(found, expected, exact=False)
-    assert found.counters is not None
-    assert found.counters.multiplies == expected.counters.multiplies  # type: ignore[union-attr]
+    result = multiply(from_any("A", A), from_any("B", B), alpha=3.0, kernel=kernel)
+    same(result, expected, exact=False)
+    assert result.counters is not None
+    assert result.counters.multiplies == expected.counters.multiplies  # type: ignore[union-attr]
     sides = [from_any("", X).with_values(from_any("", X).val.float()) for X in (A, B)]
     same(multiply(*sides, kernel=kernel), multiply(*sides, kernel="reference"), exact=False)
 
@@ -181,11 +181,11 @@ def test_mask_of_a_graph(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", HASHES, ids=str)
 def test_skewed_graph_and_grid_are_scipys(kernel: Hash) -> None:
     for matrix in (rmat(9, 8), grid(24)):
-        found, expected = spgemm(matrix, matrix, kernel=kernel), matrix @ matrix
+        result, expected = spgemm(matrix, matrix, kernel=kernel), matrix @ matrix
         expected.sort_indices()
-        assert np.array_equal(found.indptr, expected.indptr)
-        assert np.array_equal(found.indices, expected.indices)
-        np.testing.assert_allclose(found.data, expected.data, rtol=1e-12)
+        assert np.array_equal(result.indptr, expected.indptr)
+        assert np.array_equal(result.indices, expected.indices)
+        np.testing.assert_allclose(result.data, expected.data, rtol=1e-12)
 
 
 @needs_compiler
@@ -204,11 +204,11 @@ def test_rows_that_repeat_the_one_before(semiring: Any, twice: bool) -> None:
     A = from_any("A", mesh)
     expected = multiply(A, A, semiring, kernel="reference")
     for kernel in (Hash(), HashV1(), Hash(dense_ratio=0), Hash(exact=True, budget_bytes=SMALL)):
-        found = multiply(A, A, semiring, kernel=kernel)
-        same(found, expected)
-        assert torch.equal(found.val.double().signbit(), expected.val.double().signbit())
-        assert found.counters is not None
-        assert found.counters.repeated_rows > edge * edge // 3
+        result = multiply(A, A, semiring, kernel=kernel)
+        same(result, expected)
+        assert torch.equal(result.val.double().signbit(), expected.val.double().signbit())
+        assert result.counters is not None
+        assert result.counters.repeated_rows > edge * edge // 3
 
 
 @needs_compiler
@@ -218,9 +218,9 @@ def test_one_dense_row_and_one_dense_column() -> None:
     expected = A @ B
     expected.sort_indices()
     for kernel in HASHES:
-        found = spgemm(A, B, kernel=kernel)
-        assert np.array_equal(found.indices, expected.indices)
-        np.testing.assert_allclose(found.data, expected.data, rtol=1e-12)
+        result = spgemm(A, B, kernel=kernel)
+        assert np.array_equal(result.indices, expected.indices)
+        np.testing.assert_allclose(result.data, expected.data, rtol=1e-12)
     column = sp.csr_array(np.ones((60, 1)))
     assert spgemm(B.T.tocsr(), column).shape == (70_000, 1)
 
@@ -261,14 +261,14 @@ def test_probes_stay_few_on_strided_columns(version: type[Hash], stride: int) ->
     col = np.sort(col, axis=1).astype(np.int32)
     ptr = np.arange(0, K * 5 + 1, 5, dtype=np.int32)
     B = sp.csr_array((np.ones(K * 5), col.ravel(), ptr), shape=(K, int(col.max()) + 1))
-    found = multiply(A, from_any("B", B), kernel=version(dense_ratio=0))
-    counters = found.counters
+    result = multiply(A, from_any("B", B), kernel=version(dense_ratio=0))
+    counters = result.counters
     assert counters is not None
     assert counters.hash_rows >= 5
     assert 1.0 <= counters.probes <= 4.0
     assert counters.a_bytes > 0
     assert counters.b_bytes > counters.multiplies
-    assert counters.c_bytes > found.nnz
+    assert counters.c_bytes > result.nnz
 
 
 @needs_compiler

@@ -10,9 +10,9 @@ from shoal.kernel.squares import sum_of_squares
 def test_equals_the_sum_in_float64(size):
     source = torch.Generator().manual_seed(size)
     x = torch.randn(size, generator=source) * torch.rand(size, generator=source) ** 4
-    found = sum_of_squares(x)
-    assert found.dtype == torch.float64
-    assert float(found) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+    result = sum_of_squares(x)
+    assert result.dtype == torch.float64
+    assert float(result) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
 
 
 def test_does_not_depend_on_the_cut():

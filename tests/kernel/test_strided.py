@@ -80,10 +80,10 @@ def expanded(layout: StridedBlock | BlockList) -> np.ndarray:
         return np.concatenate(
             [at + np.arange(n) for at, n in zip(layout.offsets, layout.lengths, strict=True)]
         )
-    found = np.zeros(1, np.int64)
+    array = np.zeros(1, np.int64)
     for count, stride in zip(layout.counts, layout.strides, strict=True):
-        found = (np.arange(count)[:, None] * stride + found[None, :]).reshape(-1)
-    return layout.start + found
+        array = (np.arange(count)[:, None] * stride + array[None, :]).reshape(-1)
+    return layout.start + array
 
 
 def placed(datatype: Datatype, count: int, skew: int = 0) -> tuple[torch.Tensor, np.ndarray]:
@@ -117,17 +117,17 @@ def test_equal_typemaps_have_equal_canonical_forms(a: Datatype, b: Datatype) -> 
     for one in (a, b):
         offsets = one.typemap()
         spelled = hindexed([1] * len(offsets), [int(at) for at in offsets], named(1))
-        found, listed = canonical(one), canonical(spelled)
-        if isinstance(found, StridedBlock):
+        result, listed = canonical(one), canonical(spelled)
+        if isinstance(result, StridedBlock):
             assert isinstance(listed, StridedBlock)
-            assert (found.start, found.counts, found.strides) == (
+            assert (result.start, result.counts, result.strides) == (
                 listed.start,
                 listed.counts,
                 listed.strides,
             )
         else:
             assert isinstance(listed, BlockList)
-            assert (found.offsets, found.lengths) == (listed.offsets, listed.lengths)
+            assert (result.offsets, result.lengths) == (listed.offsets, listed.lengths)
 
 
 def spellings() -> list[list[Datatype]]:
@@ -187,10 +187,10 @@ def spellings() -> list[list[Datatype]]:
 
 @pytest.mark.parametrize("objects", spellings(), ids=range(len(spellings())))
 def test_spellings_of_one_object_are_one_block(objects: list[Datatype]) -> None:
-    found = [canonical(spelled) for spelled in objects]
+    results = [canonical(spelled) for spelled in objects]
     assert len(objects) >= 5
-    assert all(isinstance(layout, StridedBlock) for layout in found)
-    assert len({(f.start, f.counts, f.strides) for f in found}) == 1  # type: ignore[union-attr]
+    assert all(isinstance(layout, StridedBlock) for layout in results)
+    assert len({(f.start, f.counts, f.strides) for f in results}) == 1  # type: ignore[union-attr]
 
 
 def test_order_is_kept_unless_it_is_free() -> None:
@@ -432,13 +432,13 @@ def test_nothing_is_packed_of_nothing() -> None:
 
 
 def test_explains_what_it_is_told() -> None:
-    told = explain("subarray([256, 512, 1024], [47, 13, 100], [0, 0, 0], float32)")
-    assert "flatten" not in told
-    assert "400 x 13 x 47 at strides 1, 4,096, 2,097,152 (3-D)" in told
-    assert "16 bytes divide" in told
-    assert "244,400 over an extent" in told
-    told = explain("float32[256, 256, 256][:, 0, ::2]")
-    assert "4 x 128 x 256 at strides 1, 8, 262,144" in told
+    explanation = explain("subarray([256, 512, 1024], [47, 13, 100], [0, 0, 0], float32)")
+    assert "flatten" not in explanation
+    assert "400 x 13 x 47 at strides 1, 4,096, 2,097,152 (3-D)" in explanation
+    assert "16 bytes divide" in explanation
+    assert "244,400 over an extent" in explanation
+    explanation = explain("float32[256, 256, 256][:, 0, ::2]")
+    assert "4 x 128 x 256 at strides 1, 8, 262,144" in explanation
     assert "elide" in explain("hvector(1, 1, 9, contiguous(3, float))", count=2)
     assert "names a byte twice" in explain("hvector(4, 1, 2, float32)")
     assert "in any order" in explain("hvector(3, 1, 4, hvector(4, 1, 64, float))")
@@ -450,8 +450,8 @@ def test_parses_slices_as_numpy_does() -> None:
     whole = np.arange(6 * 7 * 8, dtype=np.int32).reshape(6, 7, 8)
     memory = torch.from_numpy(whole)
     for text in ("[1]", "[:, -2]", "[1:5:2, ::3, 7]", "[2, 3, 4]", "[::-1, 2:, ::-3]", "[4:2]"):
-        found = pack(memory, parse(f"int32[6, 7, 8]{text}")).view(torch.int32).numpy()
-        np.testing.assert_array_equal(found, eval(f"whole{text}").reshape(-1))
+        result = pack(memory, parse(f"int32[6, 7, 8]{text}")).view(torch.int32).numpy()
+        np.testing.assert_array_equal(result, eval(f"whole{text}").reshape(-1))
 
 
 @pytest.mark.parametrize(
@@ -504,8 +504,8 @@ def test_every_second_word(dtype: torch.dtype, skew: int) -> None:
     """Packed a register at a time, up to the last word of the memory and not beyond."""
     for count in (1, 7, 8, 9, 16, 17, 33, 200):
         whole = torch.arange(skew + 2 * count - 1, dtype=dtype)
-        found = pack(whole[skew::2], backend="cpp")
-        assert torch.equal(found.view(dtype), whole[skew::2].contiguous())
+        result = pack(whole[skew::2], backend="cpp")
+        assert torch.equal(result.view(dtype), whole[skew::2].contiguous())
 
 
 def test_a_committed_type_packs_what_has_its_strides() -> None:

@@ -19,15 +19,15 @@ pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="kernel
 def layers():
     """Eight layers of norm and product, by compiled kernels."""
     source = torch.Generator().manual_seed(0)
-    found = []
+    layers = []
     for _ in range(8):
         weight = torch.randn(48, 48, generator=source) / 7
         linear = kernels_of("linear")["cpp"].prepare(LinearCall(1, 48, 48, "fp32"), weight)
         norm = kernels_of("rms_norm")["cpp"].prepare(
             PointwiseCall("rms_norm", 1, 48, 48, "fp32"), torch.ones(48), 1e-5
         )
-        found.append((norm, linear))
-    return found
+        layers.append((norm, linear))
+    return layers
 
 
 def through(layers, x):

@@ -39,9 +39,9 @@ def test_product_is_the_documented_formula(f: TileLayout, g: TileLayout) -> None
     assert h.shape == tuple(a * b for a, b in zip(f.shape, g.shape, strict=True))
     assert h.num_threads == f.num_threads * g.num_threads
     assert h.num_local == f.num_local * g.num_local
-    found, outer, inner = h.table(), f.table(), g.table()
+    result, outer, inner = h.table(), f.table(), g.table()
     for tf, tg in product(range(f.num_threads), range(g.num_threads)):
-        thread = found[tf * g.num_threads + tg].reshape(f.num_local, g.num_local, -1)
+        thread = result[tf * g.num_threads + tg].reshape(f.num_local, g.num_local, -1)
         assert (thread == (outer[tf] * g.shape)[:, None] + inner[tg]).all()
 
 
@@ -59,9 +59,9 @@ def test_product_does_not_commute() -> None:
 @quick
 @given(layouts(), layouts())
 def test_division_undoes_the_product(f: TileLayout, g: TileLayout) -> None:
-    found = (f * g) / g
-    assert found.same(f)
-    assert (found * g).same(f * g)
+    result = (f * g) / g
+    assert result.same(f)
+    assert (result * g).same(f * g)
 
 
 @quick

@@ -213,8 +213,8 @@ def test_cpp_packs_as_the_interpreter(weight: str) -> None:
 )
 def test_cpp_multiplies_as_the_interpreter(weight: str, unpack: Any) -> None:
     x = torch.randint(-2, 3, (4, 24), generator=torch.Generator().manual_seed(2)).float()
-    found = product_of(weight, 40, 24, x, host=True, unpack=unpack)
-    assert torch.equal(found, product_of(weight, 40, 24, x, host=False))
+    result = product_of(weight, 40, 24, x, host=True, unpack=unpack)
+    assert torch.equal(result, product_of(weight, 40, 24, x, host=False))
 
 
 @recipe
@@ -223,11 +223,11 @@ def test_cpp_multiplies_as_the_interpreter(weight: str, unpack: Any) -> None:
 def test_every_type_through_one_kernel(weight: str) -> None:
     """A product with the identity is every weight, exactly."""
     x = torch.eye(32)
-    found = product_of(weight, 32, 32, x, host=True)
+    result = product_of(weight, 32, 32, x, host=True)
     codes, _ = sample(weight, 32, 32)
     wanted = tile_type(weight).values()[codes.numpy()].T.astype(np.float32) * 0.5 + 3
-    assert np.array_equal(found.numpy(), wanted.astype(np.float32))
-    assert torch.equal(found, product_of(weight, 32, 32, x, host=False))
+    assert np.array_equal(result.numpy(), wanted.astype(np.float32))
+    assert torch.equal(result, product_of(weight, 32, 32, x, host=False))
 
 
 @tile.kernel

@@ -74,10 +74,10 @@ def check_rms_norm(dtype: str, m: int, n: int, way: str, adds: bool) -> None:
 
 def check_swiglu(dtype: str, m: int, f: int, way: str) -> None:
     (x,) = placed(4 * made((m, 2 * f), DTYPES[dtype], way))
-    wanted, found = (
+    wanted, result = (
         run(x) for run in twins("swiglu", PointwiseCall("swiglu", m, 2 * f, f, dtype, DEVICE))
     )
-    close(found, wanted, TOLERANCE[dtype])
+    close(result, wanted, TOLERANCE[dtype])
 
 
 def check_rope(dtype: str, m: int, heads: int, kv_heads: int, half: int, normed: bool) -> None:
@@ -90,8 +90,8 @@ def check_rope(dtype: str, m: int, heads: int, kv_heads: int, half: int, normed:
     for run in twins("rope", call, *constants):
         x, position = placed(made((m, every), DTYPES[dtype]), torch.arange(7, 7 + m))
         outs.append(run(x, position))
-    for wanted, found in zip(*outs, strict=True):
-        close(found, wanted, TOLERANCE[dtype])
+    for wanted, result in zip(*outs, strict=True):
+        close(result, wanted, TOLERANCE[dtype])
 
 
 def check_sample(v: int, seed: int, hot: float, top_k: int) -> None:
@@ -104,8 +104,8 @@ def check_sample(v: int, seed: int, hot: float, top_k: int) -> None:
         torch.ones(3, dtype=torch.float64),
         torch.rand(3, generator=source, dtype=torch.float64),
     )
-    wanted, found = (run(*given_) for run in twins("sample", call))
-    assert torch.equal(found, wanted)
+    wanted, result = (run(*given_) for run in twins("sample", call))
+    assert torch.equal(result, wanted)
 
 
 def check_linear(dtype: str, m: int, n: int, k: int, way: str, biased: bool) -> None:
@@ -114,10 +114,10 @@ def check_linear(dtype: str, m: int, n: int, k: int, way: str, biased: bool) -> 
         made((m, k), DTYPES[dtype], way, 3),
         made((n,), DTYPES[dtype], "plain", 2) if biased else None,
     )
-    wanted, found = (
+    wanted, result = (
         run(x) for run in twins("linear", LinearCall(m, n, k, dtype, DEVICE), weight, bias)
     )
-    close(found, wanted, TOLERANCE[dtype])
+    close(result, wanted, TOLERANCE[dtype])
 
 
 def check_lowbit(dtype: str, m: int, n: int, groups: int, group: int, way: str) -> None:
@@ -125,8 +125,8 @@ def check_lowbit(dtype: str, m: int, n: int, groups: int, group: int, way: str) 
     packed = weight_format(text).quantize(made((n, k), torch.float32, seed=1).to(DEVICE))
     x, bias = placed(made((m, k), DTYPES[dtype], way, 2), made((n,), DTYPES[dtype], seed=3))
     call = LowbitLinearCall(m, n, k, text, 4.125, dtype, DEVICE)
-    wanted, found = (run(x) for run in twins("linear_lowbit", call, packed, bias))
-    close(found, wanted, 2 * TOLERANCE[dtype])
+    wanted, result = (run(x) for run in twins("linear_lowbit", call, packed, bias))
+    close(result, wanted, 2 * TOLERANCE[dtype])
 
 
 def check_planes(m: int, n: int, k: int, a: int, b: int, seed: int) -> None:
@@ -172,10 +172,10 @@ def check_paged(
     marked = [one & (2 * end - 1) | end for one, end in zip(bits, ends, strict=True)]
     (tree,) = placed(torch.tensor([roots, marked]))
     for more in ((), (tree,)):
-        wanted, found = (
+        wanted, result = (
             run(q, *sides, blocks, seen, requests, *more) for run in twins("paged_attention", call)
         )
-        close(found, wanted, TOLERANCE[dtype])
+        close(result, wanted, TOLERANCE[dtype])
 
 
 def cases(check: Callable[..., None], **drawn: Any) -> Any:

@@ -80,12 +80,12 @@ def test_the_order_is_random_and_the_sequential_one_is_not():
 
 
 def test_latency_curve_and_levels(context):
-    found = MemoryLatency(largest_bytes=2**16, repeats=2).run(context)
-    curve = [item for item in found if item.quantity == "latency"]
+    result = MemoryLatency(largest_bytes=2**16, repeats=2).run(context)
+    curve = [item for item in result if item.quantity == "latency"]
     assert [item.at for item in curve] == [float(size) for size in footprints(4096, 2**16)]
     assert all(item.median > 1e-10 for item in curve)
-    assert "dram.latency" in by(found)
-    assert len(context.samples) == len(found)
+    assert "dram.latency" in by(result)
+    assert len(context.samples) == len(result)
 
 
 def test_huge_pages_that_are_not_granted_are_skipped_with_a_reason(context, monkeypatch):
@@ -95,9 +95,9 @@ def test_huge_pages_that_are_not_granted_are_skipped_with_a_reason(context, monk
             self.granted = False
 
     monkeypatch.setattr("shoal.machine.probes.memory_latency.PointerChain", Refused)
-    found = MemoryLatency(largest_bytes=2**15, repeats=1).run(context)
+    result = MemoryLatency(largest_bytes=2**15, repeats=1).run(context)
     assert "grants no huge pages" in context.skipped["memory_latency.latency"]
-    assert {item.quantity for item in found if item.at} == {"latency_small_pages"}
+    assert {item.quantity for item in result if item.at} == {"latency_small_pages"}
 
 
 def test_a_footprint_above_the_free_memory_is_refused(context, monkeypatch):
@@ -142,10 +142,10 @@ def test_bandwidth_kernels(kernel):
 
 
 def test_bandwidth_covers_one_and_all_threads(context):
-    found = MemoryBandwidth(smallest_bytes=8192, largest_bytes=2**16, repeats=2).run(context)
+    result = MemoryBandwidth(smallest_bytes=8192, largest_bytes=2**16, repeats=2).run(context)
     counts = {1, len(context.cpus)}
-    assert {f"read_{count}threads" for count in counts} <= set(by(found))
-    assert {item.at for item in found} == {8192.0, 32768.0, 65536.0}
+    assert {f"read_{count}threads" for count in counts} <= set(by(result))
+    assert {item.at for item in result} == {8192.0, 32768.0, 65536.0}
 
 
 # -- units ------------------------------------------------------------------
@@ -171,20 +171,20 @@ def test_the_instruction_is_in_the_disassembly(unit):
 
 
 def test_units_that_this_cpu_has_are_measured(context):
-    found = by(Units(repeats=2, blocks=1000).run(context))
-    assert found["clock"].unit == "Hz"
+    result = by(Units(repeats=2, blocks=1000).run(context))
+    assert result["clock"].unit == "Hz"
     names = {unit.quantity for unit in INSTRUCTIONS}
     skipped = {place.removeprefix("units.") for place in context.skipped}
-    assert names == (set(found) & names) | skipped
-    for name in names & set(found):
-        assert found[name].median > 0
-        assert f"{name}.latency" in found
+    assert names == (set(result) & names) | skipped
+    for name in names & set(result):
+        assert result[name].median > 0
+        assert f"{name}.latency" in result
 
 
 def test_unsupported_instructions_are_skipped_with_the_reason(context, monkeypatch):
     monkeypatch.setattr(units, "cpu_flags", lambda: frozenset({"fpu"}))
-    found = by(Units(repeats=1, blocks=100).run(context))
-    assert set(found) == {"clock"}
+    result = by(Units(repeats=1, blocks=100).run(context))
+    assert set(result) == {"clock"}
     assert set(context.skipped) == {f"units.{unit.quantity}" for unit in INSTRUCTIONS}
     if platform.machine() == "x86_64":
         assert "this CPU has no" in context.skipped["units.fma_fp32"]
@@ -199,17 +199,17 @@ def test_other_architectures_are_refused(monkeypatch):
 
 
 def test_system(context, tmp_path):
-    found = by(SystemProbe(file_bytes=2**20, repeats=2).run(context))
-    assert {"thread_wake", "page_fault", "memcpy", "disk_write", "file_read_warm"} <= set(found)
-    assert ("core_to_core" in found) == (len(context.cpus) > 1)
+    result = by(SystemProbe(file_bytes=2**20, repeats=2).run(context))
+    assert {"thread_wake", "page_fault", "memcpy", "disk_write", "file_read_warm"} <= set(result)
+    assert ("core_to_core" in result) == (len(context.cpus) > 1)
     assert not list(tmp_path.iterdir())  # nothing is left behind
 
 
 def test_a_full_disk_is_a_reason(context, monkeypatch):
     full = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr("shoal.machine.probes.system.shutil.disk_usage", lambda _: full)
-    found = by(SystemProbe(file_bytes=2**20, repeats=1).run(context))
-    assert "disk_write" not in found
+    result = by(SystemProbe(file_bytes=2**20, repeats=1).run(context))
+    assert "disk_write" not in result
     assert "only 1000 bytes are free" in context.skipped["system.disk"]
 
 
@@ -221,9 +221,9 @@ def test_a_home_that_cannot_be_made_is_a_reason(tmp_path):
 
 
 def test_loopback(context):
-    found = by(Loopback(bulk_bytes=2**20, repeats=2).run(context))
-    assert found["round_trip"].median > 0
-    assert found["bandwidth"].median > 1e6
+    result = by(Loopback(bulk_bytes=2**20, repeats=2).run(context))
+    assert result["round_trip"].median > 0
+    assert result["bandwidth"].median > 1e6
 
 
 # -- the framework ----------------------------------------------------------
@@ -234,9 +234,9 @@ def test_without_torch_numpy_is_measured_and_the_rest_skipped(context, monkeypat
         raise MissingExtraError("torch", "run", "measuring the framework")
 
     monkeypatch.setattr(ProbeContext, "worker", missing)
-    found = matmul.Matmul(sizes=(64,), repeats=2).run(context)
-    assert [item.quantity for item in found] == ["matmul_fp32"]
-    assert found[0].median > 0
+    result = matmul.Matmul(sizes=(64,), repeats=2).run(context)
+    assert [item.quantity for item in result] == ["matmul_fp32"]
+    assert result[0].median > 0
     assert framework.Framework(repeats=1).run(context) == []
     assert measure.CollectiveProbe(repeats=1).run(context) == []
     assert all("pip install 'shoal-ml[run]'" in context.skipped[p] for p in context.skipped)
@@ -322,16 +322,16 @@ class FakeWorker:
 def test_gpu_numbers(context, monkeypatch):
     monkeypatch.setattr(gpu.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
     monkeypatch.setattr(ProbeContext, "worker", lambda self: FakeWorker())
-    found = by(gpu.GpuProbe(sizes=(1024,), repeats=3).run(context))
-    assert math.isclose(found["matmul_bf16"].median, 1e12)
-    assert math.isclose(found["memory"].median, 1e12)
-    assert math.isclose(found["host_to_device"].median, 1e10)
+    result = by(gpu.GpuProbe(sizes=(1024,), repeats=3).run(context))
+    assert math.isclose(result["matmul_bf16"].median, 1e12)
+    assert math.isclose(result["memory"].median, 1e12)
+    assert math.isclose(result["host_to_device"].median, 1e10)
     assert context.facts["gpu"]["name"] == "Card"
 
 
 @pytest.mark.gpu
 def test_the_real_gpu(context):
-    found = by(gpu.GpuProbe(sizes=(1024,), repeats=3).run(context))
+    result = by(gpu.GpuProbe(sizes=(1024,), repeats=3).run(context))
     if "gpu" in context.skipped:
         pytest.skip(context.skipped["gpu"])
-    assert found["matmul_bf16"].median > 1e11
+    assert result["matmul_bf16"].median > 1e11

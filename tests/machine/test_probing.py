@@ -56,7 +56,7 @@ def number(probe_name, quantity, median, at=None, plausible=True, note=""):
 def made(monkeypatch, *, extra=(), facts=None, quiet=QUIET):
     monkeypatch.setattr(host, "cpus", lambda: (0, 1))
     monkeypatch.setattr(host, "caches", lambda: {"l1d": 2**15, "l2": 2**20, "l3": 2**25})
-    found = [
+    results = [
         number("units", "clock", 2e9),
         number("units", "fma_fp32", 64.0),
         number("units", "dot_bf16", 128.0),
@@ -78,7 +78,7 @@ def made(monkeypatch, *, extra=(), facts=None, quiet=QUIET):
         number("system", "file_read_cold", 2e9),
         *extra,
     ]
-    return assemble(found, {"gpu": "no NVIDIA driver on this machine"}, facts or {}, quiet)
+    return assemble(results, {"gpu": "no NVIDIA driver on this machine"}, facts or {}, quiet)
 
 
 def test_measurements_become_a_machine(monkeypatch):
@@ -136,12 +136,14 @@ def test_a_gpu_is_the_device(monkeypatch):
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_probe_runs_saves_and_tells(tmp_path):
-    told = []
+    notes = []
     machine = probe(
-        probes=TINY, save=saved_path(), progress=lambda done, total, text: told.append((done, text))
+        probes=TINY,
+        save=saved_path(),
+        progress=lambda done, total, text: notes.append((done, text)),
     )
     assert load("local") == machine
-    assert [text for _, text in told[: len(TINY)]] == [choice.name for choice in TINY]
+    assert [text for _, text in notes[: len(TINY)]] == [choice.name for choice in TINY]
     assert {item.probe for item in machine.measurements} == {choice.name for choice in TINY}
     assert machine.device.main_memory.read_bandwidth > 0
     assert machine.link("loopback").bandwidth > 0
@@ -191,8 +193,8 @@ def test_a_quiet_machine_has_no_reasons(monkeypatch):
 
 def test_samples_are_kept_and_summed_up():
     context = ProbeContext()
-    found = context.measured("p", "q", "s", [float(i) for i in range(1, 102)], at=4.0)
-    assert (found.low, found.median, found.high, found.repeats) == (6.0, 51.0, 96.0, 101)
+    result = context.measured("p", "q", "s", [float(i) for i in range(1, 102)], at=4.0)
+    assert (result.low, result.median, result.high, result.repeats) == (6.0, 51.0, 96.0, 101)
     assert context.samples[0].values[-1] == 101.0
     assert not context.measured("p", "q", "s", [0.0]).plausible
     with pytest.raises(ConfigError, match="some samples"):

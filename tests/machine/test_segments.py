@@ -20,15 +20,15 @@ def curve(knees, latencies, sizes=SIZES):
 
 def test_known_knees_are_recovered_exactly():
     knees = (48 * 2**10, 2 * 2**20, 32 * 2**20)
-    found = levels(SIZES, curve(knees, (1.3e-9, 4e-9, 2.5e-8, 1.1e-7)))
-    assert [level.latency_s for level in found] == pytest.approx([1.3e-9, 4e-9, 2.5e-8, 1.1e-7])
-    for level, knee in zip(found, knees, strict=False):
+    result = levels(SIZES, curve(knees, (1.3e-9, 4e-9, 2.5e-8, 1.1e-7)))
+    assert [level.latency_s for level in result] == pytest.approx([1.3e-9, 4e-9, 2.5e-8, 1.1e-7])
+    for level, knee in zip(result, knees, strict=False):
         # The knee lies between two neighbouring footprints of the curve.
         assert level.last_bytes <= knee < level.next_bytes
         assert SIZES.index(level.next_bytes) == SIZES.index(level.last_bytes) + 1
         assert level.capacity_bytes == round((level.last_bytes * level.next_bytes) ** 0.5)
-    assert found[-1].next_bytes is None
-    assert found[-1].capacity_bytes is None
+    assert result[-1].next_bytes is None
+    assert result[-1].capacity_bytes is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -44,18 +44,18 @@ def test_noisy_knees_are_recovered_exactly(cuts, steps, seed):
     latencies = list(1e-9 * np.cumprod(steps))
     noise = np.random.default_rng(seed).uniform(0.97, 1.03, len(SIZES))
     values = np.array(curve([SIZES[cut] for cut in cuts], latencies)) * noise
-    found = levels(SIZES, list(values))
-    assert [level.last_bytes for level in found[:-1]] == [SIZES[cut] for cut in cuts]
+    result = levels(SIZES, list(values))
+    assert [level.last_bytes for level in result[:-1]] == [SIZES[cut] for cut in cuts]
 
 
 def test_a_transition_is_of_no_level():
     values = curve((2**15, 2**21), (1e-9, 4e-9, 3e-8))
     middle = SIZES.index(2**21)
     values[middle] = 1.2e-8
-    found = levels(SIZES, values)
-    assert len(found) == 3
-    assert found[1].last_bytes < 2**21 < found[1].next_bytes
-    assert found[1].capacity_bytes == pytest.approx(2**21, rel=0.01)
+    result = levels(SIZES, values)
+    assert len(result) == 3
+    assert result[1].last_bytes < 2**21 < result[1].next_bytes
+    assert result[1].capacity_bytes == pytest.approx(2**21, rel=0.01)
 
 
 def test_flat_is_one_level():
@@ -64,8 +64,8 @@ def test_flat_is_one_level():
 
 def test_at_most_so_many_levels():
     values = curve((2**15, 2**19, 2**24), (1e-9, 4e-9, 3e-8, 6e-8))
-    found = levels(SIZES, values, most=3)
-    assert [level.last_bytes for level in found[:-1]] == [2**15, 2**19]
+    result = levels(SIZES, values, most=3)
+    assert [level.last_bytes for level in result[:-1]] == [2**15, 2**19]
 
 
 def test_segments_are_optimal():
@@ -79,8 +79,8 @@ def test_segments_are_optimal():
 
     masks = range(2 ** (len(values) - 1))
     best = min(cost([i + 1 for i in range(7) if mask >> i & 1]) for mask in masks)
-    found = segment(values, 0.3)
-    assert cost([start for start, _ in found[1:]]) == pytest.approx(best)
+    result = segment(values, 0.3)
+    assert cost([start for start, _ in result[1:]]) == pytest.approx(best)
 
 
 @pytest.mark.parametrize(

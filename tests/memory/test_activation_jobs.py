@@ -90,11 +90,11 @@ def _rank(wanted, comm):
 def test_a_job_is_the_same(changes, tmp_path):
     kept, expected, none = run(job(**changes))
     saved = {"name": "ssdtrain", "path": str(tmp_path), "min_bytes": 1024}
-    losses, found, offloaded = run(job(activation=saved, **changes))
+    losses, result, offloaded = run(job(activation=saved, **changes))
     assert losses == kept
     assert offloaded > none == 0
     for name, value in expected.items():
-        assert torch.equal(value, found[name]), name
+        assert torch.equal(value, result[name]), name
     assert list(tmp_path.iterdir()) == []
 
 

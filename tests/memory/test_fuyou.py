@@ -96,12 +96,12 @@ def small_machine():
 def test_peaks_are_predicted(options, changes, tmp_path):
     model = config(hidden=128, ffn_hidden=384, num_layers=3, vocab_size=512, head_dim=32)
     wanted = plain(offload=offload(**options), **changes)
-    found = run(wanted, model, tmp_path, steps=3)
+    result = run(wanted, model, tmp_path, steps=3)
     part = table("offload").build(wanted.offload)
-    told = part.estimate(Work(shape=model.shape(), job=wanted), small_machine()).memory_bytes
-    for tier, peak in found.peaks.items():
-        assert peak <= told[tier], tier
-        assert peak >= (0.4 if tier == "device" else 0.9) * told[tier], tier
+    outcome = part.estimate(Work(shape=model.shape(), job=wanted), small_machine()).memory_bytes
+    for tier, peak in result.peaks.items():
+        assert peak <= outcome[tier], tier
+        assert peak >= (0.4 if tier == "device" else 0.9) * outcome[tier], tier
 
 
 def net():
@@ -226,9 +226,10 @@ class Served:
 
     def rows(self, place):
         """Weight and states of a parameter."""
-        found = self.places[place]
+        result = self.places[place]
         return [
-            self.disk.mapped(b).view(torch.float32) for b in (found.weight, *found.states.values())
+            self.disk.mapped(b).view(torch.float32)
+            for b in (result.weight, *result.states.values())
         ]
 
     def close(self):
@@ -267,8 +268,8 @@ def test_what_is_not_written_is_not_read(tmp_path):
         heard.append(served.mine.recv())
     assert [one[1] for one in heard if one[0] == "done"] == [*range(2 * steps), 99]
     for place in range(2):
-        for found, wanted in zip(served.rows(place), expected[place], strict=True):
-            assert torch.equal(found, wanted)
+        for result, wanted in zip(served.rows(place), expected[place], strict=True):
+            assert torch.equal(result, wanted)
     served.close()
 
 
@@ -340,8 +341,8 @@ def test_any_choice_gives_the_same_gradients(tiers, between, to_disk):
             movable = {n for n, one in enumerate(operators) if one.movable and one.again}
             replay.chosen[unit] = frozenset(chosen & movable)
         replay.swapping.to_disk = to_disk
-        found = gradients(model, x, replay)
-        assert all(map(torch.equal, found, expected))
+        result = gradients(model, x, replay)
+        assert all(map(torch.equal, result, expected))
         replay.active = False
     assert any(one.movable for one in replay.operators[0])
     # What draws, or is written to, is always done again.

@@ -38,8 +38,8 @@ def contested(steps: int = 40, seed: int = 1) -> Compiled:
 
 def small(**changes: float) -> MuZero:
     options = {"rounds": 3, "moves": 3000, "updates": 30, "demonstrations": 16, **changes}
-    found: MuZero = MAPPERS.build({"name": "muzero", **options})
-    return found
+    part: MuZero = MAPPERS.build({"name": "muzero", **options})
+    return part
 
 
 def test_the_search_computes_what_the_networks_compute() -> None:
@@ -101,7 +101,7 @@ def test_value_targets_are_rewards_and_then_the_searchs_value() -> None:
 
 @pytest.mark.slow
 def test_the_hybrid_is_never_slower_than_greedy_and_sometimes_faster() -> None:
-    found = []
+    results = []
     for seed in (1, 2):
         compiled = contested(seed=seed)
         hybrid = MAPPERS.build({"name": "hybrid", "rounds": 2, "moves": 3000, "updates": 20}).map(
@@ -109,8 +109,8 @@ def test_the_hybrid_is_never_slower_than_greedy_and_sometimes_faster() -> None:
         )
         greedy = GreedyMapper().map(compiled.program, compiled.tiers)
         assert verify(hybrid) == hybrid.ticks <= greedy.ticks
-        found.append(greedy.ticks / hybrid.ticks)
-    assert max(found) > 1.01
+        results.append(greedy.ticks / hybrid.ticks)
+    assert max(results) > 1.01
 
 
 @pytest.mark.slow
@@ -186,15 +186,15 @@ def test_models_that_look_at_values_are_refused() -> None:
 
 def test_operators_are_measured() -> None:
     model, inputs = sample("mlp")
-    found = trace(model, inputs, times="measured").program
-    assert all(step.compute_s > 0 for step in found.instructions)
+    result = trace(model, inputs, times="measured").program
+    assert all(step.compute_s > 0 for step in result.instructions)
 
 
 @pytest.mark.slow
 def test_there_are_eight_programs() -> None:
-    found = samples()
-    assert [program.name for program in found] == [*MODELS, "strassen", "random1", "random2"]
-    assert all(len(program.instructions) > 10 for program in found)
+    result = samples()
+    assert [program.name for program in result] == [*MODELS, "strassen", "random1", "random2"]
+    assert all(len(program.instructions) > 10 for program in result)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -106,8 +106,8 @@ def test_inference_is_that_of_the_resident_model(tokens, k, k_prime):
     names = list(model.state_dict())
     with wrap(model, k, k_prime, device="cpu") as wrapped, torch.no_grad():
         for _ in range(3):
-            loads, found = loads_of(wrapped, lambda: model(tokens))
-            assert torch.equal(found, whole(tokens))
+            loads, result = loads_of(wrapped, lambda: model(tokens))
+            assert torch.equal(result, whole(tokens))
         assert loads == (0 if k == 7 else 7)
         assert wrapped.stats.out_of_turn == 0
         size = wrapped.report.block_bytes[0]
@@ -208,13 +208,13 @@ def test_operators_find_weights_on_the_device_only(tokens):
         few = tokens[:1, :2].clone()
         with DeviceScope(tier) as scope:
             scope.adopt(few)
-            found = model(few).logsumexp(-1).mean()
-            found.backward()
+            result = model(few).logsumexp(-1).mean()
+            result.backward()
         assert kept < tier.stats.peak < size
         with torch.inference_mode(), DeviceScope(tier) as scope:
             scope.adopt(few)
             model(few)
-    assert found.item() == whole(few).logsumexp(-1).mean().item()
+    assert result.item() == whole(few).logsumexp(-1).mean().item()
 
 
 def test_copies_of_weights_in_another_dtype_are_not_kept(tokens):
@@ -410,18 +410,18 @@ def test_a_window_is_k_blocks_and_every_block_is_loaded_once(window, training, d
     n, k, step = window
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
     sizes = [size * ALIGNMENT for size in sizes]
-    found = rehearse(Slide(n, k, step), sizes, [1.0] * n, [0.5] * n, training=training)
+    result = rehearse(Slide(n, k, step), sizes, [1.0] * n, [0.5] * n, training=training)
     most = max(sum(sizes[(i + j) % n] for j in range(k)) for i in range(n))
-    assert found.peak_bytes <= most
+    assert result.peak_bytes <= most
     if step == 1 and not training:
-        assert found.peak_bytes == most
-    assert found.peak_bytes <= found.span_bytes
+        assert result.peak_bytes == most
+    assert result.peak_bytes <= result.span_bytes
     if k == n:
-        assert found.loads == 0
+        assert result.loads == 0
     else:
-        assert found.loads == (2 * (n - k) + k if training else n)
+        assert result.loads == (2 * (n - k) + k if training else n)
     if len(set(sizes)) == 1:
-        assert found.span_bytes == found.peak_bytes == most
+        assert result.span_bytes == result.peak_bytes == most
 
 
 def test_time_is_hidden_where_the_paper_says_so():

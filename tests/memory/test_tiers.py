@@ -143,9 +143,9 @@ def test_a_disk_gives_back_what_it_was_given(tmp_path):
             buffer = staging(block.nbytes)
             buffer.copy_(data)
             assert way.write(disk, block, buffer).wait() >= 0
-        found = [staging(one.nbytes) for one in blocks]
-        tickets = [back.read(disk, b, into) for b, into in zip(blocks, found, strict=True)]
-        for ticket, into, data in zip(tickets, found, given, strict=True):
+        results = [staging(one.nbytes) for one in blocks]
+        tickets = [back.read(disk, b, into) for b, into in zip(blocks, results, strict=True)]
+        for ticket, into, data in zip(tickets, results, given, strict=True):
             ticket.wait()
             assert ticket.done()
             assert torch.equal(into, data)

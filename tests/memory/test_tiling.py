@@ -51,26 +51,26 @@ def test_too_many_tiles():
 
 def test_only_plain_layers_that_are_too_large_are_cut():
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Bilinear(2, 2, 2))
-    found = tile(model, 256, tiles=None)
+    result = tile(model, 256, tiles=None)
     assert isinstance(model[0], TiledLinear)
     assert len(model[0].tiles) == 2
-    assert {box.whole for box in found.values()} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert {box.whole for box in result.values()} == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 @pytest.mark.parametrize("shape", [(), (5,), (5, 3), (1, 4, 2), (14, 2)])
 def test_parts_are_the_whole(shape, world):
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    found = torch.full(shape, -1.0)
+    array = torch.full(shape, -1.0)
     for rank in range(world):
         cut = ParameterShard(shape, rank, world)
         held = cut.held(cut.of(whole))
         assert cut.numel <= cut.padded
         if shape:
-            found[held.offset[0] : held.offset[0] + len(held.tensor)] = held.tensor
+            array[held.offset[0] : held.offset[0] + len(held.tensor)] = held.tensor
         elif held.tensor.numel():
-            found = held.tensor.clone()
-    assert torch.equal(found, whole)
+            array = held.tensor.clone()
+    assert torch.equal(array, whole)
 
 
 class Deep(nn.Module):
@@ -105,16 +105,16 @@ def test_a_model_is_built_without_ever_existing_whole(tmp_path):
         with offloaded.passes("train", x):
             model(x).square().mean().backward()
         offloaded.step(1.0)
-        found = {name: held.tensor.clone() for name, held in offloaded.held().items()}
+        result = {name: held.tensor.clone() for name, held in offloaded.held().items()}
         offloaded.close()
-        return found, offloaded.tiers.peaks()
+        return result, offloaded.tiers.peaks()
 
-    found, peaks = run_ranks(1, train)[0]
+    result, peaks = run_ranks(1, train)[0]
     reference(torch.ones(2, 256)).square().mean().backward()
     updater = AdamW().build(dict(reference.named_parameters()))
     updater.step(1.0)
     for name, parameter in reference.named_parameters():
-        assert torch.equal(found[name], parameter), name
+        assert torch.equal(result[name], parameter), name
     # Values, gradients and moments are sixteen times the device.
     assert sum(p.nbytes for p in reference.parameters()) * 4 > 16 * peaks["device"]
 

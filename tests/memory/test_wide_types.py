@@ -83,10 +83,10 @@ def trained(place: Path, parallel: dict[str, int], **changes: Any) -> dict[str, 
 def test_fp64_is_fp64(offload: dict[str, Any], parallel: dict[str, int], tmp_path: Path) -> None:
     torch.set_num_threads(1)
     plain = trained(tmp_path / "plain", parallel)
-    found = trained(tmp_path / "tiers", parallel, offload=offload)
-    assert found.keys() == plain.keys()
+    result = trained(tmp_path / "tiers", parallel, offload=offload)
+    assert result.keys() == plain.keys()
     for name, value in plain.items():
-        assert found[name].dtype == torch.float64, name
+        assert result[name].dtype == torch.float64, name
         torch.testing.assert_close(
-            found[name].reshape(-1), value.reshape(-1), rtol=1e-12, atol=1e-14
+            result[name].reshape(-1), value.reshape(-1), rtol=1e-12, atol=1e-14
         )

@@ -30,9 +30,9 @@ def test_a_job_is_the_same(changes, tmp_path):
     model = config(num_layers=6)
     whole = run(job(**changes), model, tmp_path)
     budget = "8MiB"
-    found = run(job(offload={**WINDOW, "device_budget": budget}, **changes), model, tmp_path)
-    same(whole, found)
-    assert 0 < found.peaks["device"] <= 8 * 2**20
+    result = run(job(offload={**WINDOW, "device_budget": budget}, **changes), model, tmp_path)
+    same(whole, result)
+    assert 0 < result.peaks["device"] <= 8 * 2**20
 
 
 def test_what_cannot_be(tmp_path):

@@ -197,12 +197,12 @@ def test_budgets_that_nobody_gives_are_what_is_needed(tmp_path):
 def test_peaks_are_predicted(changes, options, tmp_path):
     model = config(hidden=128, ffn_hidden=384, num_layers=3, vocab_size=512, head_dim=32)
     wanted = job(offload=offload(**options), **changes)
-    found = run(wanted, model, tmp_path, steps=2)
+    result = run(wanted, model, tmp_path, steps=2)
     part = table("offload").build(wanted.offload)
-    told = part.estimate(Work(shape=model.shape(), job=wanted), small_machine()).memory_bytes
-    for tier, peak in found.peaks.items():
-        assert peak <= told[tier], tier
-        assert peak >= (0.5 if tier == "device" else 0.9) * told[tier], tier
+    outcome = part.estimate(Work(shape=model.shape(), job=wanted), small_machine()).memory_bytes
+    for tier, peak in result.peaks.items():
+        assert peak <= outcome[tier], tier
+        assert peak >= (0.5 if tier == "device" else 0.9) * outcome[tier], tier
 
 
 def test_what_is_used_again_soon_stays(tmp_path, monkeypatch):
@@ -214,8 +214,8 @@ def test_what_is_used_again_soon_stays(tmp_path, monkeypatch):
 
     def fetches(prefetch_numel):
         started.clear()
-        found = run(job(offload=offload(prefetch_numel=prefetch_numel)), config(), tmp_path)
-        return found, len(started)
+        result = run(job(offload=offload(prefetch_numel=prefetch_numel)), config(), tmp_path)
+        return result, len(started)
 
     none, every = fetches(0)
     some, fewer = fetches(10**7)

@@ -49,11 +49,11 @@ def logits(of: Transformer, length: int = 23, rows=None) -> torch.Tensor:
 def test_is_the_same_model(family, dtype):
     plain = model(family, dtype)
     fast = accelerate(copy.deepcopy(plain))
-    wanted, found = logits(plain), logits(fast)
+    wanted, result = logits(plain), logits(fast)
     tolerance = 1e-4 if dtype == torch.float32 else 0.06
-    assert (found.double() - wanted.double()).abs().max() < tolerance * wanted.abs().max()
+    assert (result.double() - wanted.double()).abs().max() < tolerance * wanted.abs().max()
     some = torch.tensor([22, 3])
-    assert torch.allclose(logits(fast, rows=some), found[some], rtol=1e-2, atol=1e-2)
+    assert torch.allclose(logits(fast, rows=some), result[some], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,9 +62,9 @@ def test_no_more_is_computed_than_the_rows_that_are_wanted(family, rows):
     plain = model(family)
     seen = []
     plain.blocks[-1].mlp.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    found = logits(plain, rows=torch.tensor(rows, dtype=torch.int64))
+    result = logits(plain, rows=torch.tensor(rows, dtype=torch.int64))
     assert seen == [len(rows)] * bool(rows)
-    assert torch.allclose(found, logits(plain)[rows], atol=1e-5)
+    assert torch.allclose(result, logits(plain)[rows], atol=1e-5)
 
 
 def test_wanted_backends_are_taken_and_equal():

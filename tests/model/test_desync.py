@@ -118,12 +118,12 @@ def test_tokens_side_by_side_are_tokens_in_a_row() -> None:
 
 
 def test_gradients_do_not_depend_on_what_is_computed_again() -> None:
-    found = []
+    results = []
     for recompute in (False, True):
         made = model(apart(4))
         made(ids(), recompute=recompute).square().sum().backward()
-        found.append([p.grad for p in made.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([p.grad for p in made.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_its_directory_says_that_it_is_no_llama(tmp_path: Path) -> None:

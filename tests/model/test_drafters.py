@@ -131,12 +131,12 @@ def test_prompt_rows_change_nothing_for_the_text() -> None:
         x = block(x, cos, sin, mask)
     x = target.norm(x)
     torch.testing.assert_close(target.logits(x[:, :7]), target(tokens), rtol=0, atol=1e-12)
-    found = behind(target, tokens, prompts, places)
-    torch.testing.assert_close(found.flatten(1, 2), x[:, 7:], rtol=0, atol=1e-12)
+    result = behind(target, tokens, prompts, places)
+    torch.testing.assert_close(result.flatten(1, 2), x[:, 7:], rtol=0, atol=1e-12)
     # One group alone is the same group.
     alone = behind(target, tokens, prompts, places[:1])
-    torch.testing.assert_close(alone, found[:, :1], rtol=0, atol=1e-12)
-    logits = target.logits(found[:, 0])
+    torch.testing.assert_close(alone, result[:, :1], rtol=0, atol=1e-12)
+    logits = target.logits(result[:, 0])
     mean = prompts.mean(logits)
     torch.testing.assert_close(mean[:, 1], logits[:, 3:].mean(1))
 
@@ -160,9 +160,9 @@ def test_directory_keeps_what_it_was_given(tmp_path: Path) -> None:
     write(tmp_path / "d", config, state)
     with pytest.raises(ModelError, match="exists already"):
         write(tmp_path / "d", config, state)
-    found = read(tmp_path / "d")
-    assert found.config == config
-    assert {name: value.tolist() for name, value in found.state.items()} == {
+    result = read(tmp_path / "d")
+    assert result.config == config
+    assert {name: value.tolist() for name, value in result.state.items()} == {
         name: value.tolist() for name, value in state.items()
     }
     assert sorted(file.name for file in (tmp_path / "d").iterdir()) == [

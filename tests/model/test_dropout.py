@@ -86,8 +86,8 @@ def test_it_is_the_same_for_any_part_of_the_batch():
     whole = kept(over(batch=4, length=8), width=6).view(4, 8, 6)
     assert torch.equal(kept(over(row=5, batch=2, length=8), width=6).view(2, 8, 6), whole[2:])
     positions = torch.tensor([0, 1, 6, 7])  # a context-parallel rank's
-    found = kept(over(batch=4, length=8, positions=positions), width=6)
-    assert torch.equal(found.view(4, 4, 6), whole[:, positions])
+    result = kept(over(batch=4, length=8, positions=positions), width=6)
+    assert torch.equal(result.view(4, 4, 6), whole[:, positions])
     drop = over(batch=4, length=8)
     assert torch.equal(kept(drop.of(drop.tokens[5:9]), width=6), whole.view(32, 6)[5:9])
 

@@ -85,7 +85,7 @@ def test_patterns_in_a_batch_are_those_one_by_one() -> None:
     duo, tokens, targets = model(), ids(), ids().roll(-1, 1)
     reference = torch.randint(0, 3, (LAYERS, 2, 7), generator=torch.Generator().manual_seed(2))
     patterns = every()[[0, 5, 13, 26]]
-    found = pattern_losses(duo, tokens, targets, patterns, reference)
+    result = pattern_losses(duo, tokens, targets, patterns, reference)
     for number, pattern in enumerate(patterns):
         for place in range(7):
             routes = reference.clone()
@@ -93,7 +93,7 @@ def test_patterns_in_a_batch_are_those_one_by_one() -> None:
             with routed(duo, routes), torch.no_grad():
                 logits = duo(tokens)[:, place].float()
             want = torch.nn.functional.cross_entropy(logits, targets[:, place], reduction="none")
-            assert torch.allclose(found[number, :, place], want, atol=1e-5)
+            assert torch.allclose(result[number, :, place], want, atol=1e-5)
 
 
 def test_what_is_committed_left_to_right_is_what_a_replay_gives() -> None:
@@ -109,9 +109,9 @@ def test_what_is_committed_left_to_right_is_what_a_replay_gives() -> None:
 
 
 def test_the_meter_counts_what_hand_counts() -> None:
-    found = ffn_flops(model().config, torch.tensor([[BIG, BIG, SMALL], [SKIP, SMALL, SKIP]]))
+    result = ffn_flops(model().config, torch.tensor([[BIG, BIG, SMALL], [SKIP, SMALL, SKIP]]))
     small = 2 * 3 * 24 * 8
-    assert found.tolist() == [2 * (2 * 3 * 24 * 64) + small, small]
+    assert result.tolist() == [2 * (2 * 3 * 24 * 64) + small, small]
 
 
 def test_routes_in_training_are_mixed_and_some_sequences_are_whole() -> None:
@@ -127,15 +127,15 @@ def test_routes_in_training_are_mixed_and_some_sequences_are_whole() -> None:
 
 
 def test_training_takes_random_routes_and_can_compute_again() -> None:
-    found = []
+    results = []
     for recompute in (False, True):
         duo = model().train()
         duo.loss_sum(ids(), ids(), recompute=recompute).backward()
-        found.append({n: p.grad for n, p in duo.named_parameters()})
-        assert found[-1]["blocks.0.mlp.small.down_proj.weight"].any()
+        results.append({n: p.grad for n, p in duo.named_parameters()})
+        assert results[-1]["blocks.0.mlp.small.down_proj.weight"].any()
     assert all(
         (a is None and b is None) or torch.equal(a, b)
-        for a, b in zip(found[0].values(), found[1].values(), strict=True)
+        for a, b in zip(results[0].values(), results[1].values(), strict=True)
     )
 
 

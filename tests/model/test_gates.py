@@ -74,11 +74,11 @@ def dense(made: Experts, x_ND: torch.Tensor, weight_NE: torch.Tensor) -> torch.T
 
 
 def only(weight_NE: torch.Tensor, keep: list[list[int]]) -> torch.Tensor:
-    found = torch.zeros_like(weight_NE)
+    result = torch.zeros_like(weight_NE)
     for token, experts in enumerate(keep):
         for expert in experts:
-            found[token, expert] = weight_NE[token, expert]
-    return found
+            result[token, expert] = weight_NE[token, expert]
+    return result
 
 
 def by_formula(made: Experts, name: str, x_ND: torch.Tensor) -> torch.Tensor:
@@ -122,8 +122,8 @@ def test_experts_choose_as_many_tokens_of_every_sequence():
             for place in sorted(range(T), key=lambda t: -float(scores[t]))[:room]:
                 weight_NE[start + place, expert] = scores[place]
     for training in (True, False):
-        found = made(x_ND, tokens=tokens(training=training))
-        torch.testing.assert_close(found, dense(made, x_ND, weight_NE))
+        result = made(x_ND, tokens=tokens(training=training))
+        torch.testing.assert_close(result, dense(made, x_ND, weight_NE))
     assert int((weight_NE > 0).sum(1).max()) > int((weight_NE > 0).sum(1).min())
 
 
@@ -163,8 +163,8 @@ def test_the_lowest_scores_are_dropped_beyond_capacity(scope, factor):
             for token in here[:room]:
                 keep[token].append(expert)
     assert dropped > 0
-    found = made(x_ND, tokens=tokens())
-    torch.testing.assert_close(found, dense(made, x_ND, only(weight_NE, keep)))
+    result = made(x_ND, tokens=tokens())
+    torch.testing.assert_close(result, dense(made, x_ND, only(weight_NE, keep)))
     assert float(made.tallies[4][E]) == dropped
     # Inference drops nobody, nor does scoring.
     torch.testing.assert_close(made(x_ND), dense(made, x_ND, weight_NE))
@@ -176,8 +176,8 @@ def test_of_equal_scores_the_first_token_stays():
     moe = Routing(capacity_factor=1.0)
     score = torch.full((2 * T, 1), 0.25, dtype=torch.float64)
     score += torch.randn(score.shape, generator=torch.Generator().manual_seed(0)) * 1e-16
-    found = best(score, torch.zeros(2 * T, 1, dtype=torch.int64), tokens(), moe, 2, 1, ())
-    assert found.view(2, T).tolist() == [[True] * 5 + [False] * 5] * 2
+    result = best(score, torch.zeros(2 * T, 1, dtype=torch.int64), tokens(), moe, 2, 1, ())
+    assert result.view(2, T).tolist() == [[True] * 5 + [False] * 5] * 2
 
 
 def test_the_balance_loss_is_that_of_switch_and_reaches_the_router():
@@ -236,14 +236,14 @@ def test_a_directory_says_what_the_model_is(moe, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(here), model(here))
     name = model.config.architecture.name
-    told = huggingface.read_config(directory).architecture.moe
+    result = huggingface.read_config(directory).architecture.moe
     raw = (directory / "config.json").read_text()
     if name:
         assert f'"shoal_{name}"' in raw
-        assert told == model.config.architecture.moe
+        assert result == model.config.architecture.moe
     else:  # what Mixtral computes; that some tokens were dropped in training is no part of it
         assert '"model_type": "mixtral"' in raw
-        assert told == Routing()
+        assert result == Routing()
 
 
 def test_a_mixtral_takes_another_gate():

@@ -88,8 +88,8 @@ def blocks(kind: str, count: int, seed: int = 0) -> np.ndarray:
 def test_blocks_mean_what_they_say(kind):
     raw = blocks(kind, 5)
     expected = [MEANT[kind](bytes(block)) for block in raw]
-    found = decode(kind, raw.reshape(-1), (5, len(expected[0])))
-    np.testing.assert_allclose(found.numpy(), np.array(expected), rtol=1e-6, atol=1e-7)
+    text = decode(kind, raw.reshape(-1), (5, len(expected[0])))
+    np.testing.assert_allclose(text.numpy(), np.array(expected), rtol=1e-6, atol=1e-7)
 
 
 def test_plain_types():
@@ -219,8 +219,8 @@ def test_few_bits_become_plain_weights(make, tmp_path):
     tensors["blk.1.ffn_down.weight"] = (NUMBERS["Q8_0"], (64, 96), raw.tobytes())
     file = tmp_path / "m.gguf"
     file.write_bytes(gguf(values, tensors))
-    found = huggingface.read(file).blocks[1].mlp.down_proj.weight
-    assert torch.equal(found, decode("Q8_0", raw.ravel(), (64, 96)))
+    result = huggingface.read(file).blocks[1].mlp.down_proj.weight
+    assert torch.equal(result, decode("Q8_0", raw.ravel(), (64, 96)))
 
 
 def test_the_scaling_of_llama_3_is_found_again(make, tmp_path):

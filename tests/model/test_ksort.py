@@ -115,15 +115,15 @@ def test_sizes_by_weight_are_those_of_keys(config, make):
 
 def test_report(config, make):
     model = make(config)
-    found = kv_report(model, blocks=(8, 16, 32))
-    assert found.keys == "normal numbers"
-    rows = {(row.format, row.order): row for row in found.rows}
+    result = kv_report(model, blocks=(8, 16, 32))
+    assert result.keys == "normal numbers"
+    rows = {(row.format, row.order): row for row in result.rows}
     assert rows["plain", "none"].shrinks == 1
     assert rows["plain", "none"].mean_error == 0
     low, high = rows["bfp12-b8", "none"], rows["bfp16-b8", "none"]
     assert low.mean_error > 4 * high.mean_error
     assert high.token_bytes / low.token_bytes == pytest.approx(9 / 5)
-    assert ("whole head" in found.note) == (config.head_dim in (16, 32))
+    assert ("whole head" in result.note) == (config.head_dim in (16, 32))
     text = kv_report(model, tokens_BT=tokens(config, 64), by="calibration", blocks=(8,))
     assert text.keys == "64 tokens of text"
     assert "<svg" in text.picture([0])
@@ -153,9 +153,9 @@ def test_served_from_pages_of_block_floats(config, make):
             context = RequestContext(int(part[0]), len(part), [5, 2, 7, 1, 0])
             slots = torch.tensor(context.blocks)[part // 8] * 8 + part % 8
             mixer = PagedAttention(cache, [context], slots, torch.float32, kernel, exact=True)
-            found = model.flat(ids[0, part], part, mixer)
+            result = model.flat(ids[0, part], part, mixer)
             # As much as 8 bits of keys, values and queries cost.
-            assert (found - wanted[part]).norm() < 0.05 * wanted[part].norm()
+            assert (result - wanted[part]).norm() < 0.05 * wanted[part].norm()
 
 
 def test_bad_input_is_named(config, make, tmp_path):

@@ -95,12 +95,12 @@ def test_without_outputs_it_is_the_standard_model() -> None:
 
 
 def test_gradients_do_not_depend_on_what_is_computed_again() -> None:
-    found = []
+    results = []
     for recompute in (False, True):
         ladder = model("upper_half")
         ladder(ids(), recompute=recompute).square().sum().backward()
-        found.append([p.grad for p in ladder.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([p.grad for p in ladder.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_its_directory_says_that_it_is_no_llama(tmp_path: Path) -> None:

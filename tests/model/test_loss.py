@@ -34,10 +34,10 @@ def chunks(request, monkeypatch):
 def test_equals_pytorch_in_fp64(chunks, scale):
     hidden, weight, targets = data(torch.float64, scale)
     expected = plain(hidden, weight, targets)
-    found = token_loss_sum(hidden, weight, targets)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-13)
+    result = token_loss_sum(hidden, weight, targets)
+    assert result.item() == pytest.approx(expected.item(), rel=1e-13)
     for a, b in zip(
-        torch.autograd.grad(found * 0.7, (hidden, weight)),
+        torch.autograd.grad(result * 0.7, (hidden, weight)),
         torch.autograd.grad(expected * 0.7, (hidden, weight)),
         strict=True,
     ):
@@ -59,9 +59,9 @@ def test_wide_weight_keeps_its_dtype(chunks):
     narrow = hidden.detach().bfloat16().requires_grad_()
     loss = token_loss_sum(narrow, weight, targets)
     assert loss.dtype == torch.float32
-    found = torch.autograd.grad(loss, (narrow, weight))
-    assert [g.dtype for g in found] == [torch.bfloat16, torch.float32]
-    for a, b in zip(found, expected, strict=True):
+    result = torch.autograd.grad(loss, (narrow, weight))
+    assert [g.dtype for g in result] == [torch.bfloat16, torch.float32]
+    for a, b in zip(result, expected, strict=True):
         assert ((a - b).norm() / b.norm()).item() < 0.01
 
 
@@ -90,11 +90,11 @@ def test_tokens_with_weights(chunks, learned):
     each = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
     expected = (each * weights).sum()
     with torch.set_grad_enabled(learned):
-        found = token_loss_sum(hidden, weight, targets, weights)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+        result = token_loss_sum(hidden, weight, targets, weights)
+    assert result.item() == pytest.approx(expected.item(), rel=1e-12)
     if learned:
         for a, b in zip(
-            torch.autograd.grad(found, (hidden, weight)),
+            torch.autograd.grad(result, (hidden, weight)),
             torch.autograd.grad(expected, (hidden, weight)),
             strict=True,
         ):

@@ -27,9 +27,9 @@ def test_computes_what_its_weights_mean(fmt: str, dtype: torch.dtype) -> None:
     for rows in (1, 3, 17, 40):
         x = torch.randn(rows, 256).to(dtype)
         wanted = x.float() @ weight.T + plain.bias
-        found = layer(x)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=3e-2)
+        result = layer(x)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.float(), wanted, rtol=2e-2, atol=3e-2)
 
 
 @torch.inference_mode()

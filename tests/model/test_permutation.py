@@ -44,15 +44,15 @@ def test_equal_scattered_sums(tokens, choices, kept, seed):
     assert int(at.counts_E.sum()) == len(wanted_rows)
     scale_M = torch.arange(1, 9).repeat_interleave(at.counts_E)[:, None]
     rows_MD = at.permute(x_ND) * scale_M
-    found = at.unpermute(rows_MD, weight_NK)
+    result = at.unpermute(rows_MD, weight_NK)
     if wanted_rows:
         assert torch.equal(rows_MD, torch.stack(wanted_rows))
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         again = RoutingPermutation(expert_NK, 8, keep_NK)
-        assert torch.equal(again.unpermute(again.permute(x_ND) * scale_M, weight_NK), found)
+        assert torch.equal(again.unpermute(again.permute(x_ND) * scale_M, weight_NK), result)
     grad_ND = torch.randn_like(x_ND)
-    mine = torch.autograd.grad(found, (x_ND, weight_NK), grad_ND)
+    mine = torch.autograd.grad(result, (x_ND, weight_NK), grad_ND)
     if not wanted_rows:
         assert not any(bool(one.any()) for one in mine)
         return
@@ -70,12 +70,12 @@ def test_sums_of_small_floats_are_of_large_ones():
     at = RoutingPermutation(expert_NK, 16)
     rows_MD = torch.randn(tokens * choices, 32).bfloat16()
     weight_NK = torch.rand(tokens, choices).bfloat16().float()
-    found = at.unpermute(rows_MD, weight_NK)
-    assert found.dtype == torch.bfloat16
+    result = at.unpermute(rows_MD, weight_NK)
+    assert result.dtype == torch.bfloat16
     exact = at.unpermute(rows_MD.double(), weight_NK)
     # One bit of eight, of the sum and of what cancels in it.
     size = at.unpermute(rows_MD.double().abs(), weight_NK)
-    assert bool(((found.double() - exact).abs() <= exact.abs() / 256 + size * 1e-6).all())
+    assert bool(((result.double() - exact).abs() <= exact.abs() / 256 + size * 1e-6).all())
 
 
 def test_gradients_stop_where_none_is_needed():

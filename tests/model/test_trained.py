@@ -22,8 +22,8 @@ def gradients(of: Transformer, precision: str, *, recompute: bool = False) -> di
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         loss = of.loss_sum(tokens[:, :-1], tokens[:, 1:], recompute=recompute)
     loss.backward()
-    found = {name: p.grad for name, p in of.named_parameters()}
-    return {"loss": loss.detach(), **found}
+    result = {name: p.grad for name, p in of.named_parameters()}
+    return {"loss": loss.detach(), **result}
 
 
 def backends(of: Transformer, precision: str) -> list[str]:
@@ -41,26 +41,26 @@ def test_is_the_same_model(family, precision):
     for backend in backends(plain, precision):
         fused = copy.deepcopy(plain)
         train_with(fused, plain.config, dict.fromkeys(OPERATORS, backend), precision)
-        found = gradients(fused, precision)
+        result = gradients(fused, precision)
         # Rounding sends some tokens to other experts, and then all gradients are others.
         names = ["loss"] if family == "mixtral" and precision == "bf16" else list(exact)
         for name in names:
             right = exact[name]
             # As near as PyTorch's operators in that precision, which round more often.
             size = right.norm().clamp(min=1e-6)
-            error, before = ((each[name] - right).norm() / size for each in (found, unfused))
+            error, before = ((each[name] - right).norm() / size for each in (result, unfused))
             assert error < 1.5 * before + least, f"{backend} {name}: {error}, unfused {before}"
 
 
 def test_computing_blocks_again_changes_no_bit():
     plain = model("qwen3")
     wanted = choose({}, plain.config.shape(), "fp32")
-    found = []
+    results = []
     for recompute in (False, True):
         fused = copy.deepcopy(plain)
         train_with(fused, plain.config, wanted, "fp32")
-        found.append(gradients(fused, "fp32", recompute=recompute))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        results.append(gradients(fused, "fp32", recompute=recompute))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_what_is_not_named_stays():
@@ -96,12 +96,12 @@ def test_what_cannot_be_is_named(wanted, options, message):
 
 def test_the_experts_products_are_those_that_are_wanted():
     plain = model("mixtral")
-    found = gradients(copy.deepcopy(plain), "fp32")
+    result = gradients(copy.deepcopy(plain), "fp32")
     slow = copy.deepcopy(plain)
     train_with(slow, plain.config, {"grouped_linear": "reference"}, "fp32")
     assert slow.blocks[0].mlp.grouped == "reference"
     for name, right in gradients(slow, "fp32").items():
-        assert (found[name] - right).norm() < 1e-5 * right.norm().clamp(min=1e-3), name
+        assert (result[name] - right).norm() < 1e-5 * right.norm().clamp(min=1e-3), name
     taken = choose({"grouped_linear": "loop"}, plain.config.shape(), "fp32")
     assert taken["grouped_linear"] == "loop"
     with pytest.raises(KernelError, match=r"training takes kernels of rms_norm, rope, swiglu$"):

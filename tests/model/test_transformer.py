@@ -61,11 +61,11 @@ def test_loss_and_recompute_equal_plain(config, make, documents):
         )
     )
     for recompute in (False, True):
-        loss, found = gradients(
+        loss, result = gradients(
             model.loss_sum(ids, targets, documents_BT=places, recompute=recompute)
         )
         assert loss.item() == pytest.approx(plain.item(), rel=1e-12)
-        for a, b in zip(found, expected, strict=True):
+        for a, b in zip(result, expected, strict=True):
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
     with torch.no_grad():
         assert model.loss_sum(ids, targets, documents_BT=places).item() == pytest.approx(
@@ -117,8 +117,8 @@ def test_experts_equal_a_loop_over_tokens():
         for parameter in layer.parameters():
             parameter.normal_(generator=source)
         x = torch.randn(2, 6, 16, dtype=torch.float64, generator=source)
-        found = layer(x)
-        for row, out in zip(x.flatten(0, 1), found.flatten(0, 1), strict=True):
+        result = layer(x)
+        for row, out in zip(x.flatten(0, 1), result.flatten(0, 1), strict=True):
             p = torch.softmax(layer.router(row).float(), -1)
             weight, chosen = p.topk(3)
             total = torch.zeros(16, dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_experts_equal_a_loop_over_tokens():
                 gate, up = (layer.gate_up_proj[e] @ row).chunk(2)
                 total += w * (layer.down_proj[e] @ (F.silu(gate) * up))
             assert torch.allclose(out, total, rtol=1e-5, atol=1e-5)
-        assert torch.equal(layer(x), found)
+        assert torch.equal(layer(x), result)
 
 
 def test_rms_norm_and_its_gradient():
@@ -175,8 +175,8 @@ def test_attention_gradient_in_bf16(masked, monkeypatch):
         monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
         out = attend(q, k, v, mask, causal=not masked)
         assert relative(out, exact) < 0.01
-        found = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
-        for a, b in zip(found, expected, strict=True):
+        result = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
+        for a, b in zip(result, expected, strict=True):
             assert relative(a, b) < 0.02
 
 
@@ -196,8 +196,8 @@ def test_attention_gradient_behind_a_prefix_in_bf16(monkeypatch, block):
     out = attend(q, k, v, mask.bfloat16(), causal=True)
     assert "_Attend" in type(out.grad_fn).__name__
     assert relative(out, exact) < 0.01
-    found = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
-    for a, b in zip(found, expected, strict=True):
+    result = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
+    for a, b in zip(result, expected, strict=True):
         assert relative(a, b) < 0.02
 
 
@@ -220,8 +220,8 @@ def test_attention_of_all_to_all_is_differentiated(monkeypatch, masked):
         monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
         out = attend(q, k, v, mask, causal=False)
         assert relative(out, exact) < 0.01
-        found = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
-        for a, b in zip(found, expected, strict=True):
+        result = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
+        for a, b in zip(result, expected, strict=True):
             assert relative(a, b) < 0.02
 
 

@@ -93,11 +93,11 @@ def halo_exchange(
 
 
 def _coordinates(rank: int, grid: Sequence[int]) -> tuple[int, ...]:
-    found = []
+    results = []
     for size in reversed(grid):
-        found.append(rank % size)
+        results.append(rank % size)
         rank //= size
-    return tuple(reversed(found))
+    return tuple(reversed(results))
 
 
 def _neighbour(
@@ -114,12 +114,12 @@ def _neighbour(
 
 def _cells(way: tuple[int, ...], width: int, *, rim: bool) -> tuple[slice, ...]:
     """The rim in one direction, or the own cells that the neighbour there wants."""
-    found = []
+    cells = []
     for step in way:
         if step == 0:
-            found.append(slice(width, -width))
+            cells.append(slice(width, -width))
         elif rim:
-            found.append(slice(0, width) if step < 0 else slice(-width, None))
+            cells.append(slice(0, width) if step < 0 else slice(-width, None))
         else:
-            found.append(slice(width, 2 * width) if step < 0 else slice(-2 * width, -width))
-    return tuple(found)
+            cells.append(slice(width, 2 * width) if step < 0 else slice(-2 * width, -width))
+    return tuple(cells)

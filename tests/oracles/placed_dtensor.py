@@ -23,13 +23,13 @@ __all__ = ["from_dtensor", "from_torch", "to_dtensor", "to_torch"]
 
 def to_torch(placement: Placement) -> list[Any]:
     """Torch's placements, one for each axis of the mesh."""
-    found: list[Any] = []
+    results: list[Any] = []
     for axis in placement:
         if isinstance(axis, Split):
-            found.append(Shard(axis.dim))
+            results.append(Shard(axis.dim))
         else:
-            found.append(TorchPartial(axis.op) if isinstance(axis, Partial) else Replicate())
-    return found
+            results.append(TorchPartial(axis.op) if isinstance(axis, Partial) else Replicate())
+    return results
 
 
 def from_torch(placements: Sequence[Any]) -> Placement:
@@ -38,12 +38,12 @@ def from_torch(placements: Sequence[Any]) -> Placement:
     Raises:
         PlanError: one that has no counterpart, such as an average or a strided shard.
     """
-    found: list[Axis] = []
+    axes: list[Axis] = []
     for axis in placements:
         if type(axis) is Shard:
-            found.append(Split(axis.dim))
+            axes.append(Split(axis.dim))
         elif isinstance(axis, Replicate):
-            found.append(Broadcast())
+            axes.append(Broadcast())
         else:
             op = getattr(axis, "reduce_op", None)
             require(
@@ -54,8 +54,8 @@ def from_torch(placements: Sequence[Any]) -> Placement:
                 hint="redistribute it first",
                 error=PlanError,
             )
-            found.append(Partial("max" if op == "max" else "sum"))
-    return tuple(found)
+            axes.append(Partial("max" if op == "max" else "sum"))
+    return tuple(axes)
 
 
 def to_dtensor(x: GlobalTensor, mesh: DeviceMesh) -> DTensor:
@@ -71,7 +71,7 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh) -> DTensor:
     _same(x.mesh, mesh)
     size = torch.Size(x.shape)
     stride = torch.empty(size, device="meta").stride()
-    found: DTensor = DTensor.from_local(
+    dtensor: DTensor = DTensor.from_local(
         x.local,
         mesh,
         to_torch(x.placement),
@@ -79,7 +79,7 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh) -> DTensor:
         shape=torch.Size(x.shape),
         stride=stride,
     )
-    return found
+    return dtensor
 
 
 def from_dtensor(x: DTensor, mesh: RankMesh) -> GlobalTensor:

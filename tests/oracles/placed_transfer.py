@@ -137,14 +137,14 @@ def _pieces(
     everyone = list(enumerate(coordinates(from_sizes)))
     # Copies are taken from owner after owner, so that none sends everything.
     first = number % len(everyone)
-    found: dict[int, list[Box]] = {}
+    pieces: dict[int, list[Box]] = {}
     for owner, place in [*everyone[first:], *everyone[:first]]:
         held = local_box(shape, has, from_sizes, place)
         common = [box for part in left if (box := part.intersect(held)) is not None]
         if common:
-            found[owner] = common
+            pieces[owner] = common
             left = [rest for part in left for rest in part.subtract(held)]
-    return found
+    return pieces
 
 
 def disjoint_elements(size: int, source: Placement, target: Placement, p1: int, p2: int) -> int:

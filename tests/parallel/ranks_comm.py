@@ -184,8 +184,8 @@ def main() -> None:
             ("zero1", ranks.data, "zero1"),
             ("hybrid", comm, "hybrid"),
         ):
-            found = train(shard, "adamw", group)
-            save_file(found, out / f"{name}-{comm.rank}.safetensors")
+            result = train(shard, "adamw", group)
+            save_file(result, out / f"{name}-{comm.rank}.safetensors")
         comm.barrier()
         comm.close()
     (out / f"done-{comm.rank}").touch()

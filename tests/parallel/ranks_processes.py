@@ -50,6 +50,6 @@ def sums(comm: Any, *, told: str) -> None:
 def listening(comm: Any) -> list[str]:
     """Addresses at which this process listens, once the ranks have met."""
     comm.barrier()
-    found = psutil.Process().net_connections("inet")
+    net_connections = psutil.Process().net_connections("inet")
     comm.barrier()
-    return sorted({one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN})
+    return sorted({one.laddr.ip for one in net_connections if one.status == psutil.CONN_LISTEN})

@@ -16,19 +16,19 @@ from parallel_splits import FOUR, config, job
 
 def every_split(comm: TorchComm) -> list[dict[str, Any]]:
     """Whether each split equals one process, and by how much it does not."""
-    found = []
+    results = []
     for parallel, extra in FOUR:
         result = same_as_one(
             job(parallel, **extra), config(), documents=True, run=lambda on: on(comm)
         )
-        found.append({"split": str(parallel), "same": result.same, "said": str(result)})
-    return found
+        results.append({"split": str(parallel), "same": result.same, "said": str(result)})
+    return results
 
 
 def experts_by_node(comm: TorchComm) -> list[str]:
     """What does not equal one process, of tokens that reach experts by node."""
     mixture = config(family="mixtral", num_experts=4, top_k=2, num_layers=2)
-    found = []
+    experts = []
     for dispatch in ("1dh", "2dh"):
         split = {"dp": 4, "ep": 4, "expert_dispatch": dispatch, "expert_chunks": [3, 2]}
         split |= {"gradient_slices": [4000, 1000]}
@@ -36,5 +36,5 @@ def experts_by_node(comm: TorchComm) -> list[str]:
             job(split, global_batch=4, microbatch=1), mixture, run=lambda on: on(comm)
         )
         if not result.same:
-            found.append(f"{dispatch}: {result}")
-    return found
+            experts.append(f"{dispatch}: {result}")
+    return experts

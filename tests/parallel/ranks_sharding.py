@@ -65,12 +65,12 @@ def train(
         norms.append(float(norm))
         updater.step(1.0)
         sharded.publish()
-    found = {"norms": torch.tensor(norms, dtype=torch.float64)}
+    result = {"norms": torch.tensor(norms, dtype=torch.float64)}
     for name, (tensor, offset, shape) in sharded.held().items():
-        found[name] = tensor.clone()
-        found[f"{name}@"] = torch.tensor([*offset, *shape])
-        found[f"{name}!"] = torch.tensor(int(sharded.writes(name)))
-    return found
+        result[name] = tensor.clone()
+        result[f"{name}@"] = torch.tensor([*offset, *shape])
+        result[f"{name}!"] = torch.tensor(int(sharded.writes(name)))
+    return result
 
 
 def main() -> None:
@@ -82,9 +82,9 @@ def main() -> None:
         shard, _, optimizer = choice.partition("+")
         with Meter([]) as meter:
             comm = TorchComm.from_environment(meter, rendezvous=sys.argv[3])
-            found = train(shard, optimizer, comm)
+            result = train(shard, optimizer, comm)
             totals[choice] = meter.totals()
-            save_file(found, out / f"{choice}-{comm.rank}.safetensors")
+            save_file(result, out / f"{choice}-{comm.rank}.safetensors")
     assert comm is not None
     (out / f"totals-{comm.rank}.json").write_text(json.dumps(totals))
     comm.barrier()

@@ -30,11 +30,11 @@ def _no_thread_left() -> Iterator[None]:
 @st.composite
 def dags(draw: st.DrawFn) -> list[tuple[tuple[int, ...], int, int]]:
     """(inputs, registers, queue) of each actor."""
-    found: list[tuple[tuple[int, ...], int, int]] = []
+    dags: list[tuple[tuple[int, ...], int, int]] = []
     for i in range(draw(st.integers(1, 7))):
         inputs = draw(st.lists(st.integers(0, i - 1), max_size=3)) if i else []
-        found.append((tuple(inputs), draw(st.integers(1, 3)), draw(st.integers(0, 2))))
-    return found
+        dags.append((tuple(inputs), draw(st.integers(1, 3)), draw(st.integers(0, 2))))
+    return dags
 
 
 @quick
@@ -341,6 +341,6 @@ def test_a_failure_on_one_rank_ends_the_other(side: str) -> None:
             return str(error)
         return ""
 
-    failed, told = run_ranks(2, rank)[:: 1 if side == "sender" else -1]
+    failed, result = run_ranks(2, rank)[:: 1 if side == "sender" else -1]
     assert failed == "bad item"
-    assert "failed; its own error says why" in told
+    assert "failed; its own error says why" in result

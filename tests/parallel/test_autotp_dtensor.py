@@ -30,8 +30,8 @@ def on_process(comm: Any) -> float:
         whole = model(**inputs).logits
         styles = torch_styles(discover(model, (), inputs, tp=comm.world).plan)
         mesh = init_device_mesh("cpu", (comm.world,))
-        found = parallelize_module(model, mesh, styles)(**inputs).logits
-    return float((found - whole).abs().max() / whole.abs().max())
+        result = parallelize_module(model, mesh, styles)(**inputs).logits
+    return float((result - whole).abs().max() / whole.abs().max())
 
 
 @pytest.mark.slow

@@ -36,19 +36,19 @@ RANKS = _ranks_sharding()
 
 def assembled(parts: list[Tensors]) -> Tensors:
     """Whole parameters from the parts that ranks write."""
-    found: Tensors = {}
+    result: Tensors = {}
     for held in parts:
         for name, tensor in held.items():
             if name.endswith(("@", "!")) or name == "norms" or not bool(held[f"{name}!"]):
                 continue
             place = held[f"{name}@"].tolist()
             offset, shape = place[: tensor.dim()], place[tensor.dim() :]
-            full = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
+            full = result.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
             box = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
             assert bool(full[box].isnan().all()), f"{name}: written twice"
             full[box] = tensor
-        found["norms"] = held["norms"]
-    return found
+        result["norms"] = held["norms"]
+    return result
 
 
 def one_rank() -> Tensors:
@@ -109,11 +109,11 @@ def test_bytes_of_sharding_on_threads() -> None:
 
     def bytes_of(shard: Any, comm: ThreadComm) -> dict[str, float]:
         RANKS.train(shard, "adamw", comm, steps=1)
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for key, value in comm.meter.totals().items():
             if "tag=norm" not in key:
-                found[key.split("op=")[1].split(",")[0]] = value
-        return found
+                values[key.split("op=")[1].split(",")[0]] = value
+        return values
 
     # Rows are padded to a multiple of the ranks: 12 of 11, 6 of 6, 6 of 5; 8 bytes each.
     padded = 8 * (12 * 6 + 3 * (6 * 6 + 6) + 6)

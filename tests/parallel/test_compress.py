@@ -34,12 +34,12 @@ def test_off_by_half_a_scale_at_most(bits: int, rows: int, n: int, seed: int, po
     x = torch.from_numpy(source.standard_normal((rows, n)) * spread * 10.0**power / 10).float()
     packed = pack(x, bits)
     assert packed.shape == (rows, packed_bytes(n, bits))
-    found = unpack(packed, n, bits)
+    result = unpack(packed, n, bits)
     allowed = scales(x, bits).clamp(min=torch.finfo(torch.float32).tiny) / 2
-    assert bool(((found - x).abs().double() <= allowed.double() * (1 + 1e-5)).all())
+    assert bool(((result - x).abs().double() <= allowed.double() * (1 + 1e-5)).all())
     # What was rounded once is not rounded again, but for the scale's own last bit.
-    again = unpack(pack(found, bits), n, bits)
-    torch.testing.assert_close(again, found, rtol=1e-6, atol=0)
+    again = unpack(pack(result, bits), n, bits)
+    torch.testing.assert_close(again, result, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -52,9 +52,9 @@ def test_extremes(bits: int) -> None:
     bad = torch.ones(1, 2 * BLOCK)
     for value in (torch.nan, torch.inf, -torch.inf):
         bad[0, 3] = value
-        found = unpack(pack(bad, bits), 2 * BLOCK, bits)
-        assert not bool(found[0, 3].isfinite())
-        assert torch.equal(found[0, BLOCK:], bad[0, BLOCK:])  # another block
+        result = unpack(pack(bad, bits), 2 * BLOCK, bits)
+        assert not bool(result[0, 3].isfinite())
+        assert torch.equal(result[0, BLOCK:], bad[0, BLOCK:])  # another block
 
 
 def test_sizes() -> None:

@@ -86,9 +86,9 @@ def _run(
         out.backward(grad)
         return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
-    found = run_ranks(world, rank, meter=meter)
+    ranks = run_ranks(world, rank, meter=meter)
     whole = [torch.empty_like(inputs[i]) for i in (0, 0, 1, 2)]
-    for places, tensors in zip(positions, found, strict=True):
+    for places, tensors in zip(positions, ranks, strict=True):
         for total, piece in zip(whole, tensors, strict=True):
             total[:, :, places] = piece
     return whole
@@ -96,12 +96,12 @@ def _run(
 
 def _sent(meter: Meter) -> dict[str, float]:
     """Bytes on the wire by tag, all ranks."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, value in meter.totals().items():
         if name.startswith("wire_bytes"):
             tag = name.split("tag=")[1].split(",")[0].rstrip("}")
-            found[tag] = found.get(tag, 0.0) + value
-    return found
+            values[tag] = values.get(tag, 0.0) + value
+    return values
 
 
 def _masks(length: int) -> dict[str, list[Mask]]:
@@ -138,8 +138,8 @@ def test_a_part_is_full_attention(part: str, world: int, mask: str) -> None:
     # Multi-head and grouped queries 4:1 take turns.
     kv_heads = 4 if (len(mask) + world) % 2 else 1
     inputs = _inputs(2, 4, kv_heads, LENGTH, 8, torch.float64)
-    found = _run(PARTS[part], world, inputs, masks)
-    for got, expected in zip(found, _full(inputs, masks), strict=True):
+    result = _run(PARTS[part], world, inputs, masks)
+    for got, expected in zip(result, _full(inputs, masks), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -148,8 +148,8 @@ def test_a_part_is_full_attention(part: str, world: int, mask: str) -> None:
 def test_any_number_of_ranks(part: str, world: int) -> None:
     masks = [Mask.causal(84)]
     inputs = _inputs(1, 5, 5, 84, 4, torch.float64)  # five heads: N need not divide them
-    found = _run(part, world, inputs, masks)
-    for got, expected in zip(found, _full(inputs, masks), strict=True):
+    result = _run(part, world, inputs, masks)
+    for got, expected in zip(result, _full(inputs, masks), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -160,8 +160,8 @@ def test_any_number_of_ranks(part: str, world: int) -> None:
 def test_narrow_types_are_near(part: str, dtype: torch.dtype, tolerance: float) -> None:
     masks = [Mask.document(np.repeat([0, 1], [30, 50]))]
     inputs = _inputs(1, 4, 2, LENGTH, 16, dtype)
-    found = _run(PARTS[part], 4, inputs, masks)
-    for got, expected in zip(found, _full(inputs, masks), strict=True):
+    result = _run(PARTS[part], 4, inputs, masks)
+    for got, expected in zip(result, _full(inputs, masks), strict=True):
         assert got.dtype == dtype
         error = (got.double() - expected).norm() / expected.norm()
         assert error <= tolerance
@@ -205,8 +205,8 @@ def test_tokenring_returns_what_was_seen_alone() -> None:
     inputs = _inputs(batch, heads, heads, LENGTH, dim, torch.float64)
     masks = [Mask.document(np.arange(LENGTH) // (LENGTH // 8))]
     meter = Meter()
-    found = _run("tokenring", world, inputs, masks, meter)
-    for got, expected in zip(found, _full(inputs, masks), strict=True):
+    result = _run("tokenring", world, inputs, masks, meter)
+    for got, expected in zip(result, _full(inputs, masks), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     sent = _sent(meter)
     assert sent.get("context.out", 0) == sent.get("context.q_grad", 0) == 0
@@ -224,11 +224,11 @@ def test_no_gradient_is_needed() -> None:
     def rank(comm: ThreadComm) -> Tensor:
         with torch.no_grad():
             q, k, v = (x[:, :, positions[comm.rank]] for x in inputs[:3])
-            found: Tensor = part.attend(q, k, v, [Mask.causal(LENGTH)], comm)
-        return found
+            tensor: Tensor = part.attend(q, k, v, [Mask.causal(LENGTH)], comm)
+        return tensor
 
-    for places, found in zip(positions, run_ranks(2, rank), strict=True):
-        torch.testing.assert_close(found, expected[:, :, places])
+    for places, result in zip(positions, run_ranks(2, rank), strict=True):
+        torch.testing.assert_close(result, expected[:, :, places])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -274,9 +274,9 @@ def test_balance_of_causal_work(world: int) -> None:
 @pytest.mark.parametrize("part", list(PARTS))
 def test_positions_are_shared_out(part: str) -> None:
     for world in WORLDS.get(part, [1, 2, 5, 8]):
-        found = table("context").build(PARTS[part]).positions(LENGTH, world)
-        assert [len(x) for x in found] == [LENGTH // world] * world
-        assert np.array_equal(np.sort(np.concatenate(found)), np.arange(LENGTH))
+        positions = table("context").build(PARTS[part]).positions(LENGTH, world)
+        assert [len(x) for x in positions] == [LENGTH // world] * world
+        assert np.array_equal(np.sort(np.concatenate(positions)), np.arange(LENGTH))
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,11 @@ def _work(context: Any, cp: int = 4, **parallel: Any) -> Work:
 @pytest.mark.parametrize("name", list(table("context")))
 def test_bytes_are_those_of_the_closed_form(name: str) -> None:
     part = table("context").build(name)
-    found = part.estimate(_work(name), _machine("gpu"))
+    estimate = part.estimate(_work(name), _machine("gpu"))
     form = part.traffic(4 * 256 // 4, 8, 4, 8, 4)
     sent = 6 * (form.forward.num_bytes(2) + form.backward.num_bytes(2))
-    assert found.wire_bytes == {"device": sent}
-    assert found.terms_s == {"collective": found.step_s.value}
+    assert estimate.wire_bytes == {"device": sent}
+    assert estimate.terms_s == {"collective": estimate.step_s.value}
     # Of two tensor-parallel ranks each has half of the heads; of two stages, of the layers.
     split = part.estimate(_work(name, tp=2, pp=2), _machine("gpu"))
     halved = part.traffic(4 * 256 // 4, 4, 2, 8, 4)

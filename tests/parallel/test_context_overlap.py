@@ -48,8 +48,8 @@ def _times(
         return half, comm.now - half
 
     links = Links(latency_s=0.0, bandwidth=float(CHUNK))
-    found = run_linked(WORLD, rank, links)
-    return max(a for a, _ in found), max(b for _, b in found)
+    result = run_linked(WORLD, rank, links)
+    return max(a for a, _ in result), max(b for _, b in result)
 
 
 def test_a_ring_hides_what_computation_covers(monkeypatch: pytest.MonkeyPatch) -> None:

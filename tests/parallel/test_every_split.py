@@ -16,27 +16,27 @@ _SIZES = (1, 2, 4, 8)
 
 def _every() -> list[dict[str, Any]]:
     """tp, pp, vpp, dp, sp with at most eight ranks, and at most the eight layers as stages."""
-    found = []
+    results = []
     for tp, pp, dp, vpp in itertools.product(_SIZES, repeat=4):
         if not 1 < tp * pp * dp <= 8 or pp * vpp > 8 or (pp == 1 and vpp > 1):
             continue
         split: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp}
         split["schedule"] = "interleaved" if vpp > 1 else "1f1b"
-        found += [{**split, "sp": sp} for sp in ((False, True) if tp > 1 else (False,))]
-    return found
+        results += [{**split, "sp": sp} for sp in ((False, True) if tp > 1 else (False,))]
+    return results
 
 
 def _cases() -> list[Any]:
     """Tied and untied by turns; the other half, and most of eight ranks, in longer runs."""
-    found = []
+    cases = []
     for number, split in enumerate(_every()):
         for tied in (False, True):
             eight = split["tp"] * split["pp"] * split["dp"] == 8
             later = number % 2 == tied or (eight and number % 4 > 0)
             marks = pytest.mark.soak if later else pytest.mark.slow
             name = f"{split}-{'tied' if tied else 'untied'}"
-            found.append(pytest.param(split, tied, marks=marks, id=name))
-    return found
+            cases.append(pytest.param(split, tied, marks=marks, id=name))
+    return cases
 
 
 @pytest.mark.parametrize(("split", "tied"), _cases())
@@ -51,10 +51,10 @@ def test_equals_one_process(split: dict[str, Any], tied: bool) -> None:
             "global_batch": split["dp"] * microbatches,
             "seq_len": 8,
         }
-        found = same_as_one(job(split, **changes), config(tied=tied), steps=1)
+        result = same_as_one(job(split, **changes), config(tied=tied), steps=1)
     finally:
         torch.set_num_threads(before)
-    assert found.same, str(found)
+    assert result.same, str(result)
 
 
 def test_the_list_is_whole() -> None:

@@ -30,8 +30,8 @@ def _one_thread():
 
 
 def _agrees(split: dict[str, Any], **extra: Any) -> None:
-    found = same_as_one(job(split, global_batch=4, microbatch=1, **extra), config(**MOE), steps=1)
-    assert found.same, str(found)
+    result = same_as_one(job(split, global_batch=4, microbatch=1, **extra), config(**MOE), steps=1)
+    assert result.same, str(result)
 
 
 @pytest.mark.parametrize("chunks", [2, [3, 5], [1, 16]], ids=str)
@@ -61,8 +61,8 @@ def test_chunks_with_what_else_a_job_may_do(split, extra):
 def test_chunks_are_all_rows_once():
     counts = torch.tensor([5, 0, 1, 7])
     for chunks in (1, 2, 3, 9):
-        found = torch.cat([places(counts, i, chunks) for i in range(chunks)])
-        assert sorted(found.tolist()) == list(range(13))
+        joined = torch.cat([places(counts, i, chunks) for i in range(chunks)])
+        assert sorted(joined.tolist()) == list(range(13))
         sizes = [parts(counts, i, chunks) for i in range(chunks)]
         assert torch.equal(sum(sizes), counts)
         apart = torch.stack(sizes).amax(0) - torch.stack(sizes).amin(0)
@@ -88,8 +88,8 @@ def _sent(chunks: tuple[int, int]) -> tuple[torch.Tensor, dict[str, float]]:
         layer(x_ND).square().sum().backward()
         return torch.cat([x_ND.grad.flatten(), layer.down_proj.grad.flatten()])
 
-    found = torch.cat(run_ranks(4, on, meter=meter, ranks_per_node=2))
-    return found, {name: size for name, size in meter.totals().items() if "wire_bytes" in name}
+    joined = torch.cat(run_ranks(4, on, meter=meter, ranks_per_node=2))
+    return joined, {name: size for name, size in meter.totals().items() if "wire_bytes" in name}
 
 
 def test_chunks_send_the_same_bytes():

@@ -39,8 +39,8 @@ def _agrees(split: dict[str, Any], per_node: int = 2, **extra: Any) -> None:
     def run(on: Any) -> Any:
         return run_ranks(whole.parallel.world, on, ranks_per_node=per_node)[0]
 
-    found = same_as_one(whole, config(**model), steps=1, run=run)
-    assert found.same, str(found)
+    result = same_as_one(whole, config(**model), steps=1, run=run)
+    assert result.same, str(result)
 
 
 @pytest.mark.parametrize("chunks", [1, [3, 2]], ids=str)
@@ -82,24 +82,24 @@ def test_rows_come_by_source_and_bytes_are_those_of_the_closed_form(dispatch, no
     split = Parallel(dp=world, ep=world, expert_dispatch=dispatch)
 
     def on(comm: Any) -> list[list[float]]:
-        found = ranks_of(comm, split).experts
+        result = ranks_of(comm, split).experts
         # Each row says where it is from and where it goes.
         mine = [
             [float(comm.rank), float(t)] for t, n in enumerate(rows_RR[comm.rank]) for _ in range(n)
         ]
         x_MD = torch.tensor(mine, dtype=torch.float64).view(-1, 2)
-        return Hops(x_MD, rows_RR, found.nodes, comm.rank).rows().tolist()
+        return Hops(x_MD, rows_RR, result.nodes, comm.rank).rows().tolist()
 
-    for rank, found in enumerate(run_ranks(world, on, meter=meter, ranks_per_node=local)):
-        assert found == [[s, rank] for s in range(world) for _ in range(rows_RR[s, rank])]
+    for rank, result in enumerate(run_ranks(world, on, meter=meter, ranks_per_node=local)):
+        assert result == [[s, rank] for s in range(world) for _ in range(rows_RR[s, rank])]
     sent = {
         scope: meter.totals().get(f"wire_bytes{{op=all_to_all,scope={scope},tag={TAG}}}", 0.0)
         for scope in ("loopback", "node")
     }
-    told = routed([tuple(range(world))], rows_RR.tolist(), 16.0, local, dispatch)
-    assert (sent["loopback"], sent["node"]) == told
+    outcome = routed([tuple(range(world))], rows_RR.tolist(), 16.0, local, dispatch)
+    assert (sent["loopback"], sent["node"]) == outcome
     # Between nodes every way sends the same.
-    assert told[1] == routed([tuple(range(world))], rows_RR.tolist(), 16.0, local)[1]
+    assert outcome[1] == routed([tuple(range(world))], rows_RR.tolist(), 16.0, local)[1]
 
 
 @pytest.mark.parametrize(("dispatch", "far"), [("flat", 2), ("1dh", 0.5), ("2dh", 1)])

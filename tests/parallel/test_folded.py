@@ -33,7 +33,7 @@ def _one_thread():
 
 def _grids(world: int) -> list[dict[str, Any]]:
     """Every pair of grids of so many ranks, whose experts have one of their own."""
-    found = []
+    grids = []
     sizes = [n for n in (1, 2, 4, 8) if n <= world]
     for dp, tp, cp, pp in itertools.product(sizes, repeat=4):
         if dp * tp * cp * pp != world:
@@ -41,8 +41,8 @@ def _grids(world: int) -> list[dict[str, Any]]:
         for ep, etp in itertools.product(sizes, repeat=2):
             if ep * etp > 1 and (dp * tp * cp) % (ep * etp) == 0 and ep <= 4:
                 degrees = {"dp": dp, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
-                found.append(degrees | ({"sp": True} if tp > 1 else {}))
-    return found
+                grids.append(degrees | ({"sp": True} if tp > 1 else {}))
+    return grids
 
 
 def _id(split: dict[str, Any]) -> str:
@@ -51,8 +51,8 @@ def _id(split: dict[str, Any]) -> str:
 
 def _agrees(split: dict[str, Any], **extra: Any) -> None:
     model = {**MOE, **extra.pop("model", {})}
-    found = same_as_one(job(split, global_batch=4, **extra), config(**model), steps=2)
-    assert found.same, str(found)
+    result = same_as_one(job(split, global_batch=4, **extra), config(**model), steps=2)
+    assert result.same, str(result)
 
 
 @pytest.mark.parametrize("split", _grids(2), ids=_id)
@@ -71,8 +71,8 @@ def test_every_pair_of_grids_of_four_ranks(split):
 def test_grids_of_eight_ranks(split):
     many = {"global_batch": 8 if split["dp"] == 8 else 4, "microbatch": 1}
     layers = {**MOE, "num_layers": max(2, split["pp"])}
-    found = same_as_one(job(split, **many), config(**layers), steps=2)
-    assert found.same, str(found)
+    result = same_as_one(job(split, **many), config(**layers), steps=2)
+    assert result.same, str(result)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_gradients_of_experts_summed_over_all_ranks_are_found(monkeypatch):
                 parameter.grad.mul_(2.0)
 
     monkeypatch.setattr(FoldedModel, "finish", too_often)
-    found = same_as_one(job({"dp": 2, "ep": 2}, global_batch=4), config(**MOE), steps=1)
-    assert not found.same
-    assert found.worst.endswith("mlp.down_proj")
+    result = same_as_one(job({"dp": 2, "ep": 2}, global_batch=4), config(**MOE), steps=1)
+    assert not result.same
+    assert result.worst.endswith("mlp.down_proj")
 
 
 def _layers(split: dict[str, Any], x_ND: torch.Tensor, only: int | None = None) -> Any:
@@ -142,8 +142,8 @@ def test_bytes_are_those_of_the_rows_that_travel(only):
     x_ND = torch.randn(24, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x_ND = x_ND.abs()
     alone, _ = _layers({"dp": 2, "etp": 2}, x_ND, only)
-    found, meter = _layers({"dp": 4, "ep": 4}, x_ND, only)
-    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    result, meter = _layers({"dp": 4, "ep": 4}, x_ND, only)
+    torch.testing.assert_close(result, alone, rtol=1e-12, atol=1e-12)
     source = torch.Generator().manual_seed(0)
     router = torch.randn(4, 24, generator=source, dtype=torch.float64)
     if only is not None:
@@ -177,8 +177,8 @@ def test_combining_is_the_adjoint_of_spreading():
         y = torch.randn(5, 5, generator=source, dtype=torch.float64)
         return float((spread(x, rows, comm) * y).sum()), float((x * combined(y, rows, comm)).sum())
 
-    found = run_ranks(3, on)
-    assert sum(a for a, _ in found) == pytest.approx(sum(b for _, b in found), rel=1e-12)
+    ranks = run_ranks(3, on)
+    assert sum(a for a, _ in ranks) == pytest.approx(sum(b for _, b in ranks), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_groups_are_those_of_a_brute_force():
     parallel = Parallel(dp=4, tp=2, cp=2, pp=2, ep=8, etp=2, sp=True)
     experts = parallel.experts()
     for axes in (("ep",), ("etp",), ("edp", "inner"), ("pp", "ep", "etp")):
-        found = {frozenset(group) for group in experts.groups(*axes)}
+        result = {frozenset(group) for group in experts.groups(*axes)}
         brute = {
             frozenset(
                 other
@@ -235,6 +235,6 @@ def test_groups_are_those_of_a_brute_force():
             )
             for rank in range(parallel.world)
         }
-        assert found == brute
+        assert result == brute
     stages = {frozenset(group) for group in parallel.attention().groups("dp", "cp", "tp")}
     assert stages == {frozenset(group) for group in experts.groups("edp", "ep", "etp")}

@@ -64,8 +64,8 @@ def _one_thread():
 )
 def test_same_as_one(split: dict[str, Any], extra: dict[str, Any], shard: str) -> None:
     one = job(split, shard=shard, microbatch=1, **extra)
-    found = same_as_one(one, config(), steps=2)
-    assert found.same, str(found)
+    result = same_as_one(one, config(), steps=2)
+    assert result.same, str(result)
 
 
 def trained(one: TrainJob, hook: Any) -> list[Any]:
@@ -147,9 +147,9 @@ def test_what_one_grid_has_saved_another_loads(tmp_path: Path) -> None:
         store.save(1, pieces, {}, rank=comm.rank, world=comm.world, barrier=comm.barrier)
         return engine.held()
 
-    found = trained(before, save)
+    result = trained(before, save)
     saved = Store(tmp_path / "checkpoints").open(1)
-    for held, _ in found:
+    for held, _ in result:
         for name, boxes in held.items():
             for box in boxes:
                 size = tuple(box.tensor.shape)

@@ -57,8 +57,8 @@ def _one_thread(monkeypatch):
 def _agrees(split, placer, **extra):
     model = {**MOE, **extra.pop("model", {})}
     given = job({**split, "placer": placer}, **{"global_batch": 4, "microbatch": 1, **extra})
-    found = same_as_one(given, config(**model), steps=3)
-    assert found.same, str(found)
+    result = same_as_one(given, config(**model), steps=3)
+    assert result.same, str(result)
 
 
 def test_random_copies_are_one_process():

@@ -50,8 +50,8 @@ def _agrees(slices: Any, per_node: int | None = None, **extra: Any) -> None:
     def run(on: Any) -> Any:
         return run_ranks(whole.parallel.world, on, ranks_per_node=per_node)[0]
 
-    found = same_as_one(whole, config(**model), steps=2, run=run)
-    assert found.same, str(found)
+    result = same_as_one(whole, config(**model), steps=2, run=run)
+    assert result.same, str(result)
 
 
 @pytest.mark.parametrize("slices", [[3000, 500], SLICES, [ALL, ALL]], ids=["one", "each", "all"])
@@ -118,8 +118,8 @@ def _step(whole: Any, before: Any = None) -> list[tuple[dict[str, torch.Tensor],
         engine.finish()
         engine.grad_norm()
         named = engine.local.named_parameters()
-        told = [h.events()["step"] for h in engine.hooks if isinstance(h, GradientSlices)]
-        sent = tuple(told[0].values()) if told else None
+        notes = [h.events()["step"] for h in engine.hooks if isinstance(h, GradientSlices)]
+        sent = tuple(notes[0].values()) if notes else None
         return {n: p.grad.clone() for n, p in named}, sent
 
     return run_ranks(2, on)
@@ -141,7 +141,7 @@ def test_every_element_is_summed_once_and_waited_for(monkeypatch):
 
     plain = _step(_job([]))
     monkeypatch.setattr(ThreadComm, "all_reduce", later)
-    found = _step(_job(SLICES))
+    result = _step(_job(SLICES))
     assert not left
     assert max(waited) >= 4  # slices were under way together
     for own in ranges.values():
@@ -149,10 +149,10 @@ def test_every_element_is_summed_once_and_waited_for(monkeypatch):
         assert len(own) >= 4
         for (start, size), (following, _) in itertools.pairwise(own):
             assert following == start + size, "a gap, or an element that is summed twice"
-        shared = {n: g for n, g in found[0][0].items() if ".mlp." not in n or "router" in n}
+        shared = {n: g for n, g in result[0][0].items() if ".mlp." not in n or "router" in n}
         assert sum(size for _, size in own) == sum(g.nbytes for g in shared.values())
     for name, gradient in plain[0][0].items():
-        torch.testing.assert_close(found[0][0][name], gradient, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(result[0][0][name], gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_a_rank_that_is_late_gets_equal_gradients():
@@ -169,13 +169,13 @@ def test_a_rank_that_is_late_gets_equal_gradients():
             block.mlp.holes = slowly
 
     plain = _step(_job(SLICES))
-    found = _step(_job(SLICES), late)
+    result = _step(_job(SLICES), late)
     for rank in range(2):
         for name, gradient in plain[rank][0].items():
-            assert torch.equal(found[rank][0][name], gradient), name
-    for name, gradient in found[0][0].items():
+            assert torch.equal(result[rank][0][name], gradient), name
+    for name, gradient in result[0][0].items():
         if ".mlp." not in name or "router" in name:
-            assert torch.equal(found[1][0][name], gradient), name
+            assert torch.equal(result[1][0][name], gradient), name
 
 
 @pytest.mark.parametrize("slices", [[8, 0], [3200, 800], SLICES, [ALL, 0], [0, ALL]], ids=str)
@@ -205,8 +205,8 @@ def test_hidden_sums_make_a_step_shorter():
     for slices in ([0, 0], [1 << 20, 1 << 20], [ALL, ALL]):
         split = {"dp": 16, "ep": 4, "gradient_slices": slices}
         one = job(split, global_batch=16, microbatch=1)
-        found = Pricer(machine).estimate(Work(job=one, shape=shape))
-        seconds.append(found.terms_s["collective"])
+        estimate = Pricer(machine).estimate(Work(job=one, shape=shape))
+        seconds.append(estimate.terms_s["collective"])
     assert seconds[0] > seconds[1] > seconds[2]
 
 

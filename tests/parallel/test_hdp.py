@@ -51,10 +51,10 @@ def test_segments_are_runs_of_a_document() -> None:
 
 @given(st.integers(1, 60), st.integers(1, 9), st.sampled_from(["ring", "ulysses"]))
 def test_every_token_is_with_one_rank(total: int, degree: int, exchange: Any) -> None:
-    found = shares(total, degree, exchange)
-    assert sorted(np.concatenate(found).tolist()) == list(range(total))
-    assert all(bool(np.all(np.diff(share) > 0)) for share in found)
-    assert max(map(len, found)) <= -(-total // degree) + (exchange == "ring")
+    result = shares(total, degree, exchange)
+    assert sorted(np.concatenate(result).tolist()) == list(range(total))
+    assert all(bool(np.all(np.diff(share) > 0)) for share in result)
+    assert max(map(len, result)) <= -(-total // degree) + (exchange == "ring")
 
 
 @pytest.mark.slow
@@ -67,13 +67,15 @@ def test_every_token_is_with_one_rank(total: int, degree: int, exchange: Any) ->
     ],
 )
 def test_assigners_equal_one_process(batching: Any, changes: dict[str, Any]) -> None:
-    found = same_as_one(_job(batching, 4, **changes), _small(num_layers=1), steps=2, documents=True)
-    assert found.same, found
+    result = same_as_one(
+        _job(batching, 4, **changes), _small(num_layers=1), steps=2, documents=True
+    )
+    assert result.same, result
 
 
 def test_rows_without_documents_are_sequences() -> None:
-    found = same_as_one(_job({"name": "bytescale", "capacity_tokens": 7}, 4), _small(), steps=1)
-    assert found.same, found
+    result = same_as_one(_job({"name": "bytescale", "capacity_tokens": 7}, 4), _small(), steps=1)
+    assert result.same, result
 
 
 @st.composite
@@ -107,8 +109,8 @@ def test_any_assignment_equals_one_process(
     plan = data.draw(_plans(lengths, ranks).filter(_legal))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HybridRuntime, "planned", lambda self, rows: plan)
-        found = same_as_one(chosen, _small(num_layers=1), steps=1, documents=True)
-    assert found.same, (plan, found)
+        result = same_as_one(chosen, _small(num_layers=1), steps=1, documents=True)
+    assert result.same, (plan, result)
 
 
 @pytest.mark.slow

@@ -66,8 +66,8 @@ def test_any_share_equals_one_process(share: float, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(HybridRuntime, "planned", lambda self, rows: plan)
     # The oracle's engines know no host: any share may be planned, but none is found.
     monkeypatch.setattr(ByteScale, "assign", lambda *_: plan)
-    found = same_as_one(chosen, model(), steps=1, documents=True)
-    assert found.same, found
+    result = same_as_one(chosen, model(), steps=1, documents=True)
+    assert result.same, result
 
 
 def test_a_gradient_that_is_not_brought_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +75,10 @@ def test_a_gradient_that_is_not_brought_back_is_found(monkeypatch: pytest.Monkey
     unpack = away.StorageOffload.unpack
 
     def spoilt(self: Any, slip: Any) -> torch.Tensor:
-        found = unpack(self, slip)
-        return found * 1.001 if found.is_floating_point() and slip.away.source() is None else found
+        result = unpack(self, slip)
+        return (
+            result * 1.001 if result.is_floating_point() and slip.away.source() is None else result
+        )
 
     monkeypatch.setattr(away.StorageOffload, "unpack", spoilt)
     chosen = one(1, LENGTH, global_batch=1)
@@ -103,14 +105,14 @@ def test_bytes_kept_and_sent_are_those_of_the_plan(ratio: float) -> None:
         assert plan is not None
         return host.kept_bytes, host.sent_bytes, plan
 
-    found = run_ranks(ranks, run)
-    plan = found[0][2]
+    result = run_ranks(ranks, run)
+    plan = result[0][2]
     # (1 - r) 64 / d tokens fit; without the host it takes three ranks.
     degree = max(1, math.ceil((1 - ratio) * LENGTH / capacity - 1e-9))
     assert {len(step.ranks) for step in plan.steps} == {degree}
     # The gate's input of a layer, the largest that a block keeps.
     largest = LENGTH * 2 * model().ffn_hidden * 4
-    for rank, (kept, sent, _) in enumerate(found):
+    for rank, (kept, sent, _) in enumerate(result):
         mine = [
             (step.offloaded, len(shares(LENGTH, degree, "ring")[step.ranks.index(rank)]))
             for step in plan.of(rank)
@@ -120,7 +122,7 @@ def test_bytes_kept_and_sent_are_those_of_the_plan(ratio: float) -> None:
         gone = sum(r * price.kept_bytes * n for r, n in mine)
         assert gone - 1 <= sent <= gone + len(mine) * largest
     predicted = predict(plan, price)
-    assert max(kept for kept, _, _ in found) <= predicted.kept_bytes + 1
+    assert max(kept for kept, _, _ in result) <= predicted.kept_bytes + 1
     assert predicted.kept_bytes <= capacity * price.kept_bytes * (1 + 1e-9)
     assert predicted.host_bytes == pytest.approx(
         ratio * price.kept_bytes * LENGTH / degree, rel=0.1
@@ -141,7 +143,7 @@ def test_what_went_takes_no_room() -> None:
         hybrid = engine.hooks["sequences"]
         assert isinstance(hybrid, HybridRuntime)
         batch = hybrid.microbatch(rows, sequences_of(rows), plan.steps[0], plan)
-        found = []
+        results = []
         for ratio in (0.0, 0.5, 1.0):
             host = HostShare(engine.local, units(engine.local)[0], device="cpu", host_bytes=2**26)
             host._opened()
@@ -149,10 +151,10 @@ def test_what_went_takes_no_room() -> None:
             with host._tiers.scope as scope:
                 with host.during(ratio):
                     loss = hybrid.stage(None, batch)
-                found.append((scope.live_bytes, host.sent_bytes))
+                results.append((scope.live_bytes, host.sent_bytes))
                 loss.backward()
             host.close()
-        return found
+        return results
 
     (whole, none), *others = run_ranks(1, run)[0]
     assert none == 0
@@ -168,8 +170,8 @@ def test_a_sequence_that_no_pool_holds_is_named_before_the_first_step() -> None:
     def run(comm: Any) -> None:
         ParallelEngine(chosen, schedule, weights, comm, dtype=torch.float32, cost=cost(0.5, 2))
 
-    told = r"sequence 0 = '64 tokens'.* 50% of its activations .* group that could has 4 ranks"
-    with pytest.raises(PlanError, match=told):
+    text = r"sequence 0 = '64 tokens'.* 50% of its activations .* group that could has 4 ranks"
+    with pytest.raises(PlanError, match=text):
         run_ranks(2, run)
 
 

@@ -33,8 +33,8 @@ def test_every_split_equals_one_process(
     layers: Any, parallel: dict[str, Any], more: dict[str, Any]
 ) -> None:
     model = config(architecture={"residual": {"name": "ladder", "layers": layers}})
-    found = same_as_one(job(parallel, **more), model)
-    assert found.same, found
+    result = same_as_one(job(parallel, **more), model)
+    assert result.same, result
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_ranks_that_are_apart_equal_one_process(
     every: int, parallel: dict[str, Any], more: dict[str, Any]
 ) -> None:
     model = config(architecture={"residual": {"name": "desync", "every": every}})
-    found = same_as_one(job(parallel, **more), model)
-    assert found.same, found
+    result = same_as_one(job(parallel, **more), model)
+    assert result.same, result
 
 
 class _Log:

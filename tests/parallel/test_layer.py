@@ -44,8 +44,8 @@ def test_ranks_give_what_one_process_gives(world, groups, full):
         layers.append(part.config.num_layers)
         return LayerRanks(part, comm, "layers", groups, full=full).flat(TOKENS, PLACES, mixer)
 
-    for found in run_ranks(world, work):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    for result in run_ranks(world, work):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-12)
     assert sum(layers) == 7
 
 

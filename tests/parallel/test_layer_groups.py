@@ -38,17 +38,17 @@ def _one_thread():
     ],
 )
 def test_equals_one_process(parallel, extra):
-    found = same_as_one(job(parallel, **extra), config(), steps=2)
-    assert found.same, str(found)
+    result = same_as_one(job(parallel, **extra), config(), steps=2)
+    assert result.same, str(result)
 
 
 def kept_bytes(recompute, layers=()):
     """Bytes that autograd keeps of one forward pass."""
-    asked = job({"dp": 1}, recompute=recompute, layers=layers, microbatch=8)
+    request = job({"dp": 1}, recompute=recompute, layers=layers, microbatch=8)
 
     def on(comm):
         engine = ParallelEngine(
-            asked, check_split(asked, config().shape()), PlaceholderWeights(config()), comm
+            request, check_split(request, config().shape()), PlaceholderWeights(config()), comm
         )
         tokens = torch.arange(128).view(8, 16) % 53
         kept = 0

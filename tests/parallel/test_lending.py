@@ -74,8 +74,8 @@ def _agrees(split, placer, per_node=None, **extra):
     def run(on):
         return run_ranks(given.parallel.world, on, ranks_per_node=per_node)[0]
 
-    found = same_as_one(given, config(**MOE), steps=2, run=run)
-    assert found.same, str(found)
+    result = same_as_one(given, config(**MOE), steps=2, run=run)
+    assert result.same, str(result)
 
 
 def test_copies_that_are_gathered_again_are_one_process():
@@ -133,27 +133,27 @@ def _passes(again, precision, meter):
 @pytest.mark.parametrize("again", ["off", "on"])
 def test_bytes_and_room_are_those_of_the_table(again, precision):
     meter = Meter()
-    found = _passes(again, precision, meter)
+    passes = _passes(again, precision, meter)
     wire = sum(size for name, size in meter.totals().items() if "wire_" in name and TAG in name)
-    _, size, travels = found[0]
+    _, size, travels = passes[0]
     # There, back as gradients and, where they were dropped, there again; two passes, three layers.
     share = 0.5 if precision == "bf16" else 1.0
     assert wire == ((2 if again == "on" else 1) * share + 1) * travels * size * 3 * 2
-    for ledger, size, _ in found:
+    for ledger, size, _ in passes:
         assert ledger.bytes == 0
         # Three copies a layer, of all three layers or of one.
         assert ledger.peak_bytes == (1 if again == "on" else 3) * 3 * share * size
-        told = ledger.events()["step"]
-        assert told["copies_bytes"] == ledger.peak_bytes
+        events = ledger.events()["step"]
+        assert events["copies_bytes"] == ledger.peak_bytes
         ledger.before_step(TrainStep(1, 2))
-        assert told["copies_exposed_s"] > 0 == ledger.exposed_s
+        assert events["copies_exposed_s"] > 0 == ledger.exposed_s
 
 
 def test_copies_travel_while_attention_computes_and_gradients_while_it_goes_back(monkeypatch):
-    told: dict[int, list[str]] = defaultdict(list)
+    groups: dict[int, list[str]] = defaultdict(list)
 
     def say(what):
-        told[threading.get_ident()].append(what)
+        groups[threading.get_ident()].append(what)
 
     def note(name):
         whole = getattr(LayerCopies, name)
@@ -197,7 +197,7 @@ def test_copies_travel_while_attention_computes_and_gradients_while_it_goes_back
     forward = ["_issue", "attention", "wait", "_issue", "wait"]
     backward = ["give_back", "pass_on", "wait", "attention goes back", "attention is back"]
     for thread in run_ranks(4, on, ranks_per_node=2):
-        assert told[thread] == [*forward, *backward, "settle", "wait"]
+        assert groups[thread] == [*forward, *backward, "settle", "wait"]
 
 
 def test_what_attention_hides_is_not_waited_for():
@@ -220,8 +220,8 @@ def test_what_attention_hides_is_not_waited_for():
         return there, comm.now - there
 
     for attention_s, there, back in ((0.0, 1.0, 1.0), (0.4, 1.0, 1.0), (3.0, 3.0, 6.0)):
-        for found in run_linked(2, lambda comm, s=attention_s: on(comm, s), links):
-            assert found == pytest.approx((there, back))
+        for result in run_linked(2, lambda comm, s=attention_s: on(comm, s), links):
+            assert result == pytest.approx((there, back))
 
 
 def _work(seq_len, machine="64xH100", **placer):

@@ -106,8 +106,8 @@ def test_one_rank_is_the_plain_layer_to_the_bit(bias, autocast):
 def test_gradients_wait_until_they_are_run_and_add_up():
     def rank(comm):
         mine = WholeLinear.of(layer(4, 3), comm)
-        told = []
-        mine.weight.register_post_accumulate_grad_hook(told.append)
+        notes = []
+        mine.weight.register_post_accumulate_grad_hook(notes.append)
         x = torch.randn(5, 4, dtype=torch.float64)
         mine(x).sum().backward()
         now = mine.weight.grad.clone()
@@ -120,9 +120,9 @@ def test_gradients_wait_until_they_are_run_and_add_up():
             assert entry.grad is not None and len(one) == 2
         assert torch.equal(mine.weight.grad, now)
         for one in waiting:
-            told.clear()
+            notes.clear()
             one.run()
-            assert len(told) == 1
+            assert len(notes) == 1
             assert len(one) == 0
             one.run()  # what was done is not done again
         assert torch.equal(mine.weight.grad, now + now + now)
@@ -175,12 +175,12 @@ def test_grouped_equals_one_expert_after_another(counts):
     weight = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r, w: grouped(r, w, counts), (rows, weight))
     expected = torch.cat([r @ w.T for r, w in zip(rows.split(counts), weight, strict=True)])
-    found = grouped(rows, weight, counts)
-    assert torch.allclose(found, expected, rtol=1e-13)
+    result = grouped(rows, weight, counts)
+    assert torch.allclose(result, expected, rtol=1e-13)
     grads = torch.autograd.grad(expected.square().sum(), (rows, weight))
     waiting = WeightGradients()
     with waiting:
-        found.square().sum().backward()
+        result.square().sum().backward()
     assert weight.grad is None
     waiting.run()
     assert torch.allclose(rows.grad, grads[0]) and torch.allclose(weight.grad, grads[1])

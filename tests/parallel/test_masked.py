@@ -60,20 +60,20 @@ def skipping(pp: int, keep: int, changes: dict[str, Any] | None = None, **option
     ids=["skip", "swap", "replicas", "dp", "tp", "cp"],
 )
 def test_ranks_equal_the_masked_model(work: TrainJob) -> None:
-    found = same_as_masked(work, config(), steps=2, documents=True)
-    assert found.same, found
+    result = same_as_masked(work, config(), steps=2, documents=True)
+    assert result.same, result
 
 
 def test_a_tied_embedding_lies_on_the_ranks_of_stage_0() -> None:
-    found = same_as_masked(skipping(5, 2, of=3), config(tied=True), steps=2)
-    assert found.same, found
+    result = same_as_masked(skipping(5, 2, of=3), config(tied=True), steps=2)
+    assert result.same, result
 
 
 @pytest.mark.parametrize("of", [None, 3])
 def test_keeping_all_gives_the_gradients_of_1f1b(of: int | None) -> None:
     work = skipping(4, of or 4, of=of)
-    found = same_as_one(work, config(), steps=1)
-    assert found.same, found
+    result = same_as_one(work, config(), steps=1)
+    assert result.same, result
     plain = job({"pp": 4, "schedule": "1f1b"}, microbatch=1)
     weights = SeededWeights(config(), work.seed, torch.float64)
     theirs = run_ranks(4, lambda comm: on_rank(plain, weights, comm, steps=1))[0]
@@ -87,8 +87,8 @@ def test_a_replica_that_nobody_visits_gets_the_sum_too() -> None:
     schedule = check_split(work, config().shape())
     visited = {stage for mb in range(2) for stage in schedule.route(mb)}
     assert len(visited) < schedule.stages
-    found = same_as_masked(work, config(), steps=3)
-    assert found.same, found
+    result = same_as_masked(work, config(), steps=3)
+    assert result.same, result
 
 
 def test_executed_routes_are_the_planned_ones() -> None:
@@ -120,9 +120,9 @@ def test_evaluation_is_of_the_whole_model() -> None:
         engine = ParallelEngine(
             work, check_split(work, config().shape()), weights, comm, dtype=torch.float64
         )
-        found = engine.loss_sum(ids[:, :-1], ids[:, 1:])
-        comm.all_reduce(found, tag="loss").wait()
-        return float(found)
+        result = engine.loss_sum(ids[:, :-1], ids[:, 1:])
+        comm.all_reduce(result, tag="loss").wait()
+        return float(result)
 
     assert run_ranks(5, on) == pytest.approx([wanted] * 5)
 

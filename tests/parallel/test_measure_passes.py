@@ -39,15 +39,15 @@ from shoal.parallel.legal import check_split
 def test_every_pass_of_every_rank_is_timed(parallel, kinds, stages) -> None:
     threads = torch.get_num_threads()
     one = job(parallel, microbatch=1, global_batch=4)
-    (found,) = measure_passes([one], config(), rounds=2, warmup=0)
+    (result,) = measure_passes([one], config(), rounds=2, warmup=0)
     assert torch.get_num_threads() == threads
-    assert len(found.rounds) == 2
-    assert found.median.boundary_bytes == 4 * one.seq_len * config().hidden
-    assert {"F"} < set(found.median.seconds) <= kinds
-    for seconds in found.median.seconds.values():
+    assert len(result.rounds) == 2
+    assert result.median.boundary_bytes == 4 * one.seq_len * config().hidden
+    assert {"F"} < set(result.median.seconds) <= kinds
+    for seconds in result.median.seconds.values():
         assert len(seconds) == stages
         assert all(math.isfinite(s) and s > 0 for s in seconds)
-    assert len(found.parameter_bytes) == one.parallel.pp
+    assert len(result.parameter_bytes) == one.parallel.pp
 
 
 @pytest.mark.slow
@@ -70,9 +70,9 @@ def test_costs_are_medians_over_the_microbatches() -> None:
         Event(0, Op("F", 0, mb), begin, begin + seconds)
         for mb, (begin, seconds) in enumerate([(0.0, 1.0), (1.0, 9.0), (10.0, 2.0)])
     ]
-    found = pass_costs([*events, Event(1, Op("F", 1, 0), 2.0, 5.0)], boundary_bytes=8.0)
-    assert found.seconds == {"F": (2.0, 3.0)}
-    assert found.boundary_bytes == 8.0
+    result = pass_costs([*events, Event(1, Op("F", 1, 0), 2.0, 5.0)], boundary_bytes=8.0)
+    assert result.seconds == {"F": (2.0, 3.0)}
+    assert result.boundary_bytes == 8.0
 
 
 def test_cheap_weights_have_the_shapes_of_the_model() -> None:

@@ -99,15 +99,15 @@ def run(part, workers, steps, *, meter=None, state=None, first=0, inner=adamw, s
         rounds = begun(part, owned, comm)
         if state is not None:
             rounds.load(Kept(state[comm.rank][1]))
-        told, heard = [[p.clone() for p in parameters]], []
+        result, heard = [[p.clone() for p in parameters]], []
         for step in range(first, steps):
             step_of(comm.rank, step, parameters)
             asks = stop == (comm.rank, step)
             rounds.after_update(TrainStep(step, steps, stop=asks, loss=float(comm.rank + step)))
             if rounds.settled:
-                told.append([p.clone() for p in parameters])
+                result.append([p.clone() for p in parameters])
             heard.append((step, rounds.loss, rounds.stop))
-        return told, {n: t.clone() for n, t in rounds.state().items()}, heard
+        return result, {n: t.clone() for n, t in rounds.state().items()}, heard
 
     return run_ranks(workers, on, meter=meter)
 
@@ -127,9 +127,9 @@ def same(a, b):
 )
 def test_ranks_equal_the_simulation_bit_for_bit(part, workers):
     steps = 11  # the last round is short
-    told = simulate(part, start(), adamw(), workers=workers, steps=steps)
-    for found, _, _ in run(part, workers, steps):
-        assert same(found, told)
+    outcome = simulate(part, start(), adamw(), workers=workers, steps=steps)
+    for result, _, _ in run(part, workers, steps):
+        assert same(result, outcome)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda x: str(x)[:40])
@@ -162,7 +162,7 @@ def test_a_round_of_one_step_is_delayed_sgd():
 
         return inner
 
-    found = run(part, workers, steps, inner=sgd)[0][0]
+    result = run(part, workers, steps, inner=sgd)[0][0]
     # x_{t+1} = x_t - lr * mean gradient at x_{t-1}; the last one is applied as well.
     x, late = start(), None
     for step in range(steps):
@@ -171,14 +171,14 @@ def test_a_round_of_one_step_is_delayed_sgd():
             x = [p - lr * g for p, g in zip(x, late, strict=True)]
         late = now
         if step + 1 < steps:
-            for p, told in zip(x, found[step + 1], strict=True):
-                torch.testing.assert_close(told, p, rtol=1e-12, atol=1e-13)
-    for p, g, told in zip(x, late, found[-1], strict=True):
-        torch.testing.assert_close(told, p - lr * g, rtol=1e-12, atol=1e-13)
+            for p, outcome in zip(x, result[step + 1], strict=True):
+                torch.testing.assert_close(outcome, p, rtol=1e-12, atol=1e-13)
+    for p, g, outcome in zip(x, late, result[-1], strict=True):
+        torch.testing.assert_close(outcome, p - lr * g, rtol=1e-12, atol=1e-13)
 
 
 def test_penalty_and_clip_do_something():
-    told = {
+    fields = {
         str(part): run(part, 2, 12)[0][0][-1][0]
         for part in (
             CO2(tau=3),
@@ -189,7 +189,7 @@ def test_penalty_and_clip_do_something():
             LocalSGD(tau=3),
         )
     }
-    for (a, x), (b, y) in itertools.combinations(told.items(), 2):
+    for (a, x), (b, y) in itertools.combinations(fields.items(), 2):
         assert not torch.equal(x, y), (a, b)
 
 
@@ -261,8 +261,8 @@ def goes_on(made):
             assert not rounds.stop, "who has stopped and goes on is not stopped again"
         return again
 
-    for rank, found in enumerate(run_ranks(2, two_parts)):
-        assert same([found], [whole[rank][0][-1]])
+    for rank, result in enumerate(run_ranks(2, two_parts)):
+        assert same([result], [whole[rank][0][-1]])
     if isinstance(made, LocalSGD):
         return  # what is averaged at once leaves nothing behind
     with pytest.raises(CheckpointError, match="new run"):
@@ -370,8 +370,8 @@ def one_worker_after_the_other(now, part, workers, steps, model):
                     p.copy_(mine)
 
         start_at = [p.detach().clone() for p in engines[0].sharded.owned().values()]
-        told = simulate(part, start_at, inner, workers=workers, steps=steps)
-        return dict(zip(names, told[-1], strict=True))
+        result = simulate(part, start_at, inner, workers=workers, steps=steps)
+        return dict(zip(names, result[-1], strict=True))
 
     return run_ranks(1, on)[0]
 
@@ -381,9 +381,9 @@ def test_training_equals_its_workers_one_after_the_other(name):
     model = config(num_layers=1)
     sync = {"name": name, "tau": 2}
     now = job({"dp": 2}, sync=sync, global_batch=4, microbatch=2)
-    found = run_ranks(2, lambda comm: train(now, comm, 3, model))
+    ranks = run_ranks(2, lambda comm: train(now, comm, 3, model))
     expected = one_worker_after_the_other(now, table("sync").build(now.sync), 2, 3, model)
-    for rank in found:
+    for rank in ranks:
         for key, value in expected.items():
             assert torch.equal(rank[key], value), key
 
@@ -405,11 +405,11 @@ def test_a_worker_of_several_ranks_is_the_worker_of_one(split, extra):
     sync = {"name": "co2", "tau": 2, "penalty": "none"}
     many = job(split, sync={**sync, "within": 2}, **extra)
     few = job({"dp": 2}, sync=sync)
-    found = run_ranks(many.parallel.world, lambda comm: train(many, comm, 5, model))[0]
+    ranks = run_ranks(many.parallel.world, lambda comm: train(many, comm, 5, model))[0]
     expected = run_ranks(2, lambda comm: train(few, comm, 5, model))[0]
     for key, value in expected.items():
-        if key in found and found[key].shape == value.shape:
-            torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-10)
+        if key in ranks and ranks[key].shape == value.shape:
+            torch.testing.assert_close(ranks[key], value, rtol=1e-8, atol=1e-10)
 
 
 def test_groups_of_workers():
@@ -417,9 +417,9 @@ def test_groups_of_workers():
         ranks = ranks_of(comm, Parallel(dp=4, tp=2), 2)
         return ranks.data.ranks, ranks.worker.ranks, ranks.outer.ranks, ranks.model.ranks
 
-    found = run_ranks(8, on)
-    assert found[0] == ((0, 2), (0, 1, 2, 3), (0, 4), (0, 1))
-    assert found[7] == ((5, 7), (4, 5, 6, 7), (3, 7), (6, 7))
+    ranks = run_ranks(8, on)
+    assert ranks[0] == ((0, 2), (0, 1, 2, 3), (0, 4), (0, 1))
+    assert ranks[7] == ((5, 7), (4, 5, 6, 7), (3, 7), (6, 7))
 
 
 # ------------------------------------------------------------------ bad input, estimates

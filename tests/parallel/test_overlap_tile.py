@@ -155,18 +155,18 @@ def test_tiled_layers_equal_whole_ones_forward_and_backward(world, bias, sp):
 )
 @pytest.mark.slow
 def test_same_as_one(parallel):
-    found = same_as_one(job({**parallel, "overlap": "tile"}), config(num_layers=4), documents=True)
-    assert found.same, str(found)
+    result = same_as_one(job({**parallel, "overlap": "tile"}), config(num_layers=4), documents=True)
+    assert result.same, str(result)
 
 
 @pytest.mark.slow
 def test_same_as_one_with_recomputation_and_experts():
     split = {"tp": 2, "sp": True, "overlap": "tile"}
-    found = same_as_one(job(split, recompute="full", dropout=0.1), config(num_layers=2))
-    assert found.same, str(found)
+    result = same_as_one(job(split, recompute="full", dropout=0.1), config(num_layers=2))
+    assert result.same, str(result)
     experts = config(num_layers=2, family="mixtral", num_experts=4, top_k=2)
-    found = same_as_one(job(split), experts)
-    assert found.same, str(found)
+    result = same_as_one(job(split), experts)
+    assert result.same, str(result)
 
 
 def test_tiles_of_rows():

@@ -47,8 +47,8 @@ def test_a_block_adds_both_branches_of_one_norm() -> None:
     ],
 )
 def test_every_split_equals_one_process(parallel: dict[str, Any], more: dict[str, Any]) -> None:
-    found = same_as_one(job(parallel, **more), config(family="parallel"))
-    assert found.same, found
+    result = same_as_one(job(parallel, **more), config(family="parallel"))
+    assert result.same, result
 
 
 def test_its_directory_is_refused_by_others_and_read_here(tmp_path: Path) -> None:

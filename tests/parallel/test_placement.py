@@ -69,12 +69,12 @@ MESHES: list[Mesh] = [(3,), (2, 2)]
 def inputs_of(case: Case) -> list[torch.Tensor]:
     kind, shapes, _ = case
     generator = torch.Generator().manual_seed(7)
-    found = [torch.rand(s, generator=generator, dtype=torch.float64) + 0.5 for s in shapes]
+    inputs = [torch.rand(s, generator=generator, dtype=torch.float64) + 0.5 for s in shapes]
     if kind in (*MONOTONE, "gelu", "silu", "neg", "amax", "maximum", "softmax"):
-        found = [x - 1.0 for x in found]
+        inputs = [x - 1.0 for x in inputs]
     if kind == "embedding":
-        found[0] = torch.randint(0, shapes[1][0], shapes[0], generator=generator)
-    return found
+        inputs[0] = torch.randint(0, shapes[1][0], shapes[0], generator=generator)
+    return inputs
 
 
 def sent_bytes(meter: Meter) -> float:

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.multi
 
 
 def test_every_rank_gives_its_result() -> None:
-    found = run_processes(f"{RANKS}:add", 2, {"start": 1.0, "extra": {"more": 2.5}})
-    assert found == [{"sum": [3.0, 5.0], "rank": rank, "threads": 1} for rank in range(2)]
+    processes = run_processes(f"{RANKS}:add", 2, {"start": 1.0, "extra": {"more": 2.5}})
+    assert processes == [{"sum": [3.0, 5.0], "rank": rank, "threads": 1} for rank in range(2)]
 
 
 def test_an_error_names_its_rank_and_keeps_its_class() -> None:
@@ -27,9 +27,9 @@ def test_an_error_names_its_rank_and_keeps_its_class() -> None:
 
 def test_ranks_listen_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    found = run_processes(f"{RANKS}:listening", 2, {})
-    assert any(found), "no rank listens at all: nothing was tested"
-    assert {address for rank in found for address in rank} <= {"127.0.0.1", "::1"}
+    processes = run_processes(f"{RANKS}:listening", 2, {})
+    assert any(processes), "no rank listens at all: nothing was tested"
+    assert {address for rank in processes for address in rank} <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.slow

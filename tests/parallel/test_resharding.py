@@ -70,8 +70,8 @@ def _compared(split, placer="shuffled", steps=4, **extra):
 
 
 def test_owners_by_chance_are_one_process():
-    found = _compared(GRID)
-    assert found.same, str(found)
+    result = _compared(GRID)
+    assert result.same, str(result)
 
 
 @pytest.mark.slow
@@ -86,17 +86,17 @@ def test_owners_by_chance_are_one_process():
     ],
 )
 def test_any_owners_are_one_process(split, placer, extra):
-    found = _compared(split, placer, **extra)
-    assert found.same, str(found)
+    result = _compared(split, placer, **extra)
+    assert result.same, str(result)
 
 
 def test_state_that_stays_behind_is_found(monkeypatch):
     """The oracle sees experts that move without their optimizer's state."""
     whole = resharding._of
     monkeypatch.setattr(resharding, "_of", lambda prefix, owned, state: whole(prefix, owned, {}))
-    found = _compared(GRID)
-    assert found.loss > 1e-9
-    assert found.parameter > 1e-9
+    result = _compared(GRID)
+    assert result.loss > 1e-9
+    assert result.parameter > 1e-9
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -106,13 +106,13 @@ def test_every_expert_arrives_and_every_byte_is_counted(seed):
     layers = (tables[:2], tables[2:])
 
     def on(comm):
-        found = []
+        results = []
         for old, new in layers:
             mine = torch.from_numpy(np.flatnonzero(old == comm.rank))
             weights = mine[:, None, None] * torch.ones(3, 2, 2, dtype=torch.float64)
-            found.append(ReshardedLayer(old, new, [weights, mine[:, None] + torch.zeros(3, 5)]))
-        sent = move(found, comm)
-        for (_, new), layer in zip(layers, found, strict=True):
+            results.append(ReshardedLayer(old, new, [weights, mine[:, None] + torch.zeros(3, 5)]))
+        sent = move(results, comm)
+        for (_, new), layer in zip(layers, results, strict=True):
             has = torch.from_numpy(np.flatnonzero(new == comm.rank))
             for tensor in layer.tensors:
                 assert (tensor.flatten(1) == has[:, None]).all()
@@ -184,10 +184,10 @@ def _goes(other, after):
     plain = job({"dp": 4}, **small)
     whole, _ = run_ranks(4, lambda comm: _train(comm, [plain], 4, weights))[0]
     jobs = [moving, then] if after else [then, moving]
-    found, moved = run_ranks(4, lambda comm: _train(comm, jobs, 2, weights))[0]
+    result, moved = run_ranks(4, lambda comm: _train(comm, jobs, 2, weights))[0]
     assert sum(one.experts for one in moved if one is not None)
     for name, one in whole.items():
-        torch.testing.assert_close(found[name], one, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(result[name], one, rtol=1e-9, atol=1e-12)
 
 
 def test_what_cannot_be():

@@ -57,12 +57,12 @@ def moe(top_k: int = 2, **routing: Any) -> dict[str, Any]:
 def agrees(split: dict[str, Any], routing: dict[str, Any], **extra: Any) -> None:
     batch = {"global_batch": 8 if split.get("dp") == 8 else 4, "microbatch": 1, **extra}
     layers = {"num_layers": max(2, split.get("pp", 1))}
-    found = same_as_one(job(split, **batch), config(**{**moe(**routing), **layers}), steps=2)
-    assert found.same, str(found)
+    result = same_as_one(job(split, **batch), config(**{**moe(**routing), **layers}), steps=2)
+    assert result.same, str(result)
 
 
 def grids(world: int) -> list[dict[str, Any]]:
-    found = []
+    grids = []
     sizes = [n for n in (1, 2, 4, 8) if n <= world]
     for dp, tp, cp, pp in itertools.product(sizes, repeat=4):
         if dp * tp * cp * pp != world:
@@ -70,8 +70,8 @@ def grids(world: int) -> list[dict[str, Any]]:
         for ep, etp in itertools.product(sizes, repeat=2):
             if ep * etp > 1 and (dp * tp * cp) % (ep * etp) == 0 and ep <= 4:
                 degrees = {"dp": dp, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
-                found.append(degrees | ({"sp": True} if tp > 1 else {}))
-    return found
+                grids.append(degrees | ({"sp": True} if tp > 1 else {}))
+    return grids
 
 
 def name_of(split: dict[str, Any]) -> str:
@@ -132,11 +132,11 @@ class Crowded(SeededWeights):
     """Weights with which every token chooses expert 2, and no other."""
 
     def whole(self, name: str) -> torch.Tensor:
-        found = super().whole(name)
+        result = super().whole(name)
         if name.endswith("router_bias"):
-            found = torch.zeros_like(found)
-            found[2] = 100.0
-        return found
+            result = torch.zeros_like(result)
+            result[2] = 100.0
+        return result
 
 
 @pytest.mark.parametrize(("factor", "dropped"), [(None, 0.0), (1.0, 0.75)])
@@ -178,11 +178,11 @@ def test_a_router_that_sends_all_to_one_expert_runs_and_is_reported(factor, drop
 
 def test_capacity_of_a_rank_depends_on_the_split_and_runs():
     routing = {"capacity_factor": 0.5, "scope": "sub-sequence"}
-    found = same_as_one(
+    result = same_as_one(
         job({"cp": 2, "ep": 2}, global_batch=4, microbatch=1), config(**moe(**routing)), steps=1
     )
-    assert not found.same
-    assert found.loss < 0.05
+    assert not result.same
+    assert result.loss < 0.05
     # Where a rank has what one process has, it drops the same.
     agrees({"pp": 2}, routing, global_batch=1)
 
@@ -235,7 +235,7 @@ def _worst(routing: dict[str, Any]) -> float:
                 block.mlp.router_bias.zero_()
     routers, of = Routers(model, 2, 8, 8, None), StepRouting(0, 0, 0, 8)
     updates = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    found = []
+    results = []
     for step in range(60):
         rows = tokens(job({}), model.config.vocab_size, step, documents=False)
         updates.zero_grad()
@@ -244,5 +244,5 @@ def _worst(routing: dict[str, Any]) -> float:
         updates.step()
         routers.finish()
         routers.published(TrainStep(step, 60))
-        found.append(routers.balance.imbalance)
-    return sum(found[-10:]) / 10
+        results.append(routers.balance.imbalance)
+    return sum(results[-10:]) / 10

@@ -75,8 +75,8 @@ def _splits(draw: st.DrawFn, most: int) -> tuple[dict[str, Any], dict[str, Any]]
 
 def _agrees(parallel: dict[str, Any], extra: dict[str, Any], **model: Any) -> None:
     documents = model.pop("documents", False)
-    found = same_as_one(job(parallel, **extra), config(**model), documents=documents)
-    assert found.same, f"{parallel} {extra} {model}: {found}"
+    result = same_as_one(job(parallel, **extra), config(**model), documents=documents)
+    assert result.same, f"{parallel} {extra} {model}: {result}"
 
 
 @pytest.mark.parametrize("number", [1, 3, 10])
@@ -85,8 +85,8 @@ def test_fused_kernels_in_every_split(number):
     parallel, extra = FOUR[number]
     model = config(qk_norm=True, family="qwen3")
     split = job(parallel, **extra, kernel=choose({}, model.shape(), "fp32"))
-    found = same_as_one(split, model, dtype=torch.float32)
-    assert found.same, f"{parallel} {extra}: {found}"
+    result = same_as_one(split, model, dtype=torch.float32)
+    assert result.same, f"{parallel} {extra}: {result}"
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -127,8 +127,8 @@ def test_the_list_covers_every_pair_of_axes():
 
 def test_single_precision():
     split = {"dp": 2, "tp": 2, "sp": True}
-    found = same_as_one(job(split), config(), dtype=torch.float32)
-    assert found.same, str(found)
+    result = same_as_one(job(split), config(), dtype=torch.float32)
+    assert result.same, str(result)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_a_norm_whose_gradient_is_not_summed_is_found(monkeypatch, split, model)
 
 def test_clipping_by_a_norm_that_counts_copies_is_found(monkeypatch):
     monkeypatch.setattr(part.SplitPart, "first_holder", lambda _self, _name: True)
-    found = same_as_one(job({"tp": 2}), config())
-    assert found.gradient < 1e-9
-    assert found.norm > 1e-4
-    assert not found.same
+    result = same_as_one(job({"tp": 2}), config())
+    assert result.gradient < 1e-9
+    assert result.norm > 1e-4
+    assert not result.same
 
 
 def test_tied_embeddings_whose_gradients_are_not_summed_are_found(monkeypatch):

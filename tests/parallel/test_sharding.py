@@ -54,7 +54,7 @@ def run_ranks(out: Path, world: int, choices: list[str]) -> None:
 
 def whole(out: Path, choice: str, world: int) -> dict[str, torch.Tensor]:
     """Parameters assembled from all ranks' parts."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for rank in range(world):
         held = load_file(out / f"{choice}-{rank}.safetensors")
         for name, tensor in held.items():
@@ -62,10 +62,10 @@ def whole(out: Path, choice: str, world: int) -> dict[str, torch.Tensor]:
                 continue
             place = held[f"{name}@"].tolist()
             offset, shape = place[: tensor.dim()], place[tensor.dim() :]
-            full = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
+            full = tensors.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
             full[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))] = tensor
-        found["norms"] = held["norms"]
-    return found
+        tensors["norms"] = held["norms"]
+    return tensors
 
 
 @pytest.mark.slow
@@ -77,12 +77,12 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     for choice in CHOICES:
         optimizer = choice.partition("+")[2]
         expected = whole(tmp_path / "one", f"replicated+{optimizer}", 1)
-        found = whole(tmp_path, choice, 2)
-        assert found.keys() == expected.keys()
+        result = whole(tmp_path, choice, 2)
+        assert result.keys() == expected.keys()
         # Muon iterates in bf16, so sums in another order differ by its rounding.
         tolerance = 1e-9 if optimizer == "adamw" else 2e-2
         for name, tensor in expected.items():
-            assert torch.allclose(found[name], tensor, rtol=tolerance, atol=tolerance), (
+            assert torch.allclose(result[name], tensor, rtol=tolerance, atol=tolerance), (
                 choice,
                 name,
             )

@@ -46,9 +46,9 @@ def test_only_what_is_sent_again_and_not_acknowledged_counts(proc) -> None:
     # Rank 2 waits for a window that rank 0 does not open: rank 0 is slow, the link works.
     proc(12, there, [20])
     proc(13, there, [30])
-    found = silent_links({0: 11, 1: 12, 2: 13})
-    assert found == [SilentLink(0, 1, 65536)]
-    assert said(found, 4.2, "all_reduce of step 7").startswith(
+    result = silent_links({0: 11, 1: 12, 2: 13})
+    assert result == [SilentLink(0, 1, 65536)]
+    assert said(result, 4.2, "all_reduce of step 7").startswith(
         "rank 0 -> rank 1: nothing arrived for 4 s in all_reduce of step 7; 65536 bytes"
     )
 
@@ -70,9 +70,9 @@ def test_this_process_has_no_silent_link() -> None:
 
 def test_many_links_are_counted() -> None:
     links = [SilentLink(rank, rank + 1, 10) for rank in range(6)]
-    told = said(links, 3.0, "reduce of step 1")
-    assert "rank 3 -> rank 4 and 2 more: nothing arrived" in told
-    assert "60 bytes" in told
+    result = said(links, 3.0, "reduce of step 1")
+    assert "rank 3 -> rank 4 and 2 more: nothing arrived" in result
+    assert "60 bytes" in result
 
 
 @pytest.mark.multi

@@ -101,9 +101,9 @@ def test_a_message_may_be_waited_for_twice() -> None:
                 one.wait()
         return out
 
-    found = run_ranks(2, on)
-    assert torch.equal(found[0], cube()[:, 1])
-    assert torch.equal(found[1], cube()[:, 0])
+    ranks = run_ranks(2, on)
+    assert torch.equal(ranks[0], cube()[:, 1])
+    assert torch.equal(ranks[1], cube()[:, 0])
 
 
 def model(block_s: float) -> MethodModel:
@@ -216,7 +216,7 @@ def test_halo_refuses_what_cannot_be() -> None:
 def over_processes(comm: Comm) -> list[bool]:
     """Real ranks: large messages by Gloo, small ones by memory, and measured tables."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     parts = measure_parts(comm, largest=2**8, repeats=1)
     chosen = MethodModel({"node": parts})
     for size, method in ((8, "blocks"), (64, "oneshot"), (1200, "oneshot"), (1200, "staged")):
@@ -227,8 +227,8 @@ def over_processes(comm: Comm) -> list[bool]:
                 send(comm, x[:, ::2], 1 - source, **options).wait()
             else:
                 receive(comm, out[:, ::2], source, **options).wait()
-                found.append(torch.equal(out[:, ::2], x[:, ::2]))
-    return found
+                results.append(torch.equal(out[:, ::2], x[:, ::2]))
+    return results
 
 
 @pytest.mark.slow

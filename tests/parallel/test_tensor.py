@@ -82,7 +82,7 @@ def reference(model, mb, dropout=None):
 
 def gathered(config, parallel, results):
     """Whole gradients out of every rank's; what is partial is summed over the ranks."""
-    found = {}
+    result = {}
     every = [slices(config, parallel, rank) for rank in range(parallel.tp)]
     for name, shape in whole_shapes(config).items():
         whole = torch.zeros(shape, dtype=results[0][1][name].dtype)
@@ -99,8 +99,8 @@ def gathered(config, parallel, results):
                     at = tuple(slice(o, e) for o, e in zip(box.offset, box.stop, strict=True))
                     here = tuple(slice(o, e) for o, e in zip(local.offset, local.stop, strict=True))
                     whole[at] = grads[name][here]
-        found[name] = whole
-    return found
+        result[name] = whole
+    return result
 
 
 def run(
@@ -180,8 +180,8 @@ def test_one_rank_is_the_model_to_the_bit(family):
     with torch.autocast("cpu", torch.bfloat16):
         loss = model.loss_sum(mb.tokens, mb.targets, documents_BT=mb.documents)
     loss.backward()
-    ((found, grads),) = run(config, Parallel(), mb, values, autocast=True)
-    assert found == loss.item()
+    ((result, grads),) = run(config, Parallel(), mb, values, autocast=True)
+    assert result == loss.item()
     assert all(torch.equal(grads[n], p.grad) for n, p in model.named_parameters())
 
 
@@ -221,9 +221,9 @@ def test_bf16_stays_near_and_weights_stay_fp32():
     _, expected = reference(model, mb)
     parallel = Parallel(tp=2, sp=True)
     results = run(config, parallel, mb, values, autocast=True)
-    found = gathered(config, parallel, results)
-    assert all(grad.dtype == torch.float32 for grad in found.values())
-    assert worst(found, expected) < 0.06
+    result = gathered(config, parallel, results)
+    assert all(grad.dtype == torch.float32 for grad in result.values())
+    assert worst(result, expected) < 0.06
 
 
 def bias_on_every_rank(stage):
@@ -358,8 +358,8 @@ def test_context_and_tensor_parallelism_together(name, documents):
     summed = [
         (0.0, {n: results[r][1][n] + results[r + 2][1][n] for n in results[r][1]}) for r in (0, 1)
     ]
-    found = gathered(config, Parallel(tp=2, sp=True), summed)
-    assert worst(found, expected) < 1e-10
+    result = gathered(config, Parallel(tp=2, sp=True), summed)
+    assert worst(result, expected) < 1e-10
 
 
 def test_pipeline_ranks_that_share_the_vocabulary_leave_it_out():

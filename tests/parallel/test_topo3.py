@@ -54,8 +54,8 @@ def topo3(*levels: int, **options: Any) -> dict[str, Any]:
 )
 def test_same_as_one(parallel: dict[str, int], shard: Any, recompute: str) -> None:
     one = job(parallel, shard=shard, microbatch=1, recompute=recompute)
-    found = same_as_one(one, config())
-    assert found.same, found
+    result = same_as_one(one, config())
+    assert result.same, result
 
 
 def train(one: Any, *, steps: int = 1, hook: Any = None, **nodes: Any) -> list[Any]:
@@ -87,12 +87,12 @@ def train(one: Any, *, steps: int = 1, hook: Any = None, **nodes: Any) -> list[A
 
 
 def bytes_by_scope(totals: dict[str, float], tags: tuple[str, ...]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for key, value in totals.items():
         parts = dict(x.split("=") for x in key.split("{")[1][:-1].split(","))
         if parts["tag"] in tags:
-            found[parts["scope"]] = found.get(parts["scope"], 0.0) + value
-    return found
+            values[parts["scope"]] = values.get(parts["scope"], 0.0) + value
+    return values
 
 
 @pytest.mark.parametrize("quant", [{}, QUANT])
@@ -124,12 +124,12 @@ def test_bytes_are_the_closed_form(quant: dict[str, str]) -> None:
             peers = sum((q - 1) * k * weight(s) for s in sizes)
             across = sum((k - 1) * (weight(s) + grad(s)) for s in sizes)
             island = sum(micro * (g1 - 1) * grad(s, k) for s in sizes)
-            found = bytes_by_scope(totals, ("parameters", "gradients"))
-            assert sum(found.values()) == pytest.approx(package + peers + across + island)
+            result = bytes_by_scope(totals, ("parameters", "gradients"))
+            assert sum(result.values()) == pytest.approx(package + peers + across + island)
             if inside == "node":
-                assert found["node"] == pytest.approx(across)
+                assert result["node"] == pytest.approx(across)
             else:  # the package's own gathers never leave it
-                assert found["loopback"] >= package
+                assert result["loopback"] >= package
 
 
 def test_memory_is_the_formula() -> None:
@@ -230,13 +230,13 @@ def test_estimate_counts_what_is_metered() -> None:
     work = Work(shape=config().shape(), job=one)
     part = table("shard").build(one.shard)
     machine = load("2xFrontier").model_copy(update={"devices_per_node": 4})
-    told = {hop.name: hop for hop in hops(part, work, machine)}
-    assert [told[name].members for name in told] == [2, 4, 2, 2, 2]
-    scopes = [hop.link.scope for hop in told.values() if hop.link is not None]
+    fields = {hop.name: hop for hop in hops(part, work, machine)}
+    assert [fields[name].members for name in fields] == [2, 4, 2, 2, 2]
+    scopes = [hop.link.scope for hop in fields.values() if hop.link is not None]
     assert scopes == ["package", "device", "node", "node", "device"]
     psi = 4 * shape_parameters()
-    assert told["gradients across"].sent == pytest.approx(psi / 4 / 2)
-    assert told["weights of a package"].sent == pytest.approx(2 * 2 * psi / 2)
+    assert fields["gradients across"].sent == pytest.approx(psi / 4 / 2)
+    assert fields["weights of a package"].sent == pytest.approx(2 * 2 * psi / 2)
     cost = part.estimate(work, machine)
     assert cost.wire_bytes["node"] == pytest.approx(2 * psi / 4 / 2)
 

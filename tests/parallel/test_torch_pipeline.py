@@ -17,14 +17,14 @@ def test_torch_interleaved_gives_the_same_gradients() -> None:
         {"pp": 2, "vpp": 2, "schedule": "interleaved"}, global_batch=4, microbatch=1, seq_len=8
     )
     model = config()
-    found = run_processes(
+    processes = run_processes(
         f"{RANKS}:gradients",
         2,
         {"job": split.model_dump(mode="json"), "config": model.model_dump(mode="json")},
     )
-    names = {name for rank in found for name in rank}
+    names = {name for rank in processes for name in rank}
     assert len([name for name in names if name.endswith("qkv_proj.weight")]) == model.num_layers
-    for rank in found:
+    for rank in processes:
         for name, (largest, apart) in rank.items():
             assert largest > 0, name
             assert apart <= 1e-12 * largest, name

@@ -56,9 +56,9 @@ def any_order(ranks, microbatches, barriers, seed, place=None):
         left.remove(op)
         done.add(op)
         programs[empty.rank_of(op)].append(op)
-    found = Schedule("any", tuple(map(tuple, programs)), place, microbatches, {}, barriers)
-    found.validate()
-    return found
+    result = Schedule("any", tuple(map(tuple, programs)), place, microbatches, {}, barriers)
+    result.validate()
+    return result
 
 
 def fill(shard, full, output):
@@ -236,11 +236,11 @@ def test_bf16_computes_in_bf16_with_exact_softmax(barriers):
         shard.s(0, targets, 0.25)
         if barriers == 2:
             shard.t(0)
-        found = shard.take_gradient(0) if comm.rank == 1 else None
+        result = shard.take_gradient(0) if comm.rank == 1 else None
         if barriers == 1:
             shard.t(0)
         shard.finish()
-        return found, shard.output.weight.grad, x
+        return result, shard.output.weight.grad, x
 
     (_, low, x), ((loss, dx), high, _) = run_ranks(2, rank)
     x = x.float().requires_grad_(True)

@@ -82,11 +82,11 @@ def chunks(request, monkeypatch):
 @pytest.mark.parametrize(("world", "vocab"), [(2, 12), (2, 13), (4, 13), (4, 9), (4, 2)])
 def test_loss_equals_the_unsplit_one(chunks, world, vocab, sp):
     hidden, weight, targets = data(vocab)
-    losses, *found = run(world, hidden, weight, targets, sp=sp, factor=0.7)
+    losses, *result = run(world, hidden, weight, targets, sp=sp, factor=0.7)
     loss, *expected = reference(hidden, weight, targets, 0.7)
     assert all(torch.equal(other, losses[0]) for other in losses)
     assert losses[0].item() == pytest.approx(loss.item(), rel=1e-12)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(result, expected, strict=True):
         assert ((a - b).norm() / b.norm()).item() < 1e-10
 
 
@@ -94,11 +94,11 @@ def test_loss_equals_the_unsplit_one(chunks, world, vocab, sp):
 def test_logits_of_ten_thousand_are_safe(chunks, dtype):
     hidden, weight, targets = data(13, dtype=dtype)
     hidden = hidden / (hidden @ weight.T).abs().max() * 1e4
-    losses, *found = run(2, hidden, weight, targets)
+    losses, *result = run(2, hidden, weight, targets)
     loss, *expected = reference(hidden.double(), weight.double(), targets)
     near = 1e-10 if dtype == torch.float64 else 1e-4
     assert losses[0].item() == pytest.approx(loss.item(), rel=near)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(result, expected, strict=True):
         assert torch.isfinite(a).all() and ((a - b).norm() / b.norm()).item() < near
 
 
@@ -115,9 +115,9 @@ def test_bf16_is_near_and_the_weight_keeps_its_dtype():
 
 def test_nothing_counts():
     hidden, weight, targets = data(13)
-    losses, *found = run(2, hidden, weight, torch.full_like(targets, -100))
+    losses, *result = run(2, hidden, weight, torch.full_like(targets, -100))
     assert losses[0].item() == 0
-    assert not any(grad.any() for grad in found)
+    assert not any(grad.any() for grad in result)
 
 
 def test_three_numbers_a_token_travel_and_no_logits():

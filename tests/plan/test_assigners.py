@@ -67,11 +67,11 @@ def test_every_sequence_once_within_what_ranks_hold(
     plan.check()
     for step in plan.steps:
         assert sum(lengths[one] for one in step.sequences) <= 200 * len(step.ranks)
-    found = predict(plan, COST)
-    assert 0.0 <= found.idle_share < 1.0
-    assert found.step_s >= float(COST.compute_s(np.array(lengths)).sum()) / ranks
+    result = predict(plan, COST)
+    assert 0.0 <= result.idle_share < 1.0
+    assert result.step_s >= float(COST.compute_s(np.array(lengths)).sum()) / ranks
     if all(len(step.ranks) == 1 for step in plan.steps):
-        assert found.exchange_bytes == 0.0
+        assert result.exchange_bytes == 0.0
 
 
 def test_a_sequence_takes_as_many_ranks_as_it_needs_and_not_a_power_of_two() -> None:
@@ -145,10 +145,10 @@ def test_buckets_lose_the_least(lengths: list[int], most: int) -> None:
     def loss(buckets: list[list[int]]) -> int:
         return sum(max(bucket) * len(bucket) - sum(bucket) for bucket in buckets)
 
-    found = bucketed(lengths, most)
-    assert sorted(n for bucket in found for n in bucket) == list(range(len(lengths)))
-    ours = loss([[lengths[n] for n in bucket] for bucket in found])
-    assert len(found) <= most
+    result = bucketed(lengths, most)
+    assert sorted(n for bucket in result for n in bucket) == list(range(len(lengths)))
+    ours = loss([[lengths[n] for n in bucket] for bucket in result])
+    assert len(result) <= most
     assert ours == min(loss(cut) for cut in _runs(sorted(lengths, reverse=True), most))
 
 
@@ -173,23 +173,23 @@ def test_the_program_finds_the_optimum(lengths: list[int]) -> None:
     pool = RankPool(4, 100, COST)
     best = _exhaustive(lengths, pool)
     known = searched(lengths, pool)
-    found = solved(lengths, pool, buckets=16, limit_s=5.0, known=known)
-    assert found.proven
+    result = solved(lengths, pool, buckets=16, limit_s=5.0, known=known)
+    assert result.proven
     if math.isinf(best):
-        assert not found.groups
+        assert not result.groups
         return
-    assert found.seconds == pytest.approx(best, rel=2e-3)
+    assert result.seconds == pytest.approx(best, rel=2e-3)
     if known.groups:
-        assert found.seconds <= known.seconds
+        assert result.seconds <= known.seconds
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40))
 def test_never_worse_than_one_degree(lengths: list[int]) -> None:
     pool = RankPool(8, 100, COST)
-    found = FlexSP(capacity_tokens=100, limit_s=0.0).solve(lengths, pool)
-    assert found.seconds <= best_homogeneous(lengths, pool)[1] * (1 + 1e-9)
-    assert found.seconds <= sum(
+    result = FlexSP(capacity_tokens=100, limit_s=0.0).solve(lengths, pool)
+    assert result.seconds <= best_homogeneous(lengths, pool)[1] * (1 + 1e-9)
+    assert result.seconds <= sum(
         homogeneous([n], pool, 8).seconds for n in lengths
     )  # one after another
 
@@ -227,13 +227,13 @@ def test_bad_costs_and_plans() -> None:
         SequenceCost(quadratic_s=math.nan, linear_s=1.0)
     with pytest.raises(PlanError, match="divisor of 4"):
         PackedAssigner(cp=3).assign([1], 4, COST)
-    for steps, told in (
+    for steps, result in (
         ((), "sequence 0 in 0"),
         ((MicroStep((0,), (0,)), MicroStep((0,), (1,))), "sequence 0 in 2"),
         ((MicroStep((0,), (0, 0)),), "micro-step 0"),
         ((MicroStep((0,), (7,)),), "micro-step 0"),
     ):
-        with pytest.raises(PlanError, match=told):
+        with pytest.raises(PlanError, match=result):
             Assignment((3,), 2, steps).check()
 
 
@@ -258,7 +258,7 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     pq.write_table(pa.table({"length": [3, 4, 5]}), tmp_path / "d.parquet")
     assert read_lengths(text) == read_lengths(listed) == [3, 4, 5]
     assert read_lengths(keyed, "tokens") == read_lengths(tmp_path / "d.parquet") == [3, 4, 5]
-    for name, said, told in (
+    for name, said, result in (
         ("e.txt", "3 x", "no file of lengths"),
         ("f.json", "[3, 0]", "sequence 1 has length 0"),
         ("g.json", "{}", "name the column"),
@@ -266,7 +266,7 @@ def test_lengths_from_files(tmp_path: Path) -> None:
         ("i.txt", "", "1 to"),
     ):
         (tmp_path / name).write_text(said)
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=result):
             read_lengths(tmp_path / name)
     with pytest.raises(DataError, match="no file of lengths"):
         read_lengths(tmp_path / "nowhere.txt")

@@ -60,8 +60,8 @@ def test_products_alternate() -> None:
     x = g.add("input", (2, 3, 8))
     for _ in range(4):
         x = g.call("gelu", g.shape(x), g.linear(x, 8, bias=False))
-    found = styles(g.done(x))
-    assert found == {"p0.w": "column", "p1.w": "row", "p2.w": "column", "p3.w": "row"}
+    result = styles(g.done(x))
+    assert result == {"p0.w": "column", "p1.w": "row", "p2.w": "column", "p3.w": "row"}
 
 
 def test_gate_and_up_go_together() -> None:
@@ -109,9 +109,9 @@ def attention(heads: int, fused: bool, kv: int | None = None) -> Graph:
 
 
 def test_attention_is_split_by_heads() -> None:
-    found = styles(attention(4, fused=False, kv=2))
-    assert [found[f"p{k}.w"] for k in (0, 2, 4, 6)] == ["column", "column", "column", "row"]
-    assert "p7.w" not in found, "the bias behind a sum stays whole"
+    result = styles(attention(4, fused=False, kv=2))
+    assert [result[f"p{k}.w"] for k in (0, 2, 4, 6)] == ["column", "column", "column", "row"]
+    assert "p7.w" not in result, "the bias behind a sum stays whole"
 
 
 def test_fused_projection_is_split_segment_by_segment() -> None:
@@ -197,9 +197,9 @@ def test_splits_travel(
     x = g.add("input", before)
     y = g.call(op, after, x, *args)
     graph = g.done(y)
-    found = travel(graph, graph[y.name], {x.name: SplitDimension(dim, (before[dim],), "v")}, 2)
-    assert isinstance(found, SplitDimension)
-    assert (found.dim, found.segments) == expected
+    result = travel(graph, graph[y.name], {x.name: SplitDimension(dim, (before[dim],), "v")}, 2)
+    assert isinstance(result, SplitDimension)
+    assert (result.dim, result.segments) == expected
 
 
 @pytest.mark.parametrize(

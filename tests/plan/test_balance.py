@@ -44,14 +44,14 @@ def test_matches_are_those_of_brute_force(sent, prompt):
     prefixes = Prefixes(10_000)
     for tokens, replica in sent:
         prefixes.add(chain(tokens, 2, 99), replica)
-    found = prefixes.matches(chain(prompt, 2, 99), [0, 1, 2])
+    matches = prefixes.matches(chain(prompt, 2, 99), [0, 1, 2])
     for replica in range(3):
         most = 0
         for blocks in range(1, len(prompt) // 2 + 1):
             begin = prompt[: 2 * blocks]
             if any(r == replica and tokens[: 2 * blocks] == begin for tokens, r in sent):
                 most = blocks
-        assert found[replica] == most
+        assert matches[replica] == most
 
 
 def test_the_table_is_bounded_and_keeps_beginnings():
@@ -100,16 +100,16 @@ def hits(name, conversations, turns):
     """Blocks of prompts found where they were sent, of conversations that take turns."""
     balancer = table("balancer").build(name).build()
     caches = [set(), set(), set()]
-    found = total = 0
+    value = total = 0
     for turn in range(turns):
         for number in range(conversations):
             prompt = f"{number:03d}" * 40 * (turn + 1)
             place = balancer.choose(prompt, idle(3))
             blocks = chain(prompt, 60, 99)
             total += len(blocks)
-            found += sum(block in caches[place] for block in blocks)
+            value += sum(block in caches[place] for block in blocks)
             caches[place].update(blocks)
-    return found / total
+    return value / total
 
 
 def test_conversations_stay_where_their_cache_is():

@@ -65,7 +65,7 @@ def best(wanted: TrainJob, where: Machine, *names: str) -> TrainPlan:
 def brute_force(wanted: TrainJob, where: Machine, names: tuple[str, ...]) -> dict[str, float]:
     """Way -> least seconds of a step that fits, of every part in every place and every split."""
     shape = find(wanted.model)
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name in names:
         places: list[dict] = [{}]
         if name == "zero_infinity":
@@ -90,8 +90,8 @@ def brute_force(wanted: TrainJob, where: Machine, names: tuple[str, ...]) -> dic
                     and host <= room.get("dram", host)
                     and disk <= room.get("disk", disk)
                 ):
-                    found[name] = min(found.get(name, 1e9), cost.step_s.value)
-    return found
+                    values[name] = min(values.get(name, 1e9), cost.step_s.value)
+    return values
 
 
 @pytest.mark.parametrize("names", [("zero_infinity", "superpipeline"), ("none", "zero_infinity")])
@@ -99,11 +99,11 @@ def brute_force(wanted: TrainJob, where: Machine, names: tuple[str, ...]) -> dic
 def test_the_search_takes_the_cheapest_that_fits(names: tuple[str, ...], size: int) -> None:
     where = machine(size)
     least = brute_force(job(), where, names)
-    found = best(job(), where, *names)
-    assert found.fits
-    assert found.estimate is not None
-    assert found.estimate.step_s.value <= 1.01 * min(least.values())
-    chosen = "none" if found.job.offload is None else found.job.offload.name
+    result = best(job(), where, *names)
+    assert result.fits
+    assert result.estimate is not None
+    assert result.estimate.step_s.value <= 1.01 * min(least.values())
+    chosen = "none" if result.job.offload is None else result.job.offload.name
     assert least[chosen] <= 1.01 * min(least.values())
     if "none" in names:
         assert (chosen == "none") == (size == 40)
@@ -112,14 +112,14 @@ def test_the_search_takes_the_cheapest_that_fits(names: tuple[str, ...], size: i
 
 
 def test_a_plan_states_its_offload_and_can_run() -> None:
-    found = best(job(), machine(), "auto")
-    assert found.job.offload is not None
-    again = TrainPlan.model_validate(found.model_dump(mode="json"))
-    assert again == found
+    result = best(job(), machine(), "auto")
+    assert result.job.offload is not None
+    again = TrainPlan.model_validate(result.model_dump(mode="json"))
+    assert again == result
     check_split(again.job, again.shape)
     budget = table("offload").build(again.job.offload).device_budget
     assert budget == pytest.approx(0.92 * 3 * GB - 1.5 * GB, abs=2**20)
-    assert "of the host" in found.why
+    assert "of the host" in result.why
 
 
 def test_every_tier_is_checked() -> None:
@@ -134,10 +134,10 @@ def test_every_tier_is_checked() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(PlanError, match="nothing fits with offload zero_infinity, fuyou") as found:
+    with pytest.raises(PlanError, match="nothing fits with offload zero_infinity, fuyou") as result:
         best(job(grad_clip=1.0, seq_len=1024), machine(2, 1, 1), "zero_infinity", "fuyou")
-    assert "fuyou: offload: fuyou uses every gradient" in str(found.value)
-    assert "give more devices" in str(found.value)
+    assert "fuyou: offload: fuyou uses every gradient" in str(result.value)
+    assert "give more devices" in str(result.value)
     with pytest.raises(PlanError, match="the job states offload: fuyou; leave one"):
         best(job(offload="fuyou"), machine(), "auto")
     with pytest.raises(ConfigError, match=r"planner\.search\.offload = 'nowhere': expected auto"):
@@ -146,18 +146,18 @@ def test_nothing_fits() -> None:
 
 def test_every_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(every_way()) == {"none", "ssdtrain", *table("offload")}
-    found = all_ways(job(), find("SmolLM2-135M"), machine())
-    assert {way.name for way in found} == set(every_way())
-    fitting = [way.best[1].step_s.value for way in found if way.fits and way.best]
+    ways = all_ways(job(), find("SmolLM2-135M"), machine())
+    assert {way.name for way in ways} == set(every_way())
+    fitting = [way.best[1].step_s.value for way in ways if way.fits and way.best]
     assert len(fitting) > 1
     assert fitting == sorted(fitting)
-    assert [way.fits for way in found] == sorted((way.fits for way in found), reverse=True)
+    assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
     monkeypatch.setattr("shoal.machine.described.load", lambda _: machine())
     words = ["train", "SmolLM2-135M", "--seq-len", "512", "--global-batch", "8", "--fit"]
-    told = CliRunner().invoke(app, [*words, "--precision", "fp32", "--set", "grad_clip=0"])
-    assert told.exit_code == 1, told.output
-    for way in found:
+    result = CliRunner().invoke(app, [*words, "--precision", "fp32", "--set", "grad_clip=0"])
+    assert result.exit_code == 1, result.output
+    for way in ways:
         if way.fits and way.best is not None:
             assert f"this would: {way.spelled} ({way.best[1].step_s.value:.3g} s a step)" in (
-                told.output
+                result.output
             )

@@ -81,27 +81,27 @@ def test_answers_are_those_of_brute_force(
             rest = [other for other in conflict if other != one]
             assert brute_force(parse([*lines[:3], *rest]))[0] is not None
         return
-    found = solve(lines)
-    assert system.holds(found)
-    assert found.objective == system.score(best)
+    result = solve(lines)
+    assert system.holds(result)
+    assert result.objective == system.score(best)
 
 
 def test_largest_values_come_first() -> None:
-    found = solve("a in 1..10; b in 1..10; a * b == 24")
-    assert dict(found) == {"a": 8, "b": 3}
-    assert len(found) == 2
+    result = solve("a in 1..10; b in 1..10; a * b == 24")
+    assert dict(result) == {"a": 8, "b": 3}
+    assert len(result) == 2
 
 
 def test_divisors_are_found_without_trying() -> None:
-    found = solve("tile in 1..1000000; count in 1..1000000; tile * count == 999983; tile >= 2")
-    assert dict(found) == {"tile": 999983, "count": 1}
-    assert found.nodes < 20
+    result = solve("tile in 1..1000000; count in 1..1000000; tile * count == 999983; tile >= 2")
+    assert dict(result) == {"tile": 999983, "count": 1}
+    assert result.nodes < 20
 
 
 def test_primes_cut_what_equal_products_share() -> None:
     text = "a in 1..100000 primes {2}; b in 1..100000 primes {3}; a * b == c * 36; c in 1..5000"
-    found = solve(text + "; c >= 1000; maximize c")
-    assert (found["a"] * found["b"], found["c"]) == (36 * found["c"], 4608)
+    result = solve(text + "; c >= 1000; maximize c")
+    assert (result["a"] * result["b"], result["c"]) == (36 * result["c"], 4608)
     with pytest.raises(UnsatisfiableError, match=r"no solution: this constraint cannot hold"):
         solve("a in 1..100000 primes {2}; b in 1..100000 primes {3}; a * b == 770")
 
@@ -142,8 +142,8 @@ def test_gives_up_only_if_asked() -> None:
         a in 1..60; b in 1..60; c in 1..60; d in 1..60
         a ** 3 + b ** 3 == c ** 3 + d ** 3; a > c; c > b
     """
-    found = solve(text)
-    assert found["a"] ** 3 + found["b"] ** 3 == found["c"] ** 3 + found["d"] ** 3
+    result = solve(text)
+    assert result["a"] ** 3 + result["b"] ** 3 == result["c"] ** 3 + result["d"] ** 3
     with pytest.raises(PlanError, match="no answer after 2 nodes"):
         solve(text, max_nodes=2)
 
@@ -186,27 +186,27 @@ def test_tiling_systems_are_solved_by_looking_at_few_nodes() -> None:
         LinearShape(m=4, n=4096, k=11008),
     ):
         started = time.process_time()
-        found = tiling(shape, WIDE)
+        result = tiling(shape, WIDE)
         assert time.process_time() - started < 5
-        system = parse(found.text)
-        assert system.holds(found.solution)
-        assert system.box > 10_000 * found.solution.nodes
+        system = parse(result.text)
+        assert system.holds(result.solution)
+        assert system.box > 10_000 * result.solution.nodes
 
 
 def test_small_tiling_system_has_the_optimum_of_brute_force() -> None:
-    found = tiling(RecurrenceShape(hidden=48, heads=3, batch=2), WIDE)
-    system = parse(found.text)
+    result = tiling(RecurrenceShape(hidden=48, heads=3, batch=2), WIDE)
+    system = parse(result.text)
     best, _, whole = brute_force(system)
     assert whole
     assert best is not None
-    assert system.score(best) == found.solution.objective
+    assert system.score(best) == result.solution.objective
 
 
 def test_tiles_of_a_gpu_and_of_what_does_not_fit() -> None:
     gpu = Facts(kind="gpu", cores=132, vector_bytes=128, registers=255, l1_bytes=233472)
-    found = tiling(RecurrenceShape(number_bytes=2, batch=16), gpu)
-    assert found["gate_tile"] * found["gate_warps"] * found["gate_blocks"] == 256
-    assert found["rec_tile"] * found["rec_warps"] == 64
+    result = tiling(RecurrenceShape(number_bytes=2, batch=16), gpu)
+    assert result["gate_tile"] * result["gate_warps"] * result["gate_blocks"] == 256
+    assert result["rec_tile"] * result["rec_warps"] == 64
     with pytest.raises(UnsatisfiableError, match=r"in_L2: gates \* units") as caught:
         tiling(RecurrenceShape(hidden=4096, heads=1), WIDE)
     assert any(one.startswith("in_L2") for one in caught.value.conflict)

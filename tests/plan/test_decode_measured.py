@@ -45,10 +45,10 @@ def test_new_rows_replace_those_of_their_method_and_batch_alone():
     keep(table(row("medusa", 4, 1.1), row("medusa", 1, 1.6)))
     keep(table(row("medusa", 1, 9.0), target="another"))
     keep(table(row("medusa", 1, 8.0), machine=HERE | {"cores": "64"}))
-    found = find({**HERE, "kernel": "6.2"}, target="t")
-    assert [(one.batch, one.speedup) for one in found.of("medusa")] == [(1, 1.6), (4, 1.1)]
-    assert [one.date for one in found.of("ngram")] == ["2026-11-01"]
-    assert found.paying() == ("medusa",)
+    position = find({**HERE, "kernel": "6.2"}, target="t")
+    assert [(one.batch, one.speedup) for one in position.of("medusa")] == [(1, 1.6), (4, 1.1)]
+    assert [one.date for one in position.of("ngram")] == ["2026-11-01"]
+    assert position.paying() == ("medusa",)
     assert find({"cpu": "A"}, target="t") is None
     assert find({}, target="t") is None
     assert find(HERE, target="other") is None
@@ -56,8 +56,8 @@ def test_new_rows_replace_those_of_their_method_and_batch_alone():
 
 
 def test_a_sentence_names_every_batch():
-    told = sentence("medusa", [row("medusa", 1, 1.642), row("medusa", 16, 0.998)])
-    assert told == (
+    result = sentence("medusa", [row("medusa", 1, 1.642), row("medusa", 16, 0.998)])
+    assert result == (
         "medusa over plain decoding, measured on this machine: 1.64x with 1 request, "
         "1.00x with 16 requests (2026-11-23)"
     )
@@ -71,8 +71,8 @@ def test_plans_cite_it():
     (unknown,) = decoding_notes(guessing, machine)
     assert "shoal bench decode --model shoal-4m --methods ngram" in unknown
     keep(table(row("ngram", 1, 0.97), row("medusa", 1, 1.6)))
-    (told,) = decoding_notes(guessing, machine)
-    assert "0.97x with 1 request" in told
+    (result,) = decoding_notes(guessing, machine)
+    assert "0.97x with 1 request" in result
     (advice,) = decoding_notes(plain, machine)
     assert "speculative would pay: medusa" in advice
     assert decoding_notes(plain, load("H100")) == ()

@@ -135,14 +135,14 @@ def rates(devices: int = 1) -> Goodput:
 
 @pytest.mark.slow
 def test_the_found_rate_is_that_of_a_dense_scan() -> None:
-    slo, found = Slo(ttft=0.15, tpot=0.06), rates()
-    best = found.find(slo, tolerance=1.0)
+    slo, result = Slo(ttft=0.15, tpot=0.06), rates()
+    best = result.find(slo, tolerance=1.0)
     dense = [1.0 * n for n in range(1, 60)]
-    good = [rate for rate in dense if found.attained(rate, slo) >= slo.share]
+    good = [rate for rate in dense if result.attained(rate, slo) >= slo.share]
     assert abs(best - max(good)) <= 1.0 + 1e-9
     assert 1 < best < 59
     # Where nothing is good enough there is no goodput; elsewhere rates are below one a second.
-    assert found.find(Slo(ttft=0.01, tpot=0.06)) == 0
+    assert result.find(Slo(ttft=0.01, tpot=0.06)) == 0
     assert rates(devices=2).find(slo, tolerance=0.5) == pytest.approx(best / 2, abs=1.0)
 
 
@@ -169,7 +169,7 @@ class Line:
 def test_few_simulations_find_what_doubling_and_halving_find(at: float, power: float) -> None:
     slo, line = Slo(ttft=1.0, tpot=1.0), Line(at, power)
     even = [Arrival(float(n), (1,), 1) for n in range(20)]
-    found = Goodput(line, even).find(slo, relative=0.02, near=2 * at)  # type: ignore[arg-type]
+    position = Goodput(line, even).find(slo, relative=0.02, near=2 * at)  # type: ignore[arg-type]
     low = high = 1.0
     while high <= at:
         low, high = high, 2 * high
@@ -178,7 +178,7 @@ def test_few_simulations_find_what_doubling_and_halving_find(at: float, power: f
     while high - low > max(0.05 * min(1.0, high), 0.02 * high):
         middle = (low + high) / 2
         low, high = (middle, high) if middle <= at else (low, middle)
-    assert found == low
+    assert position == low
     assert line.asked <= 12
     # Nothing is good enough; everything is, as far as anybody asks.
     assert Goodput(Line(1e-9, 1.0), even).find(slo) == 0  # type: ignore[arg-type]
@@ -277,8 +277,8 @@ def test_what_nothing_serves() -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_phases_are_written_for_other_engines(engine: str) -> None:
     phases = Disagg(prefill=Phase(count=2, tp=2), decode=Phase(count=1, tp=4))
-    asked = job(disagg=phases, precision="bf16", kv_tokens=4096)
-    plan = ServePlan(job=asked, machine=load("8xH100"), shape=resolve("Qwen3-8B"))
+    request = job(disagg=phases, precision="bf16", kv_tokens=4096)
+    plan = ServePlan(job=request, machine=load("8xH100"), shape=resolve("Qwen3-8B"))
     files = EMITTERS.build(engine).emit(plan)
     assert set(files) == {"prefill.yaml", "prefill.sh", "decode.yaml", "decode.sh", "router.sh"}
     key = {"vllm": "tensor-parallel-size", "sglang": "tp-size"}[engine]

@@ -81,9 +81,9 @@ def test_prompts_are_deleted_where_that_costs_least(calibration, room):
             if count
         ]
         kept[min(costs)[1]] -= 1
-    found = kept_prompts(last, worth, room)
-    assert last @ worth[found] == pytest.approx(last @ worth[kept])
-    assert found.sum() == sum(kept)
+    prompts = kept_prompts(last, worth, room)
+    assert last @ worth[prompts] == pytest.approx(last @ worth[kept])
+    assert prompts.sum() == sum(kept)
 
 
 @settings(max_examples=25, deadline=None)
@@ -92,23 +92,23 @@ def test_trees_keep_to_their_rows_and_probabilities_to_one(calibration, rows, en
     trees = DynamicTrees(calibration, AutoTree(), ensemble)
     if rows < trees.fewest:
         return
-    found = trees.of(rows)
-    for state, tree in enumerate(found.trees):
+    result = trees.of(rows)
+    for state, tree in enumerate(result.trees):
         assert len(tree.spec) + sum(tree.prompts) * ensemble <= rows - 1
         assert tree.spec.depth <= state
         assert tree.last.sum() == pytest.approx(1)
-        assert tree.row(len(found.trees)).sum() == pytest.approx(1)
-    shares = found.shares
+        assert tree.row(len(result.trees)).sum() == pytest.approx(1)
+    shares = result.shares
     assert shares.sum() == pytest.approx(1)
-    assert shares @ found.transitions == pytest.approx(shares, abs=1e-9)
+    assert shares @ result.transitions == pytest.approx(shares, abs=1e-9)
     expected = trees.expected()
     assert expected[0] == 1
     assert all(after >= before - 1e-9 for before, after in itertools.pairwise(expected))
 
 
 def test_shares_of_states_are_those_of_a_simulated_chain():
-    found = DynamicTrees(DrafterCalibration(RIGHT), AutoTree()).of(9)
-    moves = found.transitions.cumsum(1)
+    result = DynamicTrees(DrafterCalibration(RIGHT), AutoTree()).of(9)
+    moves = result.transitions.cumsum(1)
     draws = generator(0, purpose="chain").random(1_000_000)
     counts, state = [0] * len(moves), 0
     rows = [row.tolist() for row in moves]
@@ -120,19 +120,19 @@ def test_shares_of_states_are_those_of_a_simulated_chain():
             after += 1
         state = after
     simulated = np.array(counts) / 1e6
-    assert found.shares == pytest.approx(simulated, abs=2e-3)
-    assert np.count_nonzero(found.shares > 0.05) >= 2
-    gains = [tree.gain for tree in found.trees]
-    assert found.tokens == pytest.approx(1 + simulated @ gains, abs=5e-3)
+    assert result.shares == pytest.approx(simulated, abs=2e-3)
+    assert np.count_nonzero(result.shares > 0.05) >= 2
+    gains = [tree.gain for tree in result.trees]
+    assert result.tokens == pytest.approx(1 + simulated @ gains, abs=5e-3)
 
 
 def test_expected_tokens_are_those_of_drawn_acceptances():
     """Guesses right by their shares, walked down the trees: what a step gives on average."""
-    found = DynamicTrees(DrafterCalibration(RIGHT), AutoTree()).of(14)
+    result = DynamicTrees(DrafterCalibration(RIGHT), AutoTree()).of(14)
     source = generator(1, purpose="acceptances")
     state, tokens, steps = 0, 0, 20_000
     for _ in range(steps):
-        tree = found.trees[state]
+        tree = result.trees[state]
         below = {(above, rank): node for node, (above, rank) in
                  enumerate(zip(tree.spec.parent, tree.spec.rank, strict=True))}  # fmt: skip
         node = -1
@@ -144,7 +144,7 @@ def test_expected_tokens_are_those_of_drawn_acceptances():
             node = below[node, rank]
             tokens += 1
         state = tree.prompts[node + 1]
-    assert tokens / steps == pytest.approx(found.tokens, rel=0.02)
+    assert tokens / steps == pytest.approx(result.tokens, rel=0.02)
 
 
 def test_values_of_states_beat_deleting_by_what_the_next_tree_gives_alone():
@@ -156,8 +156,8 @@ def test_values_of_states_beat_deleting_by_what_the_next_tree_gives_alone():
         worth = np.array([of_state[:rows][-1].gain for of_state in greedy._first])
         once = tuple(greedy._tree(one, rows, worth) for one in greedy._first)
         greedy_tokens.append(type(trees.of(rows))(rows, once).tokens)
-    found = [trees.of(rows).tokens for rows in (8, 16, 32)]
-    assert all(ours >= theirs - 1e-9 for ours, theirs in zip(found, greedy_tokens, strict=True))
+    results = [trees.of(rows).tokens for rows in (8, 16, 32)]
+    assert all(ours >= theirs - 1e-9 for ours, theirs in zip(results, greedy_tokens, strict=True))
 
 
 def test_a_chain_with_two_states_is_solved_by_hand():

@@ -123,7 +123,7 @@ def drafter(name: str, place: Path) -> Path:
         )
         (place / "model.safetensors").write_bytes(bytes(100_000))
         return place
-    found = {
+    result = {
         "name": name,
         "target": "0" * 64,
         "vocab_size": 151936,
@@ -131,7 +131,7 @@ def drafter(name: str, place: Path) -> Path:
         "options": FALCON if name == "falcon" else {},
         "calibration": [[0.6, 0.1, 0.05], [0.4, 0.1, 0.05], [0.25, 0.08, 0.04]],
     }
-    (place / "drafter.json").write_text(json.dumps(found))
+    (place / "drafter.json").write_text(json.dumps(result))
     return place
 
 

@@ -88,8 +88,8 @@ def test_greedy_copies_are_near_the_best(seed):
     devices = Devices(3, 1)
     loads = source.integers(1, 100, experts).astype(float)
     owner = in_order(experts, devices)
-    found = FSSDP(slots=slots, slack=0.0).place(loads, owner, devices)
-    assert (found.sum(0) - only_owners(owner, devices).sum(0) <= slots).all()
+    result = FSSDP(slots=slots, slack=0.0).place(loads, owner, devices)
+    assert (result.sum(0) - only_owners(owner, devices).sum(0) <= slots).all()
     free = [np.flatnonzero(owner != device) for device in range(3)]
     choices = [
         [mine for size in range(slots + 1) for mine in itertools.combinations(one, size)]
@@ -101,7 +101,7 @@ def test_greedy_copies_are_near_the_best(seed):
         for device, extra in enumerate(chosen):
             flags[list(extra), device] = True
         best = min(best, balanced(loads, flags).sum(0).max())
-    assert balanced(loads, found).sum(0).max() <= 1.25 * best
+    assert balanced(loads, result).sum(0).max() <= 1.25 * best
 
 
 def test_no_more_is_copied_than_is_of_use_or_there_is_room_for():

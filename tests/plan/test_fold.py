@@ -64,13 +64,13 @@ def test_far_experts_cost_time():
 
 def test_the_best_pair_keeps_tokens_near():
     job = TrainJob(model=MODEL, seq_len=4096, global_batch=256)
-    found = folds(job, load("64xH100"), inside=True)
-    assert found[0].fits
-    fastest = min(found, key=lambda one: one.estimate.step_s.value)
+    result = folds(job, load("64xH100"), inside=True)
+    assert result[0].fits
+    fastest = min(result, key=lambda one: one.estimate.step_s.value)
     assert fastest.parallel.fold
     assert fastest.far_bytes == 0.0
-    assert any(not one.parallel.fold and one.far_bytes > 0 for one in found)
-    fitting = [one.estimate.step_s.value for one in found if one.fits]
+    assert any(not one.parallel.fold and one.far_bytes > 0 for one in result)
+    fitting = [one.estimate.step_s.value for one in result if one.fits]
     assert fitting == sorted(fitting)
 
 

@@ -58,7 +58,7 @@ class Memory:
             # Nobody may read the old place any more.
             self.cells[source * SIZE : (source + count) * SIZE] = [None] * len(used)
             self.copied += count
-        found = {}
+        result = {}
         for chunk in step.chunks:
             one = chunk.request
             places = [block * SIZE + k for block in one.blocks for k in range(SIZE)]
@@ -67,8 +67,8 @@ class Memory:
             seen = [self.cells[place] for place in places[: chunk.stop]]
             assert seen == one.tokens[: chunk.stop], "somebody else's keys"
             if chunk.yields:
-                found[one.id] = [next_token([cell for cell in seen if cell is not None])]
-        return StepResult(found)
+                result[one.id] = [next_token([cell for cell in seen if cell is not None])]
+        return StepResult(result)
 
 
 def slots_of(scheduler: FusedScheduler, books: SlotBlocks) -> set[int]:

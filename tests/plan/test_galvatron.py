@@ -68,31 +68,31 @@ def test_a_tight_memory_recomputes_some_layers_and_not_all():
 
 
 def test_layers_and_rejected_alternatives_are_told():
-    found = plan(JOB, gpus(1, 8))
-    notes = found[0].notes
+    plans = plan(JOB, gpus(1, 8))
+    notes = plans[0].notes
     assert any(note.startswith(("layers 0-", "layer 0")) for note in notes)
     assert any(note.startswith("rejected: pp") for note in notes)
 
 
 def test_runnable_plans_run():
-    for found in plan(JOB, gpus(1, 4), runnable=True, memory_gib=50.0):
-        check_split(found.job, found.shape)
-        assert not any("planned only" in note for note in found.notes)
+    for result in plan(JOB, gpus(1, 4), runnable=True, memory_gib=50.0):
+        check_split(result.job, result.shape)
+        assert not any("planned only" in note for note in result.notes)
 
 
 @pytest.mark.slow
 def test_a_plan_that_does_not_run_says_so_and_is_refused():
-    found = plan({**JOB, "seq_len": 4096}, gpus(2, 8), memory_gib=24.0)
-    mixed = [p for p in found if any("planned only" in note for note in p.notes)]
+    plans = plan({**JOB, "seq_len": 4096}, gpus(2, 8), memory_gib=24.0)
+    mixed = [p for p in plans if any("planned only" in note for note in p.notes)]
     for one in mixed[:2]:
         with pytest.raises(PlanError, match="planned only"):
             check_split(one.job, one.shape)
 
 
 def test_nothing_fits_says_by_how_much_and_where():
-    found = plan({**JOB, "model": "Llama-3-70B"}, gpus(1, 2))
-    assert not found[0].fits
-    assert "lacks" in found[0].notes[0] and "stage" in found[0].notes[0]
+    plans = plan({**JOB, "model": "Llama-3-70B"}, gpus(1, 2))
+    assert not plans[0].fits
+    assert "lacks" in plans[0].notes[0] and "stage" in plans[0].notes[0]
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def small(pp, **changes):
 @pytest.mark.parametrize("usable", [9e9, pytest.param(12e9, marks=pytest.mark.slow), 40e9])
 def test_search_is_near_the_exact_optimum(pp, usable):
     search = small(pp, usable=usable)
-    found, best = search.run(), optimum(search)
-    if found.plan is None:
+    result, best = search.run(), optimum(search)
+    if result.plan is None:
         assert best.seconds == float("inf")
         return
-    assert best.seconds <= found.seconds * (1 + 1e-6)
-    assert found.seconds <= 1.05 * best.seconds
-    assert all(cost.total_bytes("gpu") <= usable for cost in found.stages)
+    assert best.seconds <= result.seconds * (1 + 1e-6)
+    assert result.seconds <= 1.05 * best.seconds
+    assert all(cost.total_bytes("gpu") <= usable for cost in result.stages)
 
 
 def test_exact_optimum_equals_every_choice():
@@ -165,11 +165,11 @@ def test_exact_optimum_equals_every_choice():
 
 
 def test_jobs_say_only_what_differs():
-    found = small(2, usable=12e9).run()
-    job = to_job(TrainJob.model_validate(JOB), found.plan, "bf16")
+    result = small(2, usable=12e9).run()
+    job = to_job(TrainJob.model_validate(JOB), result.plan, "bf16")
     assert sum(group.blocks for group in job.layers) in (0, 6)
     assert sum(job.parallel.stages) == 6
-    assert job.microbatch * job.parallel.dp == found.plan.sequences
+    assert job.microbatch * job.parallel.dp == result.plan.sequences
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ CASE = Heterogeneous(
 
 
 def test_the_first_is_the_best_of_all():
-    found = CASE.rank([SHALLOW, DEEP])
-    rates = [one.tokens_per_s for one in found]
+    result = CASE.rank([SHALLOW, DEEP])
+    rates = [one.tokens_per_s for one in result]
     assert rates == sorted(rates, reverse=True)
-    best = found[0]
+    best = result[0]
     assert best.layers == 3  # verifying is dear, and a deeper drafter pays
     assert best.tokens_per_s == pytest.approx(
         best.tokens / (best.draft_s + best.link_s + best.verify_s)
@@ -83,7 +83,7 @@ def test_spare_memory_takes_layers_of_the_target():
 def test_the_best_of_all_is_found_by_trying_all(layer_s, overlap):
     layer = RowCosts(rows=(1, 33), seconds_of=(layer_s, 2 * layer_s))
     case = dataclasses.replace(LAYERED, layer=layer, overlap=overlap, link_s=0.02)
-    found = case.rank([SHALLOW, DEEP])
+    result = case.rank([SHALLOW, DEEP])
     tried = {}
     for option in (SHALLOW, DEEP):
         for one in CASE.rank([option]):  # of which tokens, and s of guesses without overlap
@@ -108,12 +108,12 @@ def test_the_best_of_all_is_found_by_trying_all(layer_s, overlap):
                 link = 0.02 * messages + crossed / 1e6
                 seconds = draft + host + count * layer.seconds(rows) + link
                 tried[option.layers, one.nodes, count] = one.tokens / seconds
-    assert {(one.layers, one.nodes, one.target_layers) for one in found} == set(tried)
-    for one in found:
+    assert {(one.layers, one.nodes, one.target_layers) for one in result} == set(tried)
+    for one in result:
         rate = tried[one.layers, one.nodes, one.target_layers]
         assert one.tokens_per_s == pytest.approx(rate)
-    assert found[0].tokens_per_s == pytest.approx(max(tried.values()))
-    assert (found[0].target_layers > 0) == (layer_s < 0.1)
+    assert result[0].tokens_per_s == pytest.approx(max(tried.values()))
+    assert (result[0].target_layers > 0) == (layer_s < 0.1)
 
 
 def test_layers_without_a_size_are_refused():

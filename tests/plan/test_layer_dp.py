@@ -43,18 +43,18 @@ def test_equals_enumeration_in_two_hundred_cases():
         change[source.uniform(size=change.shape) < 0.1] = math.inf
         budget = int(source.integers(0, 5 * layers))
         best, least = enumerated(seconds, units, change, budget)
-        found = cheapest_chain(seconds, units, change, budget)
-        assert found.seconds == pytest.approx(best, rel=1e-12)
+        result = cheapest_chain(seconds, units, change, budget)
+        assert result.seconds == pytest.approx(best, rel=1e-12)
         if best == math.inf:
             infeasible += 1
-            assert found.choice == () and found.units == least
+            assert result.choice == () and result.units == least
             continue
-        assert len(found.choice) == layers and found.units <= budget
-        again = sum(seconds[layer, s] for layer, s in enumerate(found.choice))
-        pairs = enumerate(itertools.pairwise(found.choice))
+        assert len(result.choice) == layers and result.units <= budget
+        again = sum(seconds[layer, s] for layer, s in enumerate(result.choice))
+        pairs = enumerate(itertools.pairwise(result.choice))
         again += sum(change[i, a, b] for i, (a, b) in pairs)
-        assert again == pytest.approx(found.seconds, rel=1e-12)
-        assert found.units == sum(int(units[i, s]) for i, s in enumerate(found.choice))
+        assert again == pytest.approx(result.seconds, rel=1e-12)
+        assert result.units == sum(int(units[i, s]) for i, s in enumerate(result.choice))
     assert 20 < infeasible < 150
 
 

@@ -178,9 +178,9 @@ def test_a_result_that_is_copied_out_gives_its_place_back() -> None:
         ),
     )
     mapping = replay(Compiled(program, tiers(256)), [DROP, COPY, DROP, NO_COPY, DROP, NO_COPY])
-    found = mapping.mapping()
-    assert found.actions == (DROP, COPY, DROP, NO_COPY, DROP, NO_COPY)
-    assert [(r.start, r.end) for r in found.rectangles] == [(0, 1), (2, 3)]
+    result = mapping.mapping()
+    assert result.actions == (DROP, COPY, DROP, NO_COPY, DROP, NO_COPY)
+    assert [(r.start, r.end) for r in result.rectangles] == [(0, 1), (2, 3)]
 
 
 def test_aliases_share_an_address() -> None:
@@ -207,11 +207,11 @@ def test_aliases_share_an_address() -> None:
 
 def test_verify_sees_what_is_wrong() -> None:
     compiled = drawn(3, 30)
-    found = mapping_of(compiled, np.full(compiled.decisions, FAST), "fast")
-    assert verify(found) == found.ticks
-    stays = found.rectangles
+    result = mapping_of(compiled, np.full(compiled.decisions, FAST), "fast")
+    assert verify(result) == result.ticks
+    stays = result.rectangles
     low = [dataclasses.replace(one, address=0) for one in stays]
-    copied = {piece.decision for piece in found.moved}
+    copied = {piece.decision for piece in result.moved}
     early = [
         one if one.decision in copied else dataclasses.replace(one, end=one.start) for one in stays
     ]
@@ -220,26 +220,26 @@ def test_verify_sees_what_is_wrong() -> None:
         "before fast memory has it": {"rectangles": tuple(early)},
         "outside": {"rectangles": (dataclasses.replace(stays[0], address=compiled.room),)},
         "link is busy": {
-            "moved": tuple(dataclasses.replace(one, ticks=10**9) for one in found.moved)
+            "moved": tuple(dataclasses.replace(one, ticks=10**9) for one in result.moved)
         },
         "not copied wholly": {"moved": ()},
-        "actions for": {"actions": found.actions[1:]},
+        "actions for": {"actions": result.actions[1:]},
     }
-    assert any(compiled.write[one.decision] == 0 for one in found.moved)
+    assert any(compiled.write[one.decision] == 0 for one in result.moved)
     for said, change in wrong.items():
         with pytest.raises(PlanError, match=said):
-            verify(dataclasses.replace(found, **change))
+            verify(dataclasses.replace(result, **change))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_exact_solver_agrees_with_enumeration(seed: int) -> None:
     compiled = drawn(seed, 3)
-    found = Milp().map(compiled.program, compiled.tiers)
+    result = Milp().map(compiled.program, compiled.tiers)
     best = optimum_by_enumeration(compiled)
-    assert verify(found) == found.ticks
-    assert found.ticks <= best * (1 + 1e-5)
+    assert verify(result) == result.ticks
+    assert result.ticks <= best * (1 + 1e-5)
     # It may lay out memory better than first fit does, but hardly on so little.
-    assert best <= 1.02 * found.ticks
+    assert best <= 1.02 * result.ticks
 
 
 @pytest.mark.parametrize("seed", [0, 6])
@@ -258,9 +258,9 @@ def test_greedy_is_no_straw_man() -> None:
     """Where there is room for all, it keeps all that can be; where not, it beats the naive way."""
     program = chain(*[1 << 16] * 8)
     c = Compiled(program, tiers(1 << 20))
-    found = GreedyMapper().map(program, c.tiers)
+    result = GreedyMapper().map(program, c.tiers)
     # Nothing can fetch the input in time; written there or copied, the output costs the same.
-    assert found.actions == (DROP, *[NO_COPY] * 12, DROP)
+    assert result.actions == (DROP, *[NO_COPY] * 12, DROP)
     for seed in range(4):
         compiled = drawn(seed, 40)
         naive = replay(compiled, np.full(compiled.decisions, FAST))
@@ -281,8 +281,8 @@ def test_no_mapper_is_worse_than_slow_memory_or_greed(seed: int) -> None:
 def test_annealing_is_the_same_for_a_seed() -> None:
     compiled = drawn(5, 20)
     part = MAPPERS.build({"name": "anneal", "rounds": 300})
-    found = [part.map(compiled.program, compiled.tiers, seed=seed).actions for seed in (0, 0, 1)]
-    assert found[0] == found[1]
+    results = [part.map(compiled.program, compiled.tiers, seed=seed).actions for seed in (0, 0, 1)]
+    assert results[0] == results[1]
 
 
 def test_without_a_compiler_the_plain_rules_play(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,10 +311,10 @@ def test_a_buffer_larger_than_fast_memory_can_only_be_dropped() -> None:
         assert game.step(DROP) == 0
     for name in ("greedy", "milp", "anneal"):
         options = {"rounds": 10} if name == "anneal" else {}
-        found = MAPPERS.build({"name": name, **options}).map(
+        result = MAPPERS.build({"name": name, **options}).map(
             game.compiled.program, game.compiled.tiers
         )
-        assert found.rectangles == ()
+        assert result.rectangles == ()
 
 
 def test_bad_programs_are_refused() -> None:
@@ -504,6 +504,6 @@ def test_an_idle_link_is_no_reservation() -> None:
     # The programme has no price for this, so its optimum may hold it as well as not.
     spare = programme.link[home, 2]
     x[spare] = 0.5 * compiled.copy[0] / programme.unit
-    found = _Programme._mapping(programme, x)
-    assert not [moved for moved in found.moved if moved.decision == home]
-    assert verify(found) < compiled.all_slow
+    result = _Programme._mapping(programme, x)
+    assert not [moved for moved in result.moved if moved.decision == home]
+    assert verify(result) < compiled.all_slow

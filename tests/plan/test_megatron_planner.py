@@ -65,9 +65,9 @@ def test_what_is_stated_is_kept():
         global_batch=8,
         precision="bf16",
     )
-    for found in plans(job, "8xA100"):
-        assert found.job.parallel == job.parallel
-        assert found.job.shard.name == "zero1" and found.job.microbatch == 1
+    for result in plans(job, "8xA100"):
+        assert result.job.parallel == job.parallel
+        assert result.job.shard.name == "zero1" and result.job.microbatch == 1
 
 
 def test_bad_input():

@@ -81,17 +81,17 @@ def test_the_quick_sum_is_the_simulation():
         for slice_s in (0.0, 2e-3):
             one = _any(source)
             for one_link in (False, True):
-                found = timeline(one, r, slice_s, one_link=one_link)
+                result = timeline(one, r, slice_s, one_link=one_link)
                 quick = makespan(one, r, slice_s, one_link=one_link)
-                assert quick == pytest.approx(found.makespan, rel=1e-12)
+                assert quick == pytest.approx(result.makespan, rel=1e-12)
 
 
 def test_streams_do_every_task_once_and_in_turn():
     for r in (1, 4):
-        found = schedule(r, min(1, r - 1), slice_=True)
-        done = [op for ops in found.ops for op in ops]
+        result = schedule(r, min(1, r - 1), slice_=True)
+        done = [op for ops in result.ops for op in ops]
         assert len(done) == len(set(done)) == 5 * r + 1
-        assert all(found.rank_of(op) == rank for rank, ops in enumerate(found.ops) for op in ops)
+        assert all(result.rank_of(op) == rank for rank, ops in enumerate(result.ops) for op in ops)
     there, beside, work = 3.0, 1.0, 2.0
     one = MoePass(Task(0.0, 2 * there), Task(0.0, 2 * beside), Task(0.0, 2 * work), 8)
     # By hand: D 0-3 3-6, G 3-4, E 4-6, S 6-7, G 7-8, E 8-10, S 10-11, C 7-10 11-14.
@@ -107,9 +107,9 @@ def test_closed_forms_are_never_above_the_simulation():
         one = _any(source)
         for r in (1, 2, 5, 20):
             for ahead in {0, min(1, r - 1), min(2, r - 1)}:
-                found = timeline(one, r, 1e-3, ahead=ahead).makespan
+                result = timeline(one, r, 1e-3, ahead=ahead).makespan
                 for name, seconds in cases(one, r, 1e-3, ahead).items():
-                    assert seconds <= found * (1 + 1e-9), name
+                    assert seconds <= result * (1 + 1e-9), name
 
 
 def test_the_choice_is_near_the_best_of_all():
@@ -151,30 +151,30 @@ def test_what_fits_the_room_costs_nothing():
 
 def test_slices_are_all_gradients_once():
     layers = [_layer(1e-3, 2e6) for _ in range(6)]
-    found = partition(layers)
-    sent = sum(one.bytes for one in found.slices) + found.tail
+    result = partition(layers)
+    sent = sum(one.bytes for one in result.slices) + result.tail
     assert sent == pytest.approx(6 * 2e6)
     # Nothing of a layer before it is done, and the first one's own when all are.
     finished = 0.0
-    for one in found.slices:
+    for one in result.slices:
         finished = 2e6 * (5 - one.layer)
         assert one.layer < 5
-    assert sum(one.bytes for one in found.slices) <= finished + 2e6
-    assert found.tail == pytest.approx(2e6)
+    assert sum(one.bytes for one in result.slices) <= finished + 2e6
+    assert result.tail == pytest.approx(2e6)
     uncut = sum(choose(one.backward).seconds + one.dense_backward_s for one in layers)
-    assert found.seconds == pytest.approx(uncut + 1e-5 + 1e-9 * 2e6)
+    assert result.seconds == pytest.approx(uncut + 1e-5 + 1e-9 * 2e6)
 
 
 def test_what_no_hole_takes_is_spread_if_that_is_sooner():
     layers = [_layer(1e-4, 8e6) for _ in range(4)]
-    found = partition(layers, seed=1)
-    sent = sum(one.bytes for one in found.slices) + found.tail
+    result = partition(layers, seed=1)
+    sent = sum(one.bytes for one in result.slices) + result.tail
     assert sent == pytest.approx(4 * 8e6)
-    assert found.seconds <= found.greedy_s
+    assert result.seconds <= result.greedy_s
     # The network is never asked for more than it has.
-    busy = sum(one.seconds for one in found.slices) + found.tail_s
-    assert found.seconds >= busy
-    assert partition(layers, seed=1) == found
+    busy = sum(one.seconds for one in result.slices) + result.tail_s
+    assert result.seconds >= busy
+    assert partition(layers, seed=1) == result
     with pytest.raises(PlanError, match="at least one block"):
         partition([])
 
@@ -214,11 +214,11 @@ def test_machines_whose_nodes_are_not_known_are_refused():
 
 
 def test_a_plan_is_sooner_than_one_chunk():
-    found = planned("Qwen3-30B-A3B", load("64xH100"), tokens=2048)
-    assert found.parallel.ep == 8
-    assert found.parallel.etp == 8
-    assert found.seconds < 0.8 * found.uncut_s
-    assert len(found.gradients.r) == found.blocks == 48
+    result = planned("Qwen3-30B-A3B", load("64xH100"), tokens=2048)
+    assert result.parallel.ep == 8
+    assert result.parallel.etp == 8
+    assert result.seconds < 0.8 * result.uncut_s
+    assert len(result.gradients.r) == result.blocks == 48
 
 
 def test_the_picture_has_every_task():
@@ -238,25 +238,25 @@ def test_the_command_tells_and_draws(tmp_path):
     assert shown.exit_code == 0
     assert "expert_chunks: [" in shown.output
     assert picture.read_text().startswith("<svg")
-    told = json.loads(CliRunner().invoke(app, [*words, "-o", "json"]).stdout)
-    assert told["forward"]["faster"] > 1.0
-    assert told["blocks"] == 32
+    data = json.loads(CliRunner().invoke(app, [*words, "-o", "json"]).stdout)
+    assert data["forward"]["faster"] > 1.0
+    assert data["blocks"] == 32
 
 
 def test_small_messages_are_planned_by_node():
     """Of few tokens what starts a message counts, and by node there are fewer of them."""
-    found = {
+    result = {
         way: planned("Qwen3-30B-A3B", load("64xH100"), tokens=64, ep=64, etp=1, dispatch=way)
         for way in ("flat", "1dh", "2dh")
     }
     assert (
-        found["2dh"].layer.forward.exchange.alpha < found["flat"].layer.forward.exchange.alpha / 4
+        result["2dh"].layer.forward.exchange.alpha < result["flat"].layer.forward.exchange.alpha / 4
     )
-    assert found["2dh"].seconds < found["flat"].seconds
+    assert result["2dh"].seconds < result["flat"].seconds
     # A node's first rank sends for eight.
-    assert found["1dh"].layer.forward.exchange.work > 7 * found["2dh"].layer.forward.exchange.work
-    told = found["2dh"].as_record()
-    assert told["dispatch"] == "2dh"
+    assert result["1dh"].layer.forward.exchange.work > 7 * result["2dh"].layer.forward.exchange.work
+    outcome = result["2dh"].as_record()
+    assert outcome["dispatch"] == "2dh"
     with pytest.raises(PlanError, match=r"expert_dispatch = 2dh.*use flat"):
         hops([(0, 1)], 1.0, 4, None, "2dh")
 
@@ -270,29 +270,29 @@ def _auto(machine: str, parallel: dict[str, object]) -> list[TrainJob]:
 
 
 def test_auto_takes_what_the_solver_finds():
-    (found,) = _auto("64xH100", {"expert_chunks": "auto", "gradient_slices": "auto"})
+    (result,) = _auto("64xH100", {"expert_chunks": "auto", "gradient_slices": "auto"})
     shape = find(MODEL)
     layer = layer_of(shape, load("64xH100"), SPLIT, 1024, 1024)
     chunks = choose(layer.forward).r, choose(layer.backward).r
-    assert found.parallel.chunks == chunks
+    assert result.parallel.chunks == chunks
     assert max(chunks) > 1
     sums = partition([layer] * shape.num_layers)
-    for number, pair in enumerate(found.parallel.slices):
+    for number, pair in enumerate(result.parallel.slices):
         for where, size in zip(("experts", "dense"), pair, strict=True):
             mine = [one.bytes for one in sums.slices if (one.layer, one.where) == (number, where)]
             assert size == int(sum(mine))
-    assert sum(map(sum, found.parallel.slices)) > 0
+    assert sum(map(sum, result.parallel.slices)) > 0
     # A planned job is as it would be if its numbers had been given, and can be checked.
-    assert _auto("64xH100", found.parallel.model_dump()) == [found]
-    check_split(found, shape)
+    assert _auto("64xH100", result.parallel.model_dump()) == [result]
+    check_split(result, shape)
 
 
 def test_only_one_may_be_left_open():
-    (found,) = _auto("64xH100", {"expert_chunks": [3, 2], "gradient_slices": "auto"})
-    assert found.parallel.chunks == (3, 2)
-    assert found.parallel.slices
-    (found,) = _auto("64xH100", {"expert_chunks": "auto"})
-    assert found.parallel.slices == ()
+    (result,) = _auto("64xH100", {"expert_chunks": [3, 2], "gradient_slices": "auto"})
+    assert result.parallel.chunks == (3, 2)
+    assert result.parallel.slices
+    (result,) = _auto("64xH100", {"expert_chunks": "auto"})
+    assert result.parallel.slices == ()
 
 
 def test_auto_without_nodes_experts_or_a_plan_is_refused():
@@ -311,9 +311,9 @@ def test_a_step_is_priced_with_its_chunks():
     shape, seconds = find(MODEL), {}
     for chunks in ([1, 1], "auto", [32, 32]):
         (job,) = _auto("64xH100", {"expert_chunks": chunks})
-        found = Pricer(load("64xH100")).estimate(Work(job=job, shape=shape))
+        estimate = Pricer(load("64xH100")).estimate(Work(job=job, shape=shape))
         gain = gained_s(job, shape, load("64xH100"), 1)
-        seconds[str(chunks)] = found.terms_s["collective"], gain, max(job.parallel.chunks)
+        seconds[str(chunks)] = estimate.terms_s["collective"], gain, max(job.parallel.chunks)
     one, best, many = seconds["[1, 1]"], seconds["auto"], seconds["[32, 32]"]
     assert one[1] == 0.0
     assert best[2] > 1

@@ -27,36 +27,36 @@ def priced(budgets=None, only=None, machine="1xRTX-4090", **changes):
 def test_every_part_is_there_and_the_order_is_by_time():
     from shoal.core.parts import table
 
-    found = priced()
-    assert {way.choice.split("(")[0] for way in found} == {"none", *table("offload")}
-    times = [way.step_s for way in found if way.fits]
+    result = priced()
+    assert {way.choice.split("(")[0] for way in result} == {"none", *table("offload")}
+    times = [way.step_s for way in result if way.fits]
     assert times == sorted(times)
     assert min(times) > 0
 
 
 def test_budgets_say_what_does_not_fit_and_reach_the_part():
-    found = priced({"device": 256 * MIB})
-    for way in found:
+    result = priced({"device": 256 * MIB})
+    for way in result:
         assert way.refused or way.fits == (way.tier_bytes["device"] <= 256 * MIB)
-    order = [(bool(way.refused), not way.fits) for way in found]
+    order = [(bool(way.refused), not way.fits) for way in result]
     assert order == sorted(order)
-    assert any(way.beyond == ("device",) for way in found)
+    assert any(way.beyond == ("device",) for way in result)
     small = priced({"device": MIB}, only="zero_infinity")
     assert all("device_budget 1.0 MiB is below" in " ".join(way.notes) for way in small)
 
 
 def test_a_part_that_refuses_says_why():
-    found = priced(optimizer="muon")
-    refused = [way for way in found if way.refused]
+    result = priced(optimizer="muon")
+    refused = [way for way in result if way.refused]
     assert refused
     assert all("muon" in way.refused for way in refused)
-    assert refused == found[-len(refused) :]
+    assert refused == result[-len(refused) :]
 
 
 def test_what_lies_on_the_host_of_a_gpu_is_not_free():
-    found = {way.choice: way for way in priced() if way.recompute == "none"}
-    away = next(way for name, way in found.items() if "param=host" in name)
-    assert away.step_s > 1.05 * found["none"].step_s
+    result = {way.choice: way for way in priced() if way.recompute == "none"}
+    away = next(way for name, way in result.items() if "param=host" in name)
+    assert away.step_s > 1.05 * result["none"].step_s
 
 
 def test_budgets_as_words():

@@ -24,13 +24,13 @@ def every_cut(layers, cells):
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.data())
 def test_equals_brute_force(costs, data):
     cells = data.draw(st.integers(1, len(costs)))
-    found = partition(costs, cells)
-    assert [i for cell in found for i in cell] == list(range(len(costs)))
-    assert len(found) == cells and all(found)
+    result = partition(costs, cells)
+    assert [i for cell in result for i in cell] == list(range(len(costs)))
+    assert len(result) == cells and all(result)
     best = min(
         (max(s), pvariance(s)) for s in (sums(costs, c) for c in every_cut(len(costs), cells))
     )
-    mine = sums(costs, found)
+    mine = sums(costs, result)
     assert (max(mine), pvariance(mine)) == best
     assert partition([cost / 7 for cost in costs], cells)  # fractions, too
 
@@ -64,8 +64,8 @@ def test_dense_layers_of_a_mixture_are_blocks_of_their_own_cost():
 
 def test_a_large_model_is_quick():
     shape = find("Llama-3.1-405B")
-    found = stages_for(shape, 32, vocab_split="none")
-    assert sum(map(len, found)) == 126 and len(found) == 32
+    stages = stages_for(shape, 32, vocab_split="none")
+    assert sum(map(len, stages)) == 126 and len(stages) == 32
 
 
 def test_bad_input():

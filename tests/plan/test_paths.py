@@ -35,11 +35,11 @@ def test_every_vertex_gets_its_share_of_every_colour(
     seed: int, colours: int, senders: int, receivers: int
 ) -> None:
     count = np.random.default_rng(seed).integers(0, 5, (senders, receivers))
-    dealt = assign(count, colours)
-    assert (dealt.sum(0) == count).all()
-    assert (dealt >= 0).all()
+    assigned = assign(count, colours)
+    assert (assigned.sum(0) == count).all()
+    assert (assigned >= 0).all()
     for axis in (1, 2):
-        sums, whole = dealt.sum(axis), count.sum(axis - 1)
+        sums, whole = assigned.sum(axis), count.sum(axis - 1)
         assert (sums >= whole // colours).all()
         assert (sums <= -(-whole // colours)).all()
 
@@ -50,9 +50,9 @@ def test_koenig_needs_as_many_colours_as_the_highest_degree(seed: int, size: int
     """With so many colours, each is a matching: no two of its edges meet."""
     count = np.random.default_rng(seed).integers(0, 4, (size, size))
     degree = int(max(count.sum(0).max(), count.sum(1).max(), 1))
-    dealt = assign(count, degree)
-    assert dealt.sum(1).max() <= 1
-    assert dealt.sum(2).max() <= 1
+    assigned = assign(count, degree)
+    assert assigned.sum(1).max() <= 1
+    assert assigned.sum(2).max() <= 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -164,9 +164,9 @@ def test_c4p_leaves_bad_links_out_and_balances_receiving_ports() -> None:
     assert busiest(flows, paths, bad) <= 2
     ports = LeafSpine(leaves=8, hosts=8, spines=8, ports=2)
     ring = collective("all_reduce", place(ports, "random", seed=4), 1e9).flows
-    found = C4P().paths(ring, ports)
-    assert np.bincount(found.dst_port).tolist() == [32, 32]
-    assert (found.src_port == found.dst_port).all()
+    result = C4P().paths(ring, ports)
+    assert np.bincount(result.dst_port).tolist() == [32, 32]
+    assert (result.src_port == result.dst_port).all()
 
 
 def test_weights_follow_what_links_give() -> None:

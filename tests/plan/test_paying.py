@@ -113,8 +113,8 @@ def test_looking_in_vain_is_seen_too():
     """A drafter that finds nothing, and takes longer to say so than was measured."""
     paying = ProfitableDrafting(EXPECTED, CHEAP)
     for _ in range(120):
-        asked = 8 if paying.nodes(8) else 0
-        paying.took(8, asked, 0, CHEAP.seconds(8) * (4.0 if asked else 1.0))
+        value = 8 if paying.nodes(8) else 0
+        paying.took(8, value, 0, CHEAP.seconds(8) * (4.0 if value else 1.0))
     assert not any(paying.nodes(8) for _ in range(100))
 
 

@@ -26,12 +26,12 @@ def job(**changes: object) -> TrainJob:
 
 
 def test_every_method_is_judged_and_those_that_fit_come_first(machine: Machine) -> None:
-    found = advise(job(), machine)
-    assert {one.method.name for one in found} == set(PEFTS)
-    fits = [one.fits for one in found]
+    result = advise(job(), machine)
+    assert {one.method.name for one in result} == set(PEFTS)
+    fits = [one.fits for one in result]
     assert fits == sorted(fits, reverse=True)
-    assert all(one.reason for one in found)
-    by_name = {one.method.name: one for one in found}
+    assert all(one.reason for one in result)
+    by_name = {one.method.name: one for one in result}
     # Llama 3 8B: q 4096 x 4096 and v 1024 x 4096 in 32 layers.
     assert by_name["lora"].trained == 8 * (4096 + 4096 + 1024 + 4096) * 32
     assert by_name["lora"].memory_bytes["gradients"] == pytest.approx(4 * by_name["lora"].trained)

@@ -15,28 +15,28 @@ from shoal.plan.what_if import WhatIfResult
 
 def plans(**changes: object) -> list[TrainPlan]:
     job = {"model": "Qwen3-0.6B", "seq_len": 1024, "global_batch": 64, **changes}
-    found: list[TrainPlan] = PLANNERS.build("search").plan(
+    plans: list[TrainPlan] = PLANNERS.build("search").plan(
         TrainJob.model_validate(job), load("8xH100")
     )
-    return found[:3]
+    return plans[:3]
 
 
 def test_the_timeline_is_of_the_plans_own_schedule() -> None:
     piped = plans(parallel={"pp": 4, "dp": 2}, microbatch=4)[0]
-    found = timeline(piped)
-    assert found is not None
-    drawn, note = found
+    result = timeline(piped)
+    assert result is not None
+    drawn, note = result
     assert note == ""
     assert drawn.ranks == 4
     assert len(drawn) == 4 * 2 * 8  # stages, forward and backward, micro-batches
     many = plans(parallel={"pp": 4, "dp": 2}, microbatch=1)[0]
-    found = timeline(many)
-    assert found is not None
-    assert found[1] == ", the first 8 of 32 micro-batches"
+    result = timeline(many)
+    assert result is not None
+    assert result[1] == ", the first 8 of 32 micro-batches"
     split = plans(parallel={"pp": 4, "dp": 2, "vocab": "pp"}, microbatch=4)[0]
-    found = timeline(split)
-    assert found is not None
-    assert len(found[0]) == 4 * 6 * 8  # and four passes of the vocabulary
+    result = timeline(split)
+    assert result is not None
+    assert len(result[0]) == 4 * 6 * 8  # and four passes of the vocabulary
     assert timeline(plans(parallel={"dp": 8})[0]) is None
 
 

@@ -61,7 +61,7 @@ def small(draw: st.DrawFn) -> RouteProblem:
 
 def all_routes(problem: RouteProblem, mb: int) -> list[tuple[int, ...]]:
     """Every route of a micro-batch, written down without the solver."""
-    found = []
+    routes = []
     others = range(1, len(problem.stages))
     for chosen in itertools.permutations(others, problem.keep - 1):
         order, at = list(chosen), 0
@@ -71,11 +71,11 @@ def all_routes(problem: RouteProblem, mb: int) -> list[tuple[int, ...]]:
                 at += 1
             at += 1
         if order == sorted(order):
-            found += [
+            routes += [
                 (problem.start(mb), *nodes)
                 for nodes in itertools.product(*(problem.stages[s] for s in chosen))
             ]
-    return found
+    return routes
 
 
 def shortest(problem: RouteProblem, routes: tuple[tuple[int, ...], ...], below: float) -> float:
@@ -154,14 +154,14 @@ def brute_force(problem: RouteProblem) -> float:
 @given(small())
 @pytest.mark.slow
 def test_solver_is_as_good_as_trying_everything(problem: RouteProblem) -> None:
-    found = plan_routes(problem, effort=20)
+    routes = plan_routes(problem, effort=20)
     # The hardest of these problems that is known takes 25,131 steps to be proven.
-    exact = search(problem, most=100_000, known=found)
-    assert violation(problem, found) == ""
+    exact = search(problem, most=100_000, known=routes)
+    assert violation(problem, routes) == ""
     assert violation(problem, exact) == ""
     assert exact.optimal
     assert exact.makespan == brute_force(problem)
-    assert found.makespan >= exact.makespan
+    assert routes.makespan >= exact.makespan
 
 
 def test_search_alone_finds_the_optimum() -> None:
@@ -176,9 +176,9 @@ def test_search_alone_finds_the_optimum() -> None:
         links=((0, 4, 1, 9), (4, 0, 1, 1), (1, 1, 0, 2), (9, 1, 2, 0)),
         in_flight=(2, 1, 1, 1),
     )
-    found = search(problem, most=5000)
-    assert found.optimal
-    assert found.makespan == brute_force(problem)
+    match = search(problem, most=5000)
+    assert match.optimal
+    assert match.makespan == brute_force(problem)
     with pytest.raises(PlanError, match="constraint tree"):
         search(problem, most=1)
 
@@ -246,8 +246,8 @@ def test_orders_are_those_that_may_be(keep: int, swap: bool) -> None:
     problem = wide(0, keep=keep, swap=swap, stages=((0,), (1,), (2,), (3,), (4,)))
     seen = set()
     for route in all_routes(problem, 0):
-        found = best_route(problem, 0, RouteLimits(), route=route)
-        assert found is not None
+        result = best_route(problem, 0, RouteLimits(), route=route)
+        assert result is not None
         seen.add(route)
     blocked = RouteLimits()
     reached = set()
@@ -281,7 +281,7 @@ def test_bottleneck_is_the_best_pairing() -> None:
 def test_arrangement_is_the_best_of_all() -> None:
     network = WanNetwork.wan(7)
     sizes = (3, 2, 2)
-    found = arrange(network, sizes, sync_bytes=1e8, boundary_bytes=1e7)
+    result = arrange(network, sizes, sync_bytes=1e8, boundary_bytes=1e7)
 
     def cost(stages: tuple[tuple[int, ...], ...]) -> float:
         return sum(arrangement_cost(network, stages, sync_bytes=1e8, boundary_bytes=1e7))
@@ -291,9 +291,9 @@ def test_arrangement_is_the_best_of_all() -> None:
         for order in itertools.permutations(range(7))
     }
     best = min(cost((order[:3], order[3:5], order[5:])) for order in every)
-    assert cost(found) == pytest.approx(best)
-    assert [len(stage) for stage in found] == list(sizes)
-    assert found == arrange(network, sizes, sync_bytes=1e8, boundary_bytes=1e7)
+    assert cost(result) == pytest.approx(best)
+    assert [len(stage) for stage in result] == list(sizes)
+    assert result == arrange(network, sizes, sync_bytes=1e8, boundary_bytes=1e7)
 
 
 def test_sizes_share_the_load() -> None:
@@ -364,9 +364,9 @@ def test_what_no_plan_can_do_names_the_constraint() -> None:
         plan_routes(replace(problem, in_flight=(0,) + (1,) * 9))
     # One node of a stage without room is simply not visited.
     partly = replace(problem, in_flight=(2,) * 6 + (0,) + (2,) * 3)
-    found = plan_routes(partly, effort=5)
-    assert violation(partly, found) == ""
-    assert all(6 not in found.nodes(mb) for mb in range(10))
+    routes = plan_routes(partly, effort=5)
+    assert violation(partly, routes) == ""
+    assert all(6 not in routes.nodes(mb) for mb in range(10))
     with pytest.raises(PlanError, match=r"keep = 5: expected 1 to 4"):
         plan_routes(replace(problem, keep=5))
     alone = tuple(tuple(0 if a == b else None for b in range(10)) for a in range(10))
@@ -385,21 +385,21 @@ def test_task_refuses_numbers_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_executed_times_are_the_planned_ones(swap: bool) -> None:
-    found = plan(
+    plans = plan(
         WanNetwork.wan(9), RouteTask(stages=4, keep=3, swap=swap, microbatches=6, effort=5)
     )
-    assert violation(found.problem, found.routes) == ""
-    found.schedule.validate()
+    assert violation(plans.problem, plans.routes) == ""
+    plans.schedule.validate()
     # The clock of the solver has a thousandth of a forward pass.
-    assert found.timeline.makespan <= found.routes.makespan * found.tick_s * 1.01
+    assert plans.timeline.makespan <= plans.routes.makespan * plans.tick_s * 1.01
     planned = {}
-    for mb, route in enumerate(found.routes.passes):
+    for mb, route in enumerate(plans.routes.passes):
         for one in route:
-            planned[one.kind, found.problem.stage_of[one.node], mb] = one
-    cells = found.schedule.cell_of
-    for rank, op, start, _ in found.timeline.events():
+            planned[one.kind, plans.problem.stage_of[one.node], mb] = one
+    cells = plans.schedule.cell_of
+    for rank, op, start, _ in plans.timeline.events():
         if cells[op.stage] == 4:
             continue
         one = planned[op.kind, cells[op.stage], op.mb]
         assert one.node == rank
-        assert start <= one.start * found.tick_s + 0.05
+        assert start <= one.start * plans.tick_s + 0.05

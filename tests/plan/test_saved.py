@@ -25,10 +25,10 @@ def probed(cpu: str, **more: object) -> Machine:
 
 def test_a_saved_plan_reads_back(tmp_path: Path) -> None:
     plan().save(tmp_path / "plan.yaml")
-    found = read_plan(tmp_path / "plan.yaml")
-    assert isinstance(found, TrainPlan)
-    check_model(found, "plan.yaml")
-    check_machine(found, load("laptop"), "plan.yaml")
+    result = read_plan(tmp_path / "plan.yaml")
+    assert isinstance(result, TrainPlan)
+    check_model(result, "plan.yaml")
+    check_machine(result, load("laptop"), "plan.yaml")
     served = ServePlan(job=ServeJob(model="shoal-4m"), machine=load("H100"), shape=find("shoal-4m"))
     served.save(tmp_path / "serve.yaml")
     assert isinstance(read_plan(tmp_path / "serve.yaml"), ServePlan)

@@ -53,8 +53,8 @@ def test_every_builder_is_legal_for_any_numbers(schedule: Schedule) -> None:
 def test_bubble_is_what_the_simulator_finds(schedule: Schedule) -> None:
     part = SCHEDULES.build(schedule.name)
     vpp = schedule.stages // schedule.ranks
-    found = simulate(schedule, OpCosts.uniform(schedule.stages)).bubble
-    assert part.bubble(schedule.ranks, schedule.microbatches, vpp) == pytest.approx(found)
+    result = simulate(schedule, OpCosts.uniform(schedule.stages)).bubble
+    assert part.bubble(schedule.ranks, schedule.microbatches, vpp) == pytest.approx(result)
 
 
 @pytest.mark.parametrize("name", V_SHAPED)
@@ -62,8 +62,8 @@ def test_bubble_is_what_the_simulator_finds(schedule: Schedule) -> None:
 def test_bubble_of_a_v_holds_for_any_number_of_ranks(name: str, pp: int) -> None:
     part = SCHEDULES.build(name)
     for microbatches in range(1, pp + 4):
-        found = simulate(part.build(pp, microbatches, 2), OpCosts.uniform(2 * pp)).bubble
-        assert part.bubble(pp, microbatches, 2) == pytest.approx(found)
+        result = simulate(part.build(pp, microbatches, 2), OpCosts.uniform(2 * pp)).bubble
+        assert part.bubble(pp, microbatches, 2) == pytest.approx(result)
 
 
 @settings(max_examples=60, deadline=None)

@@ -49,8 +49,8 @@ def programs(theirs: Any) -> tuple[tuple[Op, ...], ...]:
 
 
 def build(name: str, pp: int, microbatches: int, vpp: int) -> Schedule:
-    found: Schedule = SCHEDULES.build(name).build(pp, microbatches, vpp)
-    return found
+    part: Schedule = SCHEDULES.build(name).build(pp, microbatches, vpp)
+    return part
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 3), (2, 4), (4, 4), (4, 9)])

@@ -75,12 +75,12 @@ def test_a_plan_is_concrete_and_tells_what_it_predicts(tmp_path: Path) -> None:
 
 
 def test_the_prediction_is_a_simulation_with_the_cost_that_was_given() -> None:
-    asked = job(workload={"name": "code", "requests": 30, "rate": 5.0})
-    plan = plan_serve(asked, LAPTOP, cost=LINE)
-    arrivals = arrivals_of(asked, find("shoal-4m"))
+    request = job(workload={"name": "code", "requests": 30, "rate": 5.0})
+    plan = plan_serve(request, LAPTOP, cost=LINE)
+    arrivals = arrivals_of(request, find("shoal-4m"))
     seen = simulate(build_scheduler(plan.job), LINE, arrivals).quantities()
     assert {name: interval.value for name, interval in plan.predicted.items()} == seen
-    again = plan_serve(asked, LAPTOP, cost=LINE, trace=arrivals)
+    again = plan_serve(request, LAPTOP, cost=LINE, trace=arrivals)
     assert again.predicted == plan.predicted
     assert plan.estimate is not None
     tokens = int(plan.estimate.tokens)
@@ -89,14 +89,14 @@ def test_the_prediction_is_a_simulation_with_the_cost_that_was_given() -> None:
 
 
 def test_a_roofline_is_less_sure_than_a_fit() -> None:
-    asked = job()
+    request = job()
 
     def width(plan: ServePlan) -> float:
-        found = plan.predicted["tokens_per_s"]
-        assert found.low < found.value < found.high
-        return found.high / found.low
+        result = plan.predicted["tokens_per_s"]
+        assert result.low < result.value < result.high
+        return result.high / result.low
 
-    assert width(plan_serve(asked, LAPTOP)) > width(plan_serve(asked, LAPTOP, cost=LINE)) > 1.2
+    assert width(plan_serve(request, LAPTOP)) > width(plan_serve(request, LAPTOP, cost=LINE)) > 1.2
 
 
 def test_a_shape_that_needs_no_files_has_the_precision_of_its_kind(tmp_path: Path) -> None:
@@ -209,16 +209,16 @@ def test_parts_compete_where_they_offer_themselves() -> None:
         ("fair", "paged"),
     }
     # What was asked for competes, whether it offers itself or not.
-    asked = job(kv="slots", scheduler="static")
-    assert names(rivals(asked)) == {
+    request = job(kv="slots", scheduler="static")
+    assert names(rivals(request)) == {
         (s, kv) for s in ("static", "fcfs") for kv in ("slots", "paged")
     }
 
 
 def test_competitors_serve_the_same_requests() -> None:
-    asked = job(kv_tokens=1024, max_position=1000)
-    assert all(one.job.max_position == 1000 for one in rivals(asked))
-    assert len({one.notes[0] for one in rivals(asked)}) == 1
+    request = job(kv_tokens=1024, max_position=1000)
+    assert all(one.job.max_position == 1000 for one in rivals(request))
+    assert len({one.notes[0] for one in rivals(request)}) == 1
     short = plan_serve(job(kv="slots"), LAPTOP)
     assert short.job.max_position == 512
     assert short.job.kv_tokens is not None
@@ -227,8 +227,8 @@ def test_competitors_serve_the_same_requests() -> None:
 
 def test_a_drafter_competes_when_there_is_one_and_text_that_repeats_itself(tmp_path: Path) -> None:
     def guessing(asked: ServeJob, *drafters: str) -> set[str]:
-        found = competing(asked, plan_serve(asked, LAPTOP), drafters=drafters, divide=False)
-        return {one.job.speculative.name for one in found if one.job.speculative is not None}
+        result = competing(asked, plan_serve(asked, LAPTOP), drafters=drafters, divide=False)
+        return {one.job.speculative.name for one in result if one.job.speculative is not None}
 
     code = job(workload={"name": "code", "requests": 4, "scale": 4})
     assert guessing(job()) == set()
@@ -238,9 +238,9 @@ def test_a_drafter_competes_when_there_is_one_and_text_that_repeats_itself(tmp_p
     heads = {"name": "medusa", "target": "0" * 64, "vocab_size": 512, "hidden": 64}
     (tmp_path / "drafter.json").write_text(json.dumps({**heads, "calibration": [[0.5], [0.3]]}))
     assert guessing(job(), str(tmp_path)) == {"medusa"}
-    for asked, directory in ((job(), tmp_path / "nowhere"), (job(replicas=2), tmp_path)):
+    for request, directory in ((job(), tmp_path / "nowhere"), (job(replicas=2), tmp_path)):
         with pytest.raises(PlanError, match=r"--drafter = .*: expected the directory of a drafter"):
-            guessing(asked, str(directory))
+            guessing(request, str(directory))
     (tmp_path / "drafter.json").write_text("{")
     with pytest.raises(ShoalError, match="cannot be read"):
         guessing(job(), str(tmp_path))
@@ -279,15 +279,15 @@ def test_parts_that_do_not_go_together_are_named_with_the_trait(
 
 def test_continuous_batching_and_paging_rank_first_where_they_should() -> None:
     """Mixed lengths, a rate, and a cache that is too small to reserve whole lengths."""
-    asked = job(
+    request = job(
         workload={"name": "chat", "requests": 60, "scale": 4}, kv_tokens=4096, max_running=32
     )
     others = [
-        asked.model_copy(update={"scheduler": Choice(name=scheduler), "kv": Choice(name=kv)})
+        request.model_copy(update={"scheduler": Choice(name=scheduler), "kv": Choice(name=kv)})
         for scheduler in ("static", "temporal_fusion")
         for kv in ("paged", "contiguous")
     ]
-    plans = [plan_serve(one, LAPTOP) for one in [*others, asked]]
+    plans = [plan_serve(one, LAPTOP) for one in [*others, request]]
     ranked = rank(plans)
     assert ranked[0].job.scheduler.name == "fcfs"
     assert ranked[0].job.kv.name == "paged"
@@ -360,9 +360,9 @@ def test_ranks_share_weights_cache_and_time() -> None:
     machine = load("4xH100")
     whole = plan_serve(job("Qwen3-8B", workload=SPLIT, max_position=4096), machine)
     for parallel in ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}):
-        asked = job("Qwen3-8B", workload=SPLIT, max_position=4096, parallel=parallel)
-        plan = plan_serve(asked, machine)
-        world = asked.parallel.world
+        request = job("Qwen3-8B", workload=SPLIT, max_position=4096, parallel=parallel)
+        plan = plan_serve(request, machine)
+        world = request.parallel.world
         assert plan.estimate is not None
         assert whole.estimate is not None
         memory = plan.estimate.memory_bytes
@@ -398,34 +398,34 @@ def test_a_model_too_large_for_one_device_is_told_how_many() -> None:
 def test_a_balancer_changes_what_replicas_have_in_their_caches() -> None:
     """By turns each replica computes each beginning; sent where it was, one does."""
     shared = {"name": "shared_prefix", "requests": 60, "rate": 20.0, "scale": 2}
-    told = {}
+    fields = {}
     for balancer in ("round_robin", "least_loaded", "prefix_aware"):
-        asked = job(workload=shared, replicas=3, balancer=balancer, threads=1)
-        plan = plan_serve(asked, LAPTOP, cost=LINE)
-        told[balancer] = plan.predicted["ttft_p50_s"].value
+        request = job(workload=shared, replicas=3, balancer=balancer, threads=1)
+        plan = plan_serve(request, LAPTOP, cost=LINE)
+        fields[balancer] = plan.predicted["ttft_p50_s"].value
         seen = simulate_plan(plan.job, LAPTOP, LINE, arrivals_of(plan.job, plan.shape))
         assert len(seen.served) == 60
-        told[balancer, "cached"] = sum(one.n_cached for one in seen.served)
-    assert told["prefix_aware", "cached"] > told["round_robin", "cached"]
-    assert told["prefix_aware"] != told["round_robin"]
+        fields[balancer, "cached"] = sum(one.n_cached for one in seen.served)
+    assert fields["prefix_aware", "cached"] > fields["round_robin", "cached"]
+    assert fields["prefix_aware"] != fields["round_robin"]
 
 
 def test_one_replica_behind_a_balancer_is_the_plain_simulation() -> None:
-    asked = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
-    arrivals = arrivals_of(asked, find("shoal-4m"))
+    request = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
+    arrivals = arrivals_of(request, find("shoal-4m"))
     dispatcher = Balanced(table("balancer").build("prefix_aware").build(), 1, arrivals)
     fleet = simulate_fleet(
-        [SimulatedInstance(build_scheduler(asked), LINE)], [], dispatcher, arrivals
+        [SimulatedInstance(build_scheduler(request), LINE)], [], dispatcher, arrivals
     )
-    plain = simulate(build_scheduler(asked), LINE, arrivals)
+    plain = simulate(build_scheduler(request), LINE, arrivals)
     for ours, theirs in zip(fleet.served, plain.served, strict=True):
         assert ours.finish == pytest.approx(theirs.finish)
 
 
 def test_splits_that_compete_are_those_that_can_be() -> None:
-    asked = job("Qwen3-8B", workload=SPLIT)
-    found = {(one.parallel.tp, one.parallel.pp) for one in splits(asked, load("4xH100"))}
-    assert found == {(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    request = job("Qwen3-8B", workload=SPLIT)
+    result = {(one.parallel.tp, one.parallel.pp) for one in splits(request, load("4xH100"))}
+    assert result == {(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
     assert splits(job(), LAPTOP) == []
 
 
@@ -441,26 +441,26 @@ def test_splits_that_compete_are_those_that_can_be() -> None:
 )
 def test_ranks_that_cannot_be(parallel: dict[str, int], said: str) -> None:
     number = parallel.pop("replicas", 1)
-    asked = job("Qwen3-8B", workload=SPLIT, parallel=parallel, replicas=number)
+    request = job("Qwen3-8B", workload=SPLIT, parallel=parallel, replicas=number)
     with pytest.raises(PlanError, match=said):
-        plan_serve(asked, load("4xH100"))
+        plan_serve(request, load("4xH100"))
 
 
 def test_one_stage_ahead_of_nobody_is_the_plain_simulation() -> None:
-    asked = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
-    arrivals = arrivals_of(asked, find("shoal-4m"))
-    scheduler = build_scheduler(asked)
+    request = plan_serve(job(workload={"name": "code", "requests": 40, "rate": 20.0}), LAPTOP).job
+    arrivals = arrivals_of(request, find("shoal-4m"))
+    scheduler = build_scheduler(request)
     ahead = simulate_ahead(scheduler, AheadScheduler(scheduler, 1), LINE, arrivals, stages=1)
-    assert ahead.served == simulate(build_scheduler(asked), LINE, arrivals).served
+    assert ahead.served == simulate(build_scheduler(request), LINE, arrivals).served
 
 
 def test_a_pipeline_begins_a_step_while_another_is_in_later_stages() -> None:
     """Equal decodes of two groups, on two stages: twice as many steps in the same time."""
     flat = FittedStepCost(step=1.0, token=0.0, prompt_pair=0.0, decode_key=0.0, chunk=0.0)
     arrivals = [Arrival(0.0, (1,) * 4, 9) for _ in range(4)]
-    asked = job(kv_tokens=256, max_position=32, precision="fp32")
-    alone = simulate_plan(asked, LAPTOP, flat, arrivals)
-    split = asked.model_copy(update={"parallel": asked.parallel.model_copy(update={"pp": 2})})
+    request = job(kv_tokens=256, max_position=32, precision="fp32")
+    alone = simulate_plan(request, LAPTOP, flat, arrivals)
+    split = request.model_copy(update={"parallel": request.parallel.model_copy(update={"pp": 2})})
     pipeline = simulate_plan(split, LAPTOP, flat, arrivals)
     assert {one.n_output for one in pipeline.served} == {9}
     assert len(alone.steps) == 9
@@ -474,8 +474,8 @@ def test_a_model_of_masked_diffusion_is_planned_by_passes() -> None:
     """Every number from the windows, written out."""
     work = [Arrival(0.0, tuple(range(20)), 32)]
     decode = {"name": "diffusion", "block": 16, "refresh": "dual", "expected": 4.0}
-    asked = job("shoal-mdlm-3m", decode=decode, max_position=64)
-    plan = plan_serve(asked, LAPTOP, cost=LINE, trace=work)
+    request = job("shoal-mdlm-3m", decode=decode, max_position=64)
+    plan = plan_serve(request, LAPTOP, cost=LINE, trace=work)
     whole, block = LINE.seconds([(0, 52)]), LINE.seconds([(36, 16)])
     assert plan.predicted["total_s"].value == pytest.approx(2 * (whole + 3 * block))
     assert plan.predicted["ttft_mean_s"].value == pytest.approx(whole + 3 * block)

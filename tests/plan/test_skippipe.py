@@ -18,8 +18,8 @@ from shoal.plan.schedules import SCHEDULES
 
 
 def build(pp: int, microbatches: int, **options: object) -> Schedule:
-    found: Schedule = SCHEDULES.build({"name": "skippipe", **options}).build(pp, microbatches)
-    return found
+    part: Schedule = SCHEDULES.build({"name": "skippipe", **options}).build(pp, microbatches)
+    return part
 
 
 def test_without_options_it_is_1f1b() -> None:
@@ -118,9 +118,9 @@ def test_estimate_counts_what_the_busiest_rank_sends(tmp_path: Path) -> None:
             sends[a] += a != b
             sends[b] += a != b
     size = 2 * 128 * resolve("shoal-4m").hidden * 4.0
-    found = part.estimate(work(options), machine)
-    assert found.wire_bytes == {"node": max(sends) * size}
-    assert found.step_s.value == pytest.approx(max(sends) * (size / 1e10 + 1e-5))
+    estimate = part.estimate(work(options), machine)
+    assert estimate.wire_bytes == {"node": max(sends) * size}
+    assert estimate.step_s.value == pytest.approx(max(sends) * (size / 1e10 + 1e-5))
     file = tmp_path / "net.yaml"
     WanNetwork.wan(4).save(file)
     far = {**options, "network": str(file), "effort": 2}

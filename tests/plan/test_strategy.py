@@ -56,10 +56,10 @@ def test_plans_are_concrete_ranked_and_explained(planner):
     job = TrainJob(model="Qwen3-14B", tokens=20 * 10**9, seq_len=4096, global_batch=256)
     plans = plan(job, gpus(2), planner)
     assert plans[0].fits and plans[0].planner == planner and plans[0].why
-    for found in plans:
-        assert found.estimate is not None and found.job.microbatch and found.job.steps
-        assert found.job.parallel.world <= 16
-        assert TrainPlan.model_validate(found.model_dump(mode="json")) == found
+    for result in plans:
+        assert result.estimate is not None and result.job.microbatch and result.job.steps
+        assert result.job.parallel.world <= 16
+        assert TrainPlan.model_validate(result.model_dump(mode="json")) == result
     fitting = [p.fits for p in plans]
     assert fitting == sorted(fitting, reverse=True)
     rows = explain(plans)
@@ -151,9 +151,9 @@ def test_a_plan_says_its_split():
 
 
 def test_minutes_become_steps():
-    found = plan(TrainJob(minutes=3, parallel={"dp": 2}), LAPTOP)[0]
-    assert found.job.minutes is None
-    assert found.estimate.total_s.value == pytest.approx(180, rel=0.05)
+    plans = plan(TrainJob(minutes=3, parallel={"dp": 2}), LAPTOP)[0]
+    assert plans.job.minutes is None
+    assert plans.estimate.total_s.value == pytest.approx(180, rel=0.05)
 
 
 def test_a_machine_can_be_enlarged():
@@ -163,8 +163,8 @@ def test_a_machine_can_be_enlarged():
 
 
 def test_spelling():
-    found = plan(TrainJob(steps=1, parallel={"dp": 2}, microbatch=4, recompute="full"), LAPTOP)[0]
-    assert spell(found).startswith("dp2 tp1 pp1 ") and " mb4 recompute " in spell(found)
+    plans = plan(TrainJob(steps=1, parallel={"dp": 2}, microbatch=4, recompute="full"), LAPTOP)[0]
+    assert spell(plans).startswith("dp2 tp1 pp1 ") and " mb4 recompute " in spell(plans)
 
 
 def test_bad_input():
@@ -187,15 +187,15 @@ def test_bad_input():
 def test_the_space_has_every_dimension_and_only_what_runs() -> None:
     machine = load("64xH100")
     job = TrainJob.model_validate({"model": "Llama-3-8B", "seq_len": 8192, "global_batch": 64})
-    found = list(candidates(job, machine))
-    splits = [item.parallel for item in found]
+    result = list(candidates(job, machine))
+    splits = [item.parallel for item in result]
     schedules = {split.schedule.name for split in splits}
     assert {"1f1b", "interleaved", "zb_h1", "zbv", "vhalf", "vmin"} == schedules
     assert {2, 4} == {s.vpp for s in splits if s.schedule.name == "interleaved"}
     assert any(s.sp for s in splits)
     assert all(s.tp > 1 for s in splits if s.sp)
     assert {1, 2, 4, 8, 16} == {s.cp for s in splits}
-    for item in found[::97]:  # a share of all: each is checked as a run would be
+    for item in result[::97]:  # a share of all: each is checked as a run would be
         check_split(item, find("Llama-3-8B"))
 
 

@@ -40,14 +40,14 @@ def test_two_slots_hold_the_third_back():
     assert pattern.on_device() == (True, False, True)
     all_there = UpdatePattern(groups=4, stride=4, mirrored=True)
     assert all_there.on_device() == (True, True, True, False)
-    found = timeline(UpdateRates(host=1e9, device=12, convert=1e9, link=36), [12] * 4, all_there)
+    result = timeline(UpdateRates(host=1e9, device=12, convert=1e9, link=36), [12] * 4, all_there)
     # Fetches of 1 s end at 1, 2; updates at 2, 3; flushes at 3, 4: the third is fetched from 3 on.
-    assert found.seconds == pytest.approx(5.0)
+    assert result.seconds == pytest.approx(5.0)
 
 
 def test_residents_cost_no_way():
-    found = timeline(RATES, [12] * 2, UpdatePattern(groups=2, residents=2))
-    assert found.busy_s == {"device": pytest.approx(4.0)}
+    result = timeline(RATES, [12] * 2, UpdatePattern(groups=2, residents=2))
+    assert result.busy_s == {"device": pytest.approx(4.0)}
     with pytest.raises(PlanError, match="static_residents = 3: there are 2"):
         choose(RATES, [12] * 2, residents=3)
     with pytest.raises(ConfigError, match="2 sizes"):
@@ -82,13 +82,13 @@ def test_at_the_steady_stride_nobody_waits_long(rates):
     stride = steady_stride(machine, 10)
     assert stride >= 2
     groups = 6 * stride
-    found = timeline(machine, [10] * groups, UpdatePattern(groups=groups, stride=stride))
+    result = timeline(machine, [10] * groups, UpdatePattern(groups=groups, stride=stride))
     alone = timeline(machine, [10] * groups, UpdatePattern(groups=groups))
-    if found.busy_s["in"] > found.busy_s["host"]:
+    if result.busy_s["in"] > result.busy_s["host"]:
         return  # the formula forgets that pushes and fetches share the way
     # It ends no more than a trip after whoever has more to do: the formula adds the way of the
     # pushes to the host's time, and where they pass beside it the device may be busier.
-    assert found.seconds <= max(alone.seconds, found.busy_s["device"]) + machine.device_s(10)
+    assert result.seconds <= max(alone.seconds, result.busy_s["device"]) + machine.device_s(10)
 
 
 def test_the_published_machine():

@@ -97,9 +97,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["explain", "survival", "--nodes", "16", "--group", "4", "--trials", "2000", "-o", "json"],
     )
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["chances"]["job, simulated"] == pytest.approx(told["chances"]["job"], abs=0.02)
-    assert [one["name"] for one in told["levels"]] == ["memory", "storage"]
+    data = json.loads(done.stdout)
+    assert data["chances"]["job, simulated"] == pytest.approx(data["chances"]["job"], abs=0.02)
+    assert [one["name"] for one in data["levels"]] == ["memory", "storage"]
     shown = CliRunner().invoke(app, ["explain", "survival", "--trials", "0"])
     assert "job, no code" in shown.stdout
     assert "simulated" not in shown.stdout

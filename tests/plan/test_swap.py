@@ -49,11 +49,11 @@ def test_the_least_of_a_dense_scan(iteration, found, share):
 
 @given(iterations(), st.lists(st.floats(0.0, 1.0), max_size=8))
 def test_no_subset_of_equal_tensors_is_better(iteration, worth):
-    found = [SwapTensor(nbytes=20, again_s=s) for s in worth]
-    best = choose(iteration, Swappable(found))[1].seconds
-    for size in range(len(found) + 1):
-        for chosen in itertools.combinations(found, size):
-            again = sum(s.again_s for s in found) - sum(s.again_s for s in chosen)
+    results = [SwapTensor(nbytes=20, again_s=s) for s in worth]
+    best = choose(iteration, Swappable(results))[1].seconds
+    for size in range(len(results) + 1):
+        for chosen in itertools.combinations(results, size):
+            again = sum(s.again_s for s in results) - sum(s.again_s for s in chosen)
             assert best <= iteration.times(20 * size, max(0.0, again)).seconds * (1 + 1e-9)
 
 
@@ -74,8 +74,8 @@ def test_what_binds_and_by_how_much():
         forward_s=1.0, backward_s=2.0, backward_fetched=100, optimizer_read=300, gradients=100,
         optimizer_written=350, update_s=0.5, free_host=50, down=100, up=100, read=200, write=100,
     )  # fmt: skip
-    found = [SwapTensor(nbytes=100, again_s=1.0), SwapTensor(nbytes=100, again_s=0.5)]
-    one, two, three = curve(iteration, Swappable(found), 3)
+    results = [SwapTensor(nbytes=100, again_s=1.0), SwapTensor(nbytes=100, again_s=0.5)]
+    one, two, three = curve(iteration, Swappable(results), 3)
     assert (one.swapped, two.swapped, three.swapped) == (0, 100, 200)
     # Nothing: 1 + max(2 + 1.5, 350 / 100). One: the disk takes 50 more, written in the forward pass
     # and read in the backward one. Both: the link down takes 2 s, and so do reading and computing.

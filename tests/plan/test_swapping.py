@@ -383,7 +383,7 @@ def test_a_predicted_link_has_a_lane_for_each_direction() -> None:
 
 def test_a_simulation_swaps_and_loses_nothing() -> None:
     arrivals = [Arrival(0.01 * n, tuple(range(n, n + 12)), 16, f"s{n % 3}") for n in range(24)]
-    found = {}
+    result = {}
     for name, preempt in (("swap", "swap"), ("block", SYNCHRONOUS), ("none", "recompute")):
         built = make(
             {"name": "fair", "policy": "uniform", "frequency": 0.2},
@@ -393,9 +393,9 @@ def test_a_simulation_swaps_and_loses_nothing() -> None:
         )
         seen = simulate(built, COST, arrivals, link=LINK)
         assert [one.n_output for one in seen.served] == [16] * 24
-        found[name] = seen
+        result[name] = seen
         assert (sum(one.switch_s for one in seen.served) > 0) == (name != "none")
-    assert found["swap"].quantities()["total_s"] < found["block"].quantities()["total_s"]
+    assert result["swap"].quantities()["total_s"] < result["block"].quantities()["total_s"]
     with pytest.raises(ServeError, match="has no link to copy over"):
         built = make("fcfs", {"name": "paged", "block_size": 4}, "swap", tokens=40)
         simulate(built, COST, arrivals)

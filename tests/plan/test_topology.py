@@ -117,12 +117,12 @@ def test_as_good_as_all_orders(machine: Clusters, grid: DegreeGrid) -> None:
     one = job(global_batch=12 if grid.dp == 3 else 8)
     priced = Price(one, machine, grid)
     best, devices = brute(priced)
-    found = plan_order(one, machine, pp=grid.pp, tp=grid.tp)
-    assert found.step.seconds <= best * (1 + 1e-9), devices
-    assert found.step.seconds <= priced(interleaved(machine))[0].seconds
-    assert sorted(found.devices) == list(range(machine.num_devices))
-    assert sum(found.step.stages) == 8 >= grid.pp
-    assert min(found.step.stages) >= 1
+    result = plan_order(one, machine, pp=grid.pp, tp=grid.tp)
+    assert result.step.seconds <= best * (1 + 1e-9), devices
+    assert result.step.seconds <= priced(interleaved(machine))[0].seconds
+    assert sorted(result.devices) == list(range(machine.num_devices))
+    assert sum(result.step.stages) == 8 >= grid.pp
+    assert min(result.step.stages) >= 1
 
 
 @pytest.mark.slow
@@ -134,30 +134,30 @@ def test_any_number_of_clusters() -> None:
         ),
         per_node=1,
     )
-    found = plan_order(job(model="Llama-3.2-3B", global_batch=2), many, tp=1)
-    assert found.grid.world == many.num_devices == 15
-    assert found.crossing == 0
-    assert len(set(found.hosts)) == 15
+    result = plan_order(job(model="Llama-3.2-3B", global_batch=2), many, tp=1)
+    assert result.grid.world == many.num_devices == 15
+    assert result.crossing == 0
+    assert len(set(result.hosts)) == 15
 
 
 def test_no_way_inside_is_explained() -> None:
     uneven = clusters(cluster("a", 3), cluster("b", 1))
-    found = plan_order(job(), uneven, pp=2, tp=1)
-    assert found.crossing == 1
-    assert "a stage is dp * tp = 4 devices, and a has 6, b has 2" in found.reason
-    assert "pp of 4, 8 would keep them inside" in found.reason
+    result = plan_order(job(), uneven, pp=2, tp=1)
+    assert result.crossing == 1
+    assert "a stage is dp * tp = 4 devices, and a has 6, b has 2" in result.reason
+    assert "pp of 4, 8 would keep them inside" in result.reason
     # Left to itself it takes one that stays inside.
     assert plan_order(job(), uneven).crossing == 0
 
 
 def test_what_a_run_says() -> None:
-    found = plan_order(job(), TWO, pp=2, tp=1)
-    split = found.parallel()
+    result = plan_order(job(), TWO, pp=2, tp=1)
+    split = result.parallel()
     assert split.order == "pp-dp-cp-tp"
     one = job(parallel=split.model_dump(mode="json"))
     assert check_split(one, _shape()).ranks == 2
     # Each data-parallel group of the run is one of the plan's: rows of a replica stay its own.
-    assert set(split.attention().groups("dp")) == {group.ranks for group in found.groups("dp")}
+    assert set(split.attention().groups("dp")) == {group.ranks for group in result.groups("dp")}
     assert split.attention().coord(5)["dp"] == Parallel(pp=2, dp=4).attention().coord(5)["dp"]
 
 
@@ -196,16 +196,16 @@ def test_layers_by_speed() -> None:
     costs=st.lists(st.floats(0.01, 10), min_size=4, max_size=9),
 )
 def test_exact_cut_is_the_best(speeds: list[float], costs: list[float]) -> None:
-    found = exact(speeds, costs)
+    result = exact(speeds, costs)
     rule = adaptive(speeds, len(costs))
-    for cut in (found, rule):
+    for cut in (result, rule):
         assert sum(cut) == len(costs)
         assert min(cut) >= 1
     every = [
         slowest([b - a for a, b in itertools.pairwise((0, *ends, len(costs)))], speeds, costs)
         for ends in itertools.combinations(range(1, len(costs)), len(speeds) - 1)
     ]
-    assert slowest(found, speeds, costs) == pytest.approx(min(every), rel=1e-12)
+    assert slowest(result, speeds, costs) == pytest.approx(min(every), rel=1e-12)
     assert slowest(rule, speeds, costs) >= min(every) * (1 - 1e-12)
 
 
@@ -256,9 +256,9 @@ def test_command(tmp_path: Path) -> None:
     written = read_yaml(tmp_path / "job.yaml")
     assert parse(Parallel, written["parallel"], where="split").pp == 2
     assert svg.read_text().startswith("<svg")
-    told = json.loads(runner.invoke(app, [*call, "-o", "json"]).output)
-    assert told["crossing"] == 0
-    assert told["parallel"]["order"] == "pp-dp-cp-tp"
-    assert len(told["devices"]) == 8
-    assert len(told["groups"]["dp"]) == 2
+    data = json.loads(runner.invoke(app, [*call, "-o", "json"]).output)
+    assert data["crossing"] == 0
+    assert data["parallel"]["order"] == "pp-dp-cp-tp"
+    assert len(data["devices"]) == 8
+    assert len(data["groups"]["dp"]) == 2
     assert "rank 7" in picture(plan_order(job(), TWO, pp=2, tp=1))

@@ -57,9 +57,9 @@ def test_tries_nothing_twice_and_says_what_failed(name: str) -> None:
 
 def told(config: Config) -> TrialOutcome:
     """The same hill, which also says by how much a configuration is out of memory."""
-    found = hill(config)
+    result = hill(config)
     need = (float(config["x"]) + 2 * math.log2(float(config["y"]))) / 18
-    return found.model_copy(update={"excess": math.log(need)})
+    return result.model_copy(update={"excess": math.log(need)})
 
 
 @pytest.mark.parametrize(("objective", "least"), [(hill, 0.9), (told, 0.97)])
@@ -69,8 +69,8 @@ def test_bayes_beats_random(objective: Callable[[Config], TrialOutcome], least: 
     assert top is not None
     shares: dict[str, list[float]] = {"bayes": [], "random": []}
     for seed, name in itertools.product(range(3), shares):
-        found = TUNERS.build(name).tune(SPACE, objective, 40, seed=seed).best.value
-        shares[name].append((found or 0.0) / top)
+        result = TUNERS.build(name).tune(SPACE, objective, 40, seed=seed).best.value
+        shares[name].append((result or 0.0) / top)
     assert min(shares["bayes"]) > least
     assert np.mean(shares["bayes"]) > np.mean(shares["random"])
 
@@ -177,13 +177,13 @@ def test_gaussian_process_goes_through_what_it_saw() -> None:
     random = generator(0, purpose="test gp")
     seen = random.random((30, 2))
     values = np.sin(5 * seen[:, 0]) + seen[:, 1]
-    found = GaussianProcess.fit(seen, values)
-    middle, doubt = found.predict(seen)
+    fit = GaussianProcess.fit(seen, values)
+    middle, doubt = fit.predict(seen)
     np.testing.assert_allclose(middle, values, atol=0.05)
-    asked = random.random((20, 2))
-    told, _ = found.predict(asked)
-    np.testing.assert_allclose(told, np.sin(5 * asked[:, 0]) + asked[:, 1], atol=0.3)
-    far = found.predict(np.array([[5.0, 5.0]]))[1]
+    request = random.random((20, 2))
+    result, _ = fit.predict(request)
+    np.testing.assert_allclose(result, np.sin(5 * request[:, 0]) + request[:, 1], atol=0.3)
+    far = fit.predict(np.array([[5.0, 5.0]]))[1]
     assert far[0] > 3 * doubt.max()
 
 
@@ -223,10 +223,10 @@ def test_shapley_refuses_what_would_take_forever() -> None:
 
 def test_explains_what_made_the_difference() -> None:
     study = Exhaustive().tune(SPACE, lambda c: float(c["x"]) + bool(c["flag"]), 1)
-    found = explain(study.model_copy(update={"trials": study.trials[::13]}))
-    assert [one.axis for one in found[:2]] == ["x", "flag"]
-    assert found[1].by_value["True"] > found[1].by_value["False"]
-    assert {one.axis for one in found} == set(SPACE.names)
+    explanation = explain(study.model_copy(update={"trials": study.trials[::13]}))
+    assert [one.axis for one in explanation[:2]] == ["x", "flag"]
+    assert explanation[1].by_value["True"] > explanation[1].by_value["False"]
+    assert {one.axis for one in explanation} == set(SPACE.names)
 
 
 def test_surrogates_are_chosen_by_name() -> None:
@@ -259,9 +259,9 @@ def test_training_is_priced_as_the_planners_price_it(objective: TrainingObjectiv
     }
     job, cost = objective.price(config)
     assert (job.parallel.dp, job.parallel.world, job.global_batch) == (1, 128, 32)
-    found = objective(config)
-    assert found.value is not None
-    assert found.value == pytest.approx(cost.flops / cost.step_s.value / 128 / 1e12)
+    result = objective(config)
+    assert result.value is not None
+    assert result.value == pytest.approx(cost.flops / cost.step_s.value / 128 / 1e12)
     assert 0.05 < objective.utilisation(job, cost) < 0.6
 
 

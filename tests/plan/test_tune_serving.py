@@ -124,8 +124,8 @@ def test_turns_are_where_the_line_turns() -> None:
     line = SearchSpace(axes=(Axis(name="batch", values=(1, 2, 4, 8, 16)),))
     values = (10.0, 20.0, 20.0, 12.0, 30.0)
     samples = {(n,): (v * 0.999, v, v * 1.001) for n, v in enumerate(values)}
-    found = Landscape(line, samples).turns()
-    assert [(turn.config["batch"], turn.peak) for turn in found] == [(4, True), (8, False)]
+    turns = Landscape(line, samples).turns()
+    assert [(turn.config["batch"], turn.peak) for turn in turns] == [(4, True), (8, False)]
     rising = {(n,): (v * 0.999, v, v * 1.001) for n, v in enumerate(sorted(values))}
     assert not Landscape(line, rising).turns()
 
@@ -142,16 +142,16 @@ def test_effects_of_a_known_sum_and_product() -> None:
     space = SearchSpace(axes=tuple(Axis(name=n, values=(1, 2, 3, 4)) for n in "abc"))
     draw = dict(zip((1, 2, 3, 4), (-1.5, -0.5, 0.5, 1.5), strict=True))
     alone = {space.row(c): (math.exp(draw[c["a"]]),) for c in space.configs()}  # type: ignore[index]
-    found = Landscape(space, alone).effects()
-    assert found[("a",)] > 0.97
+    effects = Landscape(space, alone).effects()
+    assert effects[("a",)] > 0.97
     both = {
         space.row(c): (math.exp(draw[c["a"]] * draw[c["b"]]),)  # type: ignore[index]
         for c in space.configs()
     }
-    found = Landscape(space, both).effects()
-    assert next(iter(found)) == ("a", "b")
-    assert found[("a", "b")] > 0.6
-    assert sum(found.values()) <= 1 + 1e-9
+    effects = Landscape(space, both).effects()
+    assert next(iter(effects)) == ("a", "b")
+    assert effects[("a", "b")] > 0.6
+    assert sum(effects.values()) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.05, 0.2])
@@ -287,10 +287,10 @@ def test_the_best_by_luck_gains_nothing() -> None:
 def test_knobs_go_into_the_job() -> None:
     job = ServeJob(model="shoal-0.3m", kv_tokens=512)
     config = {"max_running": 3, "block_size": 8, "chunked": False, "threads": 2}
-    found = job_of(job, config)
-    assert (found.max_running, found.threads, found.kv_tokens) == (3, 2, 512)
-    assert found.kv.options == {"block_size": 8}
-    assert found.scheduler.options == {"chunked": False}
+    result = job_of(job, config)
+    assert (result.max_running, result.threads, result.kv_tokens) == (3, 2, 512)
+    assert result.kv.options == {"block_size": 8}
+    assert result.scheduler.options == {"chunked": False}
     assert serving_space({"threads": (1, 2)}).names[-1] == "threads"
 
 

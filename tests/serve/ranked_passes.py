@@ -22,9 +22,9 @@ def _passes(comm, path, groups, full):
     from shoal.serve.decode.captured import TreeRows
     from shoal.serve.decode.draft.ranked import part_of, ranked
 
-    told = {"model": path, "kv_tokens": 256, "threads": 1, "max_running": 2}
-    told["speculative"] = {"name": "draft_model", "path": path}
-    job = ServeJob.model_validate(told)
+    fields = {"model": path, "kv_tokens": 256, "threads": 1, "max_running": 2}
+    fields["speculative"] = {"name": "draft_model", "path": path}
+    job = ServeJob.model_validate(fields)
     part = part_of(path, job, 128, torch.bfloat16, comm.rank, comm.world)
     net = ranked(part, comm, 128, groups=groups, full=full)
     if net.recorded is None:
@@ -34,9 +34,9 @@ def _passes(comm, path, groups, full):
     with torch.inference_mode():
         for place in range(8):
             row = TreeRows([place + 3], [2, 5], place, place, zero, one)
-            found = net.rows([row]).float().clone()
+            result = net.rows([row]).float().clone()
             recorded, net.recorded = net.recorded, None
-            far = max(far, (net.rows([row]).float() - found).abs().max().item())
+            far = max(far, (net.rows([row]).float() - result).abs().max().item())
             net.recorded = recorded
     tape = net.recorded.known.get((1, 1))
     played = tape is not None and tape.tape is not None

@@ -33,7 +33,7 @@ def shaken(model, name, seed, **options):
 def tuned(random_model, tmp_path_factory):
     """A base, and of each adapter its directory and its merged model."""
     base = random_model("qwen3")
-    found = {}
+    result = {}
     folder = tmp_path_factory.mktemp("adapters")
     for number, name in enumerate(SERVED):
         options = {"r": 3 + number} if name != "vera" else {}
@@ -41,8 +41,8 @@ def tuned(random_model, tmp_path_factory):
             options["target"] = 2
         _, handle = shaken(base, name, number, **options)
         files.write(folder / name, handle)
-        found[name] = str(folder / name), handle.keep_merged().requires_grad_(False)
-    return base, found
+        result[name] = str(folder / name), handle.keep_merged().requires_grad_(False)
+    return base, result
 
 
 def answers(engine, asked, **sampling):
@@ -66,43 +66,43 @@ def prompts(count, length=9):
 
 @pytest.mark.parametrize("together", [2, 14])
 def test_a_mixed_batch_is_each_ones_own_model(tuned, engine_for, together):
-    base, found = tuned
+    base, result = tuned
     engine = engine_for(
         copy.deepcopy(base),
         precision="fp32",
-        adapters={name: place for name, (place, _) in found.items()},
+        adapters={name: place for name, (place, _) in result.items()},
     )
-    names = [None, *found]
-    asked = [(p, names[n % len(names)]) for n, p in enumerate(prompts(together, 40))]
-    got = answers(engine, asked)
-    for (prompt, name), tokens in zip(asked, got, strict=True):
-        alone = base if name is None else found[name][1]
+    names = [None, *result]
+    requests = [(p, names[n % len(names)]) for n, p in enumerate(prompts(together, 40))]
+    got = answers(engine, requests)
+    for (prompt, name), tokens in zip(requests, got, strict=True):
+        alone = base if name is None else result[name][1]
         want = answers(engine_for(copy.deepcopy(alone), precision="fp32"), [(prompt, None)])[0]
         assert tokens == want, name
 
 
 def test_the_cache_of_one_adapter_serves_no_other(tuned, engine_for):
-    base, found = tuned
+    base, result = tuned
     engine = engine_for(copy.deepcopy(base), precision="fp32", max_adapters=2)
     bank = engine.hooks["adapters"].bank
     prompt = prompts(1, 48)[0]
     given = {}
     for name in ("lora", "rslora"):
-        bank.load("same", Path(found[name][0]))
+        bank.load("same", Path(result[name][0]))
         given[name] = answers(engine, [(prompt, "same")])[0]
         bank.unload("same")
     for name, tokens in given.items():
         want = answers(
-            engine_for(copy.deepcopy(found[name][1]), precision="fp32"), [(prompt, None)]
+            engine_for(copy.deepcopy(result[name][1]), precision="fp32"), [(prompt, None)]
         )
         assert tokens == want[0]
 
 
 def test_loading_and_unloading(tuned, engine_for, tmp_path):
-    base, found = tuned
+    base, result = tuned
     engine = engine_for(copy.deepcopy(base), precision="fp32", max_adapters=1, max_adapter_rank=4)
     bank = engine.hooks["adapters"].bank
-    place = Path(found["lora"][0])
+    place = Path(result["lora"][0])
     with pytest.raises(ServeError, match="no such adapter"):
         engine.add(Request("x", [1, 2], 2, SamplingParams(max_tokens=2), adapter="sql"))
     bank.load("sql", place)
@@ -117,7 +117,7 @@ def test_loading_and_unloading(tuned, engine_for, tmp_path):
         engine.step()
     bank.unload("sql")
     with pytest.raises(ServeError, match="max_adapter_rank = 4"):
-        bank.load("big", Path(found["adalora"][0]))
+        bank.load("big", Path(result["adalora"][0]))
     with pytest.raises(ServeError, match="adapter_config"):
         bank.load("none", tmp_path)
     _, handle = shaken(base, "dora", 0)
@@ -129,9 +129,9 @@ def test_loading_and_unloading(tuned, engine_for, tmp_path):
 def test_low_bit_weights_and_bf16_go_with_adapters(tuned, engine_for):
     from shoal.serve.engine.build import prepare
 
-    base, found = tuned
+    base, result = tuned
     job = ServeJob(
-        model="tiny", weights="int8-channel", precision="fp32", adapters={"a": found["lora"][0]}
+        model="tiny", weights="int8-channel", precision="fp32", adapters={"a": result["lora"][0]}
     )
     engine = engine_for(prepare(job, copy.deepcopy(base)), precision="fp32", adapters=job.adapters)
     plain, adapted = answers(engine, [(prompts(1)[0], None), (prompts(1)[0], "a")])
@@ -160,9 +160,9 @@ def products(bank, adapter=None):
 def test_a_merged_adapter_is_itself_and_leaves_no_trace(tuned, engine_for, precision):
     from shoal.serve.engine.build import prepare
 
-    base, found = tuned
+    base, result = tuned
     prompt, other = prompts(2, 21)
-    names = {name: found[name][0] for name in ("lora", "rslora")}
+    names = {name: result[name][0] for name in ("lora", "rslora")}
     job = ServeJob(model="tiny", precision=precision, adapters=names)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     made = prepare(job, copy.deepcopy(base).to(dtype))
@@ -188,11 +188,11 @@ def test_a_merged_adapter_is_itself_and_leaves_no_trace(tuned, engine_for, preci
 
 
 def test_who_is_merged_when(tuned, engine_for):
-    base, found = tuned
+    base, result = tuned
     engine = engine_for(
         copy.deepcopy(base),
         precision="fp32",
-        adapters={name: found[name][0] for name in ("lora", "rslora")},
+        adapters={name: result[name][0] for name in ("lora", "rslora")},
     )
     bank = engine.hooks["adapters"].bank
     want = answers(engine, [(prompts(1)[0], "lora")])
@@ -226,9 +226,9 @@ def test_who_is_merged_when(tuned, engine_for):
 def test_weights_in_few_bits_take_no_adapter_in(tuned, engine_for):
     from shoal.serve.engine.build import prepare
 
-    base, found = tuned
+    base, result = tuned
     job = ServeJob(
-        model="tiny", weights="int8-channel", precision="fp32", adapters={"a": found["lora"][0]}
+        model="tiny", weights="int8-channel", precision="fp32", adapters={"a": result["lora"][0]}
     )
     engine = engine_for(prepare(job, copy.deepcopy(base)), precision="fp32", adapters=job.adapters)
     with pytest.raises(ServeError, match="few bits"):
@@ -257,9 +257,9 @@ def test_rows_are_given_to_whom_they_belong(random_model):
 
 
 def test_a_request_that_is_refused_is_not_open(tuned, engine_for):
-    base, found = tuned
+    base, result = tuned
     engine = engine_for(
-        copy.deepcopy(base), precision="fp32", adapters={"lora": found["lora"][0]}, max_position=64
+        copy.deepcopy(base), precision="fp32", adapters={"lora": result["lora"][0]}, max_position=64
     )
     for adapter in (None, "lora"):
         with pytest.raises(ServeError):

@@ -137,12 +137,12 @@ def test_an_engine_keeps_to_them(random_model, engine_for, serve_all):
             presence_penalty=0.3,
         )
         tokens.append(sample(scores))
-    (found,) = serve_all(engine_for(model), [prompt], **options)
-    assert found == tokens[4:] != free
+    (result,) = serve_all(engine_for(model), [prompt], **options)
+    assert result == tokens[4:] != free
     # In company of requests that want nothing of it, or something else.
     others = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, logit_bias=((9, 50.0),))]
     beside = serve_all(engine_for(model), [prompt] * 3, [SamplingParams(**options), *others])
-    assert beside == [found, free, [9] * 24]
+    assert beside == [result, free, [9] * 24]
 
 
 def test_stop_and_biased_tokens_are_of_the_model(random_model, engine_for):

@@ -132,18 +132,18 @@ def test_requests_of_different_streams_in_one_batch(kv, random_model, engine_for
         for place, (number, prompt) in enumerate(zip(numbers, prompts(), strict=True)):
             params = SamplingParams(max_tokens=9, streams=number)
             engine.add(Request(f"{turn}{place}", [*prompt], len(prompt), params))
-        found = {}
+        result = {}
         while engine.busy:
             for output in engine.step():
-                found.setdefault(output.request_id, []).extend(output.tokens)
-        assert [found[f"{turn}{place}"] for place in range(len(numbers))] == want
+                result.setdefault(output.request_id, []).extend(output.tokens)
+        assert [result[f"{turn}{place}"] for place in range(len(numbers))] == want
 
 
 def test_the_same_prompt_with_other_streams_is_not_found_in_the_cache(random_model, engine_for):
     config = changed(streams=STREAMS)
     engine = engine_for(random_model(config), max_step_tokens=96)
     prompt = prompts(9)[-1] * 3
-    found = []
+    results = []
     for place, number in enumerate((3, 2, 1, 2)):
         request = Request(
             f"{place}", [*prompt], len(prompt), SamplingParams(max_tokens=9, streams=number)
@@ -151,9 +151,9 @@ def test_the_same_prompt_with_other_streams_is_not_found_in_the_cache(random_mod
         engine.add(request)
         while engine.busy:
             engine.step()
-        found.append((request.n_cached > 0, request.tokens[len(prompt) :]))
-    assert [cached for cached, _ in found] == [False, False, False, True]
-    assert found[1][1] == found[3][1]
+        results.append((request.n_cached > 0, request.tokens[len(prompt) :]))
+    assert [cached for cached, _ in results] == [False, False, False, True]
+    assert results[1][1] == results[3][1]
 
 
 def test_more_streams_than_the_model_has_are_refused(random_model, engine_for):

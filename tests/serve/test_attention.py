@@ -116,9 +116,9 @@ def test_prompts_by_a_kernel_stand_behind_trees_without_one():
     seen = np.array([1, 3, 5])
     contexts = [RequestContext(2, 3, [0, 1], seen), RequestContext(0, 4, [2])]
     slots = torch.tensor([2, 3, 4, 8, 9, 10, 11])
-    found = []
+    results = []
     for prompts in (None, kernel):
         cache = PagedCache(config, 3, 4)
         mixer = PagedAttention(cache, contexts, slots, torch.float32, prompts=prompts)
-        found.append(mixer(0, q, k, v))
-    torch.testing.assert_close(*found)
+        results.append(mixer(0, q, k, v))
+    torch.testing.assert_close(*results)

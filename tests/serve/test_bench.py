@@ -91,7 +91,7 @@ JOB = ServeJob(
 def test_a_report_with_prediction_and_measurement(home):
     model, where = weights_of(JOB)
     assert "random weights" in where
-    told = []
+    notes = []
     report = bench_serve(
         JOB,
         requests=6,
@@ -100,9 +100,9 @@ def test_a_report_with_prediction_and_measurement(home):
         model=model,
         profile_s=0.2,
         wait_s=None,
-        on_plan=told.append,
+        on_plan=notes.append,
     )
-    assert told == [report.plan]
+    assert notes == [report.plan]
     assert set(report.plan.predicted) <= set(report.measured)
     assert report.measured["requests_per_s"] > 0
     assert report.plan.job.workload.options == {"scale": 16.0, "requests": 6, "rate": 500.0}

@@ -30,12 +30,12 @@ def engines(random_model, engine_for):
     def make(family, dtype, **fields):
         model = random_model(family, dtype=dtype)
         wanted = {op: backend for op, backend in KERNELS.items() if op != "paged_attention"}
-        found = []
+        results = []
         for _ in range(2):
             fast = accelerate(copy.deepcopy(model), wanted, positions=512)
-            found.append(engine_for(fast, kernel=KERNELS, **fields))
-        found[1].runner.hooks["recording"].replay = lambda work: None
-        return found
+            results.append(engine_for(fast, kernel=KERNELS, **fields))
+        results[1].runner.hooks["recording"].replay = lambda work: None
+        return results
 
     return make
 

@@ -38,13 +38,13 @@ def requests(count):
 
 def served(engine, asked):
     """Of each request its tokens, and with each its log probability and the best one's."""
-    found = {request.id: [] for request in asked}
+    result = {request.id: [] for request in asked}
     for request in asked:
         engine.add(request)
     while engine.busy:
         for output in engine.step():
-            found[output.request_id] += zip(output.tokens, output.infos, strict=True)
-    return list(found.values())
+            result[output.request_id] += zip(output.tokens, output.infos, strict=True)
+    return list(result.values())
 
 
 def engine(model, **fields):
@@ -74,11 +74,11 @@ def in_company(random_model, family, count, names, **fields):
         together = engine(random_model(family), **{**fields, **changes})
         hits = 0
         for warm in (False, True):
-            found = served(together, requests(count))
+            result = served(together, requests(count))
             if fields.get("exact"):
-                assert found == want, (name, warm)
+                assert result == want, (name, warm)
             else:
-                for one, other in zip(found, want, strict=True):
+                for one, other in zip(result, want, strict=True):
                     assert [token for token, _ in one] == [token for token, _ in other]
             stats = together.stats()
             assert stats["blocks_used"] == 0
@@ -101,5 +101,5 @@ def test_twenty_requests_get_the_same_bits(random_model):
 )
 def test_two_hundred_requests_get_what_they_get_alone(family, exact, random_model, record_property):
     in_company(random_model, family, 200, COMPANY, exact=exact)
-    told = f"200 requests, cold and warm, {len(COMPANY)} ways to schedule: equal"
-    record_property("figure", told)
+    text = f"200 requests, cold and warm, {len(COMPANY)} ways to schedule: equal"
+    record_property("figure", text)

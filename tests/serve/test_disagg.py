@@ -69,8 +69,8 @@ def test_tokens_are_those_of_one_engine_and_bytes_those_of_the_formula(
         for request in apart:
             several.add(request)
         drain(several)
-        found = [one.tokens[one.n_prompt :] for one in apart]
-        assert found == want
+        results = [one.tokens[one.n_prompt :] for one in apart]
+        assert results == want
         # 2 L n_kv d dtype = 2 * 2 * 2 * 16 * 4 bytes a token.
         assert several.token_bytes == 512
         moved = {one.request_id: one.nbytes for one in several.moved}
@@ -106,12 +106,12 @@ def test_tokens_are_those_of_one_engine_and_bytes_those_of_the_formula(
         several.add(Request("vector", [3, 5, 7], 3, pooled))
         several.add(Request("formed", [3, 5, 7], 3, formed))
         drain(several)
-        told = {one["id"]: one for one in several.drain_events()}
-        assert "its grammar: " in told["formed"]["message"]
-        assert told["formed"]["kind"] == "refused"
+        fields = {one["id"]: one for one in several.drain_events()}
+        assert "its grammar: " in fields["formed"]["message"]
+        assert fields["formed"]["kind"] == "refused"
         serve_all(engine, [[3, 5, 7]], [pooled])
         (want,) = [one["values"] for one in engine.drain_events() if one["kind"] == "vector"]
-        assert told["vector"]["values"] == pytest.approx(want, abs=1e-4)
+        assert fields["vector"]["values"] == pytest.approx(want, abs=1e-4)
 
         # A process that dies is told, at once, and by its name.
         several.add(Request("last", [1, 2], 2, SamplingParams(max_tokens=200)))

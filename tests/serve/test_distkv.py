@@ -165,8 +165,8 @@ def test_who_borrows_and_lends_at_once_is_resolved(
     granted = [some[1].kv.lend(0, 5), some[0].kv.lend(1, 5)]
     for one, blocks, creditor in zip(some, granted, (1, 0), strict=True):
         one.kv.credit(creditor, blocks)
-    for one, asked in zip(some, made, strict=True):
-        one.engine.scheduler.add(asked)
+    for one, result in zip(some, made, strict=True):
+        one.engine.scheduler.add(result)
         one.engine.step()
         ledger.beat(one.lending.beat(), 0.0)
     assert {(debt.debtor, debt.creditor) for debt in ledger.debts} == {(0, 1), (1, 0)}

@@ -63,10 +63,10 @@ def engine(served):
     made = []
 
     def make(**options):
-        found = engine_of(job_of(served, **options), served[0])[0]
-        found.scheduler.drafting = FixedDrafting(7)
-        made.append(found)
-        return found
+        engine = engine_of(job_of(served, **options), served[0])[0]
+        engine.scheduler.drafting = FixedDrafting(7)
+        made.append(engine)
+        return engine
 
     yield make
     for one in made:
@@ -75,14 +75,14 @@ def engine(served):
 
 @pytest.mark.slow
 def test_same_tokens_and_bytes_by_the_formula(served, engine, engine_for, serve_all):
-    asked = prompts()
-    known = answers(serve_all, engine_for(served[0]), asked)
+    request = prompts()
+    known = answers(serve_all, engine_for(served[0]), request)
     for overlap in (False, True):
-        found = engine(overlap=overlap, depth=3, breadth=3, nodes=7)
-        assert answers(serve_all, found, asked) == known
-        drafter = found.runner.drafter
+        result = engine(overlap=overlap, depth=3, breadth=3, nodes=7)
+        assert answers(serve_all, result, request) == known
+        drafter = result.runner.drafter
         assert drafter.link_bytes == drafter.expected_bytes
-        stats = found.stats()
+        stats = result.stats()
         assert stats["draft_trees_total"] > 50
         width, tokens = served[0].config.hidden, sum(map(len, known.values()))
         assert drafter.link_bytes < 2 * tokens * (width * 8 + 4) + stats["draft_trees_total"] * 100
@@ -90,18 +90,18 @@ def test_same_tokens_and_bytes_by_the_formula(served, engine, engine_for, serve_
 
 @pytest.mark.slow
 def test_the_kernels_of_inference_guess_for_the_same_tokens(served, engine_for, serve_all):
-    asked, model = prompts(), copy.deepcopy(served[0]).to(torch.float32)
+    request, model = prompts(), copy.deepcopy(served[0]).to(torch.float32)
     if not fits(model.config, torch.float32, torch.device("cpu")):
         pytest.skip("this CPU has no kernels of inference")
-    known = answers(serve_all, engine_for(copy.deepcopy(model)), asked)
+    known = answers(serve_all, engine_for(copy.deepcopy(model)), request)
     for options in ({}, {"overlap": True, "weights": "int8-g32"}):
-        found = engine_of(job_of(served, depth=3, breadth=3, nodes=7, **options), model)[0]
-        found.scheduler.drafting = FixedDrafting(7)
-        drafter = found.runner.drafter
+        engine = engine_of(job_of(served, depth=3, breadth=3, nodes=7, **options), model)[0]
+        engine.scheduler.drafting = FixedDrafting(7)
+        drafter = engine.runner.drafter
         try:
-            assert answers(serve_all, found, asked) == known
+            assert answers(serve_all, engine, request) == known
             assert drafter.link_bytes == drafter.expected_bytes
-            assert found.stats()["draft_trees_total"] > 50
+            assert engine.stats()["draft_trees_total"] > 50
             assert drafter.level_s > 0
             assert max(passes for passes, _ in drafter.drafts) <= 4
         finally:
@@ -110,15 +110,15 @@ def test_the_kernels_of_inference_guess_for_the_same_tokens(served, engine_for, 
 
 @pytest.mark.slow
 def test_a_death_is_named_with_its_exit_code(engine):
-    found = engine(depth=2, breadth=2)
-    drafter = found.runner.drafter
-    found.add(Request("r0", [1, 2, 3], 3, SamplingParams(max_tokens=40)))
-    found.step()
+    result = engine(depth=2, breadth=2)
+    drafter = result.runner.drafter
+    result.add(Request("r0", [1, 2, 3], 3, SamplingParams(max_tokens=40)))
+    result.step()
     os.kill(drafter.process.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(ServeError, match=r"drafter \(process \d+\) ended with exit code -9"):
-        while found.busy:
-            found.step()
+        while result.busy:
+            result.step()
     assert time.monotonic() - began < 2
 
 

@@ -98,11 +98,11 @@ def test_states_are_those_of_the_whole_model_whatever_is_copied_in_the_cache(
         )
         tokens = source.integers(0, 160, len(place))
         fed = torch.from_numpy(np.array([tokens, place, slots]))
-        found = [
+        results = [
             mine.flat(fed[0], fed[1], PagedAttention(cache, contexts, fed[2], torch.float64))
             for mine, cache in sides
         ]
-        assert torch.equal(*found)
+        assert torch.equal(*results)
 
     one, two = [3, 1, 7], [0, 5]
     step((RequestContext(0, 6, one), None), (RequestContext(0, 3, two), None))
@@ -162,18 +162,18 @@ def test_a_step_is_read_as_it_was_written():
     ]
     step = RequestBatch(moved, contexts, np.arange(6), np.array([0, 1, 2]))
     body = packed(step, 4)
-    found = unpacked(body, 3, 2)
-    assert [(kind, list(numbers)) for kind, numbers in found.moved] == [
+    result = unpacked(body, 3, 2)
+    assert [(kind, list(numbers)) for kind, numbers in result.moved] == [
         (kind, list(numbers)) for kind, numbers in moved
     ]
-    assert [(one.start, one.length, one.blocks) for one in found.contexts] == [
+    assert [(one.start, one.length, one.blocks) for one in result.contexts] == [
         (one.start, one.length, one.blocks) for one in contexts
     ]
-    assert found.contexts[1].seen.tolist() == tree.tolist()
-    assert found.positions().tolist() == [9, 3, 4, 5, 0, 1]
-    assert found.slots(4).tolist() == [9, 7, 32, 33, 24, 25]
-    told = layers_bytes(6, 0, requests=3, blocks=6, tree_rows=3, copies=2, numbers=7)
-    assert len(body) + 2 * HEAD_BYTES == told
+    assert result.contexts[1].seen.tolist() == tree.tolist()
+    assert result.positions().tolist() == [9, 3, 4, 5, 0, 1]
+    assert result.slots(4).tolist() == [9, 7, 32, 33, 24, 25]
+    outcome = layers_bytes(6, 0, requests=3, blocks=6, tree_rows=3, copies=2, numbers=7)
+    assert len(body) + 2 * HEAD_BYTES == outcome
 
 
 @pytest.mark.slow
@@ -189,16 +189,16 @@ def test_a_step_is_read_as_it_was_written():
 def test_same_tokens_and_bytes_by_the_formula(
     overlap, fields, served, engine_for, serve_all
 ):  # fmt: skip
-    asked = prompts()
-    known = answers(serve_all, engine_for(served[0]), asked)
+    request = prompts()
+    known = answers(serve_all, engine_for(served[0]), request)
     job = job_of(served, overlap=overlap, depth=3, breadth=3, nodes=7, target_layers=1)
-    found = engine_of(ServeJob.model_validate({**job.model_dump(), **fields}), served[0])[0]
-    found.scheduler.drafting = FixedDrafting(7)
-    drafter = found.runner.drafter
+    engine = engine_of(ServeJob.model_validate({**job.model_dump(), **fields}), served[0])[0]
+    engine.scheduler.drafting = FixedDrafting(7)
+    drafter = engine.runner.drafter
     try:
-        assert answers(serve_all, found, asked) == known
+        assert answers(serve_all, engine, request) == known
         assert drafter.link_bytes == drafter.expected_bytes
-        stats = found.stats()
+        stats = engine.stats()
         assert stats["draft_trees_total"] > 50
         assert bool(stats["preemptions_total"]) == ("kv_tokens" in fields)
     finally:
@@ -207,17 +207,17 @@ def test_same_tokens_and_bytes_by_the_formula(
 
 @pytest.mark.slow
 def test_the_kernels_of_inference_give_the_same_tokens(served, engine_for, serve_all, recordable):
-    asked, model = prompts(), copy.deepcopy(served[0]).to(torch.float32)
-    known = answers(serve_all, engine_for(copy.deepcopy(model)), asked)
+    request, model = prompts(), copy.deepcopy(served[0]).to(torch.float32)
+    known = answers(serve_all, engine_for(copy.deepcopy(model)), request)
     job = job_of(served, depth=3, breadth=3, nodes=7, target_layers=1)
     job = job.model_copy(update={"precision": "fp32"})
-    found = engine_of(job, prepare(job, model))[0]
-    found.scheduler.drafting = FixedDrafting(7)
-    drafter = found.runner.drafter
+    engine = engine_of(job, prepare(job, model))[0]
+    engine.scheduler.drafting = FixedDrafting(7)
+    drafter = engine.runner.drafter
     try:
-        assert answers(serve_all, found, asked) == known
+        assert answers(serve_all, engine, request) == known
         assert drafter.link_bytes == drafter.expected_bytes
-        recorded = found.runner._recorded
+        recorded = engine.runner._recorded
         assert any(one is not None and one.tape is not None for one in recorded.known.values())
         assert not recorded.reasons
     finally:
@@ -228,20 +228,20 @@ def test_the_kernels_of_inference_give_the_same_tokens(served, engine_for, serve
 def test_the_host_lets_go_of_the_layers_and_a_death_is_named(served):
     model = copy.deepcopy(served[0])
     gone, stays = (weakref.ref(block.attention.qkv_proj) for block in model.blocks)
-    found = engine_of(job_of(served, depth=2, breadth=2, target_layers=1), model)[0]
+    engine = engine_of(job_of(served, depth=2, breadth=2, target_layers=1), model)[0]
     del model
     gc.collect()
     assert gone() is None
     assert stays() is not None
-    assert len(found.runner.cache.stores[0]) == 1
-    drafter = found.runner.drafter
-    found.add(Request("r0", [1, 2, 3], 3, SamplingParams(max_tokens=40)))
-    found.step()
+    assert len(engine.runner.cache.stores[0]) == 1
+    drafter = engine.runner.drafter
+    engine.add(Request("r0", [1, 2, 3], 3, SamplingParams(max_tokens=40)))
+    engine.step()
     os.kill(drafter.process.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(ServeError, match=r"drafter \(process \d+\) ended with exit code -9"):
-        while found.busy:
-            found.step()
+        while engine.busy:
+            engine.step()
     assert time.monotonic() - began < 2
     drafter.close()
 
@@ -262,9 +262,9 @@ def test_memory_is_counted_and_auto_takes_what_fits(served):
     layer = sum(part.numel() for part in served[0].blocks[0].parameters()) * 8 + cache
     assert one.nbytes - bare.nbytes == layer
     for cap, count in ((one.nbytes, 1), (one.nbytes - 1, 0), (10 * one.nbytes, 1)):
-        found = room_of(served, options={"target_layers": "auto", "memory_cap": cap})
-        assert found.target_layers == count
-        assert found.nbytes == (one if count else bare).nbytes <= cap
+        result = room_of(served, options={"target_layers": "auto", "memory_cap": cap})
+        assert result.target_layers == count
+        assert result.nbytes == (one if count else bare).nbytes <= cap
     with pytest.raises(ConfigError, match=r"room for 0 layers of .*target_layers: 0, or a memory"):
         room_of(served, options={"target_layers": 1, "memory_cap": one.nbytes - 1})
 

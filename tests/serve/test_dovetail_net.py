@@ -94,16 +94,16 @@ def test_recorded_passes_give_the_bits_of_others_and_the_numbers_of_the_plain_ne
             NetInput(behind, [5, 6, 7], range(30, 33)),
             NetInput(behind, [5, 6, 7], range(30, 33), last=True),
         ]
-        for asked in rows:
-            (found, known), (wanted, held) = ((net.read(h, asked), h) for net, h in holds)
+        for row in rows:
+            (result, known), (wanted, held) = ((net.read(h, row), h) for net, h in holds)
             known.length = held.length = 30
-            features_of, tokens = found.features.clone(), found.tokens.copy()
+            features_of, tokens = result.features.clone(), result.tokens.copy()
             torch.testing.assert_close(features_of, wanted.features, atol=2e-4, rtol=2e-4)
             np.testing.assert_array_equal(tokens, wanted.tokens)
-            np.testing.assert_allclose(found.values, wanted.values, atol=1e-3)
-            single = PagedFusion.read(taped, known, asked)
+            np.testing.assert_allclose(result.values, wanted.values, atol=1e-3)
+            single = PagedFusion.read(taped, known, row)
             known.length = 30
-            if asked.seen is not None:  # of a chain, attention is another kernel's where it is not
+            if row.seen is not None:  # of a chain, attention is another kernel's where it is not
                 assert torch.equal(single.features, features_of)
     assert not taped.refused
     assert taped.recorded[3] is not None
@@ -136,12 +136,12 @@ def test_what_cannot_be_verified_is_not_computed_and_the_tree_is_the_same(model,
         monkeypatch.setattr("shoal.serve.decode.dovetail.trees.GrowingTree", kind)
         trees = trees_of(plain_of(model, torch.float64))
         tell(trees, model, TOKENS, 42)
-        found = []
+        results = []
         for nodes in range(1, 13):
             trees._states[1].ahead = None
-            found.append(told(trees.tree(1, 21, nodes)))
+            results.append(told(trees.tree(1, 21, nodes)))
         passes.append(trees.passes)
-        rows.append(found)
+        rows.append(results)
     model.to(torch.float32)
     assert rows[0] == rows[1]
     assert passes[0] < passes[1]
@@ -188,19 +188,19 @@ def test_what_was_begun_ahead_is_finished_when_it_is_wanted(model):
     for trees, most in ((whole, 99), (cut, 3)):
         tell(trees, model, TOKENS, 42)
         trees.tree(1, 21, 8)
-        asked = iter(range(99))
-        trees.on(1, lambda asked=asked, most=most: next(asked) >= most)
+        request = iter(range(99))
+        trees.on(1, lambda asked=request, most=most: next(asked) >= most)
     state = cut._states[1]
     assert not state.ahead.grown.whole
     assert whole._states[1].ahead.grown.whole
     assumed = state.ahead.tokens
-    found = []
+    results = []
     for trees in (whole, cut):
         tell(trees, model, [*TOKENS, 42, *assumed[:-1]], assumed[-1], start=20)
-        found.append(told(trees.tree(1, 21 + len(assumed), 8)))
+        results.append(told(trees.tree(1, 21 + len(assumed), 8)))
         assert (trees.guessed, trees.right) == (1, 1)
     model.to(torch.float32)
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 @fast

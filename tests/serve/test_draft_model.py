@@ -69,12 +69,12 @@ def engine_with(pair, fields=None, model=None, name="draft_model", **options):
     ],
 )
 def test_same_tokens_as_plain_decoding(tree, fields, pair, engine_for, serve_all):
-    asked = prompts()
-    known = answers(serve_all, engine_for(pair[0]), asked)
+    request = prompts()
+    known = answers(serve_all, engine_for(pair[0]), request)
     engine = engine_with(pair, fields, **tree)
     for nodes in (2, 9):
         engine.scheduler.drafting = FixedDrafting(nodes)
-        assert answers(serve_all, engine, asked) == known
+        assert answers(serve_all, engine, request) == known
         engine.runner.drafter.memory.check_integrity()
     stats = engine.stats()
     assert 0.1 < stats["draft_tokens_accepted_total"] / stats["draft_tokens_total"] < 1
@@ -98,8 +98,8 @@ def test_what_was_accepted_is_in_the_cache_as_if_it_were_read_anew(tree, pair):
         checked += 1
         fresh = _fresh_keys(draft, request.tokens[: kept.length])
         slots = [kept.blocks[at // 16] * 16 + at % 16 for at in range(kept.length)]
-        found = drafter.net.cache.stores[0][:, :, slots]
-        torch.testing.assert_close(found, fresh, rtol=0, atol=1e-10)
+        result = drafter.net.cache.stores[0][:, :, slots]
+        torch.testing.assert_close(result, fresh, rtol=0, atol=1e-10)
     assert checked > 10
     assert engine.stats()["draft_tokens_accepted_total"] > 10
 
@@ -130,8 +130,8 @@ def test_requests_share_passes_and_blocks_come_back(pair, serve_all):
     rows = drafter.net.rows
     drafter.net.rows = lambda several: passes.append(len(several)) or rows(several)
     source = random.Random(0)
-    asked = [[source.randrange(160) for _ in range(90)] for _ in range(12)]
-    serve_all(engine, asked, max_tokens=20)
+    requests = [[source.randrange(160) for _ in range(90)] for _ in range(12)]
+    serve_all(engine, requests, max_tokens=20)
     assert max(passes) == 2
     drafter.memory.check_integrity()
     assert sum(bool(one.blocks) for one in drafter.memory._kept.values()) < 12  # the old gave way
@@ -145,7 +145,7 @@ def test_recorded_passes_give_the_same_guesses(random_model, pair, serve_all, re
     drafter = engine.runner.drafter
     assert drafter.net.recorded is not None
     engine.scheduler.drafting = FixedDrafting(5)
-    found, trees = [], []
+    result, trees = [], []
     propose = drafter.propose
     drafter.propose = lambda guesses: trees.append(propose(guesses)) or trees[-1]
     for recorded in (drafter.net.recorded, None):
@@ -153,11 +153,11 @@ def test_recorded_passes_give_the_same_guesses(random_model, pair, serve_all, re
         trees.clear()
         tokens = serve_all(engine, prompts(), params=params())
         every = [one for step in trees for one in step if one is not None]
-        found.append((tokens, [(one.tokens.tolist(), one.shape.parent) for one in every]))
+        result.append((tokens, [(one.tokens.tolist(), one.shape.parent) for one in every]))
         if recorded is not None:
             assert any(one is not None and one.tape for one in recorded.known.values())
             assert not recorded.reasons
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 def test_strangers_are_refused(random_model, pair, tmp_path):

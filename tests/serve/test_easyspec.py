@@ -46,46 +46,46 @@ def easy(pair, fields=None, model=None, **options):
 
 
 def trees_of(engine, serve_all, asked, **sampling):
-    drafter, found = engine.runner.drafter, []
+    drafter, result = engine.runner.drafter, []
     propose = drafter.propose
-    drafter.propose = lambda guesses: found.append(propose(guesses)) or found[-1]
+    drafter.propose = lambda guesses: result.append(propose(guesses)) or result[-1]
     tokens = serve_all(engine, asked, **sampling)
-    every = [one for step in found for one in step if one is not None]
+    every = [one for step in result for one in step if one is not None]
     return tokens, [(one.tokens.tolist(), one.shape.parent) for one in every]
 
 
 @pytest.mark.slow
 def test_greedy_output_is_the_targets(deep, engine_for, serve_all):
-    asked = prompts()[:4]
-    known = serve_all(engine_for(deep[0]), asked, max_tokens=24)
+    request = prompts()[:4]
+    known = serve_all(engine_for(deep[0]), request, max_tokens=24)
     for options in ({"group": 3}, {"group": (1, 2, 4, 1), "breadth": 2, "realise": "sequential"}):
         engine = easy(deep, **options)
-        assert serve_all(engine, asked, max_tokens=24) == known
+        assert serve_all(engine, request, max_tokens=24) == known
         stats = engine.stats()
         assert 0 < stats["draft_tokens_accepted_total"] < stats["draft_tokens_total"]
 
 
 def test_groups_of_one_are_the_plain_drafter(deep, serve_all):
-    asked = prompts()[:3]
+    request = prompts()[:3]
     plain = engine_with(deep, depth=4)
     plain.scheduler.drafting = FixedDrafting(4)
-    wanted = trees_of(plain, serve_all, asked, max_tokens=20)
-    assert trees_of(easy(deep, group=1), serve_all, asked, max_tokens=20) == wanted
+    wanted = trees_of(plain, serve_all, request, max_tokens=20)
+    assert trees_of(easy(deep, group=1), serve_all, request, max_tokens=20) == wanted
 
 
 @pytest.mark.parametrize("stale", ["attention", "full"])
 def test_fused_and_sequential_guess_the_same(stale, deep, serve_all):
-    asked = prompts()[:3]
-    found = [
+    request = prompts()[:3]
+    results = [
         trees_of(
             easy(deep, group=3, realise=one, stale=stale, breadth=2, depth=3),
             serve_all,
-            asked,
+            request,
             max_tokens=20,
         )
         for one in ("sequential", "fused")
     ]
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_a_group_that_is_stale_throughout_is_one_wide_layer(deep):
@@ -117,8 +117,8 @@ def test_a_group_that_is_stale_throughout_is_one_wide_layer(deep):
     wanted = model.norm(x)
     groups = (1, 3, 3, 1)
     for stacked in (None, stack(model, groups, True, model)):
-        found = FuzzyModel(model, groups, stacked, full=True).flat(tokens, at, mixer)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+        result = FuzzyModel(model, groups, stacked, full=True).flat(tokens, at, mixer)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def test_after_calibration_the_cache_is_as_if_read_anew(deep):
             slots = [kept.blocks[at // 16] * 16 + at % 16 for at in range(kept.length)]
             if slots:
                 fresh = _fresh_keys(drafter.net.model, request.tokens[: kept.length])
-                found = drafter.net.cache.stores[0][:, :, slots]
-                far = max(far, (found - fresh).abs().max().item())
+                result = drafter.net.cache.stores[0][:, :, slots]
+                far = max(far, (result - fresh).abs().max().item())
         assert (far < 1e-10) == calibrate
 
 
@@ -155,11 +155,11 @@ def test_recorded_groups_give_the_scores_of_others(
     rows = quick.rows
 
     def both(several):
-        found = rows(several).clone()
+        result = rows(several).clone()
         recorded, quick.recorded = quick.recorded, None
-        far.append((rows(several) - found).abs().max().item())
+        far.append((rows(several) - result).abs().max().item())
         quick.recorded = recorded
-        return found
+        return result
 
     quick.rows = both
     serve_all(engine, prompts()[:1], max_tokens=16)
@@ -186,13 +186,13 @@ def by_ranks(deep):
 
 @pytest.mark.slow
 def test_ranks_guess_what_one_process_does(deep, serve_all, by_ranks):
-    asked = prompts()[:4]
+    request = prompts()[:4]
     options = {"breadth": 2, "depth": 3, "stale": "attention"}
     known = trees_of(
-        easy(deep, group=3, realise="sequential", **options), serve_all, asked, max_tokens=20
+        easy(deep, group=3, realise="sequential", **options), serve_all, request, max_tokens=20
     )
     engine, team = by_ranks(**options)
-    assert trees_of(engine, serve_all, asked, max_tokens=20) == known
+    assert trees_of(engine, serve_all, request, max_tokens=20) == known
     stats = engine.stats()
     assert 0 < stats["draft_tokens_accepted_total"] < stats["draft_tokens_total"]
     with pytest.raises(ServeError, match="already is a rank"):
@@ -214,8 +214,8 @@ def test_recorded_passes_by_ranks(deep, recordable):
     from shoal.parallel.comm.processes import run_processes
 
     target = f"{Path(__file__).parent / 'ranked_passes.py'}:passes"
-    told = {"path": str(deep[1]), "groups": [1, 3, 3, 1]}
-    for first, second in zip(*run_processes(target, 2, told), strict=True):
+    fields = {"path": str(deep[1]), "groups": [1, 3, 3, 1]}
+    for first, second in zip(*run_processes(target, 2, fields), strict=True):
         assert first is not None
         assert first["far"] < 0.05
         assert first["played"]

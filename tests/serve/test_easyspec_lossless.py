@@ -43,12 +43,12 @@ def small(random_model, tmp_path_factory):
 
 def chances(model):
     """Probabilities of the next token behind the prompt and every text of up to two tokens."""
-    found = {}
+    chances = {}
     for length in range(TOKENS):
         texts = list(itertools.product(range(V), repeat=length))
         p = model(torch.tensor([[*PROMPT, *text] for text in texts]))[:, -1].softmax(-1)
-        found |= dict(zip(texts, p, strict=True))
-    return found
+        chances |= dict(zip(texts, p, strict=True))
+    return chances
 
 
 def counted(pair, draws, *, q=None, **options):

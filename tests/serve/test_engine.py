@@ -40,7 +40,7 @@ def prompts(count, longest=40, seed=0):
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_sampled_tokens_do_not_depend_on_the_batch(family, random_model, engine_for, serve_all):
     model = random_model(family)
-    asked = prompts(8)
+    request = prompts(8)
     params = [
         SamplingParams(
             max_tokens=20, temperature=0.6 + 0.1 * n, top_k=n * 9, top_p=1 - n / 50, seed=n
@@ -58,14 +58,14 @@ def test_sampled_tokens_do_not_depend_on_the_batch(family, random_model, engine_
             seed=k.seed,
             eos=(),
         )
-        for p, k in zip(asked, params, strict=True)
+        for p, k in zip(request, params, strict=True)
     ]
     together = engine_for(model, max_step_tokens=24)
-    assert serve_all(together, asked, params) == expected
+    assert serve_all(together, request, params) == expected
     one_by_one = engine_for(model, max_running=1)
-    assert serve_all(one_by_one, asked, params) == expected
+    assert serve_all(one_by_one, request, params) == expected
     tight = engine_for(model, kv_tokens=96, max_position=96)
-    assert serve_all(tight, asked[::-1], params[::-1]) == expected[::-1]
+    assert serve_all(tight, request[::-1], params[::-1]) == expected[::-1]
     assert tight.stats()["preemptions_total"] > 0
 
 
@@ -74,10 +74,10 @@ def test_rope_scalings(kind, random_model, engine_for, serve_all):
     original = 32 if kind in ("llama3", "yarn") else None
     scaling = RopeScaling(rope_type=kind, factor=4.0, original_max_position_embeddings=original)
     model = random_model(SMALL.model_copy(update={"rope_scaling": scaling}))
-    asked = prompts(5, longest=90)
-    expected = [generate(model, prompt, 16, eos=()) for prompt in asked]
+    request = prompts(5, longest=90)
+    expected = [generate(model, prompt, 16, eos=()) for prompt in request]
     engine = engine_for(model, max_step_tokens=32)
-    assert serve_all(engine, asked, max_tokens=16) == expected
+    assert serve_all(engine, request, max_tokens=16) == expected
 
 
 def test_bf16_logits_are_those_of_the_whole_pass(random_model, engine_for):

@@ -36,7 +36,7 @@ def answers(prompts: list[list[int]], new: int = 6, **options):
     """Tokens and log probabilities of each prompt, all of them served at once."""
     job = ServeJob(model="tiny", kv_tokens=2048, threads=1, **options)
     engine, _, _ = engine_of(job, prepare(job, model()))
-    found: dict[str, list] = {str(at): [] for at in range(len(prompts))}
+    result: dict[str, list] = {str(at): [] for at in range(len(prompts))}
     for at, prompt in enumerate(prompts):
         engine.add(
             Request(
@@ -49,8 +49,8 @@ def answers(prompts: list[list[int]], new: int = 6, **options):
     while engine.busy:
         for output in engine.step():
             for token, info in zip(output.tokens, output.infos, strict=True):
-                found[output.request_id].append((token, info.logprob))
-    return list(found.values())
+                result[output.request_id].append((token, info.logprob))
+    return list(result.values())
 
 
 PROMPTS = [[5, 9, 13] * 9, [7] * 40, [1], list(range(60)), [3, 4] * 33]
@@ -73,8 +73,8 @@ def test_exact_numbers_do_not_depend_on_company_or_on_how_prompts_are_cut():
 )
 def test_other_kernels_give_the_same_tokens(options):
     wanted = answers(PROMPTS)
-    found = answers(PROMPTS, **options)
-    for one, other in zip(wanted, found, strict=True):
+    result = answers(PROMPTS, **options)
+    for one, other in zip(wanted, result, strict=True):
         assert [token for token, _ in one] == [token for token, _ in other]
         assert max(abs(a - b) for (_, a), (_, b) in zip(one, other, strict=True)) < 1e-3
 
@@ -90,8 +90,8 @@ def test_other_kernels_give_the_same_tokens(options):
     ids=str,
 )
 def test_fewer_bits_change_little(options, tolerance):
-    (wanted,), (found,) = answers([PROMPTS[3]], new=1), answers([PROMPTS[3]], new=1, **options)
-    assert abs(wanted[0][1] - found[0][1]) < tolerance
+    (wanted,), (result,) = answers([PROMPTS[3]], new=1), answers([PROMPTS[3]], new=1, **options)
+    assert abs(wanted[0][1] - result[0][1]) < tolerance
 
 
 @pytest.mark.parametrize(

@@ -133,13 +133,13 @@ def test_a_preempted_request_is_read_again(random_model, target, tmp_path, serve
     model = huggingface.read(target, torch.float64).requires_grad_(False)
     job = job_of(target, tmp_path / "net")
     tight = job.model_copy(update={"kv_tokens": 128, "max_position": 120})
-    asked = [prompt[:20] for prompt in prompts()] * 2
+    request = [prompt[:20] for prompt in prompts()] * 2
     wanted = serve_all(
-        engine_of(job.model_copy(update={"speculative": None}), model)[0], asked, max_tokens=40
+        engine_of(job.model_copy(update={"speculative": None}), model)[0], request, max_tokens=40
     )
     engine = engine_of(tight, model)[0]
     engine.scheduler.drafting = FixedDrafting(4)
-    assert serve_all(engine, asked, max_tokens=40) == wanted
+    assert serve_all(engine, request, max_tokens=40) == wanted
     assert engine.stats()["preemptions_total"] > 0
 
 
@@ -167,9 +167,9 @@ def test_recorded_passes_make_what_others_make(target, tmp_path, serve_all, reco
         return [made.features, made.logits, *made.state]
 
     def both(reading):
-        found = [one.clone() for one in flat(drafter.net.read(reading, drafter._cache))]
+        results = [one.clone() for one in flat(drafter.net.read(reading, drafter._cache))]
         again = taped.read(reading)
-        for mine, theirs in zip(flat(again), found, strict=True):
+        for mine, theirs in zip(flat(again), results, strict=True):
             assert (mine - theirs).norm() <= 0.02 * theirs.norm()
         return again
 
@@ -193,10 +193,10 @@ def test_as_many_passes_as_pay(target, tmp_path, monkeypatch):
                 draft_s=each * (runner.drafter.spec.depth // 2),
             ),
         )
-        for asked in (0, 2):
-            engine = engine_of(job_of(target, tmp_path / "net", forwards=asked), model)[0]
-            assert engine.runner.drafter.spec.depth == 2 * (asked or passes)
-            assert engine.scheduler.drafting.cost.draft_s == each * (asked or passes)
+        for request in (0, 2):
+            engine = engine_of(job_of(target, tmp_path / "net", forwards=request), model)[0]
+            assert engine.runner.drafter.spec.depth == 2 * (request or passes)
+            assert engine.scheduler.drafting.cost.draft_s == each * (request or passes)
 
 
 def test_what_guesses_cost_is_of_guesses_that_were_made(target, tmp_path):

@@ -69,9 +69,9 @@ def test_forks_get_what_separate_requests_get(fields, random_model, engine_for):
     alone = engine_for(model, **{"max_running": 1, **fields})
     want = serve(alone, answers(5, forked=False, logprobs=2))
     engine = engine_for(model, **fields)
-    found = serve(engine, answers(5, logprobs=2))
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want]
-    assert len({tuple(tokens) for tokens, _ in found}) == 5
+    result = serve(engine, answers(5, logprobs=2))
+    assert [tokens for tokens, _ in result] == [tokens for tokens, _ in want]
+    assert len({tuple(tokens) for tokens, _ in result}) == 5
     stats = engine.stats()
     assert stats["tokens_prompt_total"] == len(PROMPT) + 4
     assert stats["forks_total"] == 4

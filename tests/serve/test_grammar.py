@@ -50,13 +50,13 @@ def answers(form, count=4, most=300, temperature=1.5):
         assert not failed
         for one, token in zip(left, choose(logits, left, scores)[0], strict=True):
             one.tokens.append(token)
-    found = []
+    results = []
     for one in requests:
         tokens = one.tokens[1:]
         ended = tokens[-1] == END
         assert not {END, SPECIAL[1]} & set(tokens[:-1])
-        found.append((b"".join(TOKENS[t] for t in tokens[: -1 if ended else None]), ended))
-    return found
+        results.append((b"".join(TOKENS[t] for t in tokens[: -1 if ended else None]), ended))
+    return results
 
 
 SCHEMAS = st.recursive(
@@ -107,9 +107,9 @@ def test_every_answer_matches_its_expression(pattern):
 
 def test_every_answer_is_one_of_the_choices():
     choices = ["yes", "no", "yes, but", 'a "b" \\ / \n c', "日本"]
-    found = {text.decode() for text, ended in answers({"choice": choices}, count=40) if ended}
-    assert found <= set(choices)
-    assert len(found) > 2
+    result = {text.decode() for text, ended in answers({"choice": choices}, count=40) if ended}
+    assert result <= set(choices)
+    assert len(result) > 2
 
 
 def test_any_json_is_json_as_far_as_it_goes():
@@ -179,9 +179,9 @@ def test_a_request_that_cannot_go_on_harms_nobody(random_model, engine_for):
     while engine.busy:
         outputs += engine.step()
     assert [one.request_id for one in outputs] == ["good"] * 3
-    (told,) = (told for told in engine.drain_events() if told["kind"] != "began")
-    assert (told["kind"], told["id"]) == ("refused", "bad")
-    assert "tokenizer" in told["message"]
+    (result,) = (told for told in engine.drain_events() if told["kind"] != "began")
+    assert (result["kind"], result["id"]) == ("refused", "bad")
+    assert "tokenizer" in result["message"]
     assert engine.drain_events() == []
 
 

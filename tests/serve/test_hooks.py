@@ -94,9 +94,14 @@ def test_a_hook_of_another_package_sees_every_moment_in_order(random_model, engi
     engine.abort("nobody")
     engine.stats()
     engine.close()
-    asked = ("guard", "facts", "answers", "replay")  # as often as there are hooks, looks or kernels
+    result = (
+        "guard",
+        "facts",
+        "answers",
+        "replay",
+    )  # as often as there are hooks, looks or kernels
     mine, others = (
-        [which for name, which in log if name == one and which not in asked]
+        [which for name, which in log if name == one and which not in result]
         for one in ("First", "Second")
     )
     assert others == mine
@@ -139,15 +144,15 @@ def test_a_hook_may_refuse_change_and_recover(random_model, engine_for):
     with pytest.raises(ServeError, match="unlucky"):
         engine.add(request(seed=13))
     assert not engine.busy
-    asked = request()
-    engine.add(asked)
-    assert asked.salt == "careful "
+    response = request()
+    engine.add(response)
+    assert response.salt == "careful "
     broken.append("once")
     assert engine.step() == []
     assert engine.answers["recovered"]() == 1
     while engine.busy:
         engine.step()
-    assert asked.n_generated == 2
+    assert response.n_generated == 2
 
 
 def test_scores_are_adjusted_by_hooks_of_others_last(random_model, engine_for):

@@ -46,14 +46,14 @@ def drain(engine, requests):
     """The new tokens of requests, and what was told of those that failed."""
     for one in requests:
         engine.add(one)
-    told = []
+    notes = []
     while engine.busy:
         engine.step()
-        told += engine.drain_events()
+        notes += engine.drain_events()
     engine.hooks["isolation"].check_integrity()
     return (
         {one.id: one.tokens[one.n_prompt :] for one in requests},
-        {one["id"]: one for one in told if one["kind"] == "error"},
+        {one["id"]: one for one in notes if one["kind"] == "error"},
     )
 
 
@@ -62,12 +62,12 @@ def drain(engine, requests):
 def test_a_row_without_a_token_leaves_the_others_theirs(bad, temperature):
     torch.manual_seed(0)
     logits = torch.randn(5, 300)
-    asked = [request(f"r{n}", [1], temperature=temperature, seed=n) for n in range(5)]
-    want, _, failed = choose(logits, asked)
+    requests = [request(f"r{n}", [1], temperature=temperature, seed=n) for n in range(5)]
+    want, _, failed = choose(logits, requests)
     assert failed == []
     logits[2] = bad
     logits[4, 17] = math.nan
-    got, _, failed = choose(logits, asked)
+    got, _, failed = choose(logits, requests)
     assert failed == [2, 4]
     assert [got[row] for row in (0, 1, 3)] == [want[row] for row in (0, 1, 3)]
 
@@ -300,14 +300,14 @@ def test_adapters_that_are_not_finite_are_refused(overflowing, engine_for, tmp_p
 def test_guesses_behind_the_end_of_an_answer_are_not_counted(random_model, engine_for):
     """As many tokens as were given, however many were right."""
     engine = engine_for(random_model(), speculative={"name": "ngram"}, kv_tokens=2048)
-    asked = [request(f"r{n}", [9 + n, 5, 6], max_tokens=20) for n in range(3)]
-    want, _ = drain(engine, [copy.deepcopy(one) for one in asked])
-    known = {one.id: [*one.tokens, *want[one.id], *range(8)] for one in asked}
+    requests = [request(f"r{n}", [9 + n, 5, 6], max_tokens=20) for n in range(3)]
+    want, _ = drain(engine, [copy.deepcopy(one) for one in requests])
+    known = {one.id: [*one.tokens, *want[one.id], *range(8)] for one in requests}
     engine.runner.drafter = Knowing(known, 160, right=1.0)
     engine.scheduler.drafting = FixedDrafting(6)
     short = [
         dataclasses.replace(one, params=dataclasses.replace(one.params, max_tokens=11))
-        for one in asked
+        for one in requests
     ]
     before = engine.stats()["tokens_generated_total"]
     got, _ = drain(engine, short)

@@ -100,8 +100,8 @@ def test_heads_in_fewer_bits_guess_the_same_tokens_mostly_and_lose_none(served, 
     model = load_model(job)
     engine = engine_of(job, model)[0]
     engine.scheduler.drafting = FixedDrafting(4)
-    found = serve_all(engine, prompts(), max_tokens=8)
-    assert [len(one) for one in found] == [8, 8, 8]
+    result = serve_all(engine, prompts(), max_tokens=8)
+    assert [len(one) for one in result] == [8, 8, 8]
     assert engine.stats()["draft_trees_total"] > 0
 
 

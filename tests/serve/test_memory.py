@@ -54,9 +54,9 @@ def test_copies_and_bytes_are_those_of_the_plan(deep):
 
 @given(st.integers(2, 60), st.floats(0.05, 0.5))
 def test_layers_elsewhere_are_spread_evenly(num_layers, fraction):
-    found = elsewhere(num_layers, fraction)
-    assert len(found) == int(fraction * num_layers + 1e-9)
-    gaps = [b - a - 1 for a, b in zip((-1, *found), found, strict=False)]
+    result = elsewhere(num_layers, fraction)
+    assert len(result) == int(fraction * num_layers + 1e-9)
+    gaps = [b - a - 1 for a, b in zip((-1, *result), result, strict=False)]
     assert all(gap >= 1 for gap in gaps)
     assert not gaps or max(gaps) - min(gaps) <= 1
 

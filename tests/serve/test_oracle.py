@@ -92,10 +92,10 @@ def reference(model, prompt, count):
 def oracle(family, directory, lengths, count):
     """Prompts, and what transformers says to them; the checkpoint is in the directory."""
     model = checkpoint(family, directory)
-    asked = prompts(lengths)
-    expected = [reference(model, prompt, count) for prompt in asked]
+    request = prompts(lengths)
+    expected = [reference(model, prompt, count) for prompt in request]
     assert len({token for row in expected for token in row}) > 30  # text that says something
-    return asked, expected
+    return request, expected
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ PRODUCT = list(itertools.product(CHUNKED, REUSE, PREEMPT, BLOCK))
 
 def served(serve_all, found, fields, **others):
     """An engine's counters, once it has given the expected tokens."""
-    directory, asked, expected = found
+    directory, request, expected = found
     job = ServeJob.model_validate({"model": str(directory), "threads": 1, **fields, **others})
     if job.parallel.world == 1:
         engine, close = build_engine(job)[0], lambda: None
@@ -136,7 +136,7 @@ def served(serve_all, found, fields, **others):
         engine, ranks = thread_engine(job, Parameters(Path(job.model)))
         close = ranks.close
     try:
-        assert serve_all(engine, asked, max_tokens=len(expected[0])) == expected
+        assert serve_all(engine, request, max_tokens=len(expected[0])) == expected
         stats = engine.stats()
         assert stats["blocks_used"] == 0
         return stats
@@ -153,29 +153,29 @@ def check(stats, reuse, preempt):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_as_transformers(family, oracle_of, serve_all):
-    found = oracle_of(family, (1, 1, 16, 17, 128, 160), 16)
-    check(served(serve_all, found, combination(True, True, None, 16)), True, None)
+    result = oracle_of(family, (1, 1, 16, 17, 128, 160), 16)
+    check(served(serve_all, result, combination(True, True, None, 16)), True, None)
     tight = combination(True, True, "swap", 1, tight=180)
-    check(served(serve_all, found, tight, max_position=180), True, "swap")
+    check(served(serve_all, result, tight, max_position=180), True, "swap")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_as_transformers_under_every_combination(family, tp, oracle_of, serve_all):
-    found = oracle_of(family)
+    result = oracle_of(family)
     assert len(PRODUCT) == 24
     for chunked, reuse, preempt, block in PRODUCT:
         fields = combination(chunked, reuse, preempt, block)
-        stats = served(serve_all, found, fields, parallel={"tp": tp})
+        stats = served(serve_all, result, fields, parallel={"tp": tp})
         check(stats, reuse, preempt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_as_transformers_by_other_parts_and_four_ranks(family, oracle_of, serve_all):
-    found = oracle_of(family)
+    result = oracle_of(family)
     for fields in ({"kv": "contiguous"}, {"scheduler": "static"}):
-        served(serve_all, found, fields, kv_tokens=4096)
+        served(serve_all, result, fields, kv_tokens=4096)
     cut = combination(True, True, None, 16)
-    check(served(serve_all, found, cut, parallel={"tp": 2, "pp": 2}), True, None)
+    check(served(serve_all, result, cut, parallel={"tp": 2, "pp": 2}), True, None)

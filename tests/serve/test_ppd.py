@@ -116,8 +116,8 @@ def test_guesses_are_what_prompt_tokens_say_behind_the_last_accepted_token(serve
     embeddings = engine.runner.drafter._embeddings
     seen = 0
     for (tokens,), (tree,), _ in caught[1:]:
-        asked = len(tree.asking.inputs)
-        candidates = tree.nodes - asked
+        count = len(tree.asking.inputs)
+        candidates = tree.nodes - count
         assert candidates > 0 and tree.nodes <= 45
         best = behind(model, tokens[:-1], embeddings).topk(3).indices
         for row in range(1, candidates + 1):
@@ -171,11 +171,11 @@ def test_recorded_steps_give_the_same_tokens(served, serve_all, recordable):
     recorded = engine.runner._recorded
     assert recorded is not None
     engine.scheduler.drafting = FixedDrafting(8)
-    found = []
+    results = []
     for one in (recorded, None):
         engine.runner._recorded = one
-        found.append(serve_all(engine, prompts(), max_tokens=30))
-    assert found[0] == found[1]
+        results.append(serve_all(engine, prompts(), max_tokens=30))
+    assert results[0] == results[1]
     assert not recorded.reasons
     assert any(one is not None and one.tape for one in recorded.known.values())
 

@@ -152,8 +152,8 @@ def test_what_was_accepted_is_in_the_cache_as_if_it_were_read_anew(home):
         cache = KVCache(drafter.net.model.config, 1, kept.length, dtype=torch.float64)
         drafter.net.model.hidden(torch.tensor([request.tokens[: kept.length]]), cache=cache)
         slots = [kept.blocks[at // 16] * 16 + at % 16 for at in range(kept.length)]
-        found = drafter.net.cache.stores[0][:, :, slots]
-        torch.testing.assert_close(found, cache._store[:, :, 0], rtol=0, atol=1e-10)
+        result = drafter.net.cache.stores[0][:, :, slots]
+        torch.testing.assert_close(result, cache._store[:, :, 0], rtol=0, atol=1e-10)
 
 
 def test_right_prompts_take_fewer_passes_and_wrong_ones_no_more(home):
@@ -179,9 +179,9 @@ def test_what_was_asked_below_an_accepted_guess_tells_behind_another_token(home)
     knowing(drafter)
     request = Request("r0", texts()[1], 20, SamplingParams(max_tokens=99))
     drafter.propose([Guess(request, 9)])
-    asked = drafter._texts["r0"].asked
+    result = drafter._texts["r0"].asked
     (tree,) = drafter.propose([Guess(request, 9)])
-    accepted = next(at for at in range(4) if 19 + at in asked)
+    accepted = next(at for at in range(4) if 19 + at in result)
     request.tokens += [*tree.tokens[1 : 1 + accepted].tolist(), 7]
     passes = counted(drafter)
     (tree,) = drafter.propose([Guess(request, 9)])
@@ -208,15 +208,15 @@ def test_recorded_passes_give_the_same_chains(home, recordable):
     drafter = engine_with(home, dtype=torch.float32, depth=4).runner.drafter
     recorded = drafter.net.recorded
     assert recorded is not None
-    found = []
+    results = []
     for number, one in enumerate((recorded, None)):
         drafter.net.recorded = one
         request = Request(f"r{number}", texts()[1], 20, SamplingParams(max_tokens=99))
         for _ in range(6):
             (tree,) = drafter.propose([Guess(request, 9)])
             request.tokens += [*tree.tokens[1:3].tolist(), 7]
-        found.append(request.tokens)
-    assert found[0] == found[1]
+        results.append(request.tokens)
+    assert results[0] == results[1]
     assert any(one is not None and one.tape for one in recorded.known.values())
     assert not recorded.reasons
 
@@ -262,9 +262,9 @@ def test_prompts_that_do_not_pay_are_left_out(home, monkeypatch):
 def test_fewer_passes_are_expected(home):
     draft = str(home / "draft")
     plain = DraftModel(path=draft, depth=6).expects()
-    found = DraftModel(path=draft, depth=6, prompts=str(home / "prompts1")).expects()
-    assert found.reads < plain.reads == 6
-    assert found.tokens == plain.tokens
+    expected = DraftModel(path=draft, depth=6, prompts=str(home / "prompts1")).expects()
+    assert expected.reads < plain.reads == 6
+    assert expected.tokens == plain.tokens
 
 
 @pytest.mark.parametrize(

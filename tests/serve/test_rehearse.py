@@ -43,14 +43,14 @@ def test_too_few_steps_say_nothing_of_their_sum() -> None:
 
 def test_others_have_the_same_lengths_and_as_much_in_common() -> None:
     given = [Arrival(0.0, (1, 2, 9), 4, "s"), Arrival(1.5, (1, 2, 3, 4), 2)]
-    found = others(given, 10)
-    assert [(one.at, len(one.prompt), one.output_tokens, one.session) for one in found] == [
+    result = others(given, 10)
+    assert [(one.at, len(one.prompt), one.output_tokens, one.session) for one in result] == [
         (0.0, 3, 4, "s"),
         (1.5, 4, 2, ""),
     ]
-    assert found[0].prompt == (2, 3, 0)
-    assert found[0].prompt[:2] == found[1].prompt[:2]
-    assert not any(a.prompt[0] == b.prompt[0] for a, b in zip(given, found, strict=True))
+    assert result[0].prompt == (2, 3, 0)
+    assert result[0].prompt[:2] == result[1].prompt[:2]
+    assert not any(a.prompt[0] == b.prompt[0] for a, b in zip(given, result, strict=True))
 
 
 def test_the_opening_ends_before_the_first_that_is_late() -> None:

@@ -36,14 +36,14 @@ def test_equals_the_reference(vocab_size, spread, ties):
         for _ in range(rows)
     ]
     uniforms = [source.choice([0.0, source.random(), 1 - 2**-53]) for _ in range(rows)]
-    found = sample_rows(logits, params, uniforms).tolist()
+    values = sample_rows(logits, params, uniforms).tolist()
     expected = [
         sample(
             row, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, uniform=u
         )
         for row, p, u in zip(logits, params, uniforms, strict=True)
     ]
-    assert found == expected
+    assert values == expected
 
 
 def test_shares_follow_the_probabilities():

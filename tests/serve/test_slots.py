@@ -30,15 +30,15 @@ KERNELS = pytest.mark.parametrize("kernel", [{}, {"paged_attention": "torch"}], 
 def test_tokens_are_those_of_solo_runs(kernel, family, random_model, engine_for):
     model = random_model(family)
     draw = random.Random(3)
-    asked = [
+    results = [
         ([draw.randrange(160) for _ in range(draw.randrange(1, 40))], draw.randrange(1, 24))
         for _ in range(24)
     ]
-    expected = [generate(model, prompt, new, eos=()) for prompt, new in asked]
+    expected = [generate(model, prompt, new, eos=()) for prompt, new in results]
     engine = engine_for(model, kernel=kernel, **FUSED)
     requests = [
         Request(f"r{n}", list(prompt), len(prompt), SamplingParams(max_tokens=new))
-        for n, (prompt, new) in enumerate(asked)
+        for n, (prompt, new) in enumerate(results)
     ]
     waiting = list(requests)
     while waiting or engine.busy:
@@ -72,9 +72,9 @@ def test_ranks_that_get_the_same_steps_stay_equal(random_model, engine_for):
                     for one in step.chunks
                 ),
             )
-            told = second.execute(sent)
+            outcome = second.execute(sent)
             result = first.execute(step)
-            assert told.tokens == result.tokens
+            assert outcome.tokens == result.tokens
             for one, other in zip(first.cache.stores, second.cache.stores, strict=True):
                 assert torch.equal(one, other)
             return result

@@ -49,10 +49,10 @@ def params():
 
 
 def answers(serve_all, engine, asked):
-    found = serve_all(engine, asked, params=params())
+    result = serve_all(engine, asked, params=params())
     return {
         f"r{number}": [*prompt, *new]
-        for number, (prompt, new) in enumerate(zip(asked, found, strict=True))
+        for number, (prompt, new) in enumerate(zip(asked, result, strict=True))
     }
 
 
@@ -90,28 +90,28 @@ def guessing(engine, known, nodes, seed):
 )
 def test_same_tokens_as_plain_decoding(fields, random_model, engine_for, serve_all):
     model = random_model(dtype=torch.float64)
-    asked = prompts()
-    known = answers(serve_all, engine_for(model), asked)
+    request = prompts()
+    known = answers(serve_all, engine_for(model), request)
     assert len({token for row in known.values() for token in row}) > 60
     preempted = 0
     for nodes, seed in ((1, 0), (7, 1), (20, 2)):
         engine = engine_for(model, speculative="ngram", **fields)
         drafter = guessing(engine, known, nodes, seed)
-        assert answers(serve_all, engine, asked) == known
+        assert answers(serve_all, engine, request) == known
         stats = engine.stats()
         assert stats["blocks_used"] == 0
         assert 0 < stats["draft_tokens_accepted_total"] < stats["draft_tokens_total"]
         preempted += stats["preemptions_total"]
-        for name, told in drafter.seen.items():
-            assert told == {place: known[name][place] for place in told}
-            assert len(told) >= 0.5 * len(known[name])  # the rest was cached, or came last
+        for name, result in drafter.seen.items():
+            assert result == {place: known[name][place] for place in result}
+            assert len(result) >= 0.5 * len(known[name])  # the rest was cached, or came last
     assert bool(preempted) == (fields.get("kv_tokens", 4096) < 640)
 
 
 def test_a_right_chain_takes_a_step_for_all_of_it(random_model, engine_for, serve_all):
     model = random_model(dtype=torch.float64)
-    asked = prompts(1)
-    known = {"r0": [*asked[0], *serve_all(engine_for(model), asked, max_tokens=41)[0]]}
+    request = prompts(1)
+    known = {"r0": [*request[0], *serve_all(engine_for(model), request, max_tokens=41)[0]]}
     engine = engine_for(model, speculative="ngram")
     engine.scheduler.drafting = FixedDrafting(4)
     engine.runner.drafter = Knowing(known, VOCAB)
@@ -126,7 +126,7 @@ def test_a_right_chain_takes_a_step_for_all_of_it(random_model, engine_for, serv
         return TokenTree(np.array(tokens), branches(tuple(range(-1, len(ahead)))))
 
     engine.runner.drafter._tree = chain
-    assert serve_all(engine, asked, max_tokens=41)[0] == known["r0"][len(asked[0]) :]
+    assert serve_all(engine, request, max_tokens=41)[0] == known["r0"][len(request[0]) :]
     stats = engine.stats()
     assert stats["steps_total"] == 1 + 8  # the prompt's token, then five a step
     assert stats["draft_tokens_accepted_total"] == stats["draft_tokens_total"] == 32
@@ -134,22 +134,24 @@ def test_a_right_chain_takes_a_step_for_all_of_it(random_model, engine_for, serv
 
 def test_log_probabilities_are_those_of_plain_decoding(random_model, engine_for):
     model = random_model(dtype=torch.float64)
-    asked = prompts(1)[0]
+    result = prompts(1)[0]
     infos = []
     known = None
     for speculative in (None, "ngram"):
         engine = engine_for(model, speculative=speculative)
         if known is not None:
             guessing(engine, known, 6, 1)
-        request = Request("r0", list(asked), len(asked), SamplingParams(max_tokens=20, logprobs=2))
+        request = Request(
+            "r0", list(result), len(result), SamplingParams(max_tokens=20, logprobs=2)
+        )
         engine.add(request)
-        found = []
+        results = []
         while engine.busy:
             for output in engine.step():
                 assert len(output.infos) == len(output.tokens)
-                found += output.infos
+                results += output.infos
         known = {"r0": request.tokens}
-        infos.append(found)
+        infos.append(results)
     for plain, guessed in zip(*infos, strict=True):
         assert guessed.logprob == pytest.approx(plain.logprob, abs=1e-6)
         assert [token for token, _ in guessed.top] == [token for token, _ in plain.top]
@@ -193,19 +195,19 @@ def test_recorded_steps_give_the_same_bits_as_others(random_model, serve_all, re
 
     accelerate(model)
     job = ServeJob(model="tiny", kv_tokens=4096, threads=1, speculative={"name": "ngram"})
-    asked = prompts()
+    request = prompts()
     engine = engine_of(job, model)[0]
     assert engine.runner._recorded is not None
-    known = {f"r{n}": [*p, *range(40)] for n, p in enumerate(asked)}
-    found = []
+    known = {f"r{n}": [*p, *range(40)] for n, p in enumerate(request)}
+    results = []
     for recorded in (engine.runner._recorded, None):
         engine.runner._recorded = recorded
         guessing(engine, known, 5, 2)
-        found.append(serve_all(engine, asked, params=params()))
+        results.append(serve_all(engine, request, params=params()))
         if recorded is not None:
             assert any(one is not None and one.tape for one in recorded.known.values())
             assert not recorded.reasons
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(
@@ -249,9 +251,9 @@ def test_a_drafter_that_guesses_too_much_is_named(random_model, engine_for):
 
 def test_the_text_itself_guesses_what_it_repeats(random_model, engine_for, serve_all):
     model = random_model(dtype=torch.float64)
-    asked = [[*range(30), *range(30)] * 2]
-    plain = serve_all(engine_for(model), asked, max_tokens=24)
+    requests = [[*range(30), *range(30)] * 2]
+    plain = serve_all(engine_for(model), requests, max_tokens=24)
     engine = engine_for(model, speculative={"name": "ngram", "shortest": 1})
     engine.scheduler.drafting = FixedDrafting(6)
-    assert serve_all(engine, asked, max_tokens=24) == plain
+    assert serve_all(engine, requests, max_tokens=24) == plain
     assert engine.stats()["draft_tokens_total"] > 0

@@ -27,13 +27,13 @@ def deep(random_model):
 def test_tokens_are_those_of_resident_weights(deep, engine_for, serve_all):
     want = serve_all(engine_for(deep()), PROMPTS, max_tokens=12)
     size = sum(p.nbytes for p in deep().parameters())
-    found = {}
+    result = {}
     for k in (24, 2):
         budget = None if k == 24 else size // 4
         wanted = job(name="superpipeline", k=k, k_prime=1, device_budget=budget)
         engine, _, _ = engine_of(wanted, prepare(wanted, deep()))
-        found[k] = serve_all(engine, PROMPTS, max_tokens=12)
-    assert found[2] == found[24] == want
+        result[k] = serve_all(engine, PROMPTS, max_tokens=12)
+    assert result[2] == result[24] == want
 
 
 def test_what_cannot_be(deep):

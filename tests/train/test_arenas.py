@@ -44,11 +44,11 @@ def test_every_tensor_has_its_arena() -> None:
         torch.autograd.backward(loss)
     optimizer.step()
     state = {str(n): optimizer.state[p] for n, p in enumerate(trained)}
-    found = arenas.bytes(state)
-    assert tuple(found) == ARENAS
-    assert found["base"] == base and found["adapter"] == own == found["gradients"]
-    assert found["optimizer"] == 2 * own + 4 * len(trained)
-    assert sum(kept.values()) <= found["activations"] < 2 * sum(kept.values())
+    result = arenas.bytes(state)
+    assert tuple(result) == ARENAS
+    assert result["base"] == base and result["adapter"] == own == result["gradients"]
+    assert result["optimizer"] == 2 * own + 4 * len(trained)
+    assert sum(kept.values()) <= result["activations"] < 2 * sum(kept.values())
 
 
 def test_a_base_in_few_bits_leaves_no_other_behind() -> None:
@@ -58,8 +58,8 @@ def test_a_base_in_few_bits_leaves_no_other_behind() -> None:
     before = [weakref.ref(x) for x in model.blocks.modules() if isinstance(x, torch.nn.Linear)]
     handle = table("peft").build({"name": "qlora", "r": 4}).inject(model)
     handle.stay()
-    found = Arenas(model, handle).bytes({})
-    assert found["base"] == pytest.approx(whole - blocks * (1 - 4.13 / 32), rel=0.01)
+    result = Arenas(model, handle).bytes({})
+    assert result["base"] == pytest.approx(whole - blocks * (1 - 4.13 / 32), rel=0.01)
     gc.collect()
     assert before and not [one for one in before if one() is not None]
     with pytest.raises(ModelError, match="the way back was let go"):
@@ -79,12 +79,12 @@ def test_a_run_tells_what_was_predicted_and_measured(
     )
     job = plan.job.model_copy(update={"model": str(base)})
     report = execute(plan.model_copy(update={"job": job}), tmp_path / "run")
-    told = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["kind"] == "arenas"]
-    assert len(told) == 1
+    notes = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["kind"] == "arenas"]
+    assert len(notes) == 1
     before = predictions(plan)
     for arena in ARENAS:
         key = f"{arena}_bytes"
-        assert report.measured[key] == told[0][arena]
+        assert report.measured[key] == notes[0][arena]
         near = 0.01 if arena != "activations" else 0.5
         assert report.measured[key] == pytest.approx(before[key].value, rel=near), arena
         assert key in report.errors

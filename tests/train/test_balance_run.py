@@ -46,8 +46,8 @@ def test_a_killed_run_goes_on_with_its_biases(make_plan: Make, tmp_path: Path) -
     assert losses(run) == losses(tmp_path / "straight")
     whole = steps(tmp_path / "straight")
     for name in ("imbalance", "dropped", "balance"):
-        found = {step: event[name] for step, event in steps(run).items()}
-        assert found == {step: event[name] for step, event in whole.items()}
+        result = {step: event[name] for step, event in steps(run).items()}
+        assert result == {step: event[name] for step, event in whole.items()}
     assert all(1 <= event["imbalance"] <= 8 for event in whole.values())
     assert any(event["dropped"] > 0 for event in whole.values())
     (hidden,) = {event["gradients_hidden_bytes"] for event in whole.values()}
@@ -74,12 +74,12 @@ def test_experts_that_moved_go_on_anywhere(make_plan: Make, tmp_path: Path) -> N
             inject=kill_at(4),
         )
     execute(make_plan(**small), run, resume=True)
-    told = [e for e in read_events(run / "events.jsonl") if e["kind"] == "step"]
+    notes = [e for e in read_events(run / "events.jsonl") if e["kind"] == "step"]
     # Two ranks went on with what had moved, and one from where that was saved.
-    moved, resumed = ([e["loss"] for e in told if e["step"] in (3, 4)][part] for part in _HALVES)
+    moved, resumed = ([e["loss"] for e in notes if e["step"] in (3, 4)][part] for part in _HALVES)
     assert moved == pytest.approx(resumed, rel=2e-4)
-    assert sum(e.get("copies_exposed_s", 0) for e in told) > 0
-    assert max(e.get("copies_bytes", 0) for e in told) > 0
-    moves = {e["step"]: (e["moved_experts"], e["moved_bytes"]) for e in told if "moved_bytes" in e}
+    assert sum(e.get("copies_exposed_s", 0) for e in notes) > 0
+    assert max(e.get("copies_bytes", 0) for e in notes) > 0
+    moves = {e["step"]: (e["moved_experts"], e["moved_bytes"]) for e in notes if "moved_bytes" in e}
     assert list(moves) == [2]
     assert all(count > 0 and size > 0 for count, size in moves.values())

@@ -57,8 +57,8 @@ def test_what_is_not_finite_is_named() -> None:
     assert non_finite({"a": [whole(good)], "n": [whole(torch.tensor([1, 2]))]}) == ""
     assert non_finite({"none": [whole(torch.empty(0))]}) == ""
     eight = torch.tensor([float("nan")]).to(torch.float8_e4m3fn)
-    found = non_finite({"a": [whole(good), whole(bad)], "b": [whole(eight)], "c": [whole(good)]})
-    assert found == "2 of 3 tensors have values that are NaN or infinite: a, b"
+    result = non_finite({"a": [whole(good), whole(bad)], "b": [whole(eight)], "c": [whole(good)]})
+    assert result == "2 of 3 tensors have values that are NaN or infinite: a, b"
 
 
 def starts(run: Path) -> list[int]:

@@ -138,8 +138,8 @@ def test_medusa_loss_is_the_weighted_sum(make: Make, target: Path) -> None:
         )
         for k in (1, 2)
     )
-    found = learner.loss(TargetRows(tokens, hidden), step=0, total=1)
-    torch.testing.assert_close(found, expected)
+    loss = learner.loss(TargetRows(tokens, hidden), step=0, total=1)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_resume_equals_uninterrupted(make: Make, machine: Machine, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_features_are_what_the_target_makes_of_the_text(
     model = huggingface.read(target).eval()
     said: list[tuple[int, int, str]] = []
     job = make()
-    found = prepare_features(
+    features = prepare_features(
         job,
         model,
         fingerprint="f",
@@ -195,7 +195,7 @@ def test_features_are_what_the_target_makes_of_the_text(
     )
     with torch.no_grad():
         for part, count in (("train", 16), ("judged", 4)):
-            rows = found.rows(part, range(count), torch.float32)
+            rows = features.rows(part, range(count), torch.float32)
             torch.testing.assert_close(rows.hidden, model.hidden(rows.tokens), rtol=0, atol=1e-5)
     # Behind its prompt, a judged sequence is what the target says greedily.
     best = model.logits(rows.hidden).argmax(-1)
@@ -203,21 +203,21 @@ def test_features_are_what_the_target_makes_of_the_text(
     # Nobody computes them twice, and other text is other features.
     said.clear()
     again = prepare_features(job, model, fingerprint="f", tokenizer="t", root=tmp_path)
-    assert again.path == found.path
+    assert again.path == features.path
     assert not said
     other = prepare_features(make(text="own"), model, fingerprint="f", tokenizer="t", root=tmp_path)
-    assert other.path != found.path
+    assert other.path != features.path
     # What was cut off is not read.
-    (found.path / "train.hidden.bin").write_bytes(b"short")
+    (features.path / "train.hidden.bin").write_bytes(b"short")
     with pytest.raises(Exception, match="5 bytes, not the"):
-        open_features(found.path)
+        open_features(features.path)
 
 
 def test_the_target_writes_where_there_is_no_data(make: Make, target: Path, tmp_path: Path) -> None:
     model = huggingface.read(target).eval()
     job = make(data=None, read_tokens=8 * 32, temperatures=(0.0, 1.0))
-    found = prepare_features(job, model, fingerprint="f", tokenizer="t", root=tmp_path)
-    rows = found.rows("train", range(8), torch.float32)
+    features = prepare_features(job, model, fingerprint="f", tokenizer="t", root=tmp_path)
+    rows = features.rows("train", range(8), torch.float32)
     assert (rows.tokens[:, 0] == 0).all()
     best = model.logits(rows.hidden).argmax(-1)
     greedy = (best[:, 7:-1] == rows.tokens[:, 8:]).all(1)
@@ -263,7 +263,7 @@ def test_guesses_of_features_are_those_of_each_path_alone(
     rounds = options.get("forwards", options.get("depth"))
     with torch.no_grad():
         hidden = model.hidden(tokens)
-        found = learner.guesses(TargetRows(tokens, hidden), places).unflatten(1, (2, 3))
+        result = learner.guesses(TargetRows(tokens, hidden), places).unflatten(1, (2, 3))
         for row in range(2):
             for number, place in enumerate(places):
                 features, words = hidden[row : row + 1, : place + 1], tokens[row : row + 1]
@@ -282,7 +282,7 @@ def test_guesses_of_features_are_those_of_each_path_alone(
                     out = net.seen(x, torch.arange(count), mask[None, None])
                     for level, feature in enumerate(out[0, -k:]):
                         logits = model.logits(feature.unsqueeze(0))[0]
-                        torch.testing.assert_close(found[turn * k + level, row, number], logits)
+                        torch.testing.assert_close(result[turn * k + level, row, number], logits)
                     features = torch.cat((features, out[:, -k:]), 1)
 
 
@@ -295,7 +295,7 @@ def test_no_glancing_is_the_plain_loss(make: Make, target: Path) -> None:
     hidden = model.hidden(tokens).detach()
     calls: list[int] = []
     learner.net.register_forward_hook(lambda *_: calls.append(1))
-    found = learner.loss(TargetRows(tokens, hidden), step=0, total=10)
+    loss = learner.loss(TargetRows(tokens, hidden), step=0, total=10)
     assert len(calls) == 1
     made = learner.net(hidden[:, :12], model.embed(tokens[:, 1:13]))
     wanted, word = hidden[:, 2:14], tokens[:, 3:15]
@@ -304,7 +304,7 @@ def test_no_glancing_is_the_plain_loss(make: Make, target: Path) -> None:
     apart = (true * (true.log() - said)).sum(-1).mean()
     cross = -said.gather(-1, word.unsqueeze(-1)).mean()
     near = torch.nn.functional.smooth_l1_loss(made, wanted)
-    torch.testing.assert_close(found, near + 0.1 * (0.9 * apart + 0.1 * cross))
+    torch.testing.assert_close(loss, near + 0.1 * (0.9 * apart + 0.1 * cross))
     # A share that reaches 0 at the end is the plain loss there.
     ending = table("drafter").build({**plain, "glance_from": 0.6}).begin(model, make())
     last = ending.loss(TargetRows(tokens, hidden), step=8, total=9)

@@ -50,7 +50,7 @@ class Tokens:
 
 def train(steps: int = 1, *hooks: StepHook, model: Any = None, **job: Any) -> list[list[str]]:
     """Make steps of a job; the kinds of hooks of each rank."""
-    found = TrainJob.model_validate(
+    result = TrainJob.model_validate(
         {
             "model": "shoal-0.3m", "seq_len": 16, "global_batch": 4, "microbatch": 1,
             "precision": "fp32", "steps": steps, **job,
@@ -60,7 +60,7 @@ def train(steps: int = 1, *hooks: StepHook, model: Any = None, **job: Any) -> li
 
     def on(comm: Any) -> list[str]:
         comm.beat = None
-        trainer = RankTrainer(found, steps, SeededWeights(config), Tokens(), comm)  # type: ignore[arg-type]
+        trainer = RankTrainer(result, steps, SeededWeights(config), Tokens(), comm)  # type: ignore[arg-type]
         with contextlib.closing(trainer):
             for hook in hooks:
                 trainer.hooks.add(hook)
@@ -68,7 +68,7 @@ def train(steps: int = 1, *hooks: StepHook, model: Any = None, **job: Any) -> li
                 trainer.step(step)
             return [hook.kind for hook in trainer.hooks]
 
-    return run_ranks(found.parallel.world, on)
+    return run_ranks(result.parallel.world, on)
 
 
 class Sees(StepHook):
@@ -150,8 +150,8 @@ COPIES = {"dp": 2, "ep": 2, "placer": {"name": "fssdp", "resharding_every": 1}}
 def test_hooks_of_a_job_are_in_the_one_order(
     job: dict[str, Any], model: dict[str, Any], kinds: list[str]
 ) -> None:
-    for found in train(model=model, **job):
-        assert found == kinds
+    for result in train(model=model, **job):
+        assert result == kinds
     assert [kind for kind in ORDER if kind in kinds] == kinds
 
 

@@ -205,8 +205,8 @@ def test_torchrun_starts_a_killed_rank_again(
     assert [event["step"] for event in events if event["kind"] == "start"] == [0, 4]
 
     def losses(place: Path) -> dict[int, float]:
-        told = read_events(place / "events.jsonl")
-        return {event["step"]: event["loss"] for event in told if event["kind"] == "step"}
+        events = read_events(place / "events.jsonl")
+        return {event["step"]: event["loss"] for event in events if event["kind"] == "step"}
 
     assert losses(run) == losses(tmp_path / "straight")
     assert sorted(losses(run)) == list(range(9))

@@ -104,5 +104,5 @@ def pulled(network: EmulatedNetwork, run: Path) -> Iterator[list[float]]:
 
 def half_written(run: Path) -> list[Path]:
     """What a write that was not finished would have left."""
-    found = [*run.rglob(".*"), *run.rglob("*.tmp*"), *run.rglob("*.old")]
-    return [path for path in found if path.name != ".lock"]
+    results = [*run.rglob(".*"), *run.rglob("*.tmp*"), *run.rglob("*.old")]
+    return [path for path in results if path.name != ".lock"]

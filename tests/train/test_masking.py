@@ -18,17 +18,17 @@ from shoal.train.masking import given, masked  # noqa: E402
 
 def test_shares_are_even_and_weights_their_inverse():
     tokens = torch.randint(0, 50, (64, 400), generator=torch.Generator().manual_seed(0))
-    found = masked(tokens, 50, seed=3, step=7, first=0, total=64)
-    hidden = found.inputs == 50
+    result = masked(tokens, 50, seed=3, step=7, first=0, total=64)
+    hidden = result.inputs == 50
     share = hidden.double().mean(1)
-    assert (share - 1 / found.weights).abs().max() < 0.12
-    spread = (1 / found.weights).sort().values
+    assert (share - 1 / result.weights).abs().max() < 0.12
+    spread = (1 / result.weights).sort().values
     assert (spread.diff() - 1 / 64).abs().max() < 1e-3, "one share in each 64th"
-    assert torch.equal(found.targets[hidden], tokens[hidden])
-    assert (found.targets[~hidden] == -100).all()
-    assert torch.equal(found.inputs[~hidden], tokens[~hidden])
+    assert torch.equal(result.targets[hidden], tokens[hidden])
+    assert (result.targets[~hidden] == -100).all()
+    assert torch.equal(result.inputs[~hidden], tokens[~hidden])
     # A hidden token counts 1/t, so that every token counts 1 on average.
-    counted = (hidden * found.weights[:, None]).mean()
+    counted = (hidden * result.weights[:, None]).mean()
     assert counted == pytest.approx(1.0, abs=0.05)
 
 
@@ -52,8 +52,8 @@ def test_what_is_given_is_never_hidden():
         [True] * 6,
     ]
     for step in range(20):
-        found = masked(tokens, 50, seed=0, step=step, first=0, total=3, kept_bT=kept)
-        assert torch.equal(found.inputs[kept], tokens[kept])
+        result = masked(tokens, 50, seed=0, step=step, first=0, total=3, kept_bT=kept)
+        assert torch.equal(result.inputs[kept], tokens[kept])
 
 
 def test_jobs_that_cannot_be():

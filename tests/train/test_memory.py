@@ -73,9 +73,9 @@ def test_a_killed_rank_and_a_killed_node_lose_at_most_one_step(
     )
     assert losses(run) == losses(straight)
     events = list(read_events(run / "events.jsonl"))
-    found = [e for e in events if e["kind"] == "recover"]
-    assert [e["rung"] for e in found] == ["trainers", "rebuilt"]
-    assert found[1]["rebuilt"] == [2, 3]
+    results = [e for e in events if e["kind"] == "recover"]
+    assert [e["rung"] for e in results] == ["trainers", "rebuilt"]
+    assert results[1]["rebuilt"] == [2, 3]
     starts = [e for e in events if e["kind"] == "start"]
     assert [e["level"] for e in starts[1:]] == ["memory", "memory"]
     # Steps are counted from one behind: the last finished before each start against its first.
@@ -139,16 +139,16 @@ def test_a_run_that_cannot_go_on_leaves_its_memory_on_the_disk(
 
 def test_too_few_replicas_go_on_without(make_plan: Make, tmp_path: Path) -> None:
     job = make_plan(parallel={"dp": 2}, checkpoint={**DISK, "memory": "xor"}).job
-    told: list[dict[str, Any]] = []
-    with MemoryLevel(job, RunDir(tmp_path), told.append) as level:
+    notes: list[dict[str, Any]] = []
+    with MemoryLevel(job, RunDir(tmp_path), notes.append) as level:
         assert level.fleet is not None
         assert len(level.fleet.processes) == 2
         one = job.model_copy(update={"parallel": job.parallel.model_copy(update={"dp": 1})})
         changed = level.change(one)
         assert changed.checkpoint.memory is None
         assert level.fleet is None
-    assert [event["kind"] for event in told] == ["memory_off"]
-    assert "members of a group = 1" in told[0]["message"]
+    assert [event["kind"] for event in notes] == ["memory_off"]
+    assert "members of a group = 1" in notes[0]["message"]
 
 
 def test_chaos() -> None:

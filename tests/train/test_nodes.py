@@ -72,23 +72,23 @@ def prepared(make_plan: Make, tmp_path: Path) -> Callable[..., tuple[TrainPlan, 
 def join(plan: TrainPlan, zero: RunDir, one: RunDir, **options: Any) -> list[ShoalError | None]:
     """Give from a directory to another, as two nodes do; what each of them raised."""
     gate = _Store()
-    found: list[ShoalError | None] = [None, None]
+    results: list[ShoalError | None] = [None, None]
     places = [RunNode(number=n, nodes=2, first=True, address="127.0.0.1") for n in range(2)]
 
     def first() -> None:
         try:
             give(plan, zero, gate, places[0])
         except ShoalError as error:
-            found[0] = error
+            results[0] = error
 
     thread = threading.Thread(target=first)
     thread.start()
     try:
         take(one, gate, places[1], **{"resume": False, **options})
     except ShoalError as error:
-        found[1] = error
+        results[1] = error
     thread.join()
-    return found
+    return results
 
 
 def test_a_node_takes_what_it_lacks(

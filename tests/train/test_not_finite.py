@@ -91,8 +91,8 @@ def described(
             hook.close()
         return said, norm
 
-    found = run_ranks(job.parallel.world, rank)
-    return [said for said, _ in found], found[0][1]
+    ranks = run_ranks(job.parallel.world, rank)
+    return [said for said, _ in ranks], ranks[0][1]
 
 
 def nothing(engine: ParallelEngine, rank: int) -> None:
@@ -132,20 +132,20 @@ def test_gradients_are_named_with_their_ranks(
 ) -> None:
     hooked = spoil is spoil_hooked
     spoils = (spoil, nothing) if hooked else (nothing, spoil)
-    found, norm = described(tmp_path, *spoils, "gradients", **changes)
+    result, norm = described(tmp_path, *spoils, "gradients", **changes)
     assert norm != norm
-    assert len(set(found)) == 1
-    assert found[0].startswith(f"{ranks}: 1 of "), found
-    assert found[0].endswith(f" gradients ({LAST})")
+    assert len(set(result)) == 1
+    assert result[0].startswith(f"{ranks}: 1 of "), result
+    assert result[0].endswith(f" gradients ({LAST})")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fuyou", "zero_infinity", "superpipeline"])
 def test_gradients_in_tiers_are_named(name: str, tmp_path: Path) -> None:
     offload = {"name": name, "device_budget": "8MiB"}
-    found, norm = described(tmp_path, spoil_hooked, nothing, "gradients", offload=offload)
+    result, norm = described(tmp_path, spoil_hooked, nothing, "gradients", offload=offload)
     assert norm != norm
-    assert found[0].startswith("rank 0: 1 of ") and LAST in found[0]
+    assert result[0].startswith("rank 0: 1 of ") and LAST in result[0]
 
 
 def test_weights_or_rows_are_named(tmp_path: Path) -> None:
@@ -157,19 +157,19 @@ def test_weights_or_rows_are_named(tmp_path: Path) -> None:
                 engine.sharded.owned()["blocks.0.mlp.down_proj.weight"].view(-1)[0] = NAN
 
     split = {"parallel": {"pp": 2}}
-    found, _ = described(tmp_path, weight, nothing, "loss", **split)
-    assert found[0].startswith("rank 0: 1 of "), found
-    assert found[0].endswith(" weights (blocks.0.mlp.down_proj.weight)")
+    result, _ = described(tmp_path, weight, nothing, "loss", **split)
+    assert result[0].startswith("rank 0: 1 of "), result
+    assert result[0].endswith(" weights (blocks.0.mlp.down_proj.weight)")
 
     def restored(engine: ParallelEngine, rank: int) -> None:
         with torch.no_grad():
             for parameter in engine.sharded.owned().values():
                 parameter.nan_to_num_(0.0)
 
-    found, _ = described(tmp_path, weight, restored, "loss", **split)
-    assert set(found) == {"rank 1: the loss of its rows"}
-    found, _ = described(tmp_path, nothing, nothing, "loss", **split)
-    assert set(found) == {""}
+    result, _ = described(tmp_path, weight, restored, "loss", **split)
+    assert set(result) == {"rank 1: the loss of its rows"}
+    result, _ = described(tmp_path, nothing, nothing, "loss", **split)
+    assert set(result) == {""}
 
 
 @pytest.mark.slow

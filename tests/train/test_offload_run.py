@@ -38,9 +38,9 @@ def test_two_ranks_share_what_lies_in_tiers(
     whole = steps(make_plan(**RUN), tmp_path / "whole")
     for name in ("zero_infinity", "superpipeline"):
         offload = {"name": name, "device_budget": "64MiB"}
-        found = steps(make_plan(**RUN, offload=offload), tmp_path / name)
-        assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in whole], rel=1e-6)
-        assert 0 < max(e["tier_bytes"]["device"] for e in found) <= 64 * 2**20
+        result = steps(make_plan(**RUN, offload=offload), tmp_path / name)
+        assert [e["loss"] for e in result] == pytest.approx([e["loss"] for e in whole], rel=1e-6)
+        assert 0 < max(e["tier_bytes"]["device"] for e in result) <= 64 * 2**20
 
 
 @pytest.mark.multi
@@ -73,5 +73,5 @@ def test_what_the_search_chose_is_trained_and_scored(
         assert event["step"] == 1
         assert all(rate > 0 for rate in event["bytes_per_s"].values())
         assert event["predicted_s"] <= min(seconds for _, seconds in event["curve"]) + 1e-9
-    told = [label.strip() for label, *_ in compared(report)]
-    assert "most on the device" in told
+    notes = [label.strip() for label, *_ in compared(report)]
+    assert "most on the device" in notes

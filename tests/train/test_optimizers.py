@@ -165,15 +165,15 @@ def test_an_update_in_groups_is_the_same_update(name: str, monkeypatch: pytest.M
         gradients(plain, step)
         gradients(grouped, step)
         before = {key: value.detach().clone() for key, value in grouped.items()}
-        told: list[str] = []
+        notes: list[str] = []
 
         def ready(names: Collection[str], before: dict[str, torch.Tensor] = before) -> None:
             assert all(torch.equal(grouped[n], before[n]) for n in names)
-            told.extend(names)  # noqa: B023
+            notes.extend(names)  # noqa: B023
 
         one.step(0.5)
         other.step(0.5, ready)  # type: ignore[call-arg]
-        assert sorted(told) == sorted(grouped)
+        assert sorted(notes) == sorted(grouped)
     for key, entries in one.state().items():
         assert torch.equal(plain[key], grouped[key])
         for entry, value in entries.items():

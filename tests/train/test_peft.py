@@ -237,9 +237,9 @@ def test_files_go_to_the_library_and_come_back(name: str, theirs: Any, tmp_path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
-        found = other(input_ids=X).logits.detach()
-        found = found[:, -X.shape[1] :]
-        torch.testing.assert_close(found, learned, atol=1e-5, rtol=1e-5)
+        result = other(input_ids=X).logits.detach()
+        result = result[:, -X.shape[1] :]
+        torch.testing.assert_close(result, learned, atol=1e-5, rtol=1e-5)
         other.save_pretrained(str(tmp_path / "back"))
     again = ours()
     files.load(again, tmp_path / "back")
@@ -340,12 +340,12 @@ def test_nf4_is_the_published_one() -> None:
 
 def test_loftq_begins_nearer_to_the_base_than_qlora() -> None:
     plain = logits(ours())
-    found = {}
+    result = {}
     for name in ("qlora", "loftq"):
         model = ours()
         method(name, targets="*_proj", r=16).inject(model)
-        found[name] = float((logits(model) - plain).detach().norm())
-    assert found["loftq"] < 0.8 * found["qlora"]
+        result[name] = float((logits(model) - plain).detach().norm())
+    assert result["loftq"] < 0.8 * result["qlora"]
 
 
 def test_mezo_comes_back_and_is_made_again_bit_for_bit(tmp_path: Path) -> None:
@@ -422,14 +422,14 @@ def test_gradients_are_those_of_the_library(theirs: Any, tmp_path: Path) -> None
         other = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"), is_trainable=True)
     torch.autograd.backward((model(X) ** 2).mean())
     torch.autograd.backward((other(input_ids=X).logits ** 2).mean())
-    found = {
+    result = {
         n.replace(".default", "").removeprefix("base_model.model."): p.grad
         for n, p in other.named_parameters()
         if p.grad is not None
     }
-    assert found.keys() == handle.trainable().keys()
+    assert result.keys() == handle.trainable().keys()
     for n, p in handle.trainable().items():
-        torch.testing.assert_close(p.grad, found[n], atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(p.grad, result[n], atol=1e-5, rtol=1e-3)
 
 
 # ---------------------------------------------------------------------- bad input

@@ -30,8 +30,8 @@ def test_probe_and_search(tmp_path: Path, corpus: Path) -> None:
     data = {"name": "text", "path": str(corpus), "pattern": "*.py"}
     strong = Choice(name="lora", options={"r": 8, "targets": "*_proj"})
     weak = Choice(name="ia3")
-    found = probe(place, [strong, weak], steps=20, seq_len=32, data=data)  # type: ignore[arg-type]
-    assert found["lora"] > found["ia3"]
+    result = probe(place, [strong, weak], steps=20, seq_len=32, data=data)  # type: ignore[arg-type]
+    assert result["lora"] > result["ia3"]
     ranked = search(place, [weak, strong], steps=10, seq_len=32, data=data)  # type: ignore[arg-type]
     assert [one.method for one in ranked] == [strong, weak]
     job = tmp_path / "job.yaml"
@@ -49,6 +49,6 @@ def test_probe_and_search(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_candidates_are_where_which_and_how_large() -> None:
-    found = candidates()
-    assert len(found) == 4 * (3 + 3 + 1)
-    assert len({str(one) for one in found}) == len(found)
+    result = candidates()
+    assert len(result) == 4 * (3 + 3 + 1)
+    assert len({str(one) for one in result}) == len(result)

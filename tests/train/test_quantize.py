@@ -123,10 +123,10 @@ def test_text_output_and_timing(directory, tmp_path):
 
 def test_a_model_agrees_with_itself(directory, tokens):
     model = huggingface.read(directory).eval()
-    found = compare(model, model, tokens.heldout, max_tokens=1000)
-    assert found.agreement == 1
-    assert found.rise == 0
-    assert 1 < found.perplexity < 512
+    result = compare(model, model, tokens.heldout, max_tokens=1000)
+    assert result.agreement == 1
+    assert result.rise == 0
+    assert 1 < result.perplexity < 512
 
 
 def test_what_is_refused_before_any_work(directory, tmp_path):

@@ -101,8 +101,8 @@ def test_losses_and_weights_are_those_of_a_run_that_never_switches(before, after
     first, second = job(before[0], **before[1]), job(after[0], **after[1])
     world = first.parallel.world
     losses, parameters = run_ranks(world, lambda comm: train(comm, [first], 6))[0]
-    found, moved = run_ranks(world, lambda comm: train(comm, [first, second], 3))[0]
-    assert_allclose(found, losses, rtol=1e-9)
+    result, moved = run_ranks(world, lambda comm: train(comm, [first, second], 3))[0]
+    assert_allclose(result, losses, rtol=1e-9)
     for name, whole in parameters.items():
         assert_allclose(moved[name], whole, rtol=1e-9, atol=1e-12)
 
@@ -110,8 +110,8 @@ def test_losses_and_weights_are_those_of_a_run_that_never_switches(before, after
 def test_there_and_back():
     jobs = [job({"dp": 2}), job({"pp": 2}), job({"dp": 2}, shard="zero3")]
     losses, _ = run_ranks(2, lambda comm: train(comm, [jobs[0]], 6))[0]
-    found, _ = run_ranks(2, lambda comm: train(comm, jobs, 2))[0]
-    assert_allclose(found, losses, rtol=1e-9)
+    result, _ = run_ranks(2, lambda comm: train(comm, jobs, 2))[0]
+    assert_allclose(result, losses, rtol=1e-9)
 
 
 def test_what_nobody_has_is_said():

@@ -96,22 +96,22 @@ def test_a_calibrated_share_is_spent():
 def test_the_study_orders_the_ways():
     net = model()
     inputs, targets = samples(Text(), 3, 20)
-    found = study(net, inputs, targets, inputs, budget=1)
-    oracle = {arm.chosen: arm for arm in found.of("oracle")}
+    result = study(net, inputs, targets, inputs, budget=1)
+    oracle = {arm.chosen: arm for arm in result.of("oracle")}
     assert list(oracle) == ["0 big", "1 big", "2 big", "any"]
     whole = model(ffn={"name": "duo", "router": "fixed"})
     whole.load_state_dict(net.state_dict())
-    all_big = next(arm for arm in found.of("fixed") if arm.chosen == "BBB")
+    all_big = next(arm for arm in result.of("fixed") if arm.chosen == "BBB")
     assert all_big.loss == pytest.approx(each_loss(whole, inputs, targets).mean(), abs=1e-5)
     assert oracle["any"].loss <= oracle["1 big"].loss <= oracle["0 big"].loss
     assert oracle["any"].loss < all_big.loss
-    most = [arm for arm in found.arms if arm.share == 1.0]
+    most = [arm for arm in result.arms if arm.share == 1.0]
     assert {arm.name for arm in most} >= {"random", "fixed", "router"}
     assert len({round(arm.loss, 5) for arm in most if arm.name != "oracle"}) == 1
-    assert [len(rows) for rows in found.layers["big"].values()] == [LAYERS, LAYERS]
-    assert sum(found.layers[route]["router"][0] for route in found.layers) == pytest.approx(1)
-    assert sum(found.layers["big"]["oracle"]) <= 1.0 + 1e-9
-    assert found.evaluations == 27
+    assert [len(rows) for rows in result.layers["big"].values()] == [LAYERS, LAYERS]
+    assert sum(result.layers[route]["router"][0] for route in result.layers) == pytest.approx(1)
+    assert sum(result.layers["big"]["oracle"]) <= 1.0 + 1e-9
+    assert result.evaluations == 27
 
 
 @pytest.mark.parametrize("way", ["beam", "descent"])
@@ -119,11 +119,11 @@ def test_a_search_of_few_patterns_is_no_better_than_all(way):
     net = model()
     inputs, targets = samples(Text(), 2, 12)
     exact = study(net, inputs, targets, inputs, budget=2)
-    found = study(net, inputs, targets, inputs, budget=2, search_by=way, width=27)
-    for ours, theirs in zip(found.of("oracle"), exact.of("oracle"), strict=True):
+    result = study(net, inputs, targets, inputs, budget=2, search_by=way, width=27)
+    for ours, theirs in zip(result.of("oracle"), exact.of("oracle"), strict=True):
         assert ours.loss >= theirs.loss - 1e-6
     if way == "beam":  # wide enough to be exact without a budget
-        assert found.of("oracle")[-1].loss == pytest.approx(exact.of("oracle")[-1].loss, abs=1e-5)
+        assert result.of("oracle")[-1].loss == pytest.approx(exact.of("oracle")[-1].loss, abs=1e-5)
 
 
 def test_chance_spends_what_it_is_told():

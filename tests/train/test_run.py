@@ -71,8 +71,8 @@ def test_a_run_leaves_everything(straight: Path) -> None:
     assert kinds.count("checkpoint") == 4
     assert kinds.count("eval") == 2  # in the middle, and of everything in the end
     assert {"sample", "end", "totals"} <= set(kinds)
-    found = losses(straight)
-    assert found[23] < found[0], "it learns"
+    result = losses(straight)
+    assert result[23] < result[0], "it learns"
     report = json.loads((straight / "report.json").read_text())
     assert report["measured"]["finished"] == 1
     assert set(report["errors"]) >= {"step_s", "tokens_per_s", "memory_bytes", "wire_bytes"}
@@ -215,10 +215,10 @@ def test_one_two_one_ranks(
                 execute(plan, run, resume=number > 0, inject=kill_at(6 * number + 6))
         else:
             execute(plan, run, resume=True)
-    found = losses(run)
-    assert alone.keys() == found.keys()
+    result = losses(run)
+    assert alone.keys() == result.keys()
     for step, loss in alone.items():
-        assert abs(found[step] / loss - 1) <= 2e-5, step
+        assert abs(result[step] / loss - 1) <= 2e-5, step
 
 
 @pytest.mark.slow
@@ -391,8 +391,8 @@ def test_choices_run_together(make_plan: Make, tmp_path: Path) -> None:
         sinks=[{"name": "tensorboard", "path": str(tmp_path / "board")}],
     )
     execute(plan, tmp_path / "run")
-    found = losses(tmp_path / "run")
-    assert found[23] < found[0] - 0.5
+    result = losses(tmp_path / "run")
+    assert result[23] < result[0] - 0.5
     assert list((tmp_path / "board").glob("events.out.tfevents.*"))
 
 

@@ -108,9 +108,9 @@ def memory(pid: int, image: Path) -> tuple[int, int, int]:
     own = share = 0
     for part in Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:"):
         if str(image) in part:
-            found = _fields(part[part.index(str(image)) :].splitlines()[1:])
-            own += found["Private_Clean"] + found["Private_Dirty"]
-            share += found["Pss"]
+            fields = _fields(part[part.index(str(image)) :].splitlines()[1:])
+            own += fields["Private_Clean"] + fields["Private_Dirty"]
+            share += fields["Pss"]
     return rollup["Private_Clean"] + rollup["Private_Dirty"], own, share
 
 

@@ -30,8 +30,8 @@ def loss(model: Any, batch: Any, train: bool) -> Tensor:
 
 
 def pred(model: Any, batch: Any) -> Tensor:
-    found: Tensor = model(batch[0])
-    return found
+    tensor: Tensor = model(batch[0])
+    return tensor
 
 
 def metrics(predictions: Tensor, examples: Any) -> dict[str, float]:
@@ -92,9 +92,9 @@ def test_is_reached_from_the_package() -> None:
 @pytest.mark.parametrize("split", [{"dp": 2}, {"tp": 2}], ids=str)
 def test_is_the_same_on_any_ranks(split: dict[str, int]) -> None:
     expected, rows = on_ranks({"dp": 1}, trained)
-    found, predictions = on_ranks(split, trained)
-    assert [row["step"] for row in found] == [3.0, 6.0]
-    for one, other in zip(expected, found, strict=True):
+    result, predictions = on_ranks(split, trained)
+    assert [row["step"] for row in result] == [3.0, 6.0]
+    for one, other in zip(expected, result, strict=True):
         assert other == pytest.approx(one, rel=1e-9)
     torch.testing.assert_close(predictions, rows)
 
@@ -104,8 +104,8 @@ def test_is_the_same_on_any_ranks(split: dict[str, int]) -> None:
 def test_is_the_same_on_four_processes() -> None:
     """Both degrees at once; groups trace at different times, which threads could not."""
     expected, predictions = on_ranks({"dp": 1}, trained)
-    told = run_processes(f"{Path(__file__)}:on_process", 4, {"split": {"dp": 2, "tp": 2}})
-    for rows, said in told:
+    processes = run_processes(f"{Path(__file__)}:on_process", 4, {"split": {"dp": 2, "tp": 2}})
+    for rows, said in processes:
         for one, other in zip(expected, rows, strict=True):
             assert other == pytest.approx(one, rel=1e-9)
         torch.testing.assert_close(torch.tensor(said, dtype=torch.float64), predictions)
@@ -128,8 +128,8 @@ def test_is_saved_and_resumed_on_other_ranks(tmp_path: Path) -> None:
     expected = on_ranks({"dp": 1}, trained)[1]
     for before, after in (({"dp": 1}, {"tp": 2}), ({"tp": 2}, {"dp": 2})):
         on_ranks(before, half)
-        found = on_ranks(after, rest)
-        torch.testing.assert_close(found[:9], expected)
+        ranks = on_ranks(after, rest)
+        torch.testing.assert_close(ranks[:9], expected)
 
 
 def test_splits_by_memory() -> None:

@@ -122,11 +122,11 @@ def test_a_dump_is_the_state_of_the_run(tmp_path, layout):
     now = job(layout[0], **layout[1])
     world, root = now.parallel.world, tmp_path / "dumps"
     losses, weights, moments = run_ranks(world, lambda comm: train(comm, now, 3, root=root))[0]
-    found = open_any(root)
+    result = open_any(root)
     for name in whole_shapes(CONFIG):
-        assert torch.equal(found.tensor(f"model.{name}"), weights[name])
-        assert torch.equal(found.tensor(f"optimizer.{name}.exp_avg"), moments[name])
-    assert (found.step, len(losses)) == (3, 3)
+        assert torch.equal(result.tensor(f"model.{name}"), weights[name])
+        assert torch.equal(result.tensor(f"optimizer.{name}.exp_avg"), moments[name])
+    assert (result.step, len(losses)) == (3, 3)
     # The run that goes on in the same layout is the run that never stopped, bit for bit.
     never, whole, _ = run_ranks(world, lambda comm: train(comm, now, 6))[0]
     goes_on, again, _ = run_ranks(world, lambda comm: train(comm, now, 3, first=3, start=root))[0]
@@ -177,17 +177,17 @@ def test_a_run_says_where_it_begins(tmp_path, place):
     assert open_start(root) is None
     begin_at(root, f"universal://{place}")
     assert json.loads((root / "start.json").read_text()) == {"from": f"universal:{place}"}
-    found = open_start(root)
-    assert found is not None
+    result = open_start(root)
+    assert result is not None
     loaded = []
     trainer = SimpleNamespace(load=loaded.append, pieces=dict)
     model = CONFIG.model_dump(mode="json")
-    assert take_over(trainer, found, model, {"data": "x"}) == 2
-    assert loaded == [found]
+    assert take_over(trainer, result, model, {"data": "x"}) == 2
+    assert loaded == [result]
     with pytest.raises(CheckpointError, match=r"saved with run.data = 'x', and the run has 'y'"):
-        take_over(trainer, found, model, {"data": "y"})
+        take_over(trainer, result, model, {"data": "y"})
     with pytest.raises(CheckpointError, match=r"saved with model.hidden = 16"):
-        take_over(trainer, found, {**model, "hidden": 8}, {"data": "x"})
+        take_over(trainer, result, {**model, "hidden": 8}, {"data": "x"})
 
 
 def test_what_ranks_dumped_is_put_together_before_ranks_start(tmp_path):
@@ -224,9 +224,9 @@ def test_a_run_of_processes_goes_on_in_another_split(make_plan, tmp_path):
     assert sorted(two) == [3, 4, 5]
     for step, loss in two.items():
         assert loss == pytest.approx(one[step], rel=1e-5)
-    found = {d.name: d for d in differences(tmp_path / "a", tmp_path / "b")}
-    assert found["optimizer.norm.weight.step"].kind == "equal"
-    assert all(d.largest is not None and d.largest < 1e-4 for d in found.values())
+    result = {d.name: d for d in differences(tmp_path / "a", tmp_path / "b")}
+    assert result["optimizer.norm.weight.step"].kind == "equal"
+    assert all(d.largest is not None and d.largest < 1e-4 for d in result.values())
     other = make_plan(parallel={"dp": 1}, **{**short, "seed": 3})
     with pytest.raises(ShoalError, match=r"saved with run.seed = 0, and the run has 3"):
         execute(other, tmp_path / "c", start=str(dumped))

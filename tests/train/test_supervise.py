@@ -70,38 +70,38 @@ def named(found: tuple[Failure, ...]) -> list[tuple[int, str]]:
 
 
 def test_a_killed_rank_and_a_hanging_one_are_both_named(make_plan: Make, tmp_path: Path) -> None:
-    found = failures(make_plan, tmp_path, WAITS, DIES, HANGS, WAITS)
-    assert named(found) == [(1, "lost"), (2, "hang")]
-    assert "killed by SIGKILL in step 3" in found[0].text
-    assert "hangs in step 3, before collective 13" in found[1].text
+    result = failures(make_plan, tmp_path, WAITS, DIES, HANGS, WAITS)
+    assert named(result) == [(1, "lost"), (2, "hang")]
+    assert "killed by SIGKILL in step 3" in result[0].text
+    assert "hangs in step 3, before collective 13" in result[1].text
 
 
 def test_a_stopped_rank_beside_a_killed_one_is_named_at_once(
     make_plan: Make, tmp_path: Path
 ) -> None:
     began = time.monotonic()
-    found = failures(make_plan, tmp_path, STOPS, WAITS, DIES, hang_s=300.0)
-    assert named(found) == [(2, "lost"), (0, "hang")]
+    result = failures(make_plan, tmp_path, STOPS, WAITS, DIES, hang_s=300.0)
+    assert named(result) == [(2, "lost"), (0, "hang")]
     assert time.monotonic() - began < 100, "nobody waits for a stopped rank"
 
 
 def test_ranks_that_compute_or_wait_are_not_named_beside_a_killed_one(
     make_plan: Make, tmp_path: Path
 ) -> None:
-    found = failures(make_plan, tmp_path, WAITS, COMPUTES, DIES, hang_s=60.0)
-    assert named(found) == [(2, "lost")]
+    result = failures(make_plan, tmp_path, WAITS, COMPUTES, DIES, hang_s=60.0)
+    assert named(result) == [(2, "lost")]
 
 
 def test_two_killed_ranks_and_one_that_aborts_for_their_sake(
     make_plan: Make, tmp_path: Path
 ) -> None:
-    found = failures(make_plan, tmp_path, ABORTS, DIES, DIES, WAITS)
-    assert named(found) == [(1, "lost"), (2, "lost")]
+    result = failures(make_plan, tmp_path, ABORTS, DIES, DIES, WAITS)
+    assert named(result) == [(1, "lost"), (2, "lost")]
 
 
 def test_two_hanging_ranks_are_both_named(make_plan: Make, tmp_path: Path) -> None:
-    found = failures(make_plan, tmp_path, WAITS, HANGS, STOPS)
-    assert named(found) == [(1, "hang"), (2, "hang")]
+    result = failures(make_plan, tmp_path, WAITS, HANGS, STOPS)
+    assert named(result) == [(1, "hang"), (2, "hang")]
 
 
 def test_the_phase_of_a_hang_is_named(make_plan: Make, tmp_path: Path) -> None:
@@ -111,5 +111,5 @@ def test_the_phase_of_a_hang_is_named(make_plan: Make, tmp_path: Path) -> None:
     with recorder.span("forward"):
         pass
     with recorder.span("backward"):
-        found = failures(make_plan, tmp_path, WAITS, HANGS)
-    assert "hangs in step 3 in backward, before collective 13" in found[0].text
+        result = failures(make_plan, tmp_path, WAITS, HANGS)
+    assert "hangs in step 3 in backward, before collective 13" in result[0].text

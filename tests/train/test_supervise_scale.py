@@ -54,10 +54,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def supervisor(tmp_path: Path, timeout_s: float) -> tuple[Supervisor, list[Process]]:
-    found = Supervisor(RunDir(tmp_path), ranks=RANKS, threads=1, timeout_s=timeout_s)
+    supervisor = Supervisor(RunDir(tmp_path), ranks=RANKS, threads=1, timeout_s=timeout_s)
     processes = [Process() for _ in range(RANKS)]
-    found.processes = processes  # type: ignore[assignment]
-    return found, processes
+    supervisor.processes = processes  # type: ignore[assignment]
+    return supervisor, processes
 
 
 def test_a_healthy_run_is_asked_about_now_and_then(

@@ -141,8 +141,8 @@ def test_neighbours_find_the_one_whose_sums_are_wrong(world: int, bad: int | Non
                 x[0] += 1
             return done
 
-    found = run_ranks(world, lambda inner: check_neighbours(Spoilt(inner)))  # type: ignore[arg-type]
-    assert set(found) == {() if bad is None else (bad,)}
+    ranks = run_ranks(world, lambda inner: check_neighbours(Spoilt(inner)))  # type: ignore[arg-type]
+    assert set(ranks) == {() if bad is None else (bad,)}
 
 
 def test_loopback_has_a_rate() -> None:

@@ -72,8 +72,8 @@ def test_a_killed_rank_is_replaced_and_nothing_else_changes(
     (again,) = [e for e in seen if e["kind"] == "restart"]
     assert again["places"] == [0, 2]
     # What the last start recorded can be shown, and the evidence of the fault is kept.
-    found = diagnose(run / "ranks")
-    assert "2 of 2 ranks" in found["text"]
+    result = diagnose(run / "ranks")
+    assert "2 of 2 ranks" in result["text"]
     trace = json.loads((run / "ranks" / "trace.json").read_text())["traceEvents"]
     assert {"all_reduce loss", "load", "update"} <= {event["name"] for event in trace}
     assert "rank 1" in (run / "ranks" / "heat.html").read_text()

@@ -162,14 +162,14 @@ def test_what_a_model_has_learned_is_told_by_source(tmp_path):
     tokens = prepare(data, "bpe", 512, cache=tmp_path / "cache")
     config = zoo.config("shoal-0.3m").model_copy(update={"vocab_size": 512})
     huggingface.write(tmp_path / "model", zoo.random(config))
-    told = learned(tmp_path / "model", tokens, data, max_tokens=4000)
-    assert set(told.model) == {"logs", "arithmetic", "all"}
+    result = learned(tmp_path / "model", tokens, data, max_tokens=4000)
+    assert set(result.model) == {"logs", "arithmetic", "all"}
     # Untrained, it knows nothing; which token follows which is most of such text.
-    assert all(abs(loss - math.log(512)) < 0.2 for loss in told.model.values())
-    assert all(0.3 < loss < 3.5 for loss in told.bigram.values())
-    low, high = sorted(told.bigram[kind] for kind in sources)
-    assert low < told.bigram["all"] < high
+    assert all(abs(loss - math.log(512)) < 0.2 for loss in result.model.values())
+    assert all(0.3 < loss < 3.5 for loss in result.bigram.values())
+    low, high = sorted(result.bigram[kind] for kind in sources)
+    assert low < result.bigram["all"] < high
     with pytest.raises(ShoalError, match="below a bigram model"):
-        told.check("shoal-27m")
+        result.check("shoal-27m")
     HeldOutLosses(model={"all": 1.0}, bigram={"all": 1.31}).check("shoal-27m")
-    assert told.lines()[0].startswith("logs: ")
+    assert result.lines()[0].startswith("logs: ")

@@ -143,11 +143,11 @@ def _talk(model: Path, say: Callable[[str], None]) -> None:
         say(f"   ready after {time.monotonic() - began:.1f} s at {server.url}")
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             name = server.model
-            asked = "import os\n"
-            told = client.completions.create(
-                model=name, prompt=asked, max_tokens=32, temperature=0, timeout=60
+            text = "import os\n"
+            result = client.completions.create(
+                model=name, prompt=text, max_tokens=32, temperature=0, timeout=60
             )
-            for line in _written(asked + told.choices[0].text):
+            for line in _written(text + result.choices[0].text):
                 say(f"   | {line}")
             question = "Write a function that returns the sum of two numbers."
             say(f"   you:   {question}")

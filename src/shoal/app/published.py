@@ -28,9 +28,9 @@ def show_published(kind: str, output: Format, last: int) -> None:
 
     require(kind in PUBLISHED, "--published", kind, expected=" or ".join(PUBLISHED))
     board = score_training() if kind == "training" else score_serving()
-    found = results(board)[kind]
+    result = results(board)[kind]
     if output is Format.json:
-        as_json(found)
+        as_json(result)
         return
     worst = sorted(board.rows, key=lambda row: -abs(row.error))[:last]
     table(
@@ -63,7 +63,7 @@ def show_published(kind: str, output: Format, last: int) -> None:
     summary.append(
         ("all", len(board.rows), f"{board.median_error():.1%}", f"{share_within(board.rows):.0%}")
     )
-    for name, errors in found["baselines"].items():
+    for name, errors in result["baselines"].items():
         summary.append((f"all, {name} style", len(board.rows), f"{errors['median_error']:.1%}", ""))
     table(
         f"errors, each publication left out ({len(board.skipped)} rows not replayed; "

@@ -51,7 +51,7 @@ def status(host: str, port: int, key: str | None, *, timeout_s: float = 10.0) ->
             "--api-key-file"
         )
     samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
-    found = {
+    result = {
         one.name.removeprefix("shoal:"): one.value
         for one in samples
         if not one.labels.get("debtor")
@@ -59,7 +59,7 @@ def status(host: str, port: int, key: str | None, *, timeout_s: float = 10.0) ->
     table(
         f"server at {host}:{port}",
         ("what", "now"),
-        [(says, f"{found[name]:g}") for name, says in _SHOWN if name in found],
+        [(says, f"{result[name]:g}") for name, says in _SHOWN if name in result],
     )
     debts = [
         (f"instance {one.labels['debtor']}", f"instance {one.labels['creditor']}", f"{one.value:g}")

@@ -110,8 +110,8 @@ def agreed(
     own = _digest(list(wishes))
     key = (peers.rank, peers.world, saved.index.layout, own, whole, read_bytes)
     known = plans.kept.get(key) if saved.index.layout else None
-    told = _Told(flaw, own, "" if known is None else known[0])
-    heard = [_Told(*json.loads(one)) for one in peers.gather(json.dumps(told).encode())]
+    result = _Told(flaw, own, "" if known is None else known[0])
+    heard = [_Told(*json.loads(one)) for one in peers.gather(json.dumps(result).encode())]
     if flaw:
         raise CheckpointError(flaw)
     for rank, other in enumerate(heard):
@@ -162,10 +162,10 @@ def addressed(wishes: Sequence[BoxRequest], world: int) -> list[bytes]:
     for wish in wishes:
         home = homes.setdefault(zlib.crc32(wish.name.encode()) % world, {})
         home.setdefault(wish.name, []).append([*wish.offset, *wish.shape])
-    found = [b""] * world
+    result = [b""] * world
     for number, boxes in homes.items():
-        found[number] = json.dumps(boxes).encode()
-    return found
+        result[number] = json.dumps(boxes).encode()
+    return result
 
 
 def together(messages: Sequence[bytes]) -> bytes:
@@ -177,11 +177,11 @@ def together(messages: Sequence[bytes]) -> bytes:
                 dims = len(box) // 2
                 part = Box(tuple(box[:dims]), tuple(box[dims:]))
                 owned.setdefault(name, []).append(OwnedBox(rank, part))
-    found = {
+    result = {
         name: BoxRuns.of_boxes(boxes, len(boxes[0].box.shape)).plain()
         for name, boxes in owned.items()
     }
-    return json.dumps(found).encode()
+    return json.dumps(result).encode()
 
 
 def merge_wants(messages: Sequence[bytes]) -> Wants:
@@ -213,18 +213,18 @@ def _settled(
 
 def _inbox(plan: ReadPlan, peers: Peers) -> dict[int, list[tuple[int, FileRead]]]:
     """Round -> what others pass on to this rank; each tells those that take some of its reads."""
-    told: list[list[tuple[int, str, int]]] = [[] for _ in range(peers.world)]
+    notes: list[list[tuple[int, str, int]]] = [[] for _ in range(peers.world)]
     for number, read in enumerate(plan.reads):
         for rank in read.ranks:
             if rank != peers.rank:
-                told[rank].append((number, read.file, read.start))
-    heard = peers.exchange([json.dumps(one).encode() if one else b"" for one in told])
+                notes[rank].append((number, read.file, read.start))
+    heard = peers.exchange([json.dumps(one).encode() if one else b"" for one in notes])
     known = {(reader, read.file, read.start): read for reader, read in plan.takes}
-    found: dict[int, list[tuple[int, FileRead]]] = {}
+    result: dict[int, list[tuple[int, FileRead]]] = {}
     for reader, one in enumerate(heard):
         for number, file, start in json.loads(one or b"[]"):
-            found.setdefault(number, []).append((reader, known[reader, file, start]))
-    return found
+            result.setdefault(number, []).append((reader, known[reader, file, start]))
+    return result
 
 
 def _digest(value: Any) -> str:

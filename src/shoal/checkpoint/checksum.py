@@ -147,9 +147,9 @@ def _zeros(power: int) -> tuple[int, ...]:
 
 
 def _times(columns: tuple[int, ...], value: int) -> int:
-    found = 0
+    times = 0
     for column in columns:
         if value & 1:
-            found ^= column
+            times ^= column
         value >>= 1
-    return found
+    return times

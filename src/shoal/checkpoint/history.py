@@ -201,10 +201,10 @@ def timeline(save: SaveRecord) -> BarChart:
 def heat_map(save: SaveRecord) -> HeatMap:
     """Ranks down, phases across, seconds."""
     names = list(dict.fromkeys(name for share in save.ranks for name in share.phases_s))
-    told = ", ".join(f"rank {rank} in {name}" for name, rank in slowest(save).items())
+    text = ", ".join(f"rank {rank} in {name}" for name, rank in slowest(save).items())
     return HeatMap(
         title=f"Save of step {save.step}, by rank and phase",
-        description=f"Seconds of {len(save.ranks)} ranks. Slowest: {told or 'one rank alone'}.",
+        description=f"Seconds of {len(save.ranks)} ranks. Slowest: {text or 'one rank alone'}.",
         rows=[f"rank {rank}" for rank in range(len(save.ranks))],
         columns=names,
         values=[[share.phases_s.get(name, math.nan) for name in names] for share in save.ranks],
@@ -213,18 +213,18 @@ def heat_map(save: SaveRecord) -> HeatMap:
 
 def _number(value: Any, otherwise: float = math.nan) -> float:
     try:
-        found = float(value)
+        result = float(value)
     except (TypeError, ValueError):
         return otherwise
-    return found if math.isfinite(found) else otherwise
+    return result if math.isfinite(result) else otherwise
 
 
 def _numbers(value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping):
         return {}
     few = itertools.islice(value.items(), _MOST_PHASES)
-    found = {str(name)[:_NAME]: _number(one) for name, one in few}
-    return {name: one for name, one in found.items() if math.isfinite(one)}
+    result = {str(name)[:_NAME]: _number(one) for name, one in few}
+    return {name: one for name, one in result.items() if math.isfinite(one)}
 
 
 def _list(value: Any) -> list[Any]:
@@ -232,8 +232,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def _dicts(value: Any) -> list[Mapping[str, Any]]:
-    found = _list(value)
-    return found if all(isinstance(one, Mapping) for one in found) else []
+    result = _list(value)
+    return result if all(isinstance(one, Mapping) for one in result) else []
 
 
 def _spans(value: Mapping[str, Any]) -> Iterable[tuple[str, tuple[float, float]]]:

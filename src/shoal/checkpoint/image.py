@@ -96,8 +96,8 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    found: np.ndarray = flat.view(torch.uint8).numpy()
-    return found
+    array: np.ndarray = flat.view(torch.uint8).numpy()
+    return array
 
 
 def write_image(

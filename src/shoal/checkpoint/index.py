@@ -217,10 +217,10 @@ class CheckpointIndex:
     def _counts(self) -> list[int]:
         """Pieces of each rank."""
         world = 1 + max(map(rank_of, self.files), default=0)
-        found = np.zeros(world, dtype=np.int64)
+        array = np.zeros(world, dtype=np.int64)
         for tensor in self.tensors.values():
-            found += np.bincount(tensor.runs.expanded()[0], minlength=world)
-        counts: list[int] = found.tolist()
+            array += np.bincount(tensor.runs.expanded()[0], minlength=world)
+        counts: list[int] = array.tolist()
         return counts
 
     def count(self, file: str) -> int:
@@ -413,13 +413,13 @@ def _together(votes: Sequence[bytes]) -> dict[str, IndexedTensor]:
         rows, dims = shard.rows, shard.dims
         which.append(numbers[rows[:, 0]])
         owners.append(np.full(len(rows), rank, dtype=np.int64))
-        for found, part, empty in (
+        for result, part, empty in (
             (offsets, slice(2, 2 + dims), 0),
             (shapes, slice(-dims, None), 1),
         ):
             own = rows[:, part] if dims else rows[:, :0]
             padding = np.full((len(rows), most - dims), empty, dtype=np.int64)
-            found.append(np.concatenate([own, padding], axis=1))
+            result.append(np.concatenate([own, padding], axis=1))
     numbers = np.concatenate(which)
     order = np.argsort(numbers, kind="stable")
     by, at, size = (np.concatenate(one)[order] for one in (owners, offsets, shapes))

@@ -152,7 +152,7 @@ def _shard(
 ) -> FileIndex:
     """What an index and a header say of a file, in its order."""
     numbers: dict[DeclaredTensor, int] = {}
-    found = []
+    results = []
     for name, piece in pieces:
         tensor, place = plain.tensors[name], header.get(piece.key or name)
         if place is None or (place.dtype, place.shape) != (tensor.dtype, piece.shape):
@@ -160,9 +160,9 @@ def _shard(
                 f"{path}: tensor {piece.key or name!r} is not there as the index says"
             )
         declared = DeclaredTensor(name, tensor.dtype, tensor.shape)
-        found.append((place.start, numbers.setdefault(declared, len(numbers)), piece))
-    found.sort(key=lambda one: (one[0], one[0] + one[2].bytes))
-    dims = max((len(piece.shape) for _, _, piece in found), default=0)
+        results.append((place.start, numbers.setdefault(declared, len(numbers)), piece))
+    results.sort(key=lambda one: (one[0], one[0] + one[2].bytes))
+    dims = max((len(piece.shape) for _, _, piece in results), default=0)
     rows = np.array(
         [
             [
@@ -170,15 +170,15 @@ def _shard(
                 *(*piece.offset, *(0,) * (dims - len(piece.shape))),
                 *(*piece.shape, *(1,) * (dims - len(piece.shape))),
             ]
-            for start, number, piece in found
+            for start, number, piece in results
         ],
         dtype=np.int64,
-    ).reshape(len(found), 2 + 2 * dims)
+    ).reshape(len(results), 2 + 2 * dims)
     return FileIndex(
         RankIndex(rank=rank_of(file), file=plain.files[file], layout_sha256=""),
         tuple(numbers),
         rows,
-        [piece.crc32c or 0 for _, _, piece in found],
-        {at: piece.key for at, (_, _, piece) in enumerate(found) if piece.key is not None},
-        [piece.sha256 for _, _, piece in found if piece.sha256 is not None],
+        [piece.crc32c or 0 for _, _, piece in results],
+        {at: piece.key for at, (_, _, piece) in enumerate(results) if piece.key is not None},
+        [piece.sha256 for _, _, piece in results if piece.sha256 is not None],
     )

@@ -105,8 +105,8 @@ class LevelCopier:
     def reports(self) -> list[LevelReport]:
         """What happened and was not returned before, oldest first."""
         with self._changed:
-            found, self._reports = self._reports, []
-        return found
+            reports, self._reports = self._reports, []
+        return reports
 
     def close(self, *, abandon: bool = False, alive: Callable[[], None] = lambda: None) -> None:
         """Send the last checkpoint, wait for it, and let go of the place.
@@ -326,8 +326,8 @@ def nearest(
             there.append(())
             silent.append(LevelReport(step, store.where, "unreachable", message=str(cause)))
     wanted = max((max(steps) for steps in there if steps), default=None) if step is None else step
-    found = [number for number, steps in enumerate(there) if wanted in steps]
-    if not found and silent:
+    results = [number for number, steps in enumerate(there) if wanted in steps]
+    if not results and silent:
         raise CheckpointError(
             f"{silent[0].place}: cannot be asked for its checkpoints ({silent[0].message}), and no "
             "other place has one to go on from; make it reachable, or start a new run under "
@@ -335,7 +335,7 @@ def nearest(
         )
     if step is None:
         silent += [one for one in lost if one.step is not None and one.step > (wanted or 0)]
-    return wanted, found, silent
+    return wanted, results, silent
 
 
 def newest(stores: Sequence[Store]) -> SavedCheckpoint:
@@ -344,11 +344,11 @@ def newest(stores: Sequence[Store]) -> SavedCheckpoint:
     Raises:
         CheckpointError: there is none, or no place has the newest whole.
     """
-    step, found, _ = nearest(stores)
+    step, result, _ = nearest(stores)
     if step is None:
         raise CheckpointError(f"{stores[0].where}: holds no checkpoint")
     failures: list[CheckpointError] = []
-    for number in found:
+    for number in result:
         try:
             return stores[number].open(step)
         except CheckpointError as cause:

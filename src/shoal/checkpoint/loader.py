@@ -222,7 +222,7 @@ def split(state: LoaderState, ranks: int, readers: int | None = None) -> list[Lo
             new[source] = share
     packing = [tokens for reader in state.own for tokens in reader.packing if tokens]
     ready = [tokens for reader in state.own for tokens in reader.ready]
-    dealt = tuple(
+    assigned = tuple(
         ReaderState(
             spans=spans[number],
             epochs=dict(begun),
@@ -237,7 +237,7 @@ def split(state: LoaderState, ranks: int, readers: int | None = None) -> list[Lo
             readers=total,
             first=rank * each,
             generation=state.generation + 1,
-            own=dealt[rank * each : (rank + 1) * each],
+            own=assigned[rank * each : (rank + 1) * each],
         )
         for rank in range(ranks)
     ]
@@ -245,7 +245,7 @@ def split(state: LoaderState, ranks: int, readers: int | None = None) -> list[Lo
 
 def _assigned(spans: Sequence[EpochSpan], parts: int) -> list[tuple[EpochSpan, ...]]:
     """The spans in equal parts, epoch by epoch; none is cut more often than it must be."""
-    found: list[list[EpochSpan]] = [[] for _ in range(parts)]
+    results: list[list[EpochSpan]] = [[] for _ in range(parts)]
     for epoch in sorted({span.epoch for span in spans}):
         waiting = [span for span in spans if span.epoch == epoch]
         total, done, part = sum(map(len, waiting)), 0, 0
@@ -254,9 +254,9 @@ def _assigned(spans: Sequence[EpochSpan], parts: int) -> list[tuple[EpochSpan, .
             room = (part + 1) * total // parts - done
             head, rest = span.cut(min(room, len(span)))
             if len(head):
-                found[part].append(head)
+                results[part].append(head)
                 done += len(head)
             if len(rest):
                 waiting.insert(0, rest)
                 part += 1
-    return [tuple(part) for part in found]
+    return [tuple(part) for part in results]

@@ -229,8 +229,8 @@ class _Loading:
             self.saved.index.shard(read.file).piece(segment.number),
         )
         cuts = self.plan.cuts_of(segment)
-        found = self._copied(segment, cuts, read, data) if verify else None
-        if found is None:
+        result = self._copied(segment, cuts, read, data) if verify else None
+        if result is None:
             for cut in cuts:
                 self._put(cut, self._part(read, data, cut))
         if not verify:
@@ -238,14 +238,14 @@ class _Loading:
         if piece.crc32c is None:  # of an old version: only a whole piece has a checksum
             good = self.saved.intact(name, piece, start)
         else:
-            if found is None:
+            if result is None:
                 low, high = segment.start - read.start, segment.stop - read.start
-                found = crc32c(data[low:high].numpy())
+                result = crc32c(data[low:high].numpy())
             if not segment.whole:
-                part = (read.file, segment.number, segment.first, segment.last, found)
+                part = (read.file, segment.number, segment.first, segment.last, result)
                 self.seen.parts.append(part)
                 return
-            good = found == piece.crc32c
+            good = result == piece.crc32c
         if good:
             self.saved.trust(name, piece)
         else:
@@ -316,16 +316,16 @@ class _Loading:
 
         assert self.comm is not None
         known: dict[tuple[ReadSlice, ...], torch.Tensor] = {}
-        found = self._empty()
+        messages = self._empty()
         if read is None:
-            return found
+            return messages
         for peer, cuts in self.plan.cuts_of_others(read).items():
             key = tuple(cuts)
             if key not in known:
                 parts = [_raw(self._part(read, data, cut).contiguous()) for cut in cuts]
                 known[key] = torch.cat(parts).to(self.comm.device)
-            found[peer] = known[key]
-        return found
+            messages[peer] = known[key]
+        return messages
 
     def _part(self, read: FileRead, data: torch.Tensor, cut: ReadSlice) -> torch.Tensor:
         """The elements of a cut, out of the bytes of its read."""
@@ -355,8 +355,8 @@ class _Loading:
 def _stored_dtype(saved: SavedCheckpoint, name: str) -> torch.dtype:
     import torch
 
-    found: torch.dtype = getattr(torch, TORCH_NAMES[saved.index.tensors[name].dtype])
-    return found
+    value: torch.dtype = getattr(torch, TORCH_NAMES[saved.index.tensors[name].dtype])
+    return value
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -399,18 +399,18 @@ def _judge(saved: SavedCheckpoint, peers: Peers, seen: _Seen) -> None:
     heard = peers.exchange([json.dumps(one).encode() if one else b"" for one in judges])
     halves: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
     for one in heard:
-        for file, number, first, last, found in json.loads(one or b"[]"):
-            halves.setdefault((file, number), []).append((first, last, found))
+        for file, number, first, last, result in json.loads(one or b"[]"):
+            halves.setdefault((file, number), []).append((first, last, result))
     damaged = list(seen.damaged)
     if not seen.refused:
         for (file, number), parts in halves.items():
             words = _unlike(saved, file, number, parts)
             damaged += [words] if words else []
-    told = peers.gather(json.dumps([seen.refused[:1], damaged[:1]]).encode())
-    for refused, _ in map(json.loads, told):
+    outcome = peers.gather(json.dumps([seen.refused[:1], damaged[:1]]).encode())
+    for refused, _ in map(json.loads, outcome):
         if refused:
             raise CheckpointError(refused[0])
-    for _, words in map(json.loads, told):
+    for _, words in map(json.loads, outcome):
         if words:
             raise saved.damaged(words[0])
 
@@ -425,8 +425,8 @@ def _unlike(
         return str(cause)
     item = ITEM_BYTES[saved.index.tensors[name].dtype]
     whole = 0
-    for first, last, found in sorted(parts):
-        whole = combined(whole, found, (last - first) * item)
+    for first, last, result in sorted(parts):
+        whole = combined(whole, result, (last - first) * item)
     if whole != piece.crc32c:
         return saved.described(name, piece)
     saved.trust(name, piece)

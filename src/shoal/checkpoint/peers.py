@@ -124,7 +124,7 @@ def call_on_first(peers: Peers, call: Callable[[], Any]) -> Any:
             said[0] = call()
         except ShoalError as cause:
             refusal, said[1] = cause, str(cause)
-    found, words = json.loads(peers.gather(json.dumps(said).encode())[0])
+    result, words = json.loads(peers.gather(json.dumps(said).encode())[0])
     if words:
         raise refusal or CheckpointError(words)
-    return found
+    return result

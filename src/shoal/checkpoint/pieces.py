@@ -70,13 +70,13 @@ class Piece:
             start: number of the first.
         """
         size = tensor.numel()
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         at = 0
         for box in flat_boxes(tuple(global_shape), start, start + size):
             part = tensor[at : at + box.volume].view(box.shape)
-            found.append(cls(part, tuple(global_shape), box.offset))
+            pieces.append(cls(part, tuple(global_shape), box.offset))
             at += box.volume
-        return tuple(found)
+        return tuple(pieces)
 
     def copied(self) -> Piece:
         """The same box with a copy of its elements."""
@@ -117,7 +117,7 @@ def as_pieces(given: Given) -> dict[str, ReadyPiece]:
     import torch
 
     names = {getattr(torch, theirs): ours for ours, theirs in TORCH_NAMES.items()}
-    found: dict[str, ReadyPiece] = {}
+    result: dict[str, ReadyPiece] = {}
     others: list[ReadyPiece] = []
     for name, value in given.items():
         require(
@@ -142,19 +142,19 @@ def as_pieces(given: Given) -> dict[str, ReadyPiece]:
             )
             chosen = ReadyPiece(name, piece, names[piece.tensor.dtype])
             if piece is first:
-                found[name] = chosen
+                result[name] = chosen
             else:
                 others.append(chosen)
     for chosen in others:
         number = 2
-        while f"{chosen.name}#{number}" in found:
+        while f"{chosen.name}#{number}" in result:
             number += 1
-        found[f"{chosen.name}#{number}"] = chosen
+        result[f"{chosen.name}#{number}"] = chosen
     # Wide dtypes first, so that every tensor is aligned without gaps; then a weight beside its
     # optimizer state, which change together.
     return dict(
         sorted(
-            found.items(),
+            result.items(),
             key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0].partition(".")[2], item[0]),
         )
     )

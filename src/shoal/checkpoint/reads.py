@@ -224,15 +224,15 @@ class ReadPlan:
 
     def cuts_of_others(self, read: FileRead) -> dict[int, list[ReadSlice]]:
         """Rank -> what it takes out of a read of this one, in the order in which it expects it."""
-        found: defaultdict[int, list[ReadSlice]] = defaultdict(list)
+        cuts: defaultdict[int, list[ReadSlice]] = defaultdict(list)
         for segment in read.segments:
             for at, box in segment.boxes():
                 wishes = self._wants[segment.name].overlapping(box)
                 for rank, wish in sorted(wishes, key=lambda one: (one[1].offset, one[1].shape)):
                     common = box.intersect(wish)
                     if rank != self.rank and common is not None:
-                        found[rank].append(ReadSlice(0, segment.name, at, box, common))
-        return found
+                        cuts[rank].append(ReadSlice(0, segment.name, at, box, common))
+        return cuts
 
 
 def plan_reads(
@@ -431,7 +431,7 @@ def _needed(
 def _runs(piece: Box, parts: Iterable[Box], gap: int) -> list[tuple[int, int]]:
     """Runs of elements of a piece that hold the parts, with gaps of more than ``gap``."""
     strides = [math.prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape))]
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     for part in parts:
         common = part.intersect(piece)
         if common is None:
@@ -446,9 +446,9 @@ def _runs(piece: Box, parts: Iterable[Box], gap: int) -> list[tuple[int, int]]:
         outer = zip(low[:dim], common.shape[:dim], strict=True)
         for row in itertools.product(*(range(a, a + n) for a, n in outer)):
             first = inner + sum(a * b for a, b in zip(row, strides[:dim], strict=True))
-            found.append((first, first + run))
+            results.append((first, first + run))
     merged: list[tuple[int, int]] = []
-    for first, last in sorted(found):
+    for first, last in sorted(results):
         if merged and first - merged[-1][1] <= gap:
             merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:

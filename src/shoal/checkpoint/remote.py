@@ -278,8 +278,8 @@ class RemoteStorage:
         assert isinstance(draft, RemoteDraft)
         draft.put(INDEX_NAME, index)
         for name, committed in self._names().items():
-            found = _FOLDER.match(name)
-            if found and int(found.group(1)) == draft.step and name != draft.name and committed:
+            match = _FOLDER.match(name)
+            if match and int(match.group(1)) == draft.step and name != draft.name and committed:
                 self._remove(name)
 
     def remove(self, step: int) -> None:
@@ -341,10 +341,10 @@ class RemoteStorage:
     def _writer(self, path: str) -> dict[str, Any] | None:
         try:
             with _asking(f"{self._address}/{_WRITER}"):
-                found = json.loads(self._fs.cat_file(path))
+                data = json.loads(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
-        return found if isinstance(found, dict) else None
+        return data if isinstance(data, dict) else None
 
     def _alive(self, path: str, writer: dict[str, Any]) -> bool:
         """Whether the holder of a lease still runs."""
@@ -373,20 +373,20 @@ class RemoteStorage:
                 files = self._fs.find(self._root)
             except FileNotFoundError:
                 return {}
-        found: dict[str, bool] = {}
+        names: dict[str, bool] = {}
         for path in files:
             *_, name, file = str(path).split("/")
             if _FOLDER.match(name):
-                found[name] = found.get(name, False) or file == INDEX_NAME
-        return found
+                names[name] = names.get(name, False) or file == INDEX_NAME
+        return names
 
     def _committed(self) -> dict[int, str]:
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
         for name, committed in sorted(self._names().items()):
             matched = _FOLDER.match(name)
             if matched and committed:
-                found[int(matched.group(1))] = name
-        return found
+                names[int(matched.group(1))] = name
+        return names
 
     def _remove(self, name: str) -> None:
         with _asking(f"{self._address}/{name}"):

@@ -51,13 +51,13 @@ class TensorRow(Value):
 
 def contents_rows(contents: Contents) -> list[TensorRow]:
     """Of a checkpoint of whatever format."""
-    found = []
+    contents_rows = []
     for name in contents.names():
         dtype, shape = contents.dtype(name), contents.shape(name)
         size = ITEM_BYTES[dtype] * math.prod(shape)
         row = {"name": name, "dtype": dtype, "shape": shape, "bytes": size}
-        found.append(TensorRow.model_validate({**row, "file": contents.where(name)}))
-    return found
+        contents_rows.append(TensorRow.model_validate({**row, "file": contents.where(name)}))
+    return contents_rows
 
 
 def gguf_rows(path: Path) -> list[TensorRow]:
@@ -122,15 +122,15 @@ def huggingface_rows(path: Path) -> list[TensorRow]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    found = read_json(index).get("weight_map")
-    if not isinstance(found, dict) or not found:
+    value = read_json(index).get("weight_map")
+    if not isinstance(value, dict) or not value:
         raise ModelError(f"{index}: has no weight_map; fetch it again")
-    for name, file in found.items():
+    for name, file in value.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ModelError(
                 f"{index}: tensor {name!r} is said to be in {file!r}, which is no file name"
             )
-    return found
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ModelError(f"{path}: larger than {_MAX_JSON_BYTES} bytes; that is no JSON index")
-        found = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes())
     except OSError as cause:
         raise ModelError(f"{path}: cannot be read ({cause.strerror or cause})") from cause
     except (ValueError, RecursionError) as cause:
         raise ModelError(f"{path}: not JSON ({type(cause).__name__}); fetch it again") from cause
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: expected a mapping, found {type(found).__name__}")
-    return found
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: expected a mapping, found {type(data).__name__}")
+    return data

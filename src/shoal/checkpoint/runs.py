@@ -84,8 +84,8 @@ class BoxRuns:
 
     def plain(self) -> list[list[int]]:
         """As JSON has it."""
-        found: list[list[int]] = self.table.tolist()
-        return found
+        values: list[list[int]] = self.table.tolist()
+        return values
 
     @classmethod
     def from_plain(cls, rows: Sequence[Sequence[int]], dims: int) -> BoxRuns:
@@ -142,8 +142,8 @@ class BoxRuns:
 
     def owners(self) -> list[int]:
         """Who owns any of them, in order."""
-        found: list[int] = np.unique(self.expanded()[0]).tolist()
-        return found
+        owners: list[int] = np.unique(self.expanded()[0]).tolist()
+        return owners
 
     def volume(self) -> int:
         """Elements of all boxes together; copies count again."""
@@ -159,7 +159,7 @@ class BoxRuns:
         if not self._rows:
             self._rows[:] = self.plain()  # at once: several threads may come here
         dims, start, stop = self.dims, box.offset, box.stop
-        found = []
+        spans = []
         for number, row in enumerate(self._rows):
             low, high = 0, row[2] - 1
             for dim in range(dims):
@@ -177,8 +177,8 @@ class BoxRuns:
                 if low > high:
                     break
             else:
-                found.append((number, low, high + 1))
-        return found
+                spans.append((number, low, high + 1))
+        return spans
 
     def _spans_of_many(self, box: Box) -> list[tuple[int, int, int]]:
         table, dims = self.table, self.dims
@@ -206,11 +206,11 @@ class BoxRuns:
 
     def owners_of(self, spans: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
         """Who owns the boxes of some spans, in order."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         for run, first, last in spans:
             owner, step = (int(n) for n in self.table[run, :2])
-            found.update(range(owner + first * step, owner + last * step, step))
-        return tuple(sorted(found))
+            numbers.update(range(owner + first * step, owner + last * step, step))
+        return tuple(sorted(numbers))
 
     def _boxes(self, span: tuple[int, int, int]) -> Iterator[OwnedBox]:
         run, first, last = span

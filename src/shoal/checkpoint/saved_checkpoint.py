@@ -216,12 +216,12 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: ``meta["model"]`` differs; names the fields.
         """
-        found = self.meta.get("model")
-        if not isinstance(found, dict):
+        value = self.meta.get("model")
+        if not isinstance(value, dict):
             raise CheckpointError(
                 f"{self.path}: does not say which model it is of; it was not saved by training"
             )
-        different = differences(found, expected)
+        different = differences(value, expected)
         if different:
             raise CheckpointError(
                 f"{self.path}: a checkpoint of another model: "
@@ -305,14 +305,14 @@ def differences(
     there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, Any, Any]]:
     """(dotted key, value there, value here) of every leaf in which two mappings differ."""
-    found: list[tuple[str, Any, Any]] = []
+    results: list[tuple[str, Any, Any]] = []
     for key in [*there, *(key for key in here if key not in there)]:
         a, b = there.get(key, "absent"), here.get(key, "absent")
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{prefix}{key}.")
+            results += differences(a, b, f"{prefix}{key}.")
         elif _plain(a) != _plain(b):
-            found.append((f"{prefix}{key}", a, b))
-    return found
+            results.append((f"{prefix}{key}", a, b))
+    return results
 
 
 def _plain(value: Any) -> Any:

@@ -333,12 +333,12 @@ def _split(raw: bytes) -> tuple[bytes, bytes, bytes, bytes]:
     ends = (b",", b",", b",", b"}")
     if len(lines) != len(leads):
         raise ValueError(f"{len(lines)} lines where a shard has {len(leads)}")
-    found = []
+    results = []
     for line, lead, end in zip(lines, leads, ends, strict=True):
         if not line.startswith(lead) or not line.endswith(end):
             raise ValueError(f"a line of a shard begins with {line[:12]!r} and not with {lead!r}")
-        found.append(line[len(lead) : len(line) - 1])
-    return found[0], found[1], found[2], found[3]
+        results.append(line[len(lead) : len(line) - 1])
+    return results[0], results[1], results[2], results[3]
 
 
 def layout_of(raw: bytes) -> tuple[RankIndex, str]:
@@ -348,8 +348,8 @@ def layout_of(raw: bytes) -> tuple[RankIndex, str]:
         ValueError: these are not the bytes of a shard.
     """
     head, tensors, pieces, _ = _split(raw)
-    found = hashlib.sha256(b'"tensors": %s,\n"pieces": %s' % (tensors, pieces)).hexdigest()
-    return RankIndex.model_validate_json(head), found
+    result = hashlib.sha256(b'"tensors": %s,\n"pieces": %s' % (tensors, pieces)).hexdigest()
+    return RankIndex.model_validate_json(head), result
 
 
 @functools.lru_cache(maxsize=16)
@@ -359,18 +359,18 @@ def _declared(raw: bytes) -> tuple[tuple[DeclaredTensor, ...], np.ndarray]:
     Ranks that share every tensor have the same table, which is parsed once.
     """
     table: Any = json.loads(raw)
-    found = tuple(
+    result = tuple(
         DeclaredTensor(str(name), str(dtype), tuple(shape)) for name, dtype, shape in table
     )
-    dims = max((len(one.shape) for one in found), default=0)
-    extents = np.ones((len(found), dims), dtype=np.int64)
-    for at, one in enumerate(found):
+    dims = max((len(one.shape) for one in result), default=0)
+    extents = np.ones((len(result), dims), dtype=np.int64)
+    for at, one in enumerate(result):
         if one.dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {one.name!r} has the unknown dtype {one.dtype!r}")
         if any(type(extent) is not int or not 0 <= extent < 2**62 for extent in one.shape):
             raise ValueError(f"tensor {one.name!r} has an impossible shape")
         extents[at, : len(one.shape)] = one.shape
-    return found, extents
+    return result, extents
 
 
 def _rows(raw: bytes) -> np.ndarray:

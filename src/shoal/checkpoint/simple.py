@@ -151,11 +151,11 @@ class Checkpoints:
                     wanted.setdefault(_joined(prefix, name), []).extend(pieces)
         except ShoalError as cause:
             failure = cause  # the others must not wait for this rank
-        for rank, told in enumerate(self.peers.gather(str(failure or "").encode())):
+        for rank, result in enumerate(self.peers.gather(str(failure or "").encode())):
             if failure is not None:
                 raise failure
-            if told:
-                raise CheckpointError(f"rank {rank}: {told.decode()}")
+            if result:
+                raise CheckpointError(f"rank {rank}: {result.decode()}")
         report = load_pieces(saved, wanted, self.comm, verify=verify, cast=cast)
         plain = saved.meta.get(_PLAIN) or {}
         for prefix, source in sources.items():

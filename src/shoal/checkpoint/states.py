@@ -177,13 +177,13 @@ class ModuleState:
         self._module = unwrapped(module)
 
     def _tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, value in self._module.state_dict(keep_vars=True).items():
             if hasattr(value, "untyped_storage") and id(value) not in seen:
                 seen.add(id(value))
-                found[name] = value
-        return found
+                tensors[name] = value
+        return tensors
 
     def shards(self) -> Given:
         """See :class:`StateSource`."""
@@ -262,7 +262,7 @@ class OptimizerState:
         for name in stored.names():
             owner, _, key = name.rpartition(".")
             there.setdefault(owner, []).append(key)
-        found: dict[str, list[Piece]] = {}
+        result: dict[str, list[Piece]] = {}
         for number, (name, parameter) in enumerate(self._parameters):
             held = self._optimizer.state.get(parameter, {})
             own = self._state.setdefault(number, dict(held))
@@ -275,14 +275,14 @@ class OptimizerState:
                         if blank.shape == parameter.shape and blank.dim()
                         else blank
                     )
-                found[full] = pieces_of(own[key])
+                result[full] = pieces_of(own[key])
             for key, value in held.items():
                 if hasattr(value, "untyped_storage"):
-                    found.setdefault(f"{name}.{key}", pieces_of(value))
+                    result.setdefault(f"{name}.{key}", pieces_of(value))
         for name, value in self._tensors():
             if name.startswith("groups."):
-                found[name] = pieces_of(value)
-        return found
+                result[name] = pieces_of(value)
+        return result
 
     def loaded(self, plain: Any) -> None:
         """See :class:`StateSource`."""
@@ -340,11 +340,11 @@ class FlatBuffer:
 
     def shards(self) -> Given:
         """See :class:`StateSource`."""
-        found: dict[str, list[Piece]] = {}
+        shards: dict[str, list[Piece]] = {}
         for part in self._parts:
             flat = self._buffer[part.at : part.at + part.size]
-            found.setdefault(part.name, []).extend(Piece.flat(flat, part.shape, part.first))
-        return found
+            shards.setdefault(part.name, []).extend(Piece.flat(flat, part.shape, part.first))
+        return shards
 
     def plain(self) -> None:
         """See :class:`StateSource`."""
@@ -384,9 +384,9 @@ class LoaderSource:
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
         """See :class:`StateSource`; all ranks' states, of which each then takes its share."""
-        found = {name: stored.blank(name) for name in sorted(stored.names())}
-        self._blanks = list(found.values())
-        return {name: [Piece.whole(blank)] for name, blank in found.items()}
+        result = {name: stored.blank(name) for name in sorted(stored.names())}
+        self._blanks = list(result.values())
+        return {name: [Piece.whole(blank)] for name, blank in result.items()}
 
     def loaded(self, plain: Any) -> None:
         """See :class:`StateSource`."""

@@ -402,16 +402,16 @@ class LocalStorage:
 
     def _folders(self) -> dict[int, Path]:
         """Step -> directory. A replaced one counts while its successor is not in place."""
-        found: dict[int, Path] = {}
+        folders: dict[int, Path] = {}
         if not self.root.is_dir():
-            return found
+            return folders
         for path in self.root.iterdir():
             final, hidden = _STEP.match(path.name), _HIDDEN.match(path.name)
             if final:
-                found[int(final.group(1))] = path
+                folders[int(final.group(1))] = path
             elif hidden and hidden.group(2) == "old":
-                found.setdefault(int(hidden.group(1)), path)
-        return found
+                folders.setdefault(int(hidden.group(1)), path)
+        return folders
 
 
 def _indexed(path: Path) -> bool:

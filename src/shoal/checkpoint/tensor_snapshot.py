@@ -82,9 +82,9 @@ def digest(tensor: Tensor, seed: int | None = None) -> int:
     nbytes = tensor.numel() * tensor.element_size()
     if seed is not None and nbytes > _WHOLE:
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            found = sampled_crc32c(tensor.data_ptr(), nbytes, seed)
-            if found is not None:
-                return found
+            digest = sampled_crc32c(tensor.data_ptr(), nbytes, seed)
+            if digest is not None:
+                return digest
         tensor = _sample(tensor, seed)
     data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
     return crc32c(data.numpy())

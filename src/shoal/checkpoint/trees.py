@@ -37,26 +37,26 @@ class TreeState:
 
     def _leaves(self) -> dict[str, tuple[tuple[str, ...], Any]]:
         """Name -> where it lies in the tree, and the value."""
-        found: dict[str, tuple[tuple[str, ...], Any]] = {}
+        leaves: dict[str, tuple[tuple[str, ...], Any]] = {}
         for path, value in _leaves(self._tree, ()):
             name = ".".join(path)
             require(
-                name not in found, "name", name, expected="one value for it", error=CheckpointError
+                name not in leaves, "name", name, expected="one value for it", error=CheckpointError
             )
-            found[name] = path, value
-        return found
+            leaves[name] = path, value
+        return leaves
 
     def shards(self) -> Given:
         """See :class:`~shoal.checkpoint.states.StateSource`."""
-        found: dict[str, list[Piece]] = {}
+        shards: dict[str, list[Piece]] = {}
         for name, (_, value) in self._leaves().items():
             if isinstance(value, Piece):
-                found[name] = [value]
+                shards[name] = [value]
             elif hasattr(value, "untyped_storage"):
-                found[name] = pieces_of(value)
+                shards[name] = pieces_of(value)
             elif _pieces_only(value):
-                found[name] = list(value)
-        return found
+                shards[name] = list(value)
+        return shards
 
     def plain(self) -> Any:
         """See :class:`~shoal.checkpoint.states.StateSource`.
@@ -70,12 +70,12 @@ class TreeState:
 
     def wanted(self, stored: PrefixedTensors) -> Wanted:
         """See :class:`~shoal.checkpoint.states.StateSource`."""
-        found: dict[str, Sequence[Piece]] = {**self.shards()}  # type: ignore[dict-item]
+        result: dict[str, Sequence[Piece]] = {**self.shards()}  # type: ignore[dict-item]
         for name in stored.names():
-            if name not in found:
+            if name not in result:
                 self._new[name] = stored.blank(name)
-                found[name] = [Piece.whole(self._new[name])]
-        return found
+                result[name] = [Piece.whole(self._new[name])]
+        return result
 
     def loaded(self, plain: Any) -> None:
         """See :class:`~shoal.checkpoint.states.StateSource`."""

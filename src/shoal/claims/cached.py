@@ -66,18 +66,18 @@ def cached(
         StoreError: the file is damaged.
         ConfigError: there is no such code.
     """
-    told = json.dumps([given, _digest_of(code), versions()], sort_keys=True)
-    of = hashlib.sha256(told.encode()).hexdigest()
-    found = {} if path is None or not path.exists() else _read(path)
-    if key in found and found[key]["of"] == of:
-        return CachedResult(**found[key])
+    text = json.dumps([given, _digest_of(code), versions()], sort_keys=True)
+    of = hashlib.sha256(text.encode()).hexdigest()
+    result = {} if path is None or not path.exists() else _read(path)
+    if key in result and result[key]["of"] == of:
+        return CachedResult(**result[key])
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     begin = time.monotonic()
     value = json.loads(json.dumps(make()))
     made = CachedResult(value, at, round(time.monotonic() - begin, 3), of)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found | {key: made._asdict()})
+        write_json(path, result | {key: made._asdict()})
     return made
 
 
@@ -96,8 +96,8 @@ def _digest_of(code: Sequence[str]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        data: dict[str, Any] = json.loads(path.read_text())
+        return data
     except ValueError as error:
         raise StoreError(f"{path}: {error}; delete it, and it is made again") from None
 

@@ -146,11 +146,11 @@ def standings(results: Path = Path("results")) -> list[CatalogueStatus]:
 
 def counts(rows: list[CatalogueEntry]) -> dict[tuple[Status, Evidence | None], int]:
     """Number of rows by status and grade of evidence."""
-    found: dict[tuple[Status, Evidence | None], int] = {}
+    counts: dict[tuple[Status, Evidence | None], int] = {}
     for row in rows:
         key = (row.status, row.evidence)
-        found[key] = found.get(key, 0) + 1
-    return found
+        counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
 def standing(row: CatalogueRow, results: Path = Path("results")) -> CatalogueStatus:
@@ -160,10 +160,10 @@ def standing(row: CatalogueRow, results: Path = Path("results")) -> CatalogueSta
     path = results / f"{row.claim}.json"
     if not path.exists():
         return CatalogueStatus(row=row)
-    found = inspect(path, CLAIMS.load(row.claim))
-    if isinstance(found, RecordFault):
-        return CatalogueStatus(row=row, fault=found)
-    return CatalogueStatus(row=row, record=found)
+    result = inspect(path, CLAIMS.load(row.claim))
+    if isinstance(result, RecordFault):
+        return CatalogueStatus(row=row, fault=result)
+    return CatalogueStatus(row=row, record=result)
 
 
 def _listed(row: CatalogueRow, results: Path) -> CatalogueEntry:

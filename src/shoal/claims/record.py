@@ -165,10 +165,10 @@ def recheck(path: Path, experiment: type[Experiment] | None = None) -> ClaimReco
             its thresholds are not those of the experiment.
         UnknownPartError: there is no such experiment.
     """
-    found = _inspected(path, read(path), experiment)
-    if isinstance(found, RecordFault):
-        raise StoreError(f"{path}: {found.text}")
-    return found
+    result = _inspected(path, read(path), experiment)
+    if isinstance(result, RecordFault):
+        raise StoreError(f"{path}: {result.text}")
+    return result
 
 
 def inspect(path: Path, experiment: type[Experiment] | None = None) -> ClaimRecord | RecordFault:

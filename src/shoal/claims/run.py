@@ -217,10 +217,10 @@ def commit_of_code() -> tuple[str, bool]:
     """Commit of the code's checkout and whether it had changes; empty without one."""
     where = Path(shoal.__file__).parent
     try:
-        found = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(where), "rev-parse", "HEAD"], capture_output=True, text=True
         )
-        if found.returncode:
+        if result.returncode:
             return "", False
         changed = subprocess.run(
             ["git", "-C", str(where), "status", "--porcelain", "--", "."],
@@ -229,4 +229,4 @@ def commit_of_code() -> tuple[str, bool]:
         )
     except FileNotFoundError:  # no git on this machine
         return "", False
-    return found.stdout.strip(), bool(changed.stdout.strip())
+    return result.stdout.strip(), bool(changed.stdout.strip())

@@ -75,7 +75,7 @@ class StackedBars:
                 f'text-anchor="{anchor}">{escape(text)}</text>'
             )
             y += 20
-        told = "; ".join(
+        result = "; ".join(
             f"{name}: {self.show(sum(parts.values()))}" for name, parts in self.rows.items()
         )
         return "\n".join(
@@ -84,7 +84,7 @@ class StackedBars:
                 f'width="{self.width}" height="{y + 6}" role="img" '
                 'font-family="system-ui, sans-serif" font-size="12" fill="currentColor">',
                 f"<title>{escape(self.title)}</title>",
-                f"<desc>{escape(told)}</desc>",
+                f"<desc>{escape(result)}</desc>",
                 f'<text x="0" y="16" font-weight="600" font-size="14">{escape(self.title)}</text>',
                 *legend,
                 *body,
@@ -121,10 +121,10 @@ class StackedBars:
         for part, value in parts.items():
             wide = value * scale
             if wide > 0:
-                told = escape(f"{part}: {self.show(value)}")
+                result = escape(f"{part}: {self.show(value)}")
                 out.append(
                     f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{_BAR}" '
-                    f'fill="{colours[part]}"><title>{told}</title></rect>'
+                    f'fill="{colours[part]}"><title>{result}</title></rect>'
                 )
             x += wide
         whole = escape(self.show(sum(parts.values())))

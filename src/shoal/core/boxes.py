@@ -119,17 +119,17 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     first, last = start // inner, (stop - 1) // inner
     if first == last:
         return _under(first, flat_boxes(shape[1:], start - first * inner, stop - first * inner))
-    found: list[Box] = []
+    boxes: list[Box] = []
     if start % inner:
-        found += _under(first, flat_boxes(shape[1:], start - first * inner, inner))
+        boxes += _under(first, flat_boxes(shape[1:], start - first * inner, inner))
         first += 1
     rows = stop // inner
     if rows > first:
         rest = shape[1:]
-        found.append(Box((first,) + (0,) * len(rest), (rows - first, *rest)))
+        boxes.append(Box((first,) + (0,) * len(rest), (rows - first, *rest)))
     if stop % inner:
-        found += _under(rows, flat_boxes(shape[1:], 0, stop - rows * inner))
-    return found
+        boxes += _under(rows, flat_boxes(shape[1:], 0, stop - rows * inner))
+    return boxes
 
 
 def _under(row: int, boxes: list[Box]) -> list[Box]:

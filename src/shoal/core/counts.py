@@ -27,12 +27,12 @@ def count(text: str, option: str = "--tokens") -> int:
         factor = factors[number[-1]]
         number = number[:-1]
     try:
-        found = int(float(number) * factor)
+        result = int(float(number) * factor)
     except (ValueError, OverflowError):
-        found = 0
-    if found < 1:
+        result = 0
+    if result < 1:
         raise ConfigError(f"{option} = {text!r}: expected a number such as 300M or 20B")
-    return found
+    return result
 
 
 def duration(text: str, option: str) -> float:
@@ -49,12 +49,12 @@ def duration(text: str, option: str) -> float:
     number = text.strip().lower()
     unit = units.get(number[-1:], 0.0)
     try:
-        found = float(number[:-1]) * unit if unit else float(number)
+        result = float(number[:-1]) * unit if unit else float(number)
     except ValueError:
-        found = 0.0
-    if not 0 < found < 1e9:
+        result = 0.0
+    if not 0 < result < 1e9:
         raise ConfigError(f"{option} = {text!r}: expected a time such as 90s, 5m or 1h")
-    return found
+    return result
 
 
 def _counted(given: Any) -> Any:

@@ -154,8 +154,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint such as ``did you mean 'tp'?``; empty when nothing is close."""
     # One wrong letter is half of a name such as ``dp``.
     cutoff = 0.5 if len(word) <= 3 else 0.6
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
-    return f"did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return f"did you mean {matches[0]!r}?" if matches else ""
 
 
 def require(

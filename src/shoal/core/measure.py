@@ -255,15 +255,15 @@ class BackgroundLoad:
 
     def _own_ticks(self) -> float:
         """In ticks, as /proc counts."""
-        found = _own_seconds() * _TICKS
+        own_ticks = _own_seconds() * _TICKS
         for pid in self._pids:
             try:
                 said = Path(f"/proc/{pid}/stat").read_text()
             except OSError:  # it has ended
                 continue
             # The name before may hold spaces; user and system are the 14th and 15th field.
-            found += sum(map(float, said.rpartition(")")[2].split()[11:13]))
-        return found
+            own_ticks += sum(map(float, said.rpartition(")")[2].split()[11:13]))
+        return own_ticks
 
 
 @dataclass(frozen=True)

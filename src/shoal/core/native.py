@@ -36,25 +36,25 @@ def compiler() -> str | None:
     """Path of the C++ compiler: ``$CXX`` if it is set, or g++, c++, clang++; else None."""
     wanted = os.environ.get("CXX", "").split()
     for name in [*wanted[:1], "g++", "c++", "clang++"]:
-        found = shutil.which(name)
-        if found:
-            return found
+        path = shutil.which(name)
+        if path:
+            return path
     return None
 
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
     """The first processor's lines of /proc/cpuinfo; empty where there is no such file."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             key, separator, value = line.partition(":")
             if not separator:
-                if found:
+                if names:
                     break
                 continue
-            found.setdefault(key.strip(), value.strip())
-    return found
+            names.setdefault(key.strip(), value.strip())
+    return names
 
 
 def cpu_model() -> str:

@@ -144,7 +144,7 @@ def load_object(path: str) -> Any:
 
 @functools.cache
 def _third_party() -> dict[str, dict[str, metadata.EntryPoint]]:
-    found: dict[str, dict[str, metadata.EntryPoint]] = {}
+    result: dict[str, dict[str, metadata.EntryPoint]] = {}
     for entry in metadata.entry_points(group="shoal.parts"):
         kind, _, name = entry.name.partition(".")
         if kind not in KINDS or not name:
@@ -152,8 +152,8 @@ def _third_party() -> dict[str, dict[str, metadata.EntryPoint]]:
                 f"entry point {entry.name!r} of group shoal.parts: expected <kind>.<name> "
                 f"with a kind of {', '.join(KINDS)}"
             )
-        found.setdefault(kind, {})[name] = entry
-    return found
+        result.setdefault(kind, {})[name] = entry
+    return result
 
 
 class Choice(BaseModel):
@@ -299,8 +299,8 @@ def table(kind: str) -> PartTable:
     """
     if kind not in KINDS:
         raise UnknownPartError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
-    found: PartTable = load_object(KINDS[kind])
-    return found
+    table: PartTable = load_object(KINDS[kind])
+    return table
 
 
 def options_of(cls: type[Any]) -> tuple[str, ...]:
@@ -335,14 +335,14 @@ def _values(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def meanings(cls: type[Any]) -> dict[str, str]:
     """Option -> what it means, from the ``Args`` of its docstring and of those it builds on."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        found |= _meanings(base.__doc__ or "")
-    return found
+        meanings |= _meanings(base.__doc__ or "")
+    return meanings
 
 
 def _meanings(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     inside, name = False, ""
     for line in inspect.cleandoc(text).splitlines():
         if line.strip() == "Args:":
@@ -351,10 +351,10 @@ def _meanings(text: str) -> dict[str, str]:
             break
         elif inside and (match := re.match(r"^    (\w+): (.*)$", line)):
             name = match.group(1)
-            found[name] = match.group(2).strip()
+            meanings[name] = match.group(2).strip()
         elif inside and line.strip() and name:
-            found[name] += " " + line.strip()
-    return found
+            meanings[name] += " " + line.strip()
+    return meanings
 
 
 def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> ConfigError:

@@ -178,10 +178,10 @@ def read_header_from(
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a key stands twice")
-    return found
+    return result
 
 
 def _check(table: Any, base: int, size: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:

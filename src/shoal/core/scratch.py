@@ -143,7 +143,7 @@ def left_behind(folders: Sequence[Path] | None = None) -> list[Path]:
     Args:
         folders: directories to look in; without them, those of temporary files and shared memory.
     """
-    found = []
+    results = []
     if folders is None:
         folders = list(dict.fromkeys([Path(tempfile.gettempdir()), _SYSTEM, SHARED_MEMORY]))
     for folder in folders:
@@ -155,8 +155,8 @@ def left_behind(folders: Sequence[Path] | None = None) -> list[Path]:
             match = _NAME.fullmatch(path.name)
             mine = match is not None and match[1] == _host()
             if match and mine and not _runs(int(match[2]), match[3]):
-                found.append(path)
-    return found
+                results.append(path)
+    return results
 
 
 def sweep(folders: Sequence[Path] | None = None) -> list[Path]:

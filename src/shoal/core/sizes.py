@@ -23,10 +23,10 @@ def bytes_of(size: Any) -> Any:
     """
     if not isinstance(size, str):
         return size
-    found = _WRITTEN.match(size)
-    if found is None:
+    match = _WRITTEN.match(size)
+    if match is None:
         raise ConfigError(f"{size!r} is no size; write bytes, such as 64MiB, 2GB or 1048576")
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit])
 
 

@@ -154,11 +154,11 @@ class BarChart:
                 left = _LEFT + bar.begin / whole * space
                 size = max(0.5, (bar.end - bar.begin) / whole * space)
                 drop = _GAP * (number % 2)
-                told = f"{bar.kind} {_spell(bar.end - bar.begin, self.unit)}"
+                text = f"{bar.kind} {_spell(bar.end - bar.begin, self.unit)}"
                 out.append(
                     f'<rect x="{left:.1f}" y="{y + 2 + drop}" width="{size:.1f}" '
                     f'height="{_ROW - 4 - _GAP}" fill="{colours[bar.kind]}">'
-                    f"<title>{escape(told)}</title></rect>"
+                    f"<title>{escape(text)}</title></rect>"
                 )
         y = _TOP + 24 + _ROW * len(shown)
         for share in (0.0, 0.5, 1.0):
@@ -191,8 +191,8 @@ def _name(name: str, y: float) -> str:
 
 
 def _joined(out: list[str], left_out: int) -> str:
-    told = [f"<desc>{left_out} more rows are not drawn</desc>"] if left_out else []
-    return "\n".join([*out, *told, "</svg>", ""])
+    notes = [f"<desc>{left_out} more rows are not drawn</desc>"] if left_out else []
+    return "\n".join([*out, *notes, "</svg>", ""])
 
 
 def _spell(value: float, unit: str) -> str:

@@ -55,8 +55,8 @@ TRAITS: dict[str, str] = {
 
 @functools.cache
 def _of(kind: str, name: str) -> frozenset[str]:
-    found: frozenset[str] = getattr(table(kind).load(name), "traits", frozenset())
-    return found
+    value: frozenset[str] = getattr(table(kind).load(name), "traits", frozenset())
+    return value
 
 
 def traits(kind: str, choice: Choice | str) -> frozenset[str]:

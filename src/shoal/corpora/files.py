@@ -133,20 +133,20 @@ def find_files(path: str, pattern: str, *, option: str) -> Listing:
             single = True
         else:
             base = root.rstrip("/")
-            found = {
+            result = {
                 str(name).removeprefix(base).lstrip("/"): info
                 for name, info in store.find(root, detail=True).items()
             }
             files = [
                 _file(name, info["name"], info)
-                for name, info in sorted(found.items())
+                for name, info in sorted(result.items())
                 if fnmatch(name, pattern)
                 and not any(piece.startswith(".") for piece in name.split("/"))
             ]
             single = False
             if not files:
                 raise DataError(
-                    f"{option} = {path!r}: no file matches {pattern!r} among {len(found)}; "
+                    f"{option} = {path!r}: no file matches {pattern!r} among {len(result)}; "
                     "give another pattern or directory"
                 )
     except DataError:

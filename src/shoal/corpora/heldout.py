@@ -200,7 +200,7 @@ def _compressed(tokens: TokenSet, name: str, size: Callable[[bytes], int]) -> fl
     if tokens.heldout.text_bytes == 0:
         raise DataError("data: there is no held-out text to compress; give more documents")
     compressed = sum(size(raw) for raw in tokens.heldout_texts())
-    found = 8 * compressed / tokens.heldout.text_bytes
+    result = 8 * compressed / tokens.heldout.text_bytes
     if os.access(tokens.path, os.W_OK):
-        write_json(file, {"bits_per_byte": found}, error=DataError)
-    return found
+        write_json(file, {"bits_per_byte": result}, error=DataError)
+    return result

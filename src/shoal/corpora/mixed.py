@@ -88,8 +88,8 @@ class MixedCorpus:
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """What the slowest source says: all are read from one set of tokens."""
-        found = [corpus.estimate(work, machine) for corpus in self._built().values()]
-        return max(found, key=lambda one: one.step_s.value)
+        results = [corpus.estimate(work, machine) for corpus in self._built().values()]
+        return max(results, key=lambda one: one.step_s.value)
 
     def _built(self) -> dict[str, Corpus]:
         from shoal.corpora import CORPORA

@@ -81,8 +81,8 @@ def batch(
         epoch, position = divmod(first, windows)
         take = min(rows, windows - position)
         chosen = Permutation(windows, seed, epoch)(np.arange(position, position + take))
-        found, ids = cut.fill(split, chosen, seq_len=seq_len, seed=seed, epoch=epoch)
-        tokens.append(found)
+        result, ids = cut.fill(split, chosen, seq_len=seq_len, seed=seed, epoch=epoch)
+        tokens.append(result)
         if ids is not None:
             documents.append(ids)
         first += take

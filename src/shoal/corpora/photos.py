@@ -88,7 +88,7 @@ def _photos() -> tuple[npt.NDArray[np.float64], ...]:
         images = datasets.load_sample_images().images
     except ImportError:
         raise MissingExtraError("Pillow", "fields", "photo_descriptors") from None
-    found = []
+    photos = []
     for image in images:
         grey = image.astype(np.float64) @ (0.299, 0.587, 0.114)
         down, right = np.gradient(grey)
@@ -102,21 +102,21 @@ def _photos() -> tuple[npt.NDArray[np.float64], ...]:
             bins[place] += np.where((low + 1) % _BINS == place, size * share, 0.0)
         sums = np.zeros((_BINS, grey.shape[0] + 1, grey.shape[1] + 1))
         sums[:, 1:, 1:] = bins.cumsum(axis=1).cumsum(axis=2)
-        found.append(sums)
-    return tuple(found)
+        photos.append(sums)
+    return tuple(photos)
 
 
 def _histograms(
     sums: npt.NDArray[np.float64], corner: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
-    found = np.empty((len(corner), _CELLS, _CELLS, _BINS))
+    array = np.empty((len(corner), _CELLS, _CELLS, _BINS))
     for i in range(_CELLS):
         for j in range(_CELLS):
             top, left = corner[:, 0] + _CELL * i, corner[:, 1] + _CELL * j
             low, right = top + _CELL, left + _CELL
             cell = sums[:, low, right] - sums[:, top, right] - sums[:, low, left]
-            found[:, i, j] = (cell + sums[:, top, left]).T
-    flat = np.maximum(found.reshape(len(corner), DIM), 0.0)
+            array[:, i, j] = (cell + sums[:, top, left]).T
+    flat = np.maximum(array.reshape(len(corner), DIM), 0.0)
     for limit in (_LARGEST, 1.0):
         norm = np.linalg.norm(flat, axis=1, keepdims=True)
         flat = np.minimum(flat / np.where(norm > 1e-9, norm, 1.0), limit)

@@ -63,10 +63,10 @@ class Stdlib:
 
     def _files(self) -> list[tuple[str, Path]]:
         root = Path(sysconfig.get_path("stdlib"))
-        found = [(path.relative_to(root), path) for path in root.rglob("*.py")]
+        results = [(path.relative_to(root), path) for path in root.rglob("*.py")]
         files = sorted(
             (name.as_posix(), path)
-            for name, path in found
+            for name, path in results
             if not _FOREIGN.intersection(name.parts) and path.is_file()
         )
         if not files:

@@ -119,10 +119,10 @@ def is_right(prompt: str, answer: str) -> bool:
     if kind == "a":
         return answer == _added(question)
     try:
-        found = json.loads(answer)
+        data = json.loads(answer)
     except ValueError:
         return False
-    return bool(found == dict(field.split(":") for field in question.split(" ")))
+    return bool(data == dict(field.split(":") for field in question.split(" ")))
 
 
 @part
@@ -151,8 +151,8 @@ class Tasks:
         for place, count in counts.items():
             if split in (None, place):
                 for number in range(count):
-                    found = problem(place, number, self.seed)
-                    yield Document(f"{place}/{number}", found.prompt + found.answer, place)
+                    result = problem(place, number, self.seed)
+                    yield Document(f"{place}/{number}", result.prompt + result.answer, place)
 
     def fingerprint(self) -> str:
         """Digest of what the problems follow from."""

@@ -205,9 +205,9 @@ def end_of_text(tokenizer: Tokenizer, path: Path | None = None) -> int:
         if isinstance(named, str):
             names.insert(0, named)
     for name in names:
-        found = tokenizer.token_to_id(name)
-        if found is not None:
-            return int(found)
+        result = tokenizer.token_to_id(name)
+        if result is not None:
+            return int(result)
     raise ConfigError(
         f"tokenizer {path or ''}: no token ends a text; add one of {', '.join(_ENDS)}"
     )

@@ -427,10 +427,10 @@ def _build(
         text = stack.enter_context(_HashedFile(directory / "heldout.text.bin"))
         done = 0
         for documents in _batches(corpus.documents()):
-            found = tokenizer.encode_batch_fast(
+            result = tokenizer.encode_batch_fast(
                 [document.text for document in documents], add_special_tokens=False
             )
-            for document, encoding in zip(documents, found, strict=True):
+            for document, encoding in zip(documents, result, strict=True):
                 raw = document.text.encode()
                 splits[document.split].add(np.array([*encoding.ids, end], dtype=dtype), len(raw))
                 if document.split == "heldout":

@@ -79,43 +79,43 @@ def linears(shape: ModelShape) -> tuple[LinearProducts, ...]:
     D, L = shape.hidden, shape.num_layers
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     wide = 2 if shape.gated else 1
-    found = [
+    linears = [
         LinearProducts("qkv", heads, D, L, bias=shape.attention_bias),
         LinearProducts("attention_out", D, shape.num_heads * shape.head_dim, L),
     ]
     sparse = mixture_layers(shape)
     if L - sparse:
-        found.append(LinearProducts("ffn_in", wide * shape.ffn_hidden, D, L - sparse))
-        found.append(LinearProducts("ffn_out", D, shape.ffn_hidden, L - sparse))
+        linears.append(LinearProducts("ffn_in", wide * shape.ffn_hidden, D, L - sparse))
+        linears.append(LinearProducts("ffn_out", D, shape.ffn_hidden, L - sparse))
     if sparse:
         X, E, S = shape.expert_hidden, shape.num_experts, shape.num_shared_experts
-        found.append(LinearProducts("router", _router(shape)["router.weight"][0], D, sparse))
+        linears.append(LinearProducts("router", _router(shape)["router.weight"][0], D, sparse))
         share = shape.top_k / E
         for name, N, K in (("expert_in", wide * X, D), ("expert_out", D, X)):
-            found.append(LinearProducts(name, N, K, sparse, copies=E, share=share, role="expert"))
+            linears.append(LinearProducts(name, N, K, sparse, copies=E, share=share, role="expert"))
         if S:
-            found.append(LinearProducts("shared_in", wide * X, D, sparse, copies=S))
-            found.append(LinearProducts("shared_out", D, X, sparse, copies=S))
+            linears.append(LinearProducts("shared_in", wide * X, D, sparse, copies=S))
+            linears.append(LinearProducts("shared_out", D, X, sparse, copies=S))
     if shape.architecture.ffn.duo:  # counted as if every token took the big layer
         small = shape.architecture.ffn.small_width(shape.ffn_hidden)
-        found.append(LinearProducts("small_in", wide * small, D, L, share=0.0))
-        found.append(LinearProducts("small_out", D, small, L, share=0.0))
-        found.append(LinearProducts("route", 3, D, L, bias=True))
+        linears.append(LinearProducts("small_in", wide * small, D, L, share=0.0))
+        linears.append(LinearProducts("small_out", D, small, L, share=0.0))
+        linears.append(LinearProducts("route", 3, D, L, bias=True))
     P = shape.architecture.streams.num
     if P > 1:  # every stream passes all blocks
-        found = [replace(one, share=one.share * P) for one in found]
-        found.append(LinearProducts("aggregate_in", D, P * D, bias=True))
-        found.append(LinearProducts("aggregate_out", P, D, bias=True))
-    found.append(LinearProducts("logits", shape.vocab_size, D, role="output"))
-    return tuple(found)
+        linears = [replace(one, share=one.share * P) for one in linears]
+        linears.append(LinearProducts("aggregate_in", D, P * D, bias=True))
+        linears.append(LinearProducts("aggregate_out", P, D, bias=True))
+    linears.append(LinearProducts("logits", shape.vocab_size, D, role="output"))
+    return tuple(linears)
 
 
 def _router(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Parameters of one router, its matrix under ``router.weight``."""
-    found: dict[str, tuple[int, ...]] = (
+    shapes: dict[str, tuple[int, ...]] = (
         table("gate").build(shape.architecture.moe.gate).shapes(shape.hidden, shape.num_experts)
     )
-    return found
+    return shapes
 
 
 def _norms(shape: ModelShape) -> int:

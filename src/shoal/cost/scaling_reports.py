@@ -70,7 +70,7 @@ def scaling_report(
     )
     shape = shape or resolve(job.model)
     own = job.parallel.dp
-    found: list[ScalingPoint] = []
+    scaling_report: list[ScalingPoint] = []
     for dp in replicas:
         batch = job.global_batch // own * dp if kind == "weak" else job.global_batch
         size = job.microbatch or 1
@@ -90,11 +90,11 @@ def scaling_report(
         scaled = job.model_copy(update={"parallel": parallel, "global_batch": batch})
         cost = Pricer(here).estimate(Work.model_construct(shape=shape, job=scaled))
         each = batch / cost.step_s.value / parallel.world
-        first = found[0] if found else None
+        first = scaling_report[0] if scaling_report else None
         efficiency = (
             1.0 if first is None else each / (first.global_batch / first.step_s / first.devices)
         )
-        found.append(
+        scaling_report.append(
             ScalingPoint(
                 devices=parallel.world,
                 replicas=dp,
@@ -104,4 +104,4 @@ def scaling_report(
                 bound=cost.bound,
             )
         )
-    return found
+    return scaling_report

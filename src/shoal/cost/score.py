@@ -243,7 +243,7 @@ class Score:
             StoreError: the file cannot be read.
         """
         with self._open() as connection:
-            found = connection.execute(
+            result = connection.execute(
                 "SELECT d.id, d.kind, d.name, d.model, d.path, d.started_s, r.id, r.recorded_s "
                 "FROM run_dirs d LEFT JOIN reports r ON r.id = "
                 "(SELECT max(id) FROM reports WHERE directory = d.id) "
@@ -252,7 +252,7 @@ class Score:
             ).fetchall()
         return [
             RunEntry(identity, kind, name, model, None if path is None else Path(path), *rest)
-            for identity, kind, name, model, path, *rest in found
+            for identity, kind, name, model, path, *rest in result
         ]
 
     def quantities(self, reports: Sequence[int]) -> dict[int, dict[str, ScoredQuantity]]:
@@ -273,10 +273,10 @@ class Score:
                 f"WHERE run IN ({places}) AND {_ELSEWHERE}",
                 (*reports, *reports),
             ).fetchall()
-        found: dict[int, dict[str, ScoredQuantity]] = {number: {} for number in reports}
+        quantities: dict[int, dict[str, ScoredQuantity]] = {number: {} for number in reports}
         for number, name, *values in rows:
-            found[number][name] = ScoredQuantity(*values)
-        return found
+            quantities[number][name] = ScoredQuantity(*values)
+        return quantities
 
     def report(self, number: int) -> Report[Any] | None:
         """One report; None if there is none of that number.
@@ -285,10 +285,10 @@ class Score:
             StoreError: it cannot be read back.
         """
         with self._open() as connection:
-            found = connection.execute(
+            result = connection.execute(
                 "SELECT kind, report FROM reports WHERE id = ?", (number,)
             ).fetchone()
-        return None if found is None else self._parsed(*found)
+        return None if result is None else self._parsed(*result)
 
     def append(self, report: Report[Any], directory: Path | None = None) -> None:
         """Keep a report: a row for each measured quantity.
@@ -358,7 +358,7 @@ class Score:
         """
         key = None if machine is None else machine_key(machine)
         with self._open() as connection:
-            found = connection.execute(
+            result = connection.execute(
                 "SELECT recorded_s, name, model, machine, quantity, predicted, low, high, "  # noqa: S608
                 "measured, (SELECT device FROM reports WHERE id = run), run FROM runs "
                 "WHERE (?1 IS NULL OR quantity = ?1) AND (?2 IS NULL OR machine = ?2) "
@@ -378,7 +378,7 @@ class Score:
         job_of = {number: _job(kind, text) for number, kind, text in texts}
         return [
             ScoreRow(**dict(zip(_COLUMNS, row[:-1], strict=True)), job=job_of.get(row[-1]))
-            for row in found
+            for row in result
         ]
 
     def reports(self) -> list[Report[Any]]:
@@ -388,8 +388,8 @@ class Score:
             StoreError: a report cannot be read back.
         """
         with self._open() as connection:
-            found = connection.execute("SELECT kind, report FROM reports ORDER BY id").fetchall()
-        return [self._parsed(*row) for row in found]
+            result = connection.execute("SELECT kind, report FROM reports ORDER BY id").fetchall()
+        return [self._parsed(*row) for row in result]
 
     def _parsed(self, kind: str, text: str) -> Report[Any]:
         try:

@@ -102,7 +102,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 def summarise(rows: Sequence[ScoreRow]) -> list[ErrorSummary]:
     """Median, 90th percentile and coverage of the errors of each quantity."""
-    found = []
+    results = []
     for quantity in dict.fromkeys(row.quantity for row in rows):
         own = [row for row in rows if row.quantity == quantity]
         errors = [row.error for row in own if row.error is not None]
@@ -110,7 +110,7 @@ def summarise(rows: Sequence[ScoreRow]) -> list[ErrorSummary]:
             continue
         inside = [row.inside for row in own if row.inside is not None]
         sizes = [abs(error) for error in errors]
-        found.append(
+        results.append(
             ErrorSummary(
                 quantity=quantity,
                 count=len(errors),
@@ -120,7 +120,7 @@ def summarise(rows: Sequence[ScoreRow]) -> list[ErrorSummary]:
                 inside=sum(inside) / len(inside) if inside else None,
             )
         )
-    return found
+    return results
 
 
 def _similar(row: ScoreRow, job: TrainJob, model: str) -> bool:

@@ -309,13 +309,13 @@ class Architecture(Value):
         if not isinstance(kind, str) or "base_model_type" not in raw:
             return cls(), raw
         given = {key: raw[key] for key in cls.model_fields if key in raw}
-        found = parse(cls, given, where=where)
+        result = parse(cls, given, where=where)
         require(
-            found.model_type == kind,
+            result.model_type == kind,
             f"{where}: model_type",
             kind,
-            expected=f"{found.model_type!r}, which is what {', '.join(given) or 'nothing'} says",
+            expected=f"{result.model_type!r}, which is what {', '.join(given) or 'nothing'} says",
             error=ModelError,
         )
         base = {key: value for key, value in raw.items() if key not in given}
-        return found, {**base, "model_type": base.pop("base_model_type")}
+        return result, {**base, "model_type": base.pop("base_model_type")}

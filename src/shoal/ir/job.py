@@ -485,10 +485,10 @@ class TrainJob(Job):
         """Blocks of which only the input is kept for the backward pass."""
         if not self.layers:
             return frozenset(range(num_layers if self.recompute == "full" else 0))
-        found: set[int] = set()
+        numbers: set[int] = set()
         first = 0
         for group in self.layers:
             if (group.recompute or self.recompute) == "full":
-                found.update(range(first, first + group.blocks))
+                numbers.update(range(first, first + group.blocks))
             first += group.blocks
-        return frozenset(found)
+        return frozenset(numbers)

@@ -234,13 +234,13 @@ def kinds() -> dict[str, JobKind]:
 @functools.cache
 def broken_kinds() -> dict[str, str]:
     """Name -> what is wrong with a kind that somebody else registered."""
-    found = {}
+    kinds = {}
     for name in table("job"):
         try:
             kind_named(name)
         except ShoalError as cause:
-            found[name] = str(cause)
-    return found
+            kinds[name] = str(cause)
+    return kinds
 
 
 def kind_of(plan: Plan[Any]) -> JobKind:
@@ -264,11 +264,11 @@ def errors_of(plan: Plan[Any], measured: Mapping[str, float]) -> dict[str, float
 
 def quantities() -> dict[str, Quantity]:
     """Every quantity of every kind by its name; where kinds share one, as the first words it."""
-    found: dict[str, Quantity] = {}
+    quantities: dict[str, Quantity] = {}
     for kind in kinds().values():
         for quantity in kind.quantities:
-            found.setdefault(quantity.name, quantity)
-    return found
+            quantities.setdefault(quantity.name, quantity)
+    return quantities
 
 
 def compared(report: Report[Any]) -> list[tuple[str, str, str, str]]:

@@ -65,10 +65,10 @@ class Layout:
             expected=f"0 to {self.world - 1}",
             error=PlanError,
         )
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for name, size in reversed(self.axes):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name, _ in self.axes}
+            rank, numbers[name] = divmod(rank, size)
+        return {name: numbers[name] for name, _ in self.axes}
 
     def rank(self, coord: Mapping[str, int]) -> int:
         """The rank at ``coord``; axes that are not named are at 0."""

@@ -102,11 +102,11 @@ class Mask:
                 tuple(piece[:4]),
                 expected=f"rising and inside [{self.num_queries}, {self.num_keys}]",
             )
-        for found in self.ranges:
+        for result in self.ranges:
             require(
-                found.kind in _KINDS,
+                result.kind in _KINDS,
                 "mask range kind",
-                found.kind,
+                result.kind,
                 expected=f"one of {', '.join(_KINDS)}",
             )
         for sparse in self.blocks:
@@ -325,16 +325,16 @@ class Mask:
         edges = np.zeros((len(queries), len(keys) + 1), dtype=np.int8)
         np.add.at(edges, (rows, np.searchsorted(keys, lows)), 1)
         np.subtract.at(edges, (rows, np.searchsorted(keys, highs)), 1)
-        found = np.cumsum(edges[:, :-1], axis=1, dtype=np.int8).astype(bool)
+        values = np.cumsum(edges[:, :-1], axis=1, dtype=np.int8).astype(bool)
         for sparse in self.blocks:
             inside_q, block_q = _blocks_of(queries, sparse.q0, sparse.q1, sparse.block)
             inside_k, block_k = _blocks_of(keys, sparse.k0, sparse.k1, sparse.block)
-            found[np.ix_(inside_q, inside_k)] |= sparse.table()[np.ix_(block_q, block_k)]
+            values[np.ix_(inside_q, inside_k)] |= sparse.table()[np.ix_(block_q, block_k)]
         if q_order is not None:
-            found[q_order] = found.copy()
+            values[q_order] = values.copy()
         if k_order is not None:
-            found[:, k_order] = found.copy()
-        return found
+            values[:, k_order] = values.copy()
+        return values
 
     def area(
         self, q_positions: np.ndarray | None = None, k_positions: np.ndarray | None = None

@@ -104,7 +104,7 @@ def parse_placement(text: str, *, where: str = "placement") -> Placement:
     Raises:
         PlanError: an entry is none of these; names it.
     """
-    found: list[Axis] = []
+    placement: list[Axis] = []
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         reduction = (match.group(3) or "sum").lower() if match else ""
@@ -115,11 +115,11 @@ def parse_placement(text: str, *, where: str = "placement") -> Placement:
             )
         kind = entry.strip()[0].upper()
         if kind == "S":
-            found.append(Split(int(match.group(1) or match.group(2))))
+            placement.append(Split(int(match.group(1) or match.group(2))))
         else:
             partial = Partial("max" if reduction == "max" else "sum")
-            found.append(Broadcast() if kind == "B" else partial)
-    return tuple(found)
+            placement.append(Broadcast() if kind == "B" else partial)
+    return tuple(placement)
 
 
 def show_placement(placement: Placement) -> str:
@@ -144,7 +144,7 @@ def check_placement(
         expected=f"{len(mesh)} entries, one for each axis of the mesh {'x'.join(map(str, mesh))}",
         error=PlanError,
     )
-    found: list[Axis] = []
+    axes: list[Axis] = []
     for axis in placement:
         if isinstance(axis, Split):
             require(
@@ -156,7 +156,7 @@ def check_placement(
                 error=PlanError,
             )
             axis = Split(axis.dim % len(shape))
-        found.append(axis)
+        axes.append(axis)
     require(
         len(_reductions(placement)) <= 1,
         where,
@@ -164,7 +164,7 @@ def check_placement(
         expected="sums or maxima, not both: the one does not distribute over the other",
         error=PlanError,
     )
-    return tuple(found)
+    return tuple(axes)
 
 
 def _reductions(placement: Placement) -> set[str]:

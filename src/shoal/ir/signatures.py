@@ -530,15 +530,15 @@ def legal(
     out = result_shape(kind, shapes, attributes)
     single = tuple(dict.fromkeys(operation(kind).signatures(shapes, attributes)))
     everything = [*shapes, out]
-    found: dict[MeshSignature, None] = {}
+    result: dict[MeshSignature, None] = {}
     for combined in itertools.product(single, repeat=len(mesh)):
         inputs = tuple(
             tuple(signature.inputs[i] for signature in combined) for i in range(len(shapes))
         )
         made = MeshSignature(inputs, tuple(signature.output for signature in combined))
         if _one_reduction((*inputs, made.output)) and _even(combined, made, everything, mesh):
-            found[made] = None
-    return tuple(found)
+            result[made] = None
+    return tuple(result)
 
 
 def _one_reduction(placements: Sequence[Placement]) -> bool:

@@ -167,10 +167,10 @@ class TritonKernel(BaseKernel):
 
     def estimate(self, call: Any, machine: Machine) -> Estimate:
         """Interpreted on a CPU, nothing is slower."""
-        found = super().estimate(call, machine)
+        estimate = super().estimate(call, machine)
         if not self.interpreted(call):
-            return found
-        return found.model_copy(update={"step_s": Interval.around(1.0, _STATED)})
+            return estimate
+        return estimate.model_copy(update={"step_s": Interval.around(1.0, _STATED)})
 
 
 def roof_s(call: Call, machine: Machine, rate: str | None = None) -> float:
@@ -210,9 +210,9 @@ def _points(
     measurements: tuple[Measurement, ...], name: str, dtype: str
 ) -> tuple[tuple[float, float], ...]:
     """(rows, B/s) of a kernel, by rising rows."""
-    found = {
+    result = {
         m.at: m.median
         for m in measurements
         if m.probe == "kernels" and m.quantity == name and m.note == dtype and m.at is not None
     }
-    return tuple(sorted(found.items()))
+    return tuple(sorted(result.items()))

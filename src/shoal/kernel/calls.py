@@ -185,8 +185,8 @@ class PagedAttentionCall:
     @property
     def flops(self) -> float:
         """Scores and weighted sums."""
-        asked = self.batch * self.queries
-        return 4.0 * asked * self.context * self.heads * self.head_dim
+        request = self.batch * self.queries
+        return 4.0 * request * self.context * self.heads * self.head_dim
 
     @property
     def moved_bytes(self) -> float:
@@ -195,8 +195,8 @@ class PagedAttentionCall:
 
         stored = kv_format(self.format).token_bytes(self.head_dim, dtype_bytes=BYTES[self.dtype])
         cache = 2.0 * self.batch * self.context * self.kv_heads * stored
-        asked = self.batch * self.queries
-        return cache + BYTES[self.dtype] * 2.0 * asked * self.heads * self.head_dim
+        request = self.batch * self.queries
+        return cache + BYTES[self.dtype] * 2.0 * request * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

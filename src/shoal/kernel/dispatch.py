@@ -33,16 +33,16 @@ def kernels_of(op: str) -> Mapping[str, Kernel]:
         KernelError: there is no such operator.
     """
     parts = table("kernel")
-    found = {
+    kernels = {
         name.partition(".")[2]: parts.build(name) for name in parts if name.partition(".")[0] == op
     }
-    if not found:
+    if not kernels:
         hint = nearest(op, operators())
         raise KernelError(
             f"kernel.{op}: no such operator; there are {', '.join(operators())}"
             + (f"; {hint}" if hint else "")
         )
-    return found
+    return kernels
 
 
 @functools.cache

@@ -43,7 +43,7 @@ class KernelsProbe:
         """Quantity ``OP.BACKEND`` (B/s) at a number of rows; the note is the type."""
         repeats = self.repeats or (2 if context.fast else 6)
         try:
-            found = context.worker().call(
+            result = context.worker().call(
                 "shoal.kernel.rehearse:rehearse", timeout_s=300.0, repeats=repeats
             )
         except (MissingExtraError, MachineError) as cause:
@@ -53,7 +53,7 @@ class KernelsProbe:
             context.measured(
                 "kernels", one["name"], "B/s", one["rates"], at=one["at"], note=one["dtype"]
             )
-            for one in found
+            for one in result
         ]
 
 
@@ -74,7 +74,7 @@ def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str
     from shoal.kernel.dispatch import kernels_of
     from shoal.kernel.tensors import dtype_of
 
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32")
     with torch.inference_mode():
         for dtype in dtypes:
@@ -98,5 +98,5 @@ def rehearse(repeats: int, rotated_bytes: int = _ROTATED_BYTES) -> list[dict[str
                             run(x)
                         rates.append(moved / (time.perf_counter() - begin))
                     name = f"linear.{backend}"
-                    found.append({"name": name, "dtype": dtype, "at": rows, "rates": rates})
-    return found
+                    results.append({"name": name, "dtype": dtype, "at": rows, "rates": rates})
+    return results

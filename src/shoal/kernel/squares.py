@@ -33,5 +33,5 @@ def row_norms(x: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
     if whole < flat.numel():
         rows = torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)])
-    found: Tensor = rows.double()
-    return found
+    row_norms: Tensor = rows.double()
+    return row_norms

@@ -45,8 +45,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def local(tensor: Tensor) -> Tensor:
     """The local part of a distributed tensor, or the tensor itself."""
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
+    result: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return result
 
 
 def constant(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -75,38 +75,38 @@ def _text(quantity: str, number: float | None) -> str:
 def differences(a: Machine, b: Machine) -> list[MachineDifference]:
     """All numbers of two machines, in the order of the description."""
     left, right = _numbers(a), _numbers(b)
-    found = []
+    differences = []
     for quantity in dict.fromkeys([*left, *right]):
         x, y = left.get(quantity), right.get(quantity)
         ratio = y / x if x and y is not None else None
-        found.append(MachineDifference(quantity=quantity, a=x, b=y, ratio=ratio))
-    return found
+        differences.append(MachineDifference(quantity=quantity, a=x, b=y, ratio=ratio))
+    return differences
 
 
 def _numbers(machine: Machine) -> dict[str, float]:
-    found: dict[str, float] = {
+    numbers: dict[str, float] = {
         "nodes": machine.nodes,
         "devices_per_node": machine.devices_per_node,
     }
     device = machine.device
     if device.num_cores:
-        found["device.num_cores"] = device.num_cores
+        numbers["device.num_cores"] = device.num_cores
     for group in ("peak_flops", "matmul_flops", "matmul_flops_1core"):
         for dtype, rate in getattr(device, group).items():
-            found[f"device.{group}.{dtype}"] = rate
-    found["device.op_overhead_s"] = device.op_overhead_s
+            numbers[f"device.{group}.{dtype}"] = rate
+    numbers["device.op_overhead_s"] = device.op_overhead_s
     for tier in device.memory:
         # The main memories of a CPU and of a GPU stand in one line.
         name = "main" if tier is device.main_memory else tier.name
         for key in ("capacity_bytes", "read_bandwidth", "write_bandwidth", "latency_s"):
             value = getattr(tier, key)
             if value is not None:
-                found[f"device.memory.{name}.{key}"] = float(value)
+                numbers[f"device.memory.{name}.{key}"] = float(value)
     if device.power_watts:
-        found["device.power_watts"] = device.power_watts
+        numbers["device.power_watts"] = device.power_watts
     for link in machine.links:
-        found[f"links.{link.scope}.bandwidth"] = link.bandwidth
-        found[f"links.{link.scope}.latency_s"] = link.latency_s
+        numbers[f"links.{link.scope}.bandwidth"] = link.bandwidth
+        numbers[f"links.{link.scope}.latency_s"] = link.latency_s
     if machine.usd_per_device_hour is not None:
-        found["usd_per_device_hour"] = machine.usd_per_device_hour
-    return found
+        numbers["usd_per_device_hour"] = machine.usd_per_device_hour
+    return numbers

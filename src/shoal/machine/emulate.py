@@ -76,13 +76,13 @@ def sweep() -> list[str]:
     Returns:
         Their names.
     """
-    found = []
+    results = []
     for name in _namespaces():
         match = _NAMES.match(name)
         if match and not Path(f"/proc/{match.group(1)}").exists():
             _take_down(name)
-            found.append(name)
-    return found
+            results.append(name)
+    return results
 
 
 class EmulatedNetwork:

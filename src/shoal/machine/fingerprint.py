@@ -44,10 +44,10 @@ def fingerprint() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Package -> version of what is installed, without importing any of it."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -58,23 +58,23 @@ def memory_available() -> int:
 def peak_memory() -> int:
     """Most bytes of memory that this process had."""
     # What getrusage says begins, on Linux, with the peak of the process that started this one.
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE)
-    if found:
-        return 1024 * int(found[1])
+    match = re.search(r"^VmHWM:\s+(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE)
+    if match:
+        return 1024 * int(match[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def caches() -> Caches:
     """Name -> bytes of the caches that the first core sees, as the OS reports them."""
-    found: Caches = {}
+    caches: Caches = {}
     for entry in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         level, kind = _read(entry / "level").strip(), _read(entry / "type").strip()
         match = re.fullmatch(r"(\d+)([KMG]?)", _read(entry / "size").strip())
         if match and level and kind in ("Data", "Unified"):
             scale = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]]
-            found["l1d" if level == "1" else f"l{level}"] = int(match[1]) * scale
-    return found
+            caches["l1d" if level == "1" else f"l{level}"] = int(match[1]) * scale
+    return caches
 
 
 def load_average() -> float:

@@ -64,12 +64,12 @@ def probe(
     watch = NoiseWatch()
     if strict:
         _refuse(watch.seen())
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     with ProbeContext(fast=fast) as context:
         for done, (name, part) in enumerate(built):
             say(done, name)
             try:
-                found += part.run(context)
+                measurements += part.run(context)
             except ShoalError as cause:
                 if not isinstance(cause, MachineError) or len(built) == 1:
                     raise
@@ -81,7 +81,7 @@ def probe(
             say(len(built), f"doubtful: {reason}")
         if strict:
             _refuse(quiet)
-        machine = assemble(found, context.skipped, context.facts, quiet)
+        machine = assemble(measurements, context.skipped, context.facts, quiet)
     if save is not None:
         machine.save(
             save, header="Probed by shoal probe. Numbers are in plain units: B/s, FLOP/s, s."

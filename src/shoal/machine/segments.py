@@ -119,10 +119,10 @@ def levels(
         if piece[1] - piece[0] >= shortest or i in (0, len(merged) - 1)
     ]
     kept = _merge(kept, logs, np.log(step), most)
-    found = []
+    levels = []
     for i, (start, end) in enumerate(kept):
         following = kept[i + 1][0] if i + 1 < len(kept) else None
-        found.append(
+        levels.append(
             Plateau(
                 latency_s=float(np.exp(np.median(logs[start:end]))),
                 first_bytes=int(footprints[start]),
@@ -130,7 +130,7 @@ def levels(
                 next_bytes=None if following is None else int(footprints[following]),
             )
         )
-    return found
+    return levels
 
 
 def _merge(

@@ -150,15 +150,15 @@ def canonical(name: str, known: Iterable[str], text: str) -> str:
     Raises:
         MachineError: there is none; the message has the nearest.
     """
-    found = {word.lower(): word for word in known}
+    result = {word.lower(): word for word in known}
     key = name.lower()
     key = ALIASES.get(key, key)
     require(
-        key in found,
+        key in result,
         "machine",
         text,
-        expected=f"one of {', '.join(found.values())}, local, or a YAML file",
-        hint=nearest(name, found.values()),
+        expected=f"one of {', '.join(result.values())}, local, or a YAML file",
+        hint=nearest(name, result.values()),
         error=MachineError,
     )
-    return found[key]
+    return result[key]

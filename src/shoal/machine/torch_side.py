@@ -114,7 +114,7 @@ def overhead(threads: int, repeats: int, device: str = "cpu") -> dict[str, list[
         "reshape": lambda: x.view(4, 32),
     }
     with torch.no_grad():
-        found = {name: _per_call(call, repeats, wait) for name, call in calls.items()}
+        result = {name: _per_call(call, repeats, wait) for name, call in calls.items()}
     weight = torch.ones(16, 16, device=where, requires_grad=True)
     depth = 8
 
@@ -126,8 +126,8 @@ def overhead(threads: int, repeats: int, device: str = "cpu") -> dict[str, list[
         weight.grad = None
 
     operators = 3 * depth + 1
-    found["train"] = [seconds / operators for seconds in _per_call(train, repeats, wait)]
-    return found
+    result["train"] = [seconds / operators for seconds in _per_call(train, repeats, wait)]
+    return result
 
 
 def gpu_facts() -> dict[str, Any] | None:

@@ -110,11 +110,11 @@ def _serve() -> None:
     from shoal.machine import torch_side
 
     for line in sys.stdin:
-        asked = json.loads(line)
+        data = json.loads(line)
         try:
-            call = asked["call"]
+            call = data["call"]
             function = load_object(call) if ":" in call else getattr(torch_side, call)
-            answer = {"result": function(**asked["with"])}
+            answer = {"result": function(**data["with"])}
         except Exception as cause:  # every failure is the parent's to report
             answer = {"error": f"{type(cause).__name__}: {cause}"}
         answers.write(json.dumps(answer) + "\n")

@@ -89,29 +89,29 @@ class MemoryStudy:
             self.policy or "every policy",
             expected="--policy fuyou with it, which chooses what is swapped",
         )
-        found = ways(job, shape, machine, budgets=budgets, only=self.policy)
+        result = ways(job, shape, machine, budgets=budgets, only=self.policy)
         table = Table(
             title=f"{shape.name}: {job.global_batch} x {job.seq_len} tokens",
             columns=("offload", "recompute", *TIERS, "step", "fits"),
-            rows=tuple(_row(way) for way in found),
+            rows=tuple(_row(way) for way in result),
             right="  rrrr",
         )
         notes = [
-            f"{way.choice}: {why}" for way in found for why in (*way.notes, way.refused) if why
+            f"{way.choice}: {why}" for way in result for why in (*way.notes, way.refused) if why
         ]
-        blocks = (table, *dict.fromkeys(notes), _answer(found))
-        data: Any = [{**asdict(way), "fits": way.fits} for way in found]
+        blocks = (table, *dict.fromkeys(notes), _answer(result))
+        data: Any = [{**asdict(way), "fits": way.fits} for way in result]
         if self.curve:
             curve = self._curve(Work(shape=shape, job=job), machine, budgets)
             blocks += curve.blocks
             data = {"ways": data, **curve.data}
-        return Explanation(blocks=blocks, data=data, ok=found[0].fits)
+        return Explanation(blocks=blocks, data=data, ok=result[0].fits)
 
     def _curve(self, work: Work, machine: Machine, budgets: Mapping[str, int]) -> Explanation:
         """The time of a step with Fuyou, by what it swaps."""
         fuyou = Fuyou(device_budget=budgets.get("device"), host_budget=budgets.get("host"))
-        found = predicted(fuyou, work, machine)
-        return curve_explained(found.iteration, found.ordered)
+        result = predicted(fuyou, work, machine)
+        return curve_explained(result.iteration, result.ordered)
 
 
 def _row(way: OffloadOption) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def tensor_digests(path: Path) -> dict[str, str]:
             known = json.loads(kept.read_bytes())
             if known["file"] == before:
                 return {str(key): str(value) for key, value in known["tensors"].items()}
-        found = dict(_computed(path))
+        tensor_digests = dict(_computed(path))
         after = _identity(path)
     except (OSError, ValueError) as cause:
         raise ModelError(f"{path}: cannot be read ({cause}); fetch it again") from cause
@@ -57,13 +57,13 @@ def tensor_digests(path: Path) -> dict[str, str]:
         # Where nothing can be kept, the file is read anew each time: slower, and as right.
         with contextlib.suppress(ShoalError, OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, {"file": before, "tensors": found})
-    return found
+            write_json(kept, {"file": before, "tensors": tensor_digests})
+    return tensor_digests
 
 
 def _identity(path: Path) -> list[int]:
-    told = path.stat()
-    return [told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns]
+    result = path.stat()
+    return [result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns, result.st_ctime_ns]
 
 
 def _computed(path: Path) -> Iterator[tuple[str, str]]:

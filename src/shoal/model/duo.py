@@ -122,16 +122,16 @@ class DuoFFN(SwiGLU):
 
 
 def _layers(model: Transformer) -> list[DuoFFN]:
-    found = [module for module in model.modules() if isinstance(module, DuoFFN)]
+    layers = [module for module in model.modules() if isinstance(module, DuoFFN)]
     require(
-        bool(found),
+        bool(layers),
         "ffn",
         "plain",
         expected=f"duo, and {model.config.name} has one feed-forward layer a block",
         hint="convert it with --architecture ffn=duo",
         error=ModelError,
     )
-    return found
+    return layers
 
 
 def drawn(tokens: Tensor, positions: Tensor, num_layers: int, *, training: bool) -> Tensor:
@@ -392,7 +392,7 @@ def _on_patterns(
     x = model.embed(tokens_BT).expand(count, -1, -1, -1).reshape(count * batch, length, -1)
     cos, sin = tables(config, start, length, x.device, x.dtype)
     group = config.num_heads // config.num_kv_heads
-    found: Past = []
+    results: Past = []
     blocks: list[TransformerBlock] = list(model.blocks)  # type: ignore[arg-type]
     for number, (block, (keys, values)) in enumerate(zip(blocks, past, strict=True)):
         attention = block.attention
@@ -400,7 +400,7 @@ def _on_patterns(
         by_token = (count, batch, length, config.num_kv_heads)
         wide = q.reshape(*by_token, group, -1) / config.head_dim**0.5
         own_k, own_v = k.reshape(*by_token, 1, -1), v.reshape(*by_token, 1, -1)
-        found.append((own_k.squeeze(-2), own_v.squeeze(-2)))
+        results.append((own_k.squeeze(-2), own_v.squeeze(-2)))
         seen = torch.einsum("pbtkgd,bskd->pbtkgs", wide, keys)
         seen = seen + mask_TS[:, None, None].to(seen.dtype)
         own = (wide * own_k).sum(-1, keepdim=True)
@@ -412,7 +412,7 @@ def _on_patterns(
         block.mlp.routes = patterns[..., number].reshape(count * batch, length)
         x = x + block.mlp(block.mlp_norm(x))
         block.mlp.routes = None
-    return model.norm(x).view(count, batch, length, -1), found
+    return model.norm(x).view(count, batch, length, -1), results
 
 
 def _losses(model: Transformer, hidden_KBTD: Tensor, targets_BT: Tensor) -> Tensor:

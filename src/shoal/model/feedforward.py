@@ -115,13 +115,13 @@ class Experts(nn.Module):
             linear: may keep the matrix, or something else in its place.
             release: the parameters themselves are not needed any more.
         """
-        found: dict[nn.Parameter, Sequence[Callable[[Tensor], Tensor]]] = {}
+        result: dict[nn.Parameter, Sequence[Callable[[Tensor], Tensor]]] = {}
         for weight_EOI in (self.gate_up_proj, self.down_proj):
             if isinstance(weight_EOI, nn.Parameter):
-                found[weight_EOI] = [linear(weight) for weight in weight_EOI.unbind(0)]
+                result[weight_EOI] = [linear(weight) for weight in weight_EOI.unbind(0)]
                 if release:
                     weight_EOI.data = weight_EOI.new_empty(0)
-        self.multiply = found
+        self.multiply = result
 
     def forward(self, x_BTD: Tensor, *, tokens: Tokens | None = None) -> Tensor:
         """Weighted sum of the chosen experts, token by token.
@@ -147,13 +147,15 @@ class Experts(nn.Module):
         exact = torch.promote_types(logits_NR.dtype, torch.float32)
         logits_NE = self.gate.scores(logits_NR.to(exact), self.own)
         keep = partial(self._room, tokens=tokens)
-        asked = RoutingRequest(self.top_k, self.normalise, self.layer, self.own, tokens, keep)
+        routing_request = RoutingRequest(
+            self.top_k, self.normalise, self.layer, self.own, tokens, keep
+        )
         if self.checked and not bool(torch.isfinite(logits_NE).all()):
             raise ModelError(
                 f"blocks.{self.layer}.mlp.router: scores that are not numbers; lower the learning "
                 "rate, or go back to a checkpoint before they came up"
             )
-        routed = self.gate.route(logits_NE, asked)
+        routed = self.gate.route(logits_NE, routing_request)
         if tokens is None:
             return routed, None
         loads = routed.experts, routed.keep

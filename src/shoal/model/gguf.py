@@ -88,23 +88,23 @@ def _config(path: Path, header: GgufHeader) -> ModelConfig:
             f"{path}: {kind}.expert_count: models with experts are not read; use the "
             "Hugging Face directory of the model"
         )
-    found: dict[str, Any] = {ours: of(theirs) for ours, theirs in _KEYS.items()}
+    result: dict[str, Any] = {ours: of(theirs) for ours, theirs in _KEYS.items()}
     for ours, theirs in _KEYS.items():
-        if found[ours] is None:
+        if result[ours] is None:
             raise ModelError(f"{path}: the key {kind}.{theirs} is missing; fetch the file again")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{path}: the tensor token_embd.weight is missing; fetch the file again")
-    heads, hidden = found["num_heads"], found["hidden"]
+    heads, hidden = result["num_heads"], result["hidden"]
     width = of("attention.key_length")
     if width is None and type(heads) is int and type(hidden) is int and heads > 0:
         width = hidden // heads
-    found |= {
+    result |= {
         "family": _FAMILIES[kind],
         "vocab_size": embedding.shape[0],
         "num_kv_heads": of("attention.head_count_kv", heads),
         "head_dim": width,
-        "rms_norm_eps": _decimal(found["rms_norm_eps"]),
+        "rms_norm_eps": _decimal(result["rms_norm_eps"]),
         "rope_theta": _decimal(of("rope.freq_base", 10000.0)),
         "tied": "output.weight" not in tensors,
         "qk_norm": kind == "qwen3",
@@ -128,12 +128,12 @@ def _config(path: Path, header: GgufHeader) -> ModelConfig:
     try:
         if scaling != "none":
             more = {"original_max_position_embeddings": of("rope.scaling.original_context_length")}
-            found["rope_scaling"] = RopeScaling(
+            result["rope_scaling"] = RopeScaling(
                 rope_type=scaling,
                 factor=of("rope.scaling.factor"),
                 **(more if scaling == "yarn" else {}),
             )
-        config = ModelConfig.model_validate({"name": path.stem, **found})
+        config = ModelConfig.model_validate({"name": path.stem, **result})
     except ValidationError as cause:
         raise ModelError(str(explain(cause, str(path)))) from None
     except ModelError as cause:
@@ -179,9 +179,9 @@ def _llama3(path: Path, config: ModelConfig, factors_C: Tensor) -> ModelConfig:
 def _name(piece: str) -> str:
     """The file's name of a tensor of Hugging Face."""
     base, _, leaf = piece.rpartition(".")
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base)
-    if found is not None:
-        return f"blk.{found[1]}.{_LEAVES[found[2]]}.{leaf}"
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base)
+    if match is not None:
+        return f"blk.{match[1]}.{_LEAVES[match[2]]}.{leaf}"
     return f"{_OUTER[base]}.{leaf}"
 
 
@@ -222,10 +222,10 @@ def read(path: Path, dtype: torch.dtype | None = None) -> Transformer:
             value = torch.empty(getattr(owner, leaf).shape, dtype=dtype)
             parts = torch.split(value.view(-1), [piece.numel for piece in pieces])
             for part, piece in zip(parts, pieces, strict=True):
-                found = _tensor(path, header.tensors[_name(piece.name)])
+                tensor = _tensor(path, header.tensors[_name(piece.name)])
                 if interleaved and re.search(r"\.self_attn\.[qk]_proj\.", piece.name):
-                    found = _halves(found, config.head_dim)
-                part.view(piece.shape).copy_(found)
+                    tensor = _halves(tensor, config.head_dim)
+                part.view(piece.shape).copy_(tensor)
             check_finite(value, f"{path}: {name}")
             setattr(owner, leaf, torch.nn.Parameter(value))
     except OSError as cause:

@@ -113,23 +113,23 @@ class _Reader:
         if count > self._left:
             raise _BadFileError(f"{what} claims {count} bytes and at most {self._left} are left")
         self._left -= count
-        found = self._file.read(count)
-        if len(found) != count:
+        result = self._file.read(count)
+        if len(result) != count:
             raise _BadFileError(f"{what} is cut")
-        return found
+        return result
 
     def number(self, form: str, what: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
     def count(self, least: int, what: str) -> int:
         """A number of things of at least ``least`` bytes each, all of which must follow."""
-        found: int = self.number("<Q", what)
-        if found * least > self._left:
+        number: int = self.number("<Q", what)
+        if number * least > self._left:
             raise _BadFileError(
-                f"{what} claims {found} entries of at least {least} bytes and {self._left} bytes "
+                f"{what} claims {number} entries of at least {least} bytes and {self._left} bytes "
                 "are left"
             )
-        return found
+        return number
 
     def text(self, what: str) -> str:
         # Vocabularies of some models hold pieces of characters.

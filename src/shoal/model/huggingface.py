@@ -200,34 +200,38 @@ def check_tensors(
     Returns:
         Every stored tensor, and of every packed matrix, by its plain name, the stored ones.
     """
-    found: dict[str, StoredTensor] = {}
+    stored_tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(files.values())):
-        found.update(read_header(file, error=ModelError).tensors)
+        stored_tensors.update(read_header(file, error=ModelError).tensors)
     pieces = {piece.name: piece for parts in names.values() for piece in parts}
     spare = {"lm_head.weight"} if tied else set()
     packed: dict[str, tuple[str, ...]] = {}
     for name, piece in pieces.items():
         base = name.removesuffix(".weight")
-        if scheme is not None and name not in found and f"{base}.{scheme.marker}" in found:
+        if (
+            scheme is not None
+            and name not in stored_tensors
+            and f"{base}.{scheme.marker}" in stored_tensors
+        ):
             try:
                 wanted = scheme.tensors(*piece.shape)
             except KernelError as cause:
                 raise ModelError(f"{directory}: {base} {list(piece.shape)}: {cause}") from None
             packed[name] = tuple(f"{base}.{leaf}" for leaf in wanted)
             for leaf, (dtypes, shape) in wanted.items():
-                _stored(f"{base}.{leaf}", dtypes, shape, found, files, directory)
+                _stored(f"{base}.{leaf}", dtypes, shape, stored_tensors, files, directory)
             # Some writers store a bias where the model has none; it must be 0.
             spare |= {*packed[name], f"{base}.bias"}
         else:
-            _stored(name, tuple(DTYPES), piece.shape, found, files, directory)
-    for name in found:
+            _stored(name, tuple(DTYPES), piece.shape, stored_tensors, files, directory)
+    for name in stored_tensors:
         if name not in pieces and name not in spare and not name.endswith(_IGNORED):
             hint = nearest(name, pieces)
             raise ModelError(
                 f"{files.get(name, directory)}: the tensor {name} belongs to no part of the model "
                 f"that config.json describes" + (f"; {hint}" if hint else "")
             )
-    return found, packed
+    return stored_tensors, packed
 
 
 def _stored(
@@ -285,9 +289,9 @@ def read(
     names: Names = FAMILIES.build(config.family).names(config)
     files = find_weights(directory)
     scheme = quantization(directory)
-    found, few = check_tensors(names, files, directory, tied=config.tied, scheme=scheme)
+    result, few = check_tensors(names, files, directory, tied=config.tied, scheme=scheme)
     if dtype is None:
-        stored = found.get(names["embed.weight"][0].name)
+        stored = result.get(names["embed.weight"][0].name)
         dtype = torch.float32 if stored is None else DTYPES[stored.dtype]
     model = empty(config)
     handles: dict[Path, Any] = {}
@@ -304,7 +308,7 @@ def read(
     try:
         for base in (name.removesuffix(".weight") for name in few):
             bias = f"{base}.bias"
-            if bias in found and bias not in plain and bool(get(bias).any()):
+            if bias in result and bias not in plain and bool(get(bias).any()):
                 raise ModelError(
                     f"{files[bias]}: the tensor {bias} is not 0, and the model that config.json "
                     "describes has no bias there; one of them is of another model"

@@ -93,8 +93,8 @@ class DispatchedLinear(nn.Module):
         if self.weight is not None:
             return self.weight
         kernel: Any = self._kernel(1)
-        found: Tensor = kernel.unpack(self.call(1), self._choose(1))
-        return found
+        tensor: Tensor = kernel.unpack(self.call(1), self._choose(1))
+        return tensor
 
     def like(self, weight_NK: Tensor) -> DispatchedLinear:
         """A layer with another weight that is computed as this one is."""

@@ -51,8 +51,8 @@ class Parameters:
         self._directory = directory
         self._names: Names = FAMILIES.build(self.config.family).names(self.config)
         self._files = find_weights(directory)
-        found, _ = check_tensors(self._names, self._files, directory, tied=self.config.tied)
-        stored = DTYPES[found[self._names["embed.weight"][0].name].dtype]
+        result, _ = check_tensors(self._names, self._files, directory, tied=self.config.tied)
+        stored = DTYPES[result[self._names["embed.weight"][0].name].dtype]
         self.dtype: torch.dtype = dtype or stored
         self._handles: dict[Path, Any] = {}
 

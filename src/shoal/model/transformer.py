@@ -338,8 +338,8 @@ class Transformer(nn.Module):
 
     def turn(self, position_N: Tensor, dtype: torch.dtype) -> Turn:
         """How the tokens at these places are rotated, in every layer."""
-        found = (block.attention for block in self.blocks)  # a rank may have that of some alone
-        if next(one for one in found if isinstance(one, Attention)).kernel is not None:
+        result = (block.attention for block in self.blocks)  # a rank may have that of some alone
+        if next(one for one in result if isinstance(one, Attention)).kernel is not None:
             return lambda attention, qkv: attention.kernel(qkv, position_N)  # type: ignore[misc]
         cos, sin = tables_at(position_N.float(), *self.unstretched, dtype)
 

@@ -229,7 +229,7 @@ class ParallelEngine:
         self.gathers = job.offload is not None or bool(shard.divides & {"gradients", "weights"})
         self.together = self.gathers or job.parallel.folded
         self._lent = self._parameters
-        found: ShardedModel
+        sharded_model: ShardedModel
         if job.offload is not None:
             offloaded: TieredModel = (
                 table("offload")
@@ -245,22 +245,22 @@ class ParallelEngine:
             )
             hook = OffloadHook(offloaded)
             self.hooks.add(hook)
-            found, self._lent, self._tiles = offloaded, hook.lent, offloaded.tiles
+            sharded_model, self._lent, self._tiles = offloaded, hook.lent, offloaded.tiles
         elif ranks.experts is not None:
             owned = lambda: self.sharded.owned()  # noqa: E731
             self.hooks.add(Resharding(self.local, ranks.experts.ep, self.part.slices, owned))
             ledger = lending(self.local, Work(shape=self.config.shape(), job=job), machine)
             if ledger is not None:
                 self.hooks.add(ledger)
-            found = folded(
+            sharded_model = folded(
                 shard, self.local, ranks.data, ranks.experts.edp, whole_matrices=whole_matrices
             )
             if slices := job.parallel.slices:
                 layers = self.config.num_layers
-                self.hooks.add(GradientSlices(self.local, found, slices, layers))
+                self.hooks.add(GradientSlices(self.local, sharded_model, slices, layers))
         else:
-            found = shard.apply(self.local, ranks.data, whole_matrices=whole_matrices)
-        return found
+            sharded_model = shard.apply(self.local, ranks.data, whole_matrices=whole_matrices)
+        return sharded_model
 
     def _assign_sequences(self, choice: Choice, stage: Any, cost: SequenceCost | None) -> None:
         """Compute steps by a plan of each batch, in the place of the schedule."""
@@ -291,8 +291,8 @@ class ParallelEngine:
         if isinstance(self.sharded, Updater):
             return self.sharded
         owned = self.sharded.owned()
-        found: Updater = optimizer.build(owned) if owned else NoUpdate()
-        return found
+        part: Updater = optimizer.build(owned) if owned else NoUpdate()
+        return part
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Compute in bf16 if the job says so; weights and updates keep their dtype."""
@@ -327,8 +327,8 @@ class ParallelEngine:
         if self.context is None:
             return torch.arange(length, device=self.device)
         shares = self.context.positions(length, self.ranks.cp.world)
-        found: np.ndarray = shares[self.ranks.cp.rank]
-        return torch.from_numpy(found).to(self.device)
+        array: np.ndarray = shares[self.ranks.cp.rank]
+        return torch.from_numpy(array).to(self.device)
 
     def microbatches(self, rows: ReplicaSequences, size: int) -> list[MicroBatch]:
         """Micro-batches of ``size`` sequences, the last one smaller if they do not fill it."""
@@ -336,11 +336,11 @@ class ParallelEngine:
         whole = self.context is None
         inputs = rows.inputs if whole else rows.inputs[:, positions]
         targets = rows.targets if whole else rows.targets[:, positions]
-        found = []
+        microbatches = []
         for start in range(0, len(inputs), size):
             part = slice(start, start + size)
             documents = None if rows.documents is None else rows.documents[part]
-            found.append(
+            microbatches.append(
                 MicroBatch(
                     inputs[part],
                     targets[part],
@@ -351,7 +351,7 @@ class ParallelEngine:
                     None if rows.weights is None else rows.weights[part],
                 )
             )
-        return found
+        return microbatches
 
     def backward(
         self, rows: ReplicaSequences, size: int, count: float, *, record: bool = False
@@ -429,13 +429,13 @@ class ParallelEngine:
 
     def held(self) -> dict[str, list[LocalParameter]]:
         """Parameter name -> boxes of the whole parameter that this rank holds."""
-        found: dict[str, list[LocalParameter]] = {}
+        result: dict[str, list[LocalParameter]] = {}
         parts = self.sharded.held()
         for name, kept in self._kept().items():
             parts[name] = LocalParameter(kept.detach(), (0,) * kept.dim(), tuple(kept.shape))
         for name, part in parts.items():
-            found.setdefault(self.saved_as(name), []).extend(self.part.boxes(name, part))
-        return found
+            result.setdefault(self.saved_as(name), []).extend(self.part.boxes(name, part))
+        return result
 
     def saved_as(self, name: str) -> str:
         """The parameter as a part of which this one is saved: itself, if it is no tile."""

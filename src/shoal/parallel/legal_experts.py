@@ -25,9 +25,9 @@ def divisors_text(number: int, *others: int) -> str:
     """Divisors that all the numbers share, as text."""
     shared = math.gcd(number, *others)
     small = [n for n in range(1, math.isqrt(shared) + 1) if shared % n == 0]
-    found = sorted({*small, *(shared // n for n in small)})
-    shown = ", ".join(map(str, found[:_MOST_LISTED]))
-    return shown + (" ..." if len(found) > _MOST_LISTED else "")
+    items = sorted({*small, *(shared // n for n in small)})
+    shown = ", ".join(map(str, items[:_MOST_LISTED]))
+    return shown + (" ..." if len(items) > _MOST_LISTED else "")
 
 
 def check_experts(job: TrainJob, shape: ModelShape) -> None:

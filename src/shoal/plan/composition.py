@@ -124,14 +124,14 @@ _OF_KIND = {"offload": "leaves_device", "peft": "fine_tunes", "assigner": "passe
 @functools.cache
 def part_traits(kind: str, name: str) -> frozenset[str]:
     """What a part states, and what all of its kind are."""
-    found = set(traits(kind, name))
+    part_traits = set(traits(kind, name))
     if kind in _OF_KIND:
-        found.add(_OF_KIND[kind])
-    if kind == "placer" and "experts_stay" not in found:
-        found.add("copies_experts")
+        part_traits.add(_OF_KIND[kind])
+    if kind == "placer" and "experts_stay" not in part_traits:
+        part_traits.add("copies_experts")
     if kind == "optimizer" and getattr(table(kind).load(name), "whole_matrices", False):
-        found.add("whole_matrices")
-    return frozenset(found)
+        part_traits.add("whole_matrices")
+    return frozenset(part_traits)
 
 
 def _part(where: str, kind: str, choice: Choice | None) -> Iterator[_Fact]:

@@ -89,8 +89,8 @@ def _flattest(sums: Sequence[int], cells: int, limit: int) -> tuple[range, ...]:
                 if rest is None:
                     continue
                 squares = rest[0] + (sums[stop] - sums[start]) ** 2
-                found = row[start]
-                if found is None or squares < found[0]:
+                result = row[start]
+                if result is None or squares < result[0]:
                     row[start] = squares, stop
         table.append(row)
         best = row

@@ -96,7 +96,7 @@ def advise(
     budget = budget_bytes or machine.device.main_memory.capacity_bytes
     every = float(parameters(shape))
     pricer = Pricer(machine)
-    found: list[PeftOption] = []
+    peft_options: list[PeftOption] = []
     for method in methods or [Choice(name=name) for name in table("peft")]:
         name = method.name
         part: Any = table("peft").build(method)
@@ -114,7 +114,7 @@ def advise(
             reasons.append("cannot be merged")
         if tenants > 1 and name not in _TOGETHER:
             reasons.append(f"{tenants} of them are not served on one base")
-        found.append(
+        peft_options.append(
             PeftOption(
                 method=method,
                 trained=trained,
@@ -126,7 +126,9 @@ def advise(
             )
         )
     place = {name: number for number, name in enumerate(_ORDER)}
-    return sorted(found, key=lambda one: (not one.fits, place.get(one.method.name, len(place))))
+    return sorted(
+        peft_options, key=lambda one: (not one.fits, place.get(one.method.name, len(place)))
+    )
 
 
 def _why(part: Any, merged: bool, tenants: int) -> str:

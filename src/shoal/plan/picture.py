@@ -40,9 +40,9 @@ def timeline(plan: TrainPlan) -> tuple[Timeline, str] | None:
     if split.vocab_split == "pp":
         schedule = with_vocabulary(schedule, split.vocab_barriers)
     costs = Pricer(plan.machine).passes(Work(shape=plan.shape, job=job))
-    found = simulate(schedule, costs, MachineLinks(plan.machine, split.attention()))
+    result = simulate(schedule, costs, MachineLinks(plan.machine, split.attention()))
     note = "" if shown == passes else f", the first {shown} of {passes} micro-batches"
-    return found, note
+    return result, note
 
 
 def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
@@ -66,7 +66,7 @@ def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
         times[name] = {k: max(0.0, s) for k, s in plan.estimate.terms_s.items() if s > 0}
         memory[name] = {k: float(b) for k, b in plan.estimate.memory_bytes.items() if b > 0}
     best = plans[0]
-    found: list[Drawing] = [
+    pictures: list[Drawing] = [
         StackedBars("where a step's time goes", _short(times), _seconds),
         StackedBars(
             "memory of a rank",
@@ -79,10 +79,10 @@ def pictures(plans: Sequence[TrainPlan]) -> list[Drawing]:
     drawn = timeline(best)
     if drawn is not None:
         events, note = drawn
-        found.append(
+        pictures.append(
             Picture(title=f"one pipeline of the best plan{note}", timelines={"predicted": events})
         )
-    return found
+    return pictures
 
 
 def content(plans: Sequence[TrainPlan], answers: Sequence[WhatIfResult] = ()) -> dict[str, object]:

@@ -85,13 +85,13 @@ def ways(job: TrainJob, machine: Machine, *, tau: int | None = None) -> SyncOpti
     once = Choice(name="local_sgd", options={"tau": 1})
     average_s = parts.build(once).estimate(work(once), machine).step_s.value
     alone_s = max(1e-9, pricer.estimate(work(once)).step_s.value - average_s)
-    found = []
+    results = []
     for name in parts:
         plain = name == "every_step"
         choice = Choice(name=name, options={} if plain else {"tau": steps})
         part = parts.build(choice)
         estimate = pricer.estimate(work(choice))
-        found.append(
+        results.append(
             SyncOption(
                 name,
                 1 if plain else steps,
@@ -101,7 +101,7 @@ def ways(job: TrainJob, machine: Machine, *, tau: int | None = None) -> SyncOpti
                 sum(estimate.wire_bytes.values()),
             )
         )
-    return SyncOptions(alone_s, average_s, tuple(sorted(found, key=lambda way: way.waits_s)))
+    return SyncOptions(alone_s, average_s, tuple(sorted(results, key=lambda way: way.waits_s)))
 
 
 class _Box(NamedTuple):
@@ -184,5 +184,5 @@ def _timeline(way: SyncOption, priced: SyncOptions, until: float) -> Iterator[_B
 
 
 def _words(priced: SyncOptions, until: float) -> str:
-    told: Sequence[str] = [f"{way.name} {until / way.step_s:.0f} steps" for way in priced.options]
-    return f"{until:.3g} s of training: {', '.join(told)}"
+    names: Sequence[str] = [f"{way.name} {until / way.step_s:.0f} steps" for way in priced.options]
+    return f"{until:.3g} s of training: {', '.join(names)}"

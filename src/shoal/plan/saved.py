@@ -51,13 +51,13 @@ def mark(facts: Mapping[str, object]) -> str:
 
 def machine_marks(machine: Machine) -> dict[str, object]:
     """The facts that make two descriptions one machine: probing again does not change them."""
-    told = {f"fingerprint.{key}": machine.fingerprint.get(key, "") for key in _TELLING}
+    fields = {f"fingerprint.{key}": machine.fingerprint.get(key, "") for key in _TELLING}
     return {
         "device.kind": machine.device.kind,
         "device.name": machine.device.name,
         "nodes": machine.nodes,
         "devices_per_node": machine.devices_per_node,
-        **{key: value for key, value in told.items() if value},
+        **{key: value for key, value in fields.items() if value},
     }
 
 
@@ -68,11 +68,12 @@ def check_model(plan: TrainPlan, where: str) -> None:
         PlanError: it is not; names every number that differs.
         ShoalError: there is no such model.
     """
-    planned, found = _numbers(plan.shape), _numbers(shape_of(plan.job))
-    if planned != found:
+    planned, result = _numbers(plan.shape), _numbers(shape_of(plan.job))
+    if planned != result:
         raise PlanError(
             f"{where}: made for another model: its shape (hash {mark(planned)}) is not that of "
-            f"{plan.job.model} (hash {mark(found)}): {_differences(planned, found, 'the model')}; "
+            f"{plan.job.model} (hash {mark(result)}): "
+            f"{_differences(planned, result, 'the model')}; "
             f"plan again: shoal plan train {plan.job.model} --out {where}"
         )
 
@@ -83,10 +84,10 @@ def check_machine(plan: TrainPlan, here: Machine, where: str) -> None:
     Raises:
         PlanError: names every fact that differs, and what to do.
     """
-    planned, found = machine_marks(plan.machine), machine_marks(here)
+    planned, result = machine_marks(plan.machine), machine_marks(here)
     # Only a probe has a fingerprint: a description is held against what both of them say.
-    shared = [key for key in planned if key in found]
-    one, other = ({key: facts[key] for key in shared} for facts in (planned, found))
+    shared = [key for key in planned if key in result]
+    one, other = ({key: facts[key] for key in shared} for facts in (planned, result))
     if one != other:
         raise PlanError(
             f"{where}: made for another machine: {plan.machine.name} (hash {mark(one)}) is not "
@@ -133,10 +134,10 @@ def _numbers(shape: ModelShape) -> dict[str, object]:
 
 
 def _differences(planned: Mapping[str, object], found: Mapping[str, object], other: str) -> str:
-    told = [
+    notes = [
         f"{key} is {planned[key]!r} in the plan and {found[key]!r} of {other}"
         for key in planned
         if planned[key] != found[key]
     ]
-    more = f", and {len(told) - _MOST_LISTED} more" if len(told) > _MOST_LISTED else ""
-    return ", ".join(told[:_MOST_LISTED]) + more
+    more = f", and {len(notes) - _MOST_LISTED} more" if len(notes) > _MOST_LISTED else ""
+    return ", ".join(notes[:_MOST_LISTED]) + more

@@ -59,10 +59,10 @@ class SyncStudy:
             microbatch=1,
             parallel=Parallel(dp=dp),
         )
-        found = ways(job, machine, tau=self.tau)
+        result = ways(job, machine, tau=self.tau)
         shown = Table(
             title=f"{self.model}, {dp} workers on {machine.name}: a step takes "
-            f"{found.alone_s:.3g} s alone, an average travels {found.average_s:.3g} s",
+            f"{result.alone_s:.3g} s alone, an average travels {result.average_s:.3g} s",
             columns=("sync", "tau", "step", "waits", "sent/step"),
             rows=tuple(
                 (
@@ -72,18 +72,18 @@ class SyncStudy:
                     f"{100 * way.waits_s / way.step_s:.0f} %",
                     human_bytes(int(way.sent_bytes)),
                 )
-                for way in found.options
+                for way in result.options
             ),
             right=" rrrr",
         )
         return Explanation(
             blocks=(shown,),
             data={
-                "alone_s": found.alone_s,
-                "average_s": found.average_s,
-                "ways": [way._asdict() for way in found.options],
+                "alone_s": result.alone_s,
+                "average_s": result.average_s,
+                "ways": [way._asdict() for way in result.options],
             },
-            picture=rounds_picture(found),
+            picture=rounds_picture(result),
         )
 
 

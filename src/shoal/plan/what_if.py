@@ -43,23 +43,23 @@ def what_if(job: TrainJob, best: TrainPlan, *, planner: str = "search") -> list[
         best: the plan for today's machine, with its estimate.
         planner: who plans.
     """
-    found = []
+    results = []
     for question, machine in _questions(best.machine):
         try:
             there = PLANNERS.build(planner).plan(job, machine)[0]
         except ShoalError as cause:
-            found.append(WhatIfResult(question, None, None, str(cause)))
+            results.append(WhatIfResult(question, None, None, str(cause)))
             continue
         if not there.fits:
-            found.append(WhatIfResult(question, None, None, "no plan fits"))
+            results.append(WhatIfResult(question, None, None, "no plan fits"))
             continue
         step = _step(there) / _step(best)
         price = None
         if machine.usd_per_device_hour is not None and best.machine.usd_per_device_hour:
             ranks = there.job.parallel.world / best.job.parallel.world
             price = step * ranks * machine.usd_per_device_hour / best.machine.usd_per_device_hour
-        found.append(WhatIfResult(question, step, price, _spell(there)))
-    return found
+        results.append(WhatIfResult(question, step, price, _spell(there)))
+    return results
 
 
 def _spell(plan: TrainPlan) -> str:

@@ -69,9 +69,9 @@ class ServeKind:
         """The job as it is, then with the other parts that could serve it, best first."""
         from shoal.plan.serving.plans import competing, plan_serve
 
-        asked = plan_serve(job, machine)
-        others = competing(job, asked, divide=False)
-        return [asked, *(one for one in others if one is not asked)]
+        request = plan_serve(job, machine)
+        others = competing(job, request, divide=False)
+        return [request, *(one for one in others if one is not request)]
 
     def run(
         self,

@@ -49,7 +49,7 @@ class BatchSource:
         """The rows that this rank is given: of its replica, or all."""
         job, engine = self._job, self._engine
         replica, replicas = engine.reads or (0, 1)
-        found = batch(
+        result = batch(
             self._tokens.train,
             self._packing,
             seq_len=job.seq_len,
@@ -59,11 +59,11 @@ class BatchSource:
             rank=replica,
             world=replicas,
         )
-        tokens = torch.from_numpy(found.tokens).to(engine.device, non_blocking=True)
+        tokens = torch.from_numpy(result.tokens).to(engine.device, non_blocking=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         documents = None
-        if found.documents is not None:
-            documents = torch.from_numpy(found.documents).to(engine.device, non_blocking=True)
+        if result.documents is not None:
+            documents = torch.from_numpy(result.documents).to(engine.device, non_blocking=True)
         first = replica * job.global_batch // replicas
         given = None if self._mark is None else masking.given(tokens, self._mark)
         mask_id = engine.config.mask_token_id

@@ -46,12 +46,12 @@ class EvaluationHook(RunHook):
     def _evaluate(self, run: RankRun, step: int, max_tokens: int | None) -> None:
         length, begin, text = run.plan.job.evaluation.sample_tokens, time.perf_counter(), ""
         with phase(run.comm, "evaluate"):
-            found = bits_per_byte(run.trainer, run.tokens, max_tokens=max_tokens)
+            result = bits_per_byte(run.trainer, run.tokens, max_tokens=max_tokens)
             if length and run.chief:
                 text = sample(run.trainer, run.tokens, length)
             run.comm.barrier()
         seconds = time.perf_counter() - begin
-        run.event("eval", step=step, final=max_tokens is None, seconds=seconds, **found)
+        run.event("eval", step=step, final=max_tokens is None, seconds=seconds, **result)
         if text:
             run.event("sample", step=step, text=text)
 

@@ -34,8 +34,8 @@ class EventsHook(RunHook):
         """An event of the step, every so many steps, and those of hooks, at once."""
         if not run.chief:
             return
-        found = run.trainer.events()
-        step = found.pop("step")
+        events = run.trainer.events()
+        step = events.pop("step")
         if number % run.plan.job.log_every == 0 or number + 1 == run.total:
             run.event(
                 "step",
@@ -50,7 +50,7 @@ class EventsHook(RunHook):
                 wire_bytes=_sent(run) - self._sent,
                 **step,
             )
-        for kind, fields in found.items():
+        for kind, fields in events.items():
             run.event(kind, step=number, **fields)
 
 

@@ -73,12 +73,12 @@ def non_finite(pieces: Mapping[str, Sequence[Piece]]) -> str:
     Returns:
         How many tensors of how many, and the first of them by name.
     """
-    found = of_tensors([(name, part.tensor) for name, parts in pieces.items() for part in parts])
-    if not found.bad:
+    tensors = of_tensors([(name, part.tensor) for name, parts in pieces.items() for part in parts])
+    if not tensors.bad:
         return ""
     return (
-        f"{len(found.bad)} of {found.total} tensors have values that are NaN or infinite: "
-        f"{_first(found.bad)}"
+        f"{len(tensors.bad)} of {tensors.total} tensors have values that are NaN or infinite: "
+        f"{_first(tensors.bad)}"
     )
 
 
@@ -94,8 +94,8 @@ def bad_gradients(engine: ParallelEngine, comm: Comm) -> str:
     Returns:
         Ranks, how many gradients of how many, and the first of them by name; empty for none.
     """
-    found = of_tensors(_gradients(engine))
-    return _of_ranks(comm, _described(found, "gradients"))
+    tensors = of_tensors(_gradients(engine))
+    return _of_ranks(comm, _described(tensors, "gradients"))
 
 
 def bad_loss(
@@ -113,12 +113,12 @@ def bad_loss(
         Ranks, how many weights of how many, and the first of them by name; or ranks alone; empty
             where nothing is known.
     """
-    told = ""
+    text = ""
     if not isinstance(updater, EarlyUpdater):  # what this loss has made of weights is no reason
         held = [(name, box.tensor) for name, boxes in engine.held().items() for box in boxes]
-        told = _described(of_tensors(held), "weights")
-    if found := _of_ranks(comm, told):
-        return found
+        text = _described(of_tensors(held), "weights")
+    if loss := _of_ranks(comm, text):
+        return loss
     rows = "the loss of its rows" if own is not None and not math.isfinite(float(own)) else ""
     return _of_ranks(comm, rows)
 

@@ -95,11 +95,11 @@ class TrainKind:
         cost = plan.estimate
         if cost is None:
             return {}
-        found = {"step_s": cost.step_s}
+        predictions = {"step_s": cost.step_s}
         if cost.tokens:
-            found["tokens_per_s"] = cost.tokens_per_s_interval
+            predictions["tokens_per_s"] = cost.tokens_per_s_interval
         if cost.total_s is not None:
-            found["total_s"] = cost.total_s
+            predictions["total_s"] = cost.total_s
         exact: dict[str, float] = {}
         causes = cost.memory_bytes
         if causes:
@@ -112,12 +112,12 @@ class TrainKind:
             exact |= {f"{tier}_bytes": causes[tier] for tier in TIERS if tier in causes}
         if cost.wire_bytes:
             exact["wire_bytes"] = sum(cost.wire_bytes.values())
-        found |= {name: Interval.exact(value) for name, value in exact.items()}
+        predictions |= {name: Interval.exact(value) for name, value in exact.items()}
         if cost.energy_j is not None:
-            found["energy_j"] = cost.energy_j
+            predictions["energy_j"] = cost.energy_j
         if cost.usd is not None:
-            found["usd"] = cost.usd
-        return found
+            predictions["usd"] = cost.usd
+        return predictions
 
     def describe(self, plan: TrainPlan) -> str:
         """Its split and its choices."""

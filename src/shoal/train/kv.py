@@ -94,12 +94,12 @@ def report_directory(
         length=min(256, config.max_position),
         vocab_size=config.vocab_size,
     )
-    found = kv_report(model, tokens_BT=tokens_BT, by=by, blocks=blocks)
+    result = kv_report(model, tokens_BT=tokens_BT, by=by, blocks=blocks)
     if not eval_tokens:
-        return found
+        return result
     rows = []
-    for index, row in enumerate(found.rows):
-        say(index, len(found.rows), f"predicting with {row.format}")
+    for index, row in enumerate(result.rows):
+        say(index, len(result.rows), f"predicting with {row.format}")
         each = model
         if row.order != "none":
             each = huggingface.read(directory, packed=False).eval()
@@ -108,4 +108,4 @@ def report_directory(
         with coded(each, form, form):
             perplexity = held_out_perplexity(each, text.heldout, max_tokens=eval_tokens)
         rows.append(row.model_copy(update={"perplexity": perplexity}))
-    return found.model_copy(update={"rows": tuple(rows)})
+    return result.model_copy(update={"rows": tuple(rows)})

@@ -207,11 +207,11 @@ class RankTrainer:
 
     def events(self) -> dict[str, dict[str, Any]]:
         """What hooks report of the last step: event -> its fields; those of ``step`` are one's."""
-        found: dict[str, dict[str, Any]] = {"step": {}}
+        events: dict[str, dict[str, Any]] = {"step": {}}
         for hook in self.hooks:
             for kind, fields in hook.events().items():
-                found.setdefault(kind, {}).update(fields)
-        return found
+                events.setdefault(kind, {}).update(fields)
+        return events
 
     @property
     def settled(self) -> bool:
@@ -220,11 +220,11 @@ class RankTrainer:
 
     def pieces(self) -> dict[str, list[Piece]]:
         """What this rank holds of a checkpoint, by name: weights, optimizer state, hooks' state."""
-        found = held_by(self.engine, self.updater)
+        pieces = held_by(self.engine, self.updater)
         for hook in self.hooks:
             for name, x in hook.state().items():
-                found[name] = [replace(Piece.whole(x), volatile=hook.volatile)]
-        return found
+                pieces[name] = [replace(Piece.whole(x), volatile=hook.volatile)]
+        return pieces
 
     @torch.no_grad()
     def load(self, saved: TensorSource) -> LoadReport | None:

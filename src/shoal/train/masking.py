@@ -94,9 +94,9 @@ def mark_of(learn_after: str, tokens: TokenSet) -> int:
     Raises:
         ConfigError: the text is no single token.
     """
-    found = tokens.tokenizer().encode(learn_after, add_special_tokens=False).ids
-    if len(found) != 1:
+    result = tokens.tokenizer().encode(learn_after, add_special_tokens=False).ids
+    if len(result) != 1:
         raise ConfigError(
-            f"learn_after = {learn_after!r}: {len(found)} tokens; give a text that is one token"
+            f"learn_after = {learn_after!r}: {len(result)} tokens; give a text that is one token"
         )
-    return int(found[0])
+    return int(result[0])

@@ -223,15 +223,15 @@ def snapshots_of(trainer: RankTrainer) -> Snapshots:
     """
     from shoal.checkpoint.inmemory.snapshot import Snapshots, members
 
-    found = members()
+    result = members()
     choice = trainer.job.checkpoint.memory
-    if found is None or choice is None:
+    if result is None or choice is None:
         raise ConfigError(
             "checkpoint.memory: no snapshot processes were started for this rank; start the "
             "ranks with shoal train"
         )
     return Snapshots(
-        *found,
+        *result,
         rank=trainer.comm.rank,
         replicas=trainer.engine.ranks.data.ranks,
         choice=choice,
@@ -261,7 +261,7 @@ def version_in_memory() -> InMemory | None:
     from shoal.checkpoint.inmemory.recovery import InMemory
     from shoal.checkpoint.inmemory.snapshot import members
 
-    found = members()
-    if found is None or found[0].restore is None:
+    result = members()
+    if result is None or result[0].restore is None:
         return None
-    return InMemory(*found, found[0].restore)
+    return InMemory(*result, result[0].restore)

@@ -171,13 +171,13 @@ def take(directory: RunDir, gate: RendezvousStore, node: RunNode, *, resume: boo
         RankError: rank 0 could not prepare the run, or it cannot work on some node.
     """
     _wait(gate, ["prepared"], "rank 0 to prepare the run")
-    told = json.loads(gate.get("prepared"))
-    if "error" in told:
-        raise RankError(f"rank 0 could not prepare the run: {told['error']}")
+    data = json.loads(gate.get("prepared"))
+    if "error" in data:
+        raise RankError(f"rank 0 could not prepare the run: {data['error']}")
     if node.number and node.first:
         error = ""
         try:
-            _take(told, directory, node, resume=resume)
+            _take(data, directory, node, resume=resume)
         except (ShoalError, OSError) as cause:
             error = str(cause)
         gate.set(f"node/{node.number}", json.dumps({"host": socket.gethostname(), "error": error}))
@@ -206,8 +206,8 @@ def digest_of(directory: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     with ThreadPoolExecutor(max_workers=8) as threads:
-        found = threads.map(digest, names)
-        lines = [f"{path.name} {text}" for path, text in zip(names, found, strict=True)]
+        result = threads.map(digest, names)
+        lines = [f"{path.name} {text}" for path, text in zip(names, result, strict=True)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -257,8 +257,8 @@ def _take(message: dict[str, Any], directory: RunDir, node: RunNode, *, resume: 
 def _places(plan: TrainPlan, directory: RunDir) -> list[Path]:
     """Directories in which every rank's part must come together."""
     job = plan.job
-    found = [Path(place) for place in directory.levels_of(job) if not is_address(place)]
-    return [*found, directory.dumps] if job.checkpoint.dump else found
+    results = [Path(place) for place in directory.levels_of(job) if not is_address(place)]
+    return [*results, directory.dumps] if job.checkpoint.dump else results
 
 
 def _check_places(plan: TrainPlan, directory: RunDir, nonce: str) -> None:

@@ -107,16 +107,16 @@ def rounding(
         KernelError: no such format, or K of a matrix does not divide.
     """
     bits = bits_of(activations) if activations else 0
-    found = {
+    result = {
         name: _Rounded(linear, weight_format(weights), bits)
         for name, linear in matrices(model).items()
     }
-    for name, one in found.items():
+    for name, one in result.items():
         model.get_submodule(name).forward = one.forward
     try:
-        yield found
+        yield result
     finally:
-        for name in found:
+        for name in result:
             del model.get_submodule(name).forward
 
 

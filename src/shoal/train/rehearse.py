@@ -128,10 +128,10 @@ def rehearse(
     from shoal.train.allocator import keep_freed_memory
     from shoal.train.build import FreshWeights
 
-    asked, known = TrainJob.model_validate(job), ModelShape.model_validate(shape)
-    taken_by = choose(asked.kernel, known, asked.precision, compiled=asked.compile)
-    asked = asked.model_copy(update={"kernel": taken_by})
-    torch.set_num_threads(asked.threads or max(1, (os.cpu_count() or 1) // world))
+    request, known = TrainJob.model_validate(job), ModelShape.model_validate(shape)
+    taken_by = choose(request.kernel, known, request.precision, compiled=request.compile)
+    request = request.model_copy(update={"kernel": taken_by})
+    torch.set_num_threads(request.threads or max(1, (os.cpu_count() or 1) // world))
     keep_freed_memory()
     weights = FreshWeights(ModelConfig.from_shape(known), _SEED)
     taken = []
@@ -140,17 +140,19 @@ def rehearse(
             meter, rank=rank, world=world, rendezvous=f"file://{store}", timeout_s=30.0
         )
         try:
-            engine = ParallelEngine(asked, check_split(asked, known), weights, comm)
-            updater = table("optimizer").build(asked.optimizer).build(engine.sharded.owned())
-            rows = asked.global_batch // engine.replicas
+            engine = ParallelEngine(request, check_split(request, known), weights, comm)
+            updater = table("optimizer").build(request.optimizer).build(engine.sharded.owned())
+            rows = request.global_batch // engine.replicas
             generator = torch.Generator().manual_seed(_SEED + engine.replica)
-            tokens = torch.randint(known.vocab_size, (rows, asked.seq_len + 1), generator=generator)
+            tokens = torch.randint(
+                known.vocab_size, (rows, request.seq_len + 1), generator=generator
+            )
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            count = float(asked.global_batch * asked.seq_len)
+            count = float(request.global_batch * request.seq_len)
             for step in range(steps):
                 begin = time.perf_counter()
                 mine = ReplicaSequences(inputs, targets, None, engine.replica * rows, step)
-                engine.backward(mine, asked.microbatch or rows, count)
+                engine.backward(mine, request.microbatch or rows, count)
                 engine.finish()
                 norm = engine.grad_norm()
                 engine.sharded.scale_gradients((1.0 / (norm + 1e-6)).clamp(max=1.0))

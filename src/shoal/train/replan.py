@@ -94,13 +94,13 @@ def measure_links(comm: Comm) -> tuple[LinkFit, ...]:
         share = 4.0 * count * (n - 1) / n
         calls = (("all_reduce", add, 2 * share), ("gather", gather, share))
         for op, call, sent in (*calls, ("send", swap, 4.0 * count)):
-            found = []
+            results = []
             for _ in range(_REPEATS):
                 comm.barrier()
                 begin = time.perf_counter()
                 call()
-                found.append(time.perf_counter() - begin)
-            slowest = torch.tensor([statistics.median(found)], dtype=torch.float64)
+                results.append(time.perf_counter() - begin)
+            slowest = torch.tensor([statistics.median(results)], dtype=torch.float64)
             slowest = slowest.to(comm.device)
             comm.all_reduce(slowest, tag=_TAG, op="max").wait()
             points[op].append((sent, float(slowest)))
@@ -177,12 +177,12 @@ class Replanner:
             profile=self.profile,
             world=self.comm.world,
         )
-        found = []
+        results = []
         for option in good:
             assert option.solution.plan is not None
             concrete = to_job(open_job, option.solution.plan, self.job.precision)
-            found.append(_Known(concrete, option.solution.plan))
-        return found
+            results.append(_Known(concrete, option.solution.plan))
+        return results
 
     def predicted_s(self, known: _Known | None = None) -> float:
         """Seconds of a step of a plan with paces and links as measured; the current one's."""

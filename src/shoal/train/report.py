@@ -151,13 +151,13 @@ def write_page(report: TrainReport, directory: RunDir) -> None:
 
 def _starts(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The step events of each start that has any."""
-    found: list[list[dict[str, Any]]] = []
+    results: list[list[dict[str, Any]]] = []
     for event in events:
         if event["kind"] == "start":
-            found.append([])
+            results.append([])
         elif event["kind"] == "step":
-            found[-1].append(event)
-    return [steps for steps in found if steps]
+            results[-1].append(event)
+    return [steps for steps in results if steps]
 
 
 def _charts(

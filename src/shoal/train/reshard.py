@@ -200,13 +200,13 @@ def _common(
     boxes: dict[str, list[Box]] = {}
     for name, box in owned:
         boxes.setdefault(name, []).append(box)
-    found = []
+    results = []
     for name, need in needed:
         for box in boxes.get(name, ()):
             common = need.intersect(box)
             if common is not None:
-                found.append((name, need, common))
-    return found
+                results.append((name, need, common))
+    return results
 
 
 def _check(owned: Sequence[Sequence[tuple[str, Box]]], needed: Sequence[tuple[str, Box]]) -> None:

@@ -123,8 +123,8 @@ def _loaded(
         except CheckpointError as cause:
             failure = cause
         # Ranks that could open it must not load without those that could not.
-        told = [said.decode() for said in saves.peers.gather(str(failure or "").encode())]
-        words = next(filter(None, told), "")
+        notes = [said.decode() for said in saves.peers.gather(str(failure or "").encode())]
+        words = next(filter(None, notes), "")
         if words and failure is None:
             failure = CheckpointError(words)
         if saved is not None and failure is None:
@@ -150,8 +150,8 @@ def _not_finite(
     trainer: RankTrainer, saves: RunSaver, step: int, store: Store
 ) -> CheckpointError | None:
     """What is wrong with a state that was loaded, the same on all ranks; None if it is finite."""
-    told = [said.decode() for said in saves.peers.gather(non_finite(trainer.pieces()).encode())]
-    for rank, words in enumerate(told):
+    notes = [said.decode() for said in saves.peers.gather(non_finite(trainer.pieces()).encode())]
+    for rank, words in enumerate(notes):
         if words:
             return CheckpointError(
                 f"{store.where}: step {step} cannot be continued: {words}, on rank {rank}; go on "
@@ -162,10 +162,10 @@ def _not_finite(
 
 def identity(trainer: RankTrainer) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued by this run."""
-    found = dict(trainer.engine.config.model_dump(mode="json", exclude={"name"}))
+    result = dict(trainer.engine.config.model_dump(mode="json", exclude={"name"}))
     for hook in trainer.hooks:
-        found |= hook.identity()
-    return found
+        result |= hook.identity()
+    return result
 
 
 def meta_of(trainer: RankTrainer, job: TrainJob, step: int) -> dict[str, Any]:

@@ -140,16 +140,16 @@ def train_routers(
 
 
 def _duo(model: Transformer) -> list[DuoFFN]:
-    found = [module for module in model.modules() if isinstance(module, DuoFFN)]
+    results = [module for module in model.modules() if isinstance(module, DuoFFN)]
     require(
-        bool(found),
+        bool(results),
         "routers",
         model.config.name,
         expected="a model of ffn = duo",
         hint="train one with architecture: {ffn: duo}, or convert with --architecture ffn=duo",
         error=ModelError,
     )
-    return found
+    return results
 
 
 @torch.no_grad()
@@ -198,7 +198,7 @@ def calibrate(model: Transformer, tokens_BT: Tensor) -> tuple[tuple[float, float
         error=ModelError,
     )
     costs = torch.tensor(layers[0].costs)
-    found: dict[float, float] = {}
+    values: dict[float, float] = {}
     shift = 0.0
     for share in reversed(_SHARES):
         for _ in range(_AGAIN):
@@ -206,9 +206,9 @@ def calibrate(model: Transformer, tokens_BT: Tensor) -> tuple[tuple[float, float
             shift = _shift_for(scores, costs, share)
         spent = _spent(_scores(model, tokens_BT, shift), costs, shift)
         # Shifts rise as shares fall; a share that could not be told from the last one is left out.
-        if spent > 0 and all(spent < other and shift > found[other] for other in found):
-            found[spent] = shift
-    return tuple(sorted(found.items()))
+        if spent > 0 and all(spent < other and shift > values[other] for other in values):
+            values[spent] = shift
+    return tuple(sorted(values.items()))
 
 
 def _shift_for(scores_LN3: Tensor, costs_3: Tensor, share: float) -> float:

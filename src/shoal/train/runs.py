@@ -132,12 +132,12 @@ class Events:
                 self._forget()
                 return
             with file:
-                found = os.fstat(file.fileno())
-                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._at:
+                result = os.fstat(file.fileno())
+                if (result.st_dev, result.st_ino) != self._file or result.st_size < self._at:
                     self._forget()
-                    self._file = (found.st_dev, found.st_ino)
-                if found.st_size - self._at > MAX_EVENTS_BYTES:
-                    self._at = found.st_size - MAX_EVENTS_BYTES
+                    self._file = (result.st_dev, result.st_ino)
+                if result.st_size - self._at > MAX_EVENTS_BYTES:
+                    self._at = result.st_size - MAX_EVENTS_BYTES
                     self.shortened = True
                 file.seek(self._at)
                 data = file.read(MAX_EVENTS_BYTES)
@@ -258,11 +258,11 @@ class Runs:
         entries = self.score().run_dirs()
         known = {entry.id for entry in entries}
         entries += [entry for entry in self._scan() if entry.id not in known]
-        found = [
+        results = [
             RunStatus(entry, "finished" if entry.ended or entry.path is None else _state(entry))
             for entry in entries
         ]
-        return sorted(found, key=lambda run: (not run.live, -run.entry.started_s))
+        return sorted(results, key=lambda run: (not run.live, -run.entry.started_s))
 
     def detailed(self, runs: Sequence[RunStatus]) -> list[RunStatus]:
         """The same runs with their numbers and exact states; for the few of a page."""
@@ -336,8 +336,8 @@ class Runs:
         if file is None:
             return None
         with file:
-            found = os.fstat(file.fileno())
-        return self._plans.get((path, found.st_mtime_ns, found.st_size), lambda: read_plan(path))
+            result = os.fstat(file.fileno())
+        return self._plans.get((path, result.st_mtime_ns, result.st_size), lambda: read_plan(path))
 
     def _detailed(self, run: RunStatus, numbers: dict[int, dict[str, ScoredQuantity]]) -> RunStatus:
         entry = run.entry
@@ -436,9 +436,9 @@ def _reported(root: Path) -> dict[str, ScoredQuantity]:
     with file:
         raw = file.read(4 * 2**20)
     try:
-        found = json.loads(raw)
-        kind = kind_named(found["plan"]["job"].get("job", "train"))
-        report = kind.report_type.model_validate(found)
+        data = json.loads(raw)
+        kind = kind_named(data["plan"]["job"].get("job", "train"))
+        report = kind.report_type.model_validate(data)
     except (ValueError, KeyError, TypeError, AttributeError, ShoalError):
         return {}  # cut short, or of another version: the page of the run tells more
     numbers = {}

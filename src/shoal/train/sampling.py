@@ -41,10 +41,10 @@ def continue_text(
             f"--prompt has {len(ids)} tokens and --tokens is {tokens}: together more than "
             f"{longest}, the longest position of {directory}; ask for fewer"
         )
-    found = generate(
+    result = generate(
         model, ids, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    return str(tokenizer.decode(found))
+    return str(tokenizer.decode(result))
 
 
 def _text(prompt: str) -> str:

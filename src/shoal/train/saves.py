@@ -63,20 +63,22 @@ def checkpoints(root: Path | None, events: Events) -> list[RunSave]:
                 folders |= {step: store.folder(step) for step in store.steps()}
         except (OSError, CheckpointError):
             folders = {}  # it is being replaced, or not ours to read: for a page it is not there
-    found = []
+    checkpoints = []
     for step in sorted({*events.saves, *folders}, reverse=True)[:MOST]:
-        told = None
+        result = None
         if step in events.saves:
-            told = SaveRecord.of(events.saves[step], events.levels.get(step, ()))
-        stall = None if told is None else told.stall_s
+            result = SaveRecord.of(events.saves[step], events.levels.get(step, ()))
+        stall = None if result is None else result.stall_s
         if step in folders:
             state, what, nbytes, files = _looked_at(folders[step], _stamp(folders[step]))
-            found.append(RunSave(step, stall, nbytes, files, state, what, told))
+            checkpoints.append(RunSave(step, stall, nbytes, files, state, what, result))
         else:
-            failed = told is not None and told.failed
+            failed = result is not None and result.failed
             words = "failed" if failed else "not kept"
-            found.append(RunSave(step, stall, None, 0, words, told.message if told else "", told))
-    return found
+            checkpoints.append(
+                RunSave(step, stall, None, 0, words, result.message if result else "", result)
+            )
+    return checkpoints
 
 
 def _stamp(folder: Path) -> int:
@@ -104,14 +106,14 @@ def heat_of(saves: Sequence[RunSave]) -> HeatMap | None:
     """Ranks and phases of the newest save, if its ranks have told."""
     if not saves or saves[0].save is None or not saves[0].save.ranks:
         return None
-    found = heat_map(saves[0].save)
-    return found if found.columns else None
+    result = heat_map(saves[0].save)
+    return result if result.columns else None
 
 
 def stalls_of(saves: Sequence[RunSave]) -> BarChart | None:
     """For how long each save held training up; None if no event tells."""
-    told = [one.save for one in reversed(saves) if one.save is not None and one.save.blocked_s]
-    return stalls(told) if told else None
+    notes = [one.save for one in reversed(saves) if one.save is not None and one.save.blocked_s]
+    return stalls(notes) if notes else None
 
 
 def memory_by_tier(events: Events, width: int, height: int) -> Chart | None:

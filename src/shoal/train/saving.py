@@ -225,5 +225,5 @@ class RunSaver(StepHook, RunHook):
                 mtbf_s=chosen.mtbf_s,
                 overhead=chosen.overhead,
             )
-        told = self.peers.gather(str(chosen.steps if chosen else 0).encode())
-        self._interval = int(told[0])
+        result = self.peers.gather(str(chosen.steps if chosen else 0).encode())
+        self._interval = int(result[0])

@@ -146,8 +146,8 @@ class Trainer:
                 continue
             row = {"epoch": float(epoch), "step": float(self.step), "loss": float(np.mean(losses))}
             if evaluate is not None:
-                found = self.evaluate(evaluate)
-                row |= {f"eval_{name}": value for name, value in found.items()}
+                result = self.evaluate(evaluate)
+                row |= {f"eval_{name}": value for name, value in result.items()}
             rows.append(row)
             said(row)
         return rows
@@ -184,14 +184,14 @@ class Trainer:
             for own, batch in self._batches(examples):
                 sizes = [len(part) for part in _assigned(batch, self.dp)]
                 given = own or batch[:1]  # a rank without examples learns the shape
-                found = self._pred(self._module(batch).eval(), self._collate(given))
+                result = self._pred(self._module(batch).eval(), self._collate(given))
                 require(
-                    found.ndim >= 1 and len(found) == len(given),
+                    result.ndim >= 1 and len(result) == len(given),
                     "pred",
-                    tuple(found.shape),
+                    tuple(result.shape),
                     expected=f"a tensor with {len(given)} rows, one for each example",
                 )
-                rows.append(self._gathered(found, sizes))
+                rows.append(self._gathered(result, sizes))
         return torch.cat(rows)
 
     def save(self, path: Path | str) -> None:
@@ -250,9 +250,9 @@ class Trainer:
                 torch.autograd.backward(share)
                 value = float(share.detach())
         if self.dp > 1:
-            found = torch.tensor([value], dtype=torch.float64)
-            self._dp.all_reduce(found, tag=_TAG).wait()
-            value = float(found)
+            tensor = torch.tensor([value], dtype=torch.float64)
+            self._dp.all_reduce(tensor, tag=_TAG).wait()
+            value = float(tensor)
             self._sum_gradients(module)
         self.optimizer.step()
         self.step += 1
@@ -477,5 +477,5 @@ def _scalar(loss: Any) -> Tensor:
         tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__,
         expected="a scalar tensor, the mean over the batch's examples",
     )
-    found: Tensor = loss.reshape(())
-    return found
+    tensor: Tensor = loss.reshape(())
+    return tensor

@@ -40,10 +40,10 @@ def _held(
     engine: ParallelEngine, updater: Updater, wanted: Callable[[str], bool]
 ) -> dict[str, list[Piece]]:
     """By name; what an update changes together lies together, in the order of the weights."""
-    found: dict[str, list[Piece]] = {}
+    result: dict[str, list[Piece]] = {}
     for name, boxes in engine.held().items():
         if wanted(name):
-            found[f"model.{name}"] = _pieces(boxes)
+            result[f"model.{name}"] = _pieces(boxes)
     # All states of a kind at once: what the engine holds is asked for once and not for each.
     kinds: dict[str, dict[str, torch.Tensor]] = {}
     for name, entries in updater.state().items():
@@ -53,12 +53,12 @@ def _held(
             if value.dim():
                 kinds.setdefault(key, {})[name] = value
             else:
-                found[_state_as(engine, name, key)] = _pieces([LocalParameter(value, (), ())])
+                result[_state_as(engine, name, key)] = _pieces([LocalParameter(value, (), ())])
     for key, tensors in kinds.items():
         for name, boxes in engine.boxes(tensors).items():
-            found.setdefault(_state_as(engine, name, key), []).extend(_pieces(boxes))
+            result.setdefault(_state_as(engine, name, key), []).extend(_pieces(boxes))
     order = {name: number for number, name in enumerate(engine.held())}
-    return dict(sorted(found.items(), key=lambda item: order.get(_weight_of(item[0]), len(order))))
+    return dict(sorted(result.items(), key=lambda item: order.get(_weight_of(item[0]), len(order))))
 
 
 def _weight_of(saved: str) -> str:
@@ -77,11 +77,11 @@ def saved_names(
     engine: ParallelEngine, state: Mapping[str, Mapping[str, torch.Tensor]], names: Iterable[str]
 ) -> list[str]:
     """The names under which parameters, and what an optimizer keeps of them, are saved."""
-    found = []
+    saved_names = []
     for name in names:
         states = (_state_as(engine, name, key) for key in state.get(name, {}))
-        found += [f"model.{engine.saved_as(name)}", *states]
-    return found
+        saved_names += [f"model.{engine.saved_as(name)}", *states]
+    return saved_names
 
 
 @torch.no_grad()

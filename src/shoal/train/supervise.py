@@ -170,7 +170,7 @@ class Supervisor:
             RankError: a rank died or hangs, perhaps while it was to stop.
             ShoalError: what a rank itself reported.
         """
-        asked: KeyboardInterrupt | None = None
+        interrupt: KeyboardInterrupt | None = None
         began = self._reader.clock()
         try:
             while True:
@@ -182,13 +182,13 @@ class Supervisor:
                     time.sleep(_POLL_S)
                 except KeyboardInterrupt as stop:
                     # Before the first step there is nothing to save, and not all can hear it.
-                    if asked is not None or all(beat.step < 0 for beat in self.beats()):
+                    if interrupt is not None or all(beat.step < 0 for beat in self.beats()):
                         raise
-                    asked, self.stopping = stop, True
+                    interrupt, self.stopping = stop, True
                     self._signal(signal.SIGTERM)
-            if asked is not None:
+            if interrupt is not None:
                 self.saved = True
-                raise asked
+                raise interrupt
         finally:
             self.end()
 
@@ -238,12 +238,12 @@ class Supervisor:
 
     def beats(self) -> list[HeartbeatReading]:
         """The newest heartbeats of the ranks that run."""
-        found = (
+        result = (
             self._reader.read(self.directory.beat(rank), rank)
             for rank in range(self.ranks)
             if self.processes[rank].returncode is None
         )
-        return [beat for beat in found if beat is not None]
+        return [beat for beat in result if beat is not None]
 
     def _explain_death(self) -> None:
         # Let the peers' own errors arrive, then tell the first cause: a signal before
@@ -275,11 +275,11 @@ class Supervisor:
             *(Failure(beat.rank, "hang", self._hang(beat)) for beat in hanging),
         )
         full = _full(self.directory.ranks)
-        told = [f"{self.failures[0].text}; its output is in {self.directory.log(rank)}{full}"]
-        told += [failure.text for failure in self.failures[1:]]
+        notes = [f"{self.failures[0].text}; its output is in {self.directory.log(rank)}{full}"]
+        notes += [failure.text for failure in self.failures[1:]]
         stacks = [(one, _tail(self.directory.stack(one), 12)) for one in died]
         stacks += [(beat.rank, self._stack(beat.rank)) for beat in hanging]
-        raise RankError(self._worded(told, stacks) + self._onward())
+        raise RankError(self._worded(notes, stacks) + self._onward())
 
     def _order(self, rank: int) -> tuple[int, int]:
         """A signal before an error, an error before what a rank says of a lost peer."""
@@ -409,9 +409,9 @@ class Supervisor:
             self.failures = (Failure(worst.rank, "lost", message),)
             raise RankError(f"{message}; all ranks were ended; " + self._onward())
         self.failures = tuple(Failure(beat.rank, "hang", self._hang(beat)) for beat in hanging)
-        told = [failure.text for failure in self.failures]
+        notes = [failure.text for failure in self.failures]
         stacks = [(beat.rank, self._stack(beat.rank)) for beat in hanging]
-        raise RankError(self._worded(told, stacks) + f"all ranks were ended; {self._onward()}")
+        raise RankError(self._worded(notes, stacks) + f"all ranks were ended; {self._onward()}")
 
 
 def child_ended() -> bool:

@@ -79,10 +79,10 @@ def read(directory: RunDir) -> list[Event]:
     """The measured passes; none where the run has no pipeline."""
     if not directory.timeline.exists():
         return []
-    found = json.loads(directory.timeline.read_text())
+    data = json.loads(directory.timeline.read_text())
     return [
         Event(rank, Op(kind, stage, mb), start, end)
-        for rank, kind, stage, mb, start, end in found["passes"]
+        for rank, kind, stage, mb, start, end in data["passes"]
     ]
 
 

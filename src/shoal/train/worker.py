@@ -48,12 +48,12 @@ def run_rank(directory: RunDir, *, resume: bool, sinks: Sequence[Sink] = ()) -> 
     Raises:
         ShoalError: whatever the run cannot go on with.
     """
-    asked = _catch_termination()
+    request = _catch_termination()
     with joined(directory, sinks) as run:
         for hook in _hooks(run):
             run.add(hook)
         first = _start(run, resume=resume)
-        stopped = _train(run, first, asked)
+        stopped = _train(run, first, request)
         with phase(run.comm, "checkpoint"):
             run.saves.end()
         if not stopped:
@@ -255,18 +255,18 @@ def _start(run: RankRun, *, resume: bool) -> int:
     """Load a state if asked, tell where the run begins, and return the first step."""
     from shoal.train.resuming import resumed
 
-    found = resumed(run.trainer, run.saves, run.directory, resume=resume)
+    result = resumed(run.trainer, run.saves, run.directory, resume=resume)
     run.event(
         "start",
-        step=found.step,
+        step=result.step,
         total=run.total,
         ranks=run.comm.world,
-        resumed=found.step > 0,
-        level=found.level,
+        resumed=result.step > 0,
+        level=result.level,
         parameters=int(parameters(run.plan.shape)),
-        **found.cost(),
+        **result.cost(),
     )
-    return found.step
+    return result.step
 
 
 def _end_with(directory: RunDir, number: int, kind: str, message: str) -> None:

@@ -67,8 +67,8 @@ def test_equals_the_definition(name: str, mask: str) -> None:
     out = kernel.prepare(seen, dtype="fp64")(q, k, v)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
     grads = torch.autograd.grad(out, (q, k, v), grad)
-    for found, expected in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for result, expected in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -82,8 +82,8 @@ def test_computes_at_least_what_is_seen(name: str, mask: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_blocks_are_those_of_the_mask(mask: str) -> None:
     seen, block = MASKS[mask], 40
-    found = block_table(seen, block)
-    for i, row in enumerate(found):
+    result = block_table(seen, block)
+    for i, row in enumerate(result):
         for j, cell in enumerate(row):
             queries = np.arange(i * block, min((i + 1) * block, seen.num_queries))
             keys = np.arange(j * block, min((j + 1) * block, seen.num_keys))
@@ -104,8 +104,8 @@ def test_flex_equals_naive() -> None:
     mask = Mask.document(np.repeat([0, 1, -1, 2], [100, 28, 64, 64]))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 256, 16, generator=generator) for heads in (2, 1, 1))
-    found, wanted = (_kernel(name).prepare(mask)(q, k, v) for name in ("flex", "naive"))
-    torch.testing.assert_close(found, wanted)
+    result, wanted = (_kernel(name).prepare(mask)(q, k, v) for name in ("flex", "naive"))
+    torch.testing.assert_close(result, wanted)
 
 
 def test_refuses_what_does_not_exist() -> None:

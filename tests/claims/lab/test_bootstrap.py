@@ -26,8 +26,8 @@ def test_own_groups_cost_linearly_many_arrivals_and_all_groups_quadratically() -
 
 def test_each_group_is_made_by_its_members() -> None:
     groups: list[Group] = [(0, 1), (2, 3), (0, 2), (1, 3)]
-    found = bootstrap(4, [[g for g in groups if rank in g] for rank in range(4)], everyone=False)
-    assert found == BootstrapCost(groups=4, arrivals=8 + 4, operations=2 * 12)
+    result = bootstrap(4, [[g for g in groups if rank in g] for rank in range(4)], everyone=False)
+    assert result == BootstrapCost(groups=4, arrivals=8 + 4, operations=2 * 12)
 
 
 def test_different_orders_are_a_deadlock_that_is_told() -> None:

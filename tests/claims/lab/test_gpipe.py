@@ -86,10 +86,10 @@ def _many(layers, k, m, steps=1, **options) -> tuple[list[float], dict, list[Pip
         losses = [float(pipeline.step(x, y)) for _ in range(steps)]
         return losses, {n: p.grad for n, p in pipeline.named_parameters()}, pipeline
 
-    found = run_ranks(k, on)
-    assert all(rank[0] == found[0][0] for rank in found)
-    gradients = {name: grad for rank in found for name, grad in rank[1].items()}
-    return found[0][0], gradients, [rank[2] for rank in found]
+    ranks = run_ranks(k, on)
+    assert all(rank[0] == ranks[0][0] for rank in ranks)
+    gradients = {name: grad for rank in ranks for name, grad in rank[1].items()}
+    return ranks[0][0], gradients, [rank[2] for rank in ranks]
 
 
 def _same(one, many):
@@ -192,12 +192,12 @@ def test_images_change_shape_from_cell_to_cell():
         pipeline = gpipe(copy.deepcopy(layers), 3, 2, comm=comm, costs=[1.0] * 5)
         return pipeline.step(x, y), {n: p.grad for n, p in pipeline.named_parameters()}
 
-    found = run_ranks(3, on)
+    ranks = run_ranks(3, on)
     out = nn.functional.cross_entropy(nn.Sequential(*layers)(x), y)
     out.backward()
-    torch.testing.assert_close(found[0][0], out.detach())
-    torch.testing.assert_close(found[0][1]["layers.0.weight"], layers[0].weight.grad)
-    torch.testing.assert_close(found[2][1]["layers.4.weight"], layers[4].weight.grad)
+    torch.testing.assert_close(ranks[0][0], out.detach())
+    torch.testing.assert_close(ranks[0][1]["layers.0.weight"], layers[0].weight.grad)
+    torch.testing.assert_close(ranks[2][1]["layers.4.weight"], layers[4].weight.grad)
 
 
 def test_cells_follow_the_costs():

@@ -37,9 +37,9 @@ def test_projected_attention_is_linformer(world: int) -> None:
         torch.autograd.backward(out, part[5])
         return [out.detach(), *(x.grad for x in own if x.grad is not None)]
 
-    found = run_ranks(world, rank, meter=meter)
+    ranks = run_ranks(world, rank, meter=meter)
     references = [expected.detach(), *(x.grad for x in whole if x.grad is not None)]
-    for got, reference in zip(zip(*found, strict=True), references, strict=True):
+    for got, reference in zip(zip(*ranks, strict=True), references, strict=True):
         joined = torch.cat(got, -1 if reference.ndim == 2 else 2)
         torch.testing.assert_close(joined, reference, rtol=1e-10, atol=1e-10)
     # Forward and backward, k rows of keys and values are all-reduced, whatever the length is.

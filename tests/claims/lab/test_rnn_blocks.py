@@ -30,15 +30,15 @@ def test_tokens_one_by_one_are_the_whole_sequence(function: str) -> None:
 def test_kernels_give_the_block_the_same_gradients(function: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 7, 20)
-    found = []
+    results = []
     for backend, recompute in (("reference", False), ("fused", False), ("alternating", True)):
         torch.manual_seed(1)
         block = RecurrentBlock(20, 2, function, backend=backend, recompute=recompute, clip=0.5)
         out, _ = block(x)
         out.square().sum().backward()
-        found.append([one.grad for one in block.parameters()])
-    for others in found[1:]:
-        for a, b in zip(found[0], others, strict=True):
+        results.append([one.grad for one in block.parameters()])
+    for others in results[1:]:
+        for a, b in zip(results[0], others, strict=True):
             assert a is not None
             assert b is not None
             assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
@@ -65,5 +65,5 @@ def test_wrong_heads_and_states_are_refused() -> None:
 def test_parity_beyond_the_length_of_training() -> None:
     from shoal.claims.bench.rnn import learn_parity
 
-    found = learn_parity("lstm", steps=250, seed=0, hidden=32, longest=12, length=48, tested=64)
-    assert sum(found.right) / len(found.right) > 0.9
+    result = learn_parity("lstm", steps=250, seed=0, hidden=32, longest=12, length=48, tested=64)
+    assert sum(result.right) / len(result.right) > 0.9

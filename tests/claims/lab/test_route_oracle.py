@@ -36,12 +36,12 @@ def asker(losses_KN: np.ndarray, num_layers: int):
 def test_no_pattern_within_the_budget_is_better(seed, num_layers, data) -> None:
     big = data.draw(st.none() | st.integers(0, num_layers))
     losses = table(num_layers, 5, seed)
-    found = search(asker(losses, num_layers), num_layers, 5, big=big)
+    match = search(asker(losses, num_layers), num_layers, 5, big=big)
     every = patterns(num_layers)
     allowed = np.ones(len(every), bool) if big is None else (every == BIG).sum(1) <= big
-    assert (found.losses <= losses[allowed] + 1e-12).all()
-    assert big is None or ((found.routes == BIG).sum(1) <= big).all()
-    assert np.array_equal(asker(losses, num_layers)(found.routes[None])[0], found.losses)
+    assert (match.losses <= losses[allowed] + 1e-12).all()
+    assert big is None or ((match.routes == BIG).sum(1) <= big).all()
+    assert np.array_equal(asker(losses, num_layers)(match.routes[None])[0], match.losses)
 
 
 @given(seed=st.integers(0, 99))
@@ -49,19 +49,19 @@ def test_layers_that_are_apart_are_solved_by_descent_and_by_a_beam(seed) -> None
     losses = table(4, 6, seed, apart=True)
     exact = search(asker(losses, 4), 4, 6)
     for method in ("descent", "beam"):
-        found = search(asker(losses, 4), 4, 6, method=method)
-        assert np.allclose(found.losses, exact.losses)
-        assert found.evaluations < exact.evaluations
+        match = search(asker(losses, 4), 4, 6, method=method)
+        assert np.allclose(match.losses, exact.losses)
+        assert match.evaluations < exact.evaluations
 
 
 def test_the_approximate_ways_keep_the_budget() -> None:
     losses = table(4, 8, 3)
     exact = search(asker(losses, 4), 4, 8, big=1)
     for method in ("descent", "beam"):
-        found = search(asker(losses, 4), 4, 8, big=1, method=method)
-        assert ((found.routes == BIG).sum(1) <= 1).all()
-        assert (found.losses >= exact.losses - 1e-12).all()
-        assert np.array_equal(asker(losses, 4)(found.routes[None])[0], found.losses)
+        match = search(asker(losses, 4), 4, 8, big=1, method=method)
+        assert ((match.routes == BIG).sum(1) <= 1).all()
+        assert (match.losses >= exact.losses - 1e-12).all()
+        assert np.array_equal(asker(losses, 4)(match.routes[None])[0], match.losses)
 
 
 def test_a_hopeless_token_is_not_difficult() -> None:

@@ -68,9 +68,9 @@ def test_few_large_blocks_go_as_they_lie_and_many_small_ones_do_not() -> None:
     small = canonical(hvector(4096, 1, 64, named(16)))
     assert model.choose(large) == "blocks"
     assert model.choose(small) == "oneshot"
-    told = model.seconds(small)
-    assert set(told) == {"oneshot", "blocks"}
-    assert told["oneshot"] < told["blocks"]
+    seconds = model.seconds(small)
+    assert set(seconds) == {"oneshot", "blocks"}
+    assert seconds["oneshot"] < seconds["blocks"]
     assert set(model.seconds(canonical(hvector(2**20, 1, 64, named(16))))) == {"oneshot"}
     assert set(model.seconds(canonical(hindexed([1, 2], [0, 9], named(4))))) == {"oneshot"}
     assert set(model.seconds(canonical(named(4), 0))) == {"oneshot"}
@@ -79,13 +79,13 @@ def test_few_large_blocks_go_as_they_lie_and_many_small_ones_do_not() -> None:
 def test_devices_and_copies_add_their_own_sums() -> None:
     fast, slow = linear(1e12, 1e-6), linear(1e9, 1e-6)
     layout = canonical(hvector(2**16, 1, 64, named(16)))
-    told = MethodModel({"node": parts(copy_out=slow, copy_in=slow)}).seconds(layout)
-    assert told["staged"] == pytest.approx(told["oneshot"] + 2 * slow.at(2**20))
+    seconds = MethodModel({"node": parts(copy_out=slow, copy_in=slow)}).seconds(layout)
+    assert seconds["staged"] == pytest.approx(seconds["oneshot"] + 2 * slow.at(2**20))
     device = {"device_pack": fast, "device_unpack": fast, "device_send": fast}
     model = MethodModel({"node": parts(copy_out=slow, copy_in=slow, **device)})
-    told = model.seconds(layout)
-    assert told["device"] == pytest.approx(3 * fast.at(2**20))
-    assert told["staged"] < told["oneshot"] + 2 * slow.at(2**20)
+    seconds = model.seconds(layout)
+    assert seconds["device"] == pytest.approx(3 * fast.at(2**20))
+    assert seconds["staged"] < seconds["oneshot"] + 2 * slow.at(2**20)
     assert model.choose(layout) == "device"
 
 

@@ -27,8 +27,8 @@ def test_collectives_take_the_time_of_their_ring(world: int) -> None:
     part = 4.0 * n / world / BANDWIDTH + LATENCY
 
     def check(steps: float, call: object) -> None:
-        for found in times(world, MESH, call):
-            assert found == pytest.approx(steps * part)
+        for result in times(world, MESH, call):
+            assert result == pytest.approx(steps * part)
 
     check(2 * (world - 1), lambda c: c.all_reduce(torch.ones(n), tag="x").wait())
     check(
@@ -48,8 +48,8 @@ def test_collectives_take_the_time_of_their_ring(world: int) -> None:
             tag="x",
         ).wait(),
     )
-    for found in times(world, MESH, lambda c: c.barrier()):
-        assert found == pytest.approx(2 * (world - 1) * LATENCY)
+    for result in times(world, MESH, lambda c: c.barrier()):
+        assert result == pytest.approx(2 * (world - 1) * LATENCY)
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce"])
@@ -144,10 +144,10 @@ def test_nodes_have_slower_links_between_them() -> None:
         comm.all_reduce(torch.ones(1000), tag="all").wait()
         return here, comm.meter.totals()
 
-    found = run_linked(4, run, links)
-    assert [here for here, _ in found] == pytest.approx([0.004] * 4)
+    result = run_linked(4, run, links)
+    assert [here for here, _ in result] == pytest.approx([0.004] * 4)
     scopes = [
-        key.split("scope=")[1].split(",")[0] for _, t in found for key in t if "tag=all" in key
+        key.split("scope=")[1].split(",")[0] for _, t in result for key in t if "tag=all" in key
     ]
     assert scopes == ["loopback", "node", "loopback", "node"]
 
@@ -157,7 +157,7 @@ def test_threads_have_no_say_in_the_times() -> None:
     order = [0]
 
     def run(comm: LinkComm, naps: list[float]) -> list[float]:
-        found = []
+        results = []
         group = comm.split([[0, 2, 4], [1, 3]])
         for turn in range(4):
             time.sleep(naps[(comm.rank + turn) % len(naps)])
@@ -166,15 +166,15 @@ def test_threads_have_no_say_in_the_times() -> None:
             exchange(comm, 2)
             pending.wait()
             comm.all_gather(torch.empty(500), torch.ones(100), tag="w").wait()
-            found.append(comm.now)
+            results.append(comm.now)
             with lock:
                 order[0] += 1
-        return found
+        return results
 
     ring = Links(latency_s=LATENCY, bandwidth=BANDWIDTH, shape="ring", duplex="half")
     naps = ([0.0], [0.004, 0.0, 0.002], [0.0, 0.003])
-    found = [run_linked(5, lambda c, n=nap: run(c, n), ring) for nap in naps]
-    assert found[0] == found[1] == found[2]
+    results = [run_linked(5, lambda c, n=nap: run(c, n), ring) for nap in naps]
+    assert results[0] == results[1] == results[2]
     assert order == [60]
 
 

@@ -29,10 +29,10 @@ def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -
 
 def total(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """In rank order, as all sums are taken."""
-    found = data(0, shape, dtype)
+    result = data(0, shape, dtype)
     for rank in range(1, world):
-        found = found + data(rank, shape, dtype)
-    return found
+        result = result + data(rank, shape, dtype)
+    return result
 
 
 def sent(meter: Meter, op: str, scope: str = "loopback", tag: str = "t") -> float:
@@ -286,8 +286,8 @@ def test_agreement() -> None:
 
 def test_ranks_of_every_axis() -> None:
     parallel = Parallel(pp=2, dp=2, cp=1, tp=2)
-    found = run_ranks(8, lambda c: [part.ranks for part in ranks_of(c, parallel)[:6]])
-    for rank, (world, tp, cp, pp, data_ranks, model) in enumerate(found):
+    ranks = run_ranks(8, lambda c: [part.ranks for part in ranks_of(c, parallel)[:6]])
+    for rank, (world, tp, cp, pp, data_ranks, model) in enumerate(ranks):
         layout = parallel.attention()
         assert world == tuple(range(8))
         assert cp == (rank,)

@@ -249,31 +249,31 @@ def test_a_log_is_recognised_and_read(
     path = put(tmp_path, text, name)
     log = read(path)
     assert log.format == format_
-    found, used = steady(log)
-    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+    result, used = steady(log)
+    assert {key: result[key] for key in wanted} == pytest.approx(wanted)
     assert used <= len(log.entries)
     assert read(path, format_).entries == log.entries
 
 
 def test_state_of_a_trainer(tmp_path: Path) -> None:
     raw = {"log_history": [{"loss": 9.0, "step": 10}, {"train_steps_per_second": 0.25, "step": 20}]}
-    found, _ = steady(read(put(tmp_path, json.dumps(raw), "trainer_state.json")))
-    assert found == {"loss": 9.0, "step_s": 4.0}
+    result, _ = steady(read(put(tmp_path, json.dumps(raw), "trainer_state.json")))
+    assert result == {"loss": 9.0, "step_s": 4.0}
 
 
 def test_saved_benchmark(tmp_path: Path) -> None:
     raw = {"output_throughput": 1950.0, "median_ttft_ms": 120.0, "backend": "vllm"}
     for name, text in (("b.json", json.dumps(raw)), ("b.jsonl", "{}\n" + json.dumps(raw) + "\n")):
-        found, _ = steady(read(put(tmp_path, text, name), "vllm"))
-        assert found == {"tokens_per_s": 1950.0, "ttft_p50_s": pytest.approx(0.12)}
+        result, _ = steady(read(put(tmp_path, text, name), "vllm"))
+        assert result == {"tokens_per_s": 1950.0, "ttft_p50_s": pytest.approx(0.12)}
 
 
 def test_steps_follow_from_the_plan(tmp_path: Path) -> None:
-    found = measure(read(put(tmp_path, TITAN)), plan())
+    result = measure(read(put(tmp_path, TITAN)), plan())
     step = 64 * 2048 / (16 * 5762)
-    assert found.quantities["step_s"] == pytest.approx(step)
-    assert found.quantities["tokens_per_s"] == pytest.approx(16 * 5762)
-    assert found.derived == ("step_s", "tokens_per_s")
+    assert result.quantities["step_s"] == pytest.approx(step)
+    assert result.quantities["tokens_per_s"] == pytest.approx(16 * 5762)
+    assert result.derived == ("step_s", "tokens_per_s")
     samples = measure(read(put(tmp_path, DEEPSPEED)), plan())
     assert samples.quantities["step_s"] == pytest.approx(2.0)
     made = report(samples, plan())
@@ -282,8 +282,8 @@ def test_steps_follow_from_the_plan(tmp_path: Path) -> None:
 
 
 def test_serving_stands_beside_its_plan(tmp_path: Path) -> None:
-    found = measure(read(put(tmp_path, VLLM)), serve_plan())
-    assert report(found, serve_plan()).errors == {"tokens_per_s": pytest.approx(0.01)}
+    result = measure(read(put(tmp_path, VLLM)), serve_plan())
+    assert report(result, serve_plan()).errors == {"tokens_per_s": pytest.approx(0.01)}
 
 
 def test_warm_up_is_what_is_slower_at_the_start() -> None:
@@ -432,9 +432,9 @@ def test_event_files_of_the_real_writer(tmp_path: Path) -> None:
         said = {"kind": "step", "step": step, "time": 1.0, "step_s": 0.5, "loss": 9.0 - step}
         writer.event(said, {})
     writer.close()
-    found, _ = steady(read(tmp_path))
-    assert found["step_s"] == 0.5
-    assert found["loss"] == pytest.approx(4.0)
+    result, _ = steady(read(tmp_path))
+    assert result["step_s"] == 0.5
+    assert result["loss"] == pytest.approx(4.0)
     assert {name for _, _, name, _ in scalars(next(tmp_path.iterdir()))} >= {"step/step_s"}
 
 

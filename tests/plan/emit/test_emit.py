@@ -117,13 +117,13 @@ def words(text: str, after: str) -> list[str]:
 
 def options(argv: list[str]) -> dict[str, str | None]:
     """Option -> value; None for a switch."""
-    found: dict[str, str | None] = {}
+    options: dict[str, str | None] = {}
     for place, word in enumerate(argv):
         if word.startswith("--"):
-            assert word not in found, f"{word} stands twice"
+            assert word not in options, f"{word} stands twice"
             follow = argv[place + 1] if place + 1 < len(argv) else "--"
-            found[word] = None if follow.startswith("--") else follow
-    return found
+            options[word] = None if follow.startswith("--") else follow
+    return options
 
 
 def check_options(engine: str, found: dict[str, str | None]) -> None:
@@ -162,13 +162,13 @@ def test_scripts_are_shell(engine: str, name: str, plan: TrainPlan) -> None:
 )
 def test_megatron_options_exist(name: str, plan: TrainPlan) -> None:
     argv = words(emit("megatron", plan)["launch.sh"], 'pretrain_gpt.py"')
-    found = options(argv)
-    check_options("megatron", found)
+    result = options(argv)
+    check_options("megatron", result)
     job, split = plan.job, plan.job.parallel
-    assert int(found["--micro-batch-size"] or 0) == job.microbatch
-    assert int(found["--tensor-model-parallel-size"] or 0) == split.tp
-    assert int(found["--num-layers"] or 0) == plan.shape.num_layers
-    layout = found.get("--pipeline-model-parallel-layout")
+    assert int(result["--micro-batch-size"] or 0) == job.microbatch
+    assert int(result["--tensor-model-parallel-size"] or 0) == split.tp
+    assert int(result["--num-layers"] or 0) == plan.shape.num_layers
+    layout = result.get("--pipeline-model-parallel-layout")
     if layout is not None:
         assert layout.startswith("E")
         assert layout.endswith("L")
@@ -177,10 +177,10 @@ def test_megatron_options_exist(name: str, plan: TrainPlan) -> None:
 
 
 def test_megatron_says_what_was_planned() -> None:
-    found = options(words(emit("megatron", TRAIN_PLANS["vpp"])["launch.sh"], 'pretrain_gpt.py"'))
-    assert found["--num-virtual-stages-per-pipeline-rank"] == "2"
-    assert found["--num-query-groups"] == "8"
-    assert "--sequence-parallel" not in found
+    result = options(words(emit("megatron", TRAIN_PLANS["vpp"])["launch.sh"], 'pretrain_gpt.py"'))
+    assert result["--num-virtual-stages-per-pipeline-rank"] == "2"
+    assert result["--num-query-groups"] == "8"
+    assert "--sequence-parallel" not in result
     usp = options(words(emit("megatron", TRAIN_PLANS["usp"])["launch.sh"], 'pretrain_gpt.py"'))
     assert (usp["--cp-comm-type"], usp["--context-parallel-size"]) == ("a2a+p2p", "4")
     wsd = options(words(emit("megatron", TRAIN_PLANS["zero2"])["launch.sh"], 'pretrain_gpt.py"'))
@@ -201,7 +201,7 @@ def test_megatron_says_what_was_planned() -> None:
 
 def titan_calls(text: str) -> dict[str, dict[str, Any]]:
     """Class -> keyword -> value of a literal, of the calls in an emitted module."""
-    found: dict[str, dict[str, Any]] = {}
+    titan_calls: dict[str, dict[str, Any]] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and node.keywords:
             values = {}
@@ -210,8 +210,8 @@ def titan_calls(text: str) -> dict[str, dict[str, Any]]:
                     values[str(word.arg)] = ast.literal_eval(word.value)
                 except ValueError:
                     values[str(word.arg)] = ast.unparse(word.value)
-            found[ast.unparse(node.func)] = values
-    return found
+            titan_calls[ast.unparse(node.func)] = values
+    return titan_calls
 
 
 @pytest.mark.parametrize(
@@ -323,13 +323,13 @@ def test_servers_say_what_was_planned() -> None:
 def test_servers_listen_on_this_host_alone_unless_asked(engine: str) -> None:
     plan = SERVE_PLANS["gpu"]
     files = emit(engine, plan)
-    asked: dict[str, str] = EMITTERS.build({"name": engine, "host": "0.0.0.0"}).emit(plan)
+    names: dict[str, str] = EMITTERS.build({"name": engine, "host": "0.0.0.0"}).emit(plan)
     if engine == "llamacpp":
         assert options(words(files["launch.sh"], "llama-server"))["--host"] == "127.0.0.1"
-        assert options(words(asked["launch.sh"], "llama-server"))["--host"] == "0.0.0.0"
+        assert options(words(names["launch.sh"], "llama-server"))["--host"] == "0.0.0.0"
     else:
         assert yaml.safe_load(files[f"{engine}.yaml"])["host"] == "127.0.0.1"
-        assert yaml.safe_load(asked[f"{engine}.yaml"])["host"] == "0.0.0.0"
+        assert yaml.safe_load(names[f"{engine}.yaml"])["host"] == "0.0.0.0"
     from shoal.core.errors import ConfigError
 
     for host in ("", "a b", "$(id)"):
@@ -347,14 +347,14 @@ def test_lost_ranks_are_started_again(engine: str) -> None:
     ("name", "plan"), [(n, p) for e, n, p in CASES if e == "llamacpp"], ids=lambda v: str(v)[:12]
 )
 def test_llamacpp_options_exist(name: str, plan: ServePlan) -> None:
-    found = options(words(emit("llamacpp", plan)["launch.sh"], "llama-server"))
-    check_options("llamacpp", found)
+    result = options(words(emit("llamacpp", plan)["launch.sh"], "llama-server"))
+    check_options("llamacpp", result)
     if plan.job.kv.name == "contiguous":
-        assert int(found["--ctx-size"] or 0) == 64 * 8192
-        assert "--no-kv-unified" in found
-        assert "--no-cont-batching" in found
+        assert int(result["--ctx-size"] or 0) == 64 * 8192
+        assert "--no-kv-unified" in result
+        assert "--no-cont-batching" in result
     if plan.machine.device.kind == "cpu":
-        assert found["--n-gpu-layers"] == "0"
+        assert result["--n-gpu-layers"] == "0"
 
 
 @pytest.mark.parametrize(
@@ -509,10 +509,10 @@ def test_accelerate_reads_it(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["zero3"] == [16, True, False]
-    assert found["zero1"] == [16, False, True]
-    assert found["cpu"][0] == 2
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert data["zero3"] == [16, True, False]
+    assert data["zero1"] == [16, False, True]
+    assert data["cpu"][0] == 2
 
 
 def test_torchtitan_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

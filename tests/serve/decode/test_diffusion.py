@@ -38,10 +38,10 @@ def test_one_token_an_iteration_is_the_reference(mdlm, engine_by, decode, max_to
     """20 is no multiple of the block: the last one is shorter."""
     engine = engine_by(unmask="fixed", refresh="none")
     for prompt in PROMPTS:
-        found = decode(engine, [prompt], max_tokens)[0]
-        assert found == reference(mdlm, prompt, max_tokens, 8)[0]
+        text = decode(engine, [prompt], max_tokens)[0]
+        assert text == reference(mdlm, prompt, max_tokens, 8)[0]
     assert engine.runner.counts["forwards"] == len(PROMPTS) * max_tokens
-    assert MASK not in found
+    assert MASK not in text
 
 
 WAYS = [
@@ -71,12 +71,12 @@ def test_together_as_alone(engine_by, decode, way):
 
 def scores(engine, prompts, iterations):
     """Scores of each of the first iterations, of all requests of a batch."""
-    found = []
+    results = []
     select = engine.runner.unmask.select
 
     class Spy:
         def select(self, logits, masked, state):
-            found.append(logits.clone())
+            results.append(logits.clone())
             return select(logits, masked, state)
 
     engine.runner.unmask = Spy()
@@ -84,9 +84,9 @@ def scores(engine, prompts, iterations):
 
     for number, prompt in enumerate(prompts):
         engine.add(Request(f"s{number}", list(prompt), len(prompt), SamplingParams(max_tokens=20)))
-    while len(found) < iterations:
+    while len(results) < iterations:
         engine.step()
-    return found[:iterations]
+    return results[:iterations]
 
 
 def test_a_window_of_everything_is_no_cache(engine_by):
@@ -150,11 +150,11 @@ def test_smoothing_is_its_formula(mdlm):
     embedding = mdlm.embed.weight
     last = torch.randn(2, 3, 40, dtype=torch.float64)
     masks = embedding[MASK].expand(2, 3, -1)
-    found = part.inputs(masks, last, embedding, torch.tensor([0, 4]))
+    inputs = part.inputs(masks, last, embedding, torch.tensor([0, 4]))
     weight = 0.15 + 0.02 * 4
-    assert torch.equal(found[0], masks[0])
+    assert torch.equal(inputs[0], masks[0])
     wanted = (1 - weight) * masks[1] + weight * last[1].softmax(-1) @ embedding
-    assert (found[1] - wanted).abs().max() < 1e-12
+    assert (inputs[1] - wanted).abs().max() < 1e-12
     far = part.inputs(masks, last, embedding, torch.tensor([50, 50]))
     wanted = 0.7 * masks + 0.3 * last.softmax(-1) @ embedding
     assert (far - wanted).abs().max() < 1e-12
@@ -322,8 +322,8 @@ def test_scores_that_are_not_finite_end_one_request(engine_by, decode, way):
     got = decode(engine, PROMPTS)
     assert got[1] == []
     assert [got[0], got[2]] == [want[0], want[2]]
-    (told,) = [one for one in engine.drain_events() if one["kind"] == "error"]
-    assert told["id"] == "r1"
+    (result,) = [one for one in engine.drain_events() if one["kind"] == "error"]
+    assert result["id"] == "r1"
     assert engine.stats()["blocks_used"] == 0
 
 

@@ -42,13 +42,13 @@ def softmax(row):
 
 def places(logits, masked):
     """Of one request: (place, token, probability) of every mask."""
-    found = []
+    places = []
     for place in range(W):
         if masked[place]:
             p = softmax(logits[place].tolist())
             best = max(p)
-            found.append((place, p.index(best), best))
-    return found
+            places.append((place, p.index(best), best))
+    return places
 
 
 def surest(found):
@@ -95,10 +95,10 @@ def check(choice, reference, seed, **extra):
     logits, masked = scene(seed)
     tokens, chosen = table("unmask").build(choice).select(logits.clone(), masked, state(**extra))
     for row in range(B):
-        found = places(logits[row], masked[row].tolist())
-        wanted = reference(found, masked[row].tolist()) if found else set()
+        result = places(logits[row], masked[row].tolist())
+        wanted = reference(result, masked[row].tolist()) if result else set()
         assert set(chosen[row].nonzero()[:, 0].tolist()) == wanted
-        for place, token, _ in found:
+        for place, token, _ in result:
             assert tokens[row, place] == token
 
 
@@ -160,12 +160,12 @@ def test_credit(seed, alpha, gamma, beta):
             fused = logits[row].clone()
             for (place, token), value in owned.items():
                 fused[place, token] += alpha * math.log1p(value)
-            found = places(fused, masked[row].tolist())
-            wanted = threshold(found, masked[row], tau=0.8) if found else set()
+            result = places(fused, masked[row].tolist())
+            wanted = threshold(result, masked[row], tau=0.8) if result else set()
             got = set(chosen[row].nonzero()[:, 0].tolist())
-            close = any(abs(p - 0.8) < 1e-12 for _, _, p in found)
+            close = any(abs(p - 0.8) < 1e-12 for _, _, p in result)
             assert got == wanted or close
-            for place, token, _ in found:
+            for place, token, _ in result:
                 assert tokens[row, place] == token
 
 

@@ -35,8 +35,8 @@ def served(model, text):
                 view = HogwildView((prompt, *others, own[name]), name)
                 feeds.append(Feed(view, [tokens[when.index(step)]]))
         if feeds:
-            for feed, found in zip(feeds, forward(feeds), strict=True):
-                scores[feed.view.writer].append(found.clone())
+            for feed, result in zip(feeds, forward(feeds), strict=True):
+                scores[feed.view.writer].append(result.clone())
     return list(scores.values())
 
 
@@ -45,12 +45,12 @@ def test_scores_are_those_of_the_server(random_model):
     three = ConcurrentText([3, 4], ([5, 6], [7, 8], [9, 10, 11]), ([0, 3], [0, 1], [1, 2, 3]))
     for texts in (TEXTS, (three,)):
         batch = batch_of(texts)
-        found = scores_of(model, batch)
+        scores = scores_of(model, batch)
         for row, text in enumerate(texts):
             first = batch.widths[0]
             for width, expected in zip(batch.widths[1:], served(model, text), strict=True):
                 if expected:
-                    got = found[row, first : first + len(expected)]
+                    got = scores[row, first : first + len(expected)]
                     torch.testing.assert_close(got, torch.stack(expected), rtol=0, atol=1e-8)
                 first += width
 

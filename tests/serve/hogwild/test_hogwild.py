@@ -353,7 +353,7 @@ def test_what_fails_ends_workers_and_not_the_engine(model, engine_of, requests_o
 
     engine.forward = forward
     run(engine, requests_of([8, 9], 2, name="bad"))
-    told = [one for one in engine.drain_events() if one["kind"] == "error"]
-    assert {one["id"] for one in told} == {"bad0", "bad1"}
+    notes = [one for one in engine.drain_events() if one["kind"] == "error"]
+    assert {one["id"] for one in notes} == {"bad0", "bad1"}
     engine.forward = inner
     assert run(engine, requests_of([5, 6, 7], 1, name="sound"))[0] == want

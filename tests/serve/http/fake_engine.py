@@ -74,8 +74,8 @@ class FakeEngine:
         return outputs
 
     def drain_events(self):
-        told, self.vectors = self.vectors, []
-        return told
+        drain_events, self.vectors = self.vectors, []
+        return drain_events
 
     def stats(self):
         return {

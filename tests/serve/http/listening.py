@@ -63,9 +63,9 @@ def listening(kind, model, place, *, descriptors=0):
     try:
         line = process.stdout.readline()
         assert line.startswith("http://"), log.read_text()
-        found = Listening(kind, int(line.split("/")[2].rpartition(":")[2]), process, log)
-        assert found.ask_health() == 200
-        yield found
+        result = Listening(kind, int(line.split("/")[2].rpartition(":")[2]), process, log)
+        assert result.ask_health() == 200
+        yield result
     finally:
         process.send_signal(signal.SIGTERM)
         try:

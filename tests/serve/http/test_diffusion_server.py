@@ -111,13 +111,13 @@ def test_answers_are_those_of_the_engine(mdlm_directory, caller):
             assert message in error["message"]
 
         _, data = call("GET", "/metrics")
-        found = {
+        result = {
             line.split("{")[0].removeprefix("shoal:"): float(line.split()[-1])
             for line in data.decode().splitlines()
             if line.startswith("shoal:diffusion")
         }
-        assert found["diffusion_unmasked_tokens_total"] >= 5 * 20
-        assert found["diffusion_forwards_total"] <= found["diffusion_request_forwards_total"]
+        assert result["diffusion_unmasked_tokens_total"] >= 5 * 20
+        assert result["diffusion_forwards_total"] <= result["diffusion_request_forwards_total"]
 
 
 @pytest.mark.slow

@@ -25,17 +25,17 @@ ASKED = [
 
 
 def test_forms_and_vectors(model_directory, caller):
-    found = []
+    results = []
     for apart in (None, {"prefill": 1, "decode": 1}):
         job = ServeJob(
             model=str(model_directory), threads=1, kv_tokens=512, max_running=4, disagg=apart
         )
         with running(job, ServerOptions(port=0, name="tiny", factory=factory_of(job))) as server:
             call = caller(server.url)
-            told = [call("POST", path, body) for path, body in ASKED]
-            assert {status for status, _ in told} == {200}
-            found.append([json.loads(data) for _, data in told])
-    one, several = found
+            notes = [call("POST", path, body) for path, body in ASKED]
+            assert {status for status, _ in notes} == {200}
+            results.append([json.loads(data) for _, data in notes])
+    one, several = results
     for alone, apart in zip(one[:3], several[:3], strict=True):
         assert alone["choices"][0]["text"] == apart["choices"][0]["text"]
         assert alone["usage"] == apart["usage"]

@@ -69,11 +69,11 @@ def test_an_engine_gives_the_states_of_the_model(random_model, engine_for, pooli
     vectors = {}
     while engine.busy:
         engine.step()
-        for told in engine.drain_events():
-            if told["kind"] == "began":
+        for result in engine.drain_events():
+            if result["kind"] == "began":
                 continue
-            assert told["kind"] == "vector"
-            vectors[told["id"]] = torch.tensor(told["values"])
+            assert result["kind"] == "vector"
+            vectors[result["id"]] = torch.tensor(result["values"])
     assert len(vectors) == len(prompts)
     for number, prompt in enumerate(prompts):
         states = model.hidden(torch.tensor([prompt]))[0]

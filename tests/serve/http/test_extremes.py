@@ -41,8 +41,8 @@ class Live:
             "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         answer = self.connection.getresponse()
-        found = json.loads(answer.read())
-        return answer.status, found.get("choices"), found.get("error"), found.get("usage")
+        data = json.loads(answer.read())
+        return answer.status, data.get("choices"), data.get("error"), data.get("usage")
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +145,9 @@ def test_prompts_that_are_too_long_are_told_how_long(live):
 def test_tokens_of_the_prompt_that_were_cached(live):
     prompt = [(7 * place + 3) % 256 for place in range(100)]
     body = {**PLAIN, "prompt": prompt, "cache_salt": "own"}
-    found = [live.ask(body)[3]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
-    assert found[0] == 0
-    assert 0 < found[1] < len(prompt)
+    results = [live.ask(body)[3]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert results[0] == 0
+    assert 0 < results[1] < len(prompt)
 
 
 def test_text_offsets_begin_behind_the_prompt(live):
@@ -220,9 +220,9 @@ def test_a_request_that_kills_is_refused_the_third_time(byte_model):
 
         try:
             for number in range(2):
-                with pytest.raises(EngineDownError) as found:
+                with pytest.raises(EngineDownError) as result:
                     await ask(f"bad{number}", [fake_engine.CRASH])
-                assert found.value.met
+                assert result.value.met
                 while not client.ready:
                     await asyncio.sleep(0.01)
             restarts = client.restarts

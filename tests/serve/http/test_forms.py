@@ -93,12 +93,12 @@ def test_a_call_that_is_required(client):
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
     # What came of it goes back, in the words of the client's own answer.
-    told = [
+    notes = [
         {"role": "user", "content": "hi"},
         choice.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "12 C"},
     ]
-    assert ask(client, messages=told, tools=[CITY], max_tokens=3).usage.completion_tokens == 3
+    assert ask(client, messages=notes, tools=[CITY], max_tokens=3).usage.completion_tokens == 3
 
 
 def test_a_call_as_it_streams(client):

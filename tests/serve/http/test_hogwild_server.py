@@ -105,15 +105,15 @@ def test_views_of_workers(write_model, caller):
         }
         asking = threading.Thread(target=call, args=("POST", "/v1/chat/completions", body))
         asking.start()
-        found = []
-        while [len(session["workers"]) for session in found] != [2]:
+        results = []
+        while [len(session["workers"]) for session in results] != [2]:
             assert asking.is_alive()
-            found = views()
+            results = views()
         upstream = Upstream(server.url)
-        told = inspect(upstream)
+        result = inspect(upstream)
         asking.join()
         assert views() == []
-        (session,) = found
+        (session,) = results
         for worker in session["workers"]:
             kinds = [block["what"] for block in worker["blocks"]]
             assert kinds[0] == "prompt" and set(kinds) <= {"prompt", "header", "work", "step"}
@@ -123,4 +123,4 @@ def test_views_of_workers(write_model, caller):
             assert ends[-1] == worker["length"]
             assert worker["blocks"][0]["shared"] and worker["blocks"][0]["owner"] is None
         assert [w["name"] for w in session["workers"]] == ["Alice", "Bob"]
-        assert not told["error"] and read(upstream.workers()) == ()
+        assert not result["error"] and read(upstream.workers()) == ()

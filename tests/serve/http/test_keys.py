@@ -19,10 +19,10 @@ SECRET = ("key", "token", "secret", "password", "credential")
 
 def command_lines(process):
     """Of a process and all below it, as every user of the machine can read them."""
-    found = []
+    command_lines = []
     for one in (process, *process.children(recursive=True)):
-        found.append(Path(f"/proc/{one.pid}/cmdline").read_bytes())
-    return found
+        command_lines.append(Path(f"/proc/{one.pid}/cmdline").read_bytes())
+    return command_lines
 
 
 @pytest.mark.slow

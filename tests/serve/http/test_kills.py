@@ -96,5 +96,5 @@ def test_kills_under_load(serve_fake, kills, pause_s, record_property):
     assert max(thread.slowest for thread in threads) < WAIT_S
     assert set(family.children(recursive=True)) <= before
     good = sum(len(thread.good) for thread in threads)
-    told = f"{kills} kills, {good} answers right, 0 wrong, {len(bad)} ended with an error"
-    record_property("figure", told)
+    text = f"{kills} kills, {good} answers right, 0 wrong, {len(bad)} ended with an error"
+    record_property("figure", text)

@@ -42,8 +42,8 @@ OF_VLLM = {
 def families(call):
     def read():
         text = call("GET", "/metrics")[1].decode()
-        found = text_string_to_metric_families(text)
-        return {family.name: family for family in found if not family.name.endswith("_created")}
+        result = text_string_to_metric_families(text)
+        return {family.name: family for family in result if not family.name.endswith("_created")}
 
     return read
 
@@ -59,13 +59,13 @@ def value(families, name, **labels):
 
 
 def test_names_and_kinds_of_vllm(families):
-    found = families()
+    result = families()
     for kind, names in OF_VLLM.items():
         for name in names:
-            family = found[f"shoal:{name}"]
+            family = result[f"shoal:{name}"]
             assert (family.type, bool(family.documentation)) == (kind, True), name
             assert all(sample.labels["model_name"] == "bytes" for sample in family.samples)
-    assert {f"{name}_total" if f.type == "counter" else name for name, f in found.items()} == set(
+    assert {f"{name}_total" if f.type == "counter" else name for name, f in result.items()} == set(
         METRICS
     )
 

@@ -91,11 +91,11 @@ def test_the_end_of_text_has_no_text(openai_client):
 
 def test_logprobs_of_completions(openai_client):
     answer = openai_client.completions.create(model="bytes", prompt="é!", max_tokens=4, logprobs=2)
-    found = answer.choices[0].logprobs
-    assert found.tokens == ["bytes:\\xc3", "bytes:\\xa9", "!", "bytes:\\xc3"]
-    assert found.text_offset == [2, 2, 3, 4]  # behind the prompt
-    assert found.token_logprobs == [-0.5] * 4
-    assert found.top_logprobs[2] == {"<|endoftext|>": -1.0, "!": -0.5}
+    result = answer.choices[0].logprobs
+    assert result.tokens == ["bytes:\\xc3", "bytes:\\xa9", "!", "bytes:\\xc3"]
+    assert result.text_offset == [2, 2, 3, 4]  # behind the prompt
+    assert result.token_logprobs == [-0.5] * 4
+    assert result.top_logprobs[2] == {"<|endoftext|>": -1.0, "!": -0.5}
     assert answer.choices[0].text == "é!�"
 
 

@@ -41,9 +41,9 @@ def test_the_bound_holds_and_nothing_accepted_is_lost(
     opened = EngineClient._open
 
     def watched(self, *arguments, **options):
-        found = opened(self, *arguments, **options)
+        result = opened(self, *arguments, **options)
         most.append(self.num_open)
-        return found
+        return result
 
     monkeypatch.setattr(EngineClient, "_open", watched)
     body = {"model": "bytes", "prompt": [fake_engine.SLOW, 65], "max_tokens": 6, "stream": stream}
@@ -71,8 +71,8 @@ def test_the_bound_holds_and_nothing_accepted_is_lost(
             choices = json.loads(data)["choices"]
             assert [choice["finish_reason"] for choice in choices] == ["length"] * (1 + number % 2)
     refused = statuses.count(429)
-    told = f"96 at once: {96 - refused} answered whole, {refused} refused, 0 lost"
-    record_property("figure", told)
+    text = f"96 at once: {96 - refused} answered whole, {refused} refused, 0 lost"
+    record_property("figure", text)
 
 
 def test_a_seat_is_free_again_whoever_leaves():

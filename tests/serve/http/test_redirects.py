@@ -19,11 +19,11 @@ KEY = "key-for-the-first-server-only"
 @contextlib.contextmanager
 def server(answer):
     """A real server of this machine; what it was asked is noted."""
-    asked = []
+    requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def answer(self):
-            asked.append((self.command, self.path, self.headers.get("authorization")))
+            requests.append((self.command, self.path, self.headers.get("authorization")))
             length = int(self.headers.get("content-length") or 0)
             self.rfile.read(length)
             answer(self)
@@ -36,7 +36,7 @@ def server(answer):
         thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.server_address[1]}", asked
+            yield f"http://127.0.0.1:{listening.server_address[1]}", requests
         finally:
             listening.shutdown()
             thread.join(10)
@@ -99,6 +99,6 @@ def test_the_status_of_a_server_does_not_follow(hosts):
 
 def test_the_other_server_answers_who_asks_it():
     """So that silence above means that nobody asked."""
-    with server(models) as (there, asked):
+    with server(models) as (there, request):
         assert served_model(RemoteServer(url=there)).name == "m"
-    assert [path for _, path, _ in asked] == ["/v1/models"]
+    assert [path for _, path, _ in request] == ["/v1/models"]

@@ -75,11 +75,11 @@ def bad_server():
             self.wfile.write(body)
 
         def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if "messages" in asked:
+            data = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if "messages" in data:
                 name, status, body = "chat", 200, CHAT + USAGE + DONE
             else:
-                name = list(ANSWERS)[asked["prompt"][0]]
+                name = list(ANSWERS)[data["prompt"][0]]
                 status, body, _ = ANSWERS[name]
             self.send_response(status)
             more = name in ("cut", "hang")
@@ -105,20 +105,20 @@ def bad_server():
 def test_each_wrong_answer_ends_its_own_request():
     arrivals = [Arrival(0.0, (number, 1, 2), 5) for number in range(len(ANSWERS))]
     with bad_server() as url:
-        found = replay_remote(RemoteServer(url=f"{url}/v1/", model="bad"), arrivals[:-1])
+        result = replay_remote(RemoteServer(url=f"{url}/v1/", model="bad"), arrivals[:-1])
         # The last never ends its answer.
-        found += replay_remote(RemoteServer(url=url, model="bad", timeout_s=1.0), arrivals[-1:])
+        result += replay_remote(RemoteServer(url=url, model="bad", timeout_s=1.0), arrivals[-1:])
         (chat,) = replay_remote(RemoteServer(url=url, model="bad", chat=True), arrivals[:1])
-    assert {n: one.failure for n, one in zip(ANSWERS, found, strict=True)} == {
+    assert {n: one.failure for n, one in zip(ANSWERS, result, strict=True)} == {
         name: failure for name, (_, _, failure) in ANSWERS.items()
     }
-    assert all(one.reason for one in found if one.failure)
-    good, other = found[0].served, found[1].served
+    assert all(one.reason for one in result if one.failure)
+    good, other = result[0].served, result[1].served
     assert (good.n_prompt, good.n_output) == (7, 5)  # as the server says
     assert (other.n_prompt, other.n_output) == (3, 2)  # as they came
     assert (chat.failure, chat.served.n_output, len(chat.times)) == (None, 5, 3)
-    assert 0 <= found[0].sent <= good.first <= good.finish
-    served = [one.served for one in found]
+    assert 0 <= result[0].sent <= good.first <= good.finish
+    served = [one.served for one in result]
     measured = measured_of(served, [0.5], targets=(60.0, 60.0))
     assert measured["slo_share"] == 2 / len(ANSWERS)
     assert measured["goodput_per_s"] == pytest.approx(2 / measured["total_s"])
@@ -137,15 +137,15 @@ def test_requests_are_sent_at_their_times_and_do_not_wait_for_each_other(serve_f
         remote = RemoteServer(url=server.url)
         known = served_model(remote)
         assert (known.name, known.max_position) == ("bytes", fake_engine.MAX_POSITION)
-        found = replay_remote(RemoteServer(url=server.url, model="bytes"), arrivals)
+        result = replay_remote(RemoteServer(url=server.url, model="bytes"), arrivals)
         with pytest.raises(ServeError, match=r"model = 'gpt': expected one that .* serves: bytes"):
             served_model(RemoteServer(url=server.url, model="gpt"))
-    assert [one.failure for one in found] == [None] * 4
-    assert [one.served.n_output for one in found] == [20] * 4
-    assert all(one.sent >= one.served.arrival for one in found)
+    assert [one.failure for one in result] == [None] * 4
+    assert [one.served.n_output for one in result] == [20] * 4
+    assert all(one.sent >= one.served.arrival for one in result)
     # 20 tokens of 20 ms each: all are under way when the last comes.
-    assert found[0].served.finish > found[-1].sent
-    assert all(sum(one.gaps) == pytest.approx(one.times[-1] - one.times[0]) for one in found)
+    assert result[0].served.finish > result[-1].sent
+    assert all(sum(one.gaps) == pytest.approx(one.times[-1] - one.times[0]) for one in result)
 
 
 def test_the_command(serve_fake, tmp_path):
@@ -162,9 +162,9 @@ def test_the_command(serve_fake, tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "time of a request, mean" in shown.stdout
     assert "which met the targets" in shown.stdout
-    told = json.loads(files[0].read_text())
-    assert (told["requests"], told["failures"], told["measured"]["slo_share"]) == (5, {}, 1.0)
-    assert len(told["samples"]["ttft"]) == 5
+    data = json.loads(files[0].read_text())
+    assert (data["requests"], data["failures"], data["measured"]["slo_share"]) == (5, {}, 1.0)
+    assert len(data["samples"]["ttft"]) == 5
     assert files[1].read_text().count("<polyline") >= 3
     with closing(socket.create_server(("127.0.0.1", 0))) as one:
         port = one.getsockname()[1]

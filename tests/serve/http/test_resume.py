@@ -102,12 +102,12 @@ def test_what_is_resumable():
 @given(st.lists(st.integers(1, 40), max_size=20))
 def test_events_in_pieces(sizes):
     stream = b"".join(b"data: %d\n\n" % number for number in range(30))
-    held, found = bytearray(), []
+    held, result = bytearray(), []
     for size in [*sizes, len(stream)]:
         held += stream[:size]
         stream = stream[size:]
-        found += split_events(held)
-    assert found == [b"%d" % number for number in range(30)]
+        result += split_events(held)
+    assert result == [b"%d" % number for number in range(30)]
     assert not held
 
 

@@ -68,8 +68,8 @@ def call(router, caller):
 def busy(replicas):
     """The only replica with an open request."""
     until(lambda: any(replica.num_open for replica in replicas.all), "nobody answers")
-    (found,) = [replica for replica in replicas.all if replica.num_open]
-    return found
+    (result,) = [replica for replica in replicas.all if replica.num_open]
+    return result
 
 
 def numbers(call, name):

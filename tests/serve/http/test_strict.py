@@ -50,8 +50,8 @@ GOOD = b"GET %H HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 @pytest.fixture(scope="module", params=KINDS)
 def it(request, byte_model, tmp_path_factory):
-    with listening(request.param, byte_model, tmp_path_factory.mktemp("listening")) as found:
-        yield found
+    with listening(request.param, byte_model, tmp_path_factory.mktemp("listening")) as result:
+        yield result
 
 
 def answer(it, data, *, pieces=1):
@@ -59,7 +59,7 @@ def answer(it, data, *, pieces=1):
     data = data.replace(b"%H", it.health.encode()).replace(b"%P", it.posted.encode())
     data = data.replace(b"localhost", b"localhost:%d" % it.port)
     size = max(1, -(-len(data) // pieces))
-    found = b""
+    result = b""
     with socket.create_connection(("127.0.0.1", it.port), timeout=20) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Refused before all was sent, it cannot be sent; what was answered is there to be read.
@@ -68,8 +68,8 @@ def answer(it, data, *, pieces=1):
                 connection.sendall(data[begin : begin + size])
         with contextlib.suppress(ConnectionError):
             while piece := connection.recv(65536):
-                found += piece
-    return found
+                result += piece
+    return result
 
 
 def refused(it, data, *statuses):

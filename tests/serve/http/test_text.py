@@ -171,9 +171,9 @@ def first_stop(text, stops):
 def test_stop_strings_are_found_wherever_the_pieces_break(pieces, stops):
     watch = StopStrings(stops)
     out = "".join(watch.feed(piece) for piece in pieces)
-    found = watch.matched
+    result = watch.matched
     out += watch.finish()
-    assert (out, found) == first_stop("".join(pieces), stops)
+    assert (out, result) == first_stop("".join(pieces), stops)
 
 
 @settings(max_examples=200, deadline=None)

@@ -64,11 +64,11 @@ def test_a_completion(call, one_span, stream):
     assert (span.name, span.kind) == ("text_completion bytes", SpanKind.SERVER)
     assert f"{span.context.trace_id:032x}" == TRACE
     assert f"{span.parent.span_id:016x}" == PARENT
-    found = dict(span.attributes)
-    times = {name: found.pop(name) for name in list(found) if "latency" in name}
-    identity = found.pop("gen_ai.response.id")
+    result = dict(span.attributes)
+    times = {name: result.pop(name) for name in list(result) if "latency" in name}
+    identity = result.pop("gen_ai.response.id")
     assert stream or identity == json.loads(data)["id"]
-    assert found == {
+    assert result == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "shoal",
         "gen_ai.request.model": "bytes",

@@ -159,8 +159,8 @@ def serve(
     if slo is not None:
         from shoal.app.commands.plan_goodput import targets_of
 
-        found = targets_of(slo)
-        targets = (found.ttft, found.tpot)
+        result = targets_of(slo)
+        targets = (result.ttft, result.tpot)
     if url is not None:
         from shoal.app.commands import bench_url
 
@@ -412,15 +412,15 @@ def kernels(
     if not anyway:
         check_quiet(wait_s=60.0)
     with WorkBar("bench kernels", quiet=quiet) as bar:
-        found = bench(options, progress=lambda text, done, total: bar(done, total, text))
-    typer.echo(format_rows(found))
+        result = bench(options, progress=lambda text, done, total: bar(done, total, text))
+    typer.echo(format_rows(result))
     for file in files:
         if file.suffix == ".json":
-            write_json(file, [dataclasses.asdict(row) for row in found])
+            write_json(file, [dataclasses.asdict(row) for row in result])
         else:
-            names = sorted({row.op for row in found})
+            names = sorted({row.op for row in result})
             require(len(names) == 1, "--out", str(file), expected="one --op for one picture")
-            write_atomic(file, draw(found, names[0]))
+            write_atomic(file, draw(result, names[0]))
 
 
 def _numbers(text: str, where: str) -> list[int]:

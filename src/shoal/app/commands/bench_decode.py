@@ -95,7 +95,7 @@ def decode(
     data = None if model else zoo.corpus("shoal-27m")
     # A fifth may go: answers that repeat themselves.
     count = max(prompts, max(sizes) * 5 // 4)
-    asked = held_out_prompts(target, data, count, prompt_tokens)
+    request = held_out_prompts(target, data, count, prompt_tokens)
     own = {
         name: (directory, held_out_prompts(directory, data, count, prompt_tokens))
         for name, directory in others.items()
@@ -111,8 +111,8 @@ def decode(
         kv_tokens=max(8192, max(sizes) * (prompt_tokens + new_tokens + 64)),
         own=own,
     )
-    kept = lively(bench, asked, new_tokens)
-    loops = len(asked) - len(kept)
+    kept = lively(bench, request, new_tokens)
+    loops = len(request) - len(kept)
     rows = [
         row
         for size in sizes

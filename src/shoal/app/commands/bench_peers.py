@@ -47,17 +47,17 @@ def run(
     with scratch_directory("peers") as place:
         directory = Path(model) if model else random_directory(place)
         with WorkBar("bench serve --peers", quiet=quiet) as bar:
-            found = bench(
+            result = bench(
                 directory,
                 environments=environments,
                 rounds=rounds,
                 threads=threads or num_cores(),
                 progress=lambda what, done, total: bar(done, total, what),
             )
-    title = f"{found.model}; {found.threads} threads each"
-    table(title, COLUMNS, rows(found))
-    typer.echo(", ".join(f"{name} {version}" for name, version in found.versions.items()))
-    for name, why in found.missing.items():
+    title = f"{result.model}; {result.threads} threads each"
+    table(title, COLUMNS, rows(result))
+    typer.echo(", ".join(f"{name} {version}" for name, version in result.versions.items()))
+    for name, why in result.missing.items():
         typer.echo(f"{name}: left out: {why}")
     if out is not None:
-        write_json(out, found.model_dump(mode="json"))
+        write_json(out, result.model_dump(mode="json"))

@@ -59,9 +59,10 @@ def measured_rows(measured: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def show_serve_plan(plan: ServePlan) -> None:
     """Print what is predicted, before it is measured."""
-    told = plan.predicted["tokens_per_s"]
+    result = plan.predicted["tokens_per_s"]
     typer.echo(
-        f"predicted: {told.value:,.0f} output tokens/s ({told.low:,.0f} to {told.high:,.0f}). "
+        f"predicted: {result.value:,.0f} output tokens/s ({result.low:,.0f} to "
+        f"{result.high:,.0f}). "
         f"{plan.why}"
     )
     for note in plan.notes:

@@ -127,7 +127,7 @@ def tune(
         until=time.monotonic() + seconds,
     )
     with contextlib.closing(runner), WorkBar("tuning", quiet=quiet) as bar:
-        found = tune_serving(
+        result = tune_serving(
             searcher,
             space,
             objective,
@@ -138,19 +138,21 @@ def tune(
             progress=bar,
         )
     if study is not None:
-        found.save(study, header="Trials of `shoal bench tune`.")
+        result.save(study, header="Trials of `shoal bench tune`.")
         typer.echo(f"saved {study}", err=True)
     if out is not None:
-        best = job_of(job, found.best.config)
+        best = job_of(job, result.best.config)
         best.save(out, header="The best settings of `shoal bench tune`.")
         typer.echo(f"saved {out}", err=True)
     if picture is not None:
-        write_atomic(picture, page(found, title=f"{model} with {engine}: {goal}", unit=UNITS[goal]))
+        write_atomic(
+            picture, page(result, title=f"{model} with {engine}: {goal}", unit=UNITS[goal])
+        )
         typer.echo(f"saved {picture}", err=True)
     if output is Format.json:
-        as_json({"goal": goal, "engine": engine, **summary(found)})
+        as_json({"goal": goal, "engine": engine, **summary(result)})
     else:
-        _show(found, UNITS[goal])
+        _show(result, UNITS[goal])
 
 
 def _show(study: TuningResult, unit: str) -> None:

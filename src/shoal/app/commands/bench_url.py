@@ -91,34 +91,34 @@ def run(
             f"at most {longest:,} tokens"
         )
     with WorkBar("bench", quiet=quiet) as bar:
-        found = replay_remote(
+        result = replay_remote(
             remote, arrivals, progress=lambda done, total, _: bar(done, total, "requests")
         )
-    served = [one.served for one in found]
-    gaps = [gap for one in found for gap in one.gaps]
-    failures = Counter(one.failure for one in found if one.failure is not None)
-    reasons = {one.failure: one.reason for one in reversed(found) if one.failure is not None}
-    if len(found) == failures.total():
+    served = [one.served for one in result]
+    gaps = [gap for one in result for gap in one.gaps]
+    failures = Counter(one.failure for one in result if one.failure is not None)
+    reasons = {one.failure: one.reason for one in reversed(result) if one.failure is not None}
+    if len(result) == failures.total():
         name, reason = next(iter(reasons.items()), ("empty", "the workload has no requests"))
         raise ServeError(
-            f"{url}: no request of {len(found)} was answered; the first {name}: {reason}"
+            f"{url}: no request of {len(result)} was answered; the first {name}: {reason}"
         )
     measured = measured_of(served, gaps, targets=targets)
-    lags = [max(0.0, one.sent - one.served.arrival) for one in found]
+    lags = [max(0.0, one.sent - one.served.arrival) for one in result]
     measured |= {"lag_p99_s": summary("lag", lags)["lag_p99_s"]}
-    told = {
+    fields = {
         "url": url,
         "model": known.name,
         "workload": job.workload.model_dump(mode="json"),
-        "requests": len(found),
+        "requests": len(result),
         "measured": measured,
         "failures": dict(failures),
         "reasons": reasons,
         "samples": samples_of(served, gaps),
     }
-    write_served(files, told, known.name)
+    write_served(files, fields, known.name)
     if not shown:
-        as_json({name: value for name, value in told.items() if name != "samples"})
+        as_json({name: value for name, value in fields.items() if name != "samples"})
         return
     table("", ("", "measured"), measured_rows(measured), numeric=" r")
     for name, count in failures.items():

@@ -49,11 +49,11 @@ def list_(
         numeric="r",
     )
     by_grade = sorted(counts(rows).items(), key=str)
-    told = (
+    result = (
         f"{number} {status}" + (f" ({evidence})" if evidence else "")
         for (status, evidence), number in by_grade
     )
-    typer.echo(", ".join(told))
+    typer.echo(", ".join(result))
 
 
 @app.command("run")
@@ -172,6 +172,6 @@ def report(
     from shoal.claims.gallery.papers import counts
 
     page = write_gallery(results, out)
-    told = counts(index_rows(results))
-    typer.echo(", ".join(f"{number} {name}" for name, number in told.items() if number))
+    result = counts(index_rows(results))
+    typer.echo(", ".join(f"{number} {name}" for name, number in result.items() if number))
     typer.echo(f"written to {page}")

@@ -111,11 +111,11 @@ def _listen(host: str, port: int) -> socket.socket:
     from shoal.core.errors import ConfigError
 
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        result = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # With its protocol, or asyncio would leave Nagle's algorithm on.
-        listening = socket.socket(*found[:3])
+        listening = socket.socket(*result[:3])
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(found[4])
+        listening.bind(result[4])
         listening.listen(128)
     except OSError as cause:
         raise ConfigError(

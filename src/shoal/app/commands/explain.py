@@ -35,13 +35,13 @@ class PartCommands(TyperGroup):
         from shoal.core.errors import UnknownPartError
 
         try:
-            found = explained(name)
+            result = explained(name)
         except UnknownPartError:
             if ctx.resilient_parsing:  # a shell completes a line
                 return None
             raise
         single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        single.command(name)(found)
+        single.command(name)(result)
         return typer.main.get_command(single)
 
     @staticmethod
@@ -141,9 +141,9 @@ def _part_command(kind: str, name: str) -> Callable[..., None]:
 
     def command() -> None:
         typer.echo(_prose(cls))
-        told = meanings(cls)
+        result = meanings(cls)
         rows = [
-            (field.name, _default_of(field), told.get(field.name, ""))
+            (field.name, _default_of(field), result.get(field.name, ""))
             for field in dataclasses.fields(cls)
         ]
         if rows:
@@ -166,9 +166,9 @@ def _papers(name: str, module: str) -> Iterator[str]:
         if row.claim != name and module not in row.parts:
             continue
         yield f"[{row.id}] {row.name}, {row.year}: {row.says}"
-        found = standing(row).record
-        if found is not None:
-            yield f"  here: {found.verdict.status}"
+        result = standing(row).record
+        if result is not None:
+            yield f"  here: {result.verdict.status}"
         if row.claim is not None:
             yield f"  judge it on this machine: shoal claims run {row.claim}"
 
@@ -190,7 +190,7 @@ def _study_command(name: str) -> Callable[..., None]:
     from shoal.core.parts import table as parts
 
     cls = parts("study").load(name)
-    told, hints = meanings(cls), get_type_hints(cls)
+    result, hints = meanings(cls), get_type_hints(cls)
     fields = dataclasses.fields(cls)
     named = getattr(cls, "subject", ())
     subject = (named,) if isinstance(named, str) else named
@@ -224,7 +224,7 @@ def _study_command(name: str) -> Callable[..., None]:
                     show(block)
         raise typer.Exit(0 if answer.ok else 1)
 
-    parameters = [_parameter(field, hints[field.name], told, subject) for field in fields]
+    parameters = [_parameter(field, hints[field.name], result, subject) for field in fields]
     needed = getattr(cls, "machine", "local")
     if needed is not None:
         parameters.append(

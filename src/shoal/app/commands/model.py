@@ -80,12 +80,12 @@ def verify(
     from shoal.core.errors import CorruptError
     from shoal.core.sizes import human_bytes
 
-    found = check(_place(directory))
-    if not found.ok:
-        raise CorruptError("\n".join(found.problems))
+    result = check(_place(directory))
+    if not result.ok:
+        raise CorruptError("\n".join(result.problems))
     typer.echo(
-        f"{directory}: a good {found.kind}: {found.tensors} tensors, "
-        f"{human_bytes(found.bytes)}; {found.checked}"
+        f"{directory}: a good {result.kind}: {result.tensors} tensors, "
+        f"{human_bytes(result.bytes)}; {result.checked}"
     )
 
 
@@ -182,12 +182,12 @@ def diff(
     from shoal.app.show import as_json, table
     from shoal.checkpoint.formats.transfer import differences
 
-    found = list(differences(a, b, weights_only=True if weights else None))
-    unequal = [one for one in found if one.kind != "equal"]
+    result = list(differences(a, b, weights_only=True if weights else None))
+    unequal = [one for one in result if one.kind != "equal"]
     if output is Format.json:
-        as_json([one.model_dump(mode="json") for one in (found if all_ else unequal)])
+        as_json([one.model_dump(mode="json") for one in (result if all_ else unequal)])
     else:
-        shown = found if all_ else unequal
+        shown = result if all_ else unequal
         if shown:
             table(
                 "",
@@ -205,7 +205,7 @@ def diff(
                 ],
                 numeric="    rr",
             )
-        typer.echo(f"{len(found)} tensors, {len(unequal)} of them differ")
+        typer.echo(f"{len(result)} tensors, {len(unequal)} of them differ")
     if unequal:
         raise typer.Exit(1)
 
@@ -272,7 +272,7 @@ def quantize(
         options["clip_search"] = clip
     data = "stdlib" if text is None else {"name": "text", "path": str(text)}
     with WorkBar("quantizing", quiet=output is Format.json) as bar:
-        found = quantize_directory(
+        result = quantize_directory(
             directory,
             out,
             format_,
@@ -286,15 +286,15 @@ def quantize(
             progress=bar,
         )
     if output is Format.json:
-        as_json(found.model_dump(mode="json"))
+        as_json(result.model_dump(mode="json"))
         return
     rows = [
-        ("format", f"{found.format}, {found.matrix_bits:.3f} bits a weight of the matrices"),
-        ("method", found.method),
-        ("weights", f"{human_bytes(found.bytes_before)} -> {human_bytes(found.bytes_after)}"),
+        ("format", f"{result.format}, {result.matrix_bits:.3f} bits a weight of the matrices"),
+        ("method", result.method),
+        ("weights", f"{human_bytes(result.bytes_before)} -> {human_bytes(result.bytes_after)}"),
     ]
-    if found.quality is not None:
-        quality = found.quality
+    if result.quality is not None:
+        quality = result.quality
         rows += [
             (
                 "perplexity",
@@ -303,9 +303,9 @@ def quantize(
             ),
             ("same top token", f"{quality.agreement:.2%}"),
         ]
-    if found.decode_s is not None and found.speedup is not None:
-        before, after = found.decode_s
-        ratio, low, high = found.speedup
+    if result.decode_s is not None and result.speedup is not None:
+        before, after = result.decode_s
+        ratio, low, high = result.speedup
         rows.append(
             (
                 "token of one sequence",

@@ -60,7 +60,7 @@ def kv(
 
     data = "stdlib" if text is None else {"name": "text", "path": str(text)}
     with WorkBar("looking at keys", quiet=output is Format.json) as bar:
-        found = report_directory(
+        result = report_directory(
             directory,
             data=data,
             by=by.value,
@@ -69,12 +69,12 @@ def kv(
             progress=bar,
         )
     if picture is not None:
-        write_atomic(picture, found.picture())
+        write_atomic(picture, result.picture())
     if output is Format.json:
-        as_json(found.model_dump(mode="json"))
+        as_json(result.model_dump(mode="json"))
         return
     table(
-        f"{found.model}, heads of {found.head_dim}, errors of {found.keys}",
+        f"{result.model}, heads of {result.head_dim}, errors of {result.keys}",
         ("format", "channels sorted", "a token", "smaller", "score error", "perplexity"),
         [
             (
@@ -85,11 +85,11 @@ def kv(
                 f"{row.mean_error:.3%}",
                 "" if row.perplexity is None else f"{row.perplexity:.3f}",
             )
-            for row in found.rows
+            for row in result.rows
         ],
         numeric="  rrrr",
     )
-    if found.note:
-        typer.echo(found.note)
+    if result.note:
+        typer.echo(result.note)
     if picture is not None:
         typer.echo(f"wrote {picture}")

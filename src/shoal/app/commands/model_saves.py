@@ -40,30 +40,30 @@ def inspect(
     from shoal.checkpoint.remote import is_address
     from shoal.core.sizes import human_bytes
 
-    found = summary(directory if is_address(directory) else Path(directory), step)
+    result = summary(directory if is_address(directory) else Path(directory), step)
     if output is Format.json:
-        as_json({**found.model_dump(mode="json"), "balance": found.balance})
+        as_json({**result.model_dump(mode="json"), "balance": result.balance})
         return
-    rows: list[tuple[str, object]] = [("kind", found.kind), ("path", found.path)]
-    if found.step is not None:
+    rows: list[tuple[str, object]] = [("kind", result.kind), ("path", result.path)]
+    if result.step is not None:
         rows += [
-            ("step", found.step),
-            ("steps", ", ".join(map(str, found.steps)) or found.step),
-            ("saved by", "one rank" if found.world == 1 else f"{found.world} ranks"),
-            ("format version", found.version),
+            ("step", result.step),
+            ("steps", ", ".join(map(str, result.steps)) or result.step),
+            ("saved by", "one rank" if result.world == 1 else f"{result.world} ranks"),
+            ("format version", result.version),
         ]
     rows += [
         (name, f"{count} tensors, {human_bytes(size)}")
-        for name, (count, size) in found.groups.items()
+        for name, (count, size) in result.groups.items()
     ]
-    if found.balance is not None:
-        rows.append(("largest file", f"{found.balance:.2f} x the smallest"))
-    rows += [(f"kept: {key}", _short(value)) for key, value in sorted(found.meta.items())]
+    if result.balance is not None:
+        rows.append(("largest file", f"{result.balance:.2f} x the smallest"))
+    rows += [(f"kept: {key}", _short(value)) for key, value in sorted(result.meta.items())]
     table("", ("", ""), rows)
     table(
         "",
         ("file", "size", "pieces"),
-        [(file.name, human_bytes(file.bytes), file.pieces) for file in found.files],
+        [(file.name, human_bytes(file.bytes), file.pieces) for file in result.files],
         numeric=" rr",
     )
 
@@ -103,10 +103,10 @@ def stalls(run: _Run, svg: _Svg = None, output: _Output = Format.text) -> None:
         ],
         numeric="r " + "r" * (len(causes) + 2),
     )
-    told = [one.stall_s for one in saves if one.stall_s is not None]
-    if told:
+    notes = [one.stall_s for one in saves if one.stall_s is not None]
+    if notes:
         typer.echo(
-            f"{len(saves)} saves, {sum(told):.4g} s in all, {max(told):.4g} s the longest stall"
+            f"{len(saves)} saves, {sum(notes):.4g} s in all, {max(notes):.4g} s the longest stall"
         )
 
 
@@ -179,10 +179,10 @@ def _plain(save: SaveRecord) -> dict[str, Any]:
     from dataclasses import asdict
     from math import isfinite
 
-    found = asdict(save) | {"stall_s": save.stall_s}
+    result = asdict(save) | {"stall_s": save.stall_s}
     return {
         key: None if isinstance(value, float) and not isfinite(value) else value
-        for key, value in found.items()
+        for key, value in result.items()
     }
 
 

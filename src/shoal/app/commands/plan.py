@@ -338,18 +338,18 @@ def serve(
         return
     for flag, value in (("--devices", devices), ("--since", since), ("--picture", picture)):
         require(value is None, flag, value, expected="--slo beside it")
-    asked = plan_serve(job, target)
+    request = plan_serve(job, target)
     if out is not None:
-        asked.save(out, header="Planned by `shoal plan serve`.")
+        request.save(out, header="Planned by `shoal plan serve`.")
         typer.echo(f"saved {out}", err=True)
     if emit is not None:
-        write_emitted([asked], emit, emit_dir)
+        write_emitted([request], emit, emit_dir)
     if output is PlanFormat.json:
-        as_json(asked.model_dump(mode="json", exclude_none=True))
+        as_json(request.model_dump(mode="json", exclude_none=True))
     elif output is PlanFormat.yaml:
-        typer.echo(to_yaml(asked.model_dump(mode="json", exclude_none=True)), nl=False)
+        typer.echo(to_yaml(request.model_dump(mode="json", exclude_none=True)), nl=False)
     else:
-        show_serve_plan(asked, competing(job, asked, drafters=drafter or ()) if compare else ())
+        show_serve_plan(request, competing(job, request, drafters=drafter or ()) if compare else ())
 
 
 def show_serve_plan(plan: ServePlan, ranked: Sequence[ServePlan] = ()) -> None:

@@ -47,9 +47,9 @@ def show_ways(job: TrainJob, machine: Machine) -> None:
     from shoal.plan.strategy.beyond import all_ways
     from shoal.plan.strategy.judge import beyond_room, tier_room
 
-    found = all_ways(job, shape_of(job), machine)
+    ways = all_ways(job, shape_of(job), machine)
     rows, unknown = [], set[str]()
-    for way in found:
+    for way in ways:
         if way.best is None:
             continue
         concrete, cost = way.best
@@ -66,7 +66,7 @@ def show_ways(job: TrainJob, machine: Machine) -> None:
         )
     if rows:
         table("every way", ("way", *TIERS, "step", "fits"), rows, numeric=" rrrr ")
-    for way in found:
+    for way in ways:
         if way.best is None:
             typer.echo(f"{way.name}: {way.refused}")
     if unknown:

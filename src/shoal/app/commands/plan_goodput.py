@@ -95,16 +95,16 @@ def targets_of(text: str) -> Slo:
     from shoal.core.errors import ConfigError
     from shoal.plan.serving.goodput import Slo
 
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for word in text.split(","):
         name, _, value = word.strip().partition("=")
         try:
-            found[name] = float(value)
+            values[name] = float(value)
         except ValueError:
             raise ConfigError(
                 f"--slo {text}: {word!r}: expected name=number, such as ttft=0.25,tpot=0.03"
             ) from None
-    return parse(Slo, found, where="--slo")
+    return parse(Slo, values, where="--slo")
 
 
 def _show(report: GoodputReport) -> None:

@@ -73,9 +73,9 @@ def sweep(
 
 def _rates(table: GemmTable) -> dict[str, tuple[float, int]]:
     """Kernel and type -> (best FLOP/s, products measured)."""
-    found: dict[str, tuple[float, int]] = {}
+    result: dict[str, tuple[float, int]] = {}
     for point in table.points:
         name = f"own, tile {point.tile}" if point.tile else f"torch {point.dtype}"
-        best, number = found.get(name, (0.0, 0))
-        found[name] = (max(best, point.flops / point.seconds), number + 1)
-    return dict(sorted(found.items()))
+        best, number = result.get(name, (0.0, 0))
+        result[name] = (max(best, point.flops / point.seconds), number + 1)
+    return dict(sorted(result.items()))

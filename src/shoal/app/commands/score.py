@@ -98,12 +98,12 @@ def _print(measured: SteadyState, scored: Report[Any] | None) -> None:
     from shoal.ir import predictions
 
     log = measured.log
-    told = {} if scored is None else predictions(scored.plan)
+    fields = {} if scored is None else predictions(scored.plan)
     errors = {} if scored is None else scored.errors
     rows = [
         (
             name + (" (from the plan's batch)" if name in measured.derived else ""),
-            f"{told[name].value:.4g}" if name in told else "",
+            f"{fields[name].value:.4g}" if name in fields else "",
             f"{value:.4g}",
             _percent(errors.get(name), sign=True),
         )
@@ -126,17 +126,17 @@ def _show(output: Format, last: int) -> None:
     from shoal.cost.score import Score
 
     store = Score()
-    found = store.rows(jobs=False)[-last:]
+    rows = store.rows(jobs=False)[-last:]
     summaries = store.errors()
     if output is Format.json:
         as_json(
             {
-                "rows": [row.model_dump(mode="json", exclude={"job"}) for row in found],
+                "rows": [row.model_dump(mode="json", exclude={"job"}) for row in rows],
                 "errors": [summary.model_dump(mode="json") for summary in summaries],
             }
         )
         return
-    if not found:
+    if not rows:
         typer.echo("no runs yet; `shoal train --minutes 1` makes one")
         return
     table(
@@ -152,11 +152,11 @@ def _show(output: Format, last: int) -> None:
                 f"{row.measured:.4g}",
                 "not counted" if row.elsewhere else _percent(row.error, sign=True),
             )
-            for row in found
+            for row in rows
         ],
         numeric="    rrr",
     )
-    if left := [row for row in found if row.elsewhere]:
+    if left := [row for row in rows if row.elsewhere]:
         kinds = " and a ".join(sorted({row.device.upper() for row in left}))
         typer.echo(
             f"not counted: {len(left)} of these rows were measured on a {kinds} and predicted for "

@@ -210,16 +210,16 @@ def _adapters(given: list[str] | None) -> dict[str, str] | None:
 
     if not given:
         return None
-    found: dict[str, str] = {}
+    adapters: dict[str, str] = {}
     for word in given:
         name, separator, path = word.partition("=")
-        if not (separator and name and path) or name in found:
+        if not (separator and name and path) or name in adapters:
             raise ConfigError(
                 f"--adapter {word}: expected NAME=DIRECTORY with a name of its own, such as "
                 "sql=runs/sql/adapter"
             )
-        found[name] = str(Path(path).absolute())
-    return found
+        adapters[name] = str(Path(path).absolute())
+    return adapters
 
 
 def _phases(text: str) -> dict[str, int]:
@@ -230,15 +230,15 @@ def _phases(text: str) -> dict[str, int]:
     """
     from shoal.core.errors import ConfigError
 
-    found = {}
+    phases = {}
     for word in text.split(","):
         name, _, number = word.strip().partition("=")
-        if name not in ("prefill", "decode") or name in found or not number.isdigit():
+        if name not in ("prefill", "decode") or name in phases or not number.isdigit():
             raise ConfigError(
                 f"--disagg {text}: expected both phases with a number, such as prefill=1,decode=1"
             )
-        found[name] = int(number)
-    return found
+        phases[name] = int(number)
+    return phases
 
 
 def _key(file: Path | None) -> str | None:

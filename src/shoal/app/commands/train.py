@@ -176,11 +176,11 @@ def train(
         from shoal.train.torchrun import execute_under_torchrun
 
         with TrainingBar(quiet=quiet or os.environ["RANK"] != "0") as bar:
-            told = execute_under_torchrun(
+            result = execute_under_torchrun(
                 chosen, directory, resume=resume, start=start, watch=bar, anyway=anyway
             )
-        if told is not None:
-            show_report(told, directory)
+        if result is not None:
+            show_report(result, directory)
         return
     if starter is not None:
         unknown = {"--robust": robust or None, "--chaos": chaos, "--from-step": from_step}
@@ -297,14 +297,14 @@ def diagnose(
     from shoal.train.layout import RunDir
     from shoal.train.watch.diagnose import diagnose as ask
 
-    found = ask(RunDir(run).ranks, tuple(locator or ("c4d", "megascale")))
+    result = ask(RunDir(run).ranks, tuple(locator or ("c4d", "megascale")))
     if output is Format.json:
-        as_json(found)
+        as_json(result)
         return
-    typer.echo(found["text"])
-    if "driver" in found:
-        typer.echo(f"the driver found last: {found['driver']['message']}")
-    for file in found["files"]:
+    typer.echo(result["text"])
+    if "driver" in result:
+        typer.echo(f"the driver found last: {result['driver']['message']}")
+    for file in result["files"]:
         typer.echo(f"wrote {file}")
 
 
@@ -345,11 +345,11 @@ def _resolve(
             flags=flags,
             sets=sets,
         )
-    found = resolve(TrainJob, file=config, flags=flags, sets=sets)
-    job = found.value
+    result = resolve(TrainJob, file=config, flags=flags, sets=sets)
+    job = result.value
     if job.steps is None and job.tokens is None and job.minutes is None:
-        found = found.replace({"minutes": 3.0}, "default: three minutes")
-    return found
+        result = result.replace({"minutes": 3.0}, "default: three minutes")
+    return result
 
 
 def _saved(path: Path, machine: str | None, *, anyway: bool) -> TrainPlan:
@@ -365,16 +365,16 @@ def _saved(path: Path, machine: str | None, *, anyway: bool) -> TrainPlan:
     from shoal.parallel.legal import check_split
     from shoal.plan.saved import check_machine, check_model, read_plan
 
-    found = read_plan(path)
-    if not isinstance(found, TrainPlan):
-        kind = found.job.job
+    result = read_plan(path)
+    if not isinstance(result, TrainPlan):
+        kind = result.job.job
         raise ConfigError(
             f"{path}: a plan of the job {kind}; run it with shoal run {kind} --plan {path}, or "
             "give one of shoal plan train"
         )
-    check_model(found, str(path))
+    check_model(result, str(path))
     try:
-        check_split(found.job, found.shape)
+        check_split(result.job, result.shape)
     except PlanError as cause:
         raise PlanError(f"{path}: {cause}; correct the file, or plan again") from cause
     # Under torchrun it runs where its launch files were sent to.
@@ -382,14 +382,14 @@ def _saved(path: Path, machine: str | None, *, anyway: bool) -> TrainPlan:
     if here is not None and (here != "local" or saved_path().exists()):
         target = load(here)
         # Whether its GPUs are here is asked when it starts.
-        if not anyway or target.device.kind == found.machine.device.kind:
-            check_machine(found, target, str(path))
+        if not anyway or target.device.kind == result.machine.device.kind:
+            check_machine(result, target, str(path))
     from shoal.train.run import with_kernels, with_rounds
 
-    found = with_rounds(with_kernels(found))
-    if not found.fits:
-        typer.echo(f"note: {path}: {found.why or 'it does not fit, says its planner'}", err=True)
-    return found
+    result = with_rounds(with_kernels(result))
+    if not result.fits:
+        typer.echo(f"note: {path}: {result.why or 'it does not fit, says its planner'}", err=True)
+    return result
 
 
 def _mesh(text: str | None) -> dict[str, object]:

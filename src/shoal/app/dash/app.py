@@ -107,10 +107,10 @@ def create_app(settings: DashboardSettings) -> FastAPI:
         return HTMLResponse(site.render(template, here=here, **values), code)
 
     def wanted(identity: str) -> RunStatus:
-        found = runs.find(identity)
-        if found is None:
+        position = runs.find(identity)
+        if position is None:
             raise HTTPException(404, "there is no such run; it may have been forgotten")
-        return found
+        return position
 
     @get(HEALTH)
     def healthz() -> PlainTextResponse:
@@ -137,35 +137,35 @@ def create_app(settings: DashboardSettings) -> FastAPI:
     def list_runs(request: Request) -> HTMLResponse:
         words = request.query_params.get("q", "").strip()[:100]
         number = request.query_params.get("page", "1")
-        found = [run for run in runs.all() if views.matches(run, words)]
-        pager = views.Pager.of(len(found), number, PAGE, "/runs", {"q": words})
-        shown = runs.detailed(found[pager.first : pager.last])
+        results = [run for run in runs.all() if views.matches(run, words)]
+        pager = views.Pager.of(len(results), number, PAGE, "/runs", {"q": words})
+        shown = runs.detailed(results[pager.first : pager.last])
         return page("runs.html", "/runs", runs=shown, pager=pager, q=words)
 
     @get("/runs/{identity}")
     def one_run(identity: str) -> HTMLResponse:
-        found = wanted(identity)
-        return page("run.html", "/runs", **views.run(runs, found))
+        result = wanted(identity)
+        return page("run.html", "/runs", **views.run(runs, result))
 
     @get("/runs/{identity}/live")
     def live(identity: str) -> HTMLResponse:
-        found = wanted(identity)
-        answer = page("run_live.html", **views.run(runs, found))
-        answer.headers["x-run-state"] = found.state
+        result = wanted(identity)
+        answer = page("run_live.html", **views.run(runs, result))
+        answer.headers["x-run-state"] = result.state
         return answer
 
     @get("/runs/{identity}/timeline")
     def run_timeline(identity: str, request: Request) -> HTMLResponse:
-        found = wanted(identity)
-        told = timeline(found, runs.events(found.entry), request.query_params)
-        return page("timeline.html", "/runs", **told)
+        result = wanted(identity)
+        outcome = timeline(result, runs.events(result.entry), request.query_params)
+        return page("timeline.html", "/runs", **outcome)
 
     @get("/runs/{identity}/{name}")
     def file(identity: str, name: str) -> Response:
-        found = wanted(identity)
+        result = wanted(identity)
         opened = None
-        if name in FILES and found.entry.path is not None:
-            opened = open_inside(found.entry.path, name)
+        if name in FILES and result.entry.path is not None:
+            opened = open_inside(result.entry.path, name)
         if opened is None:
             raise HTTPException(404, "the directory of the run has no such file")
         with opened:
@@ -188,14 +188,14 @@ def create_app(settings: DashboardSettings) -> FastAPI:
 
     @get("/goodput")
     def goodput(request: Request) -> HTMLResponse:
-        told = show(request.query_params, searches, watch, begin=True)
-        return page("goodput.html", "/goodput", **told)
+        result = show(request.query_params, searches, watch, begin=True)
+        return page("goodput.html", "/goodput", **result)
 
     @get("/goodput/live")
     def goodput_live(request: Request) -> HTMLResponse:
-        told = show(request.query_params, searches, watch, begin=False)
-        answer = page("goodput_live.html", **told)
-        answer.headers["x-run-state"] = told["state"]
+        result = show(request.query_params, searches, watch, begin=False)
+        answer = page("goodput_live.html", **result)
+        answer.headers["x-run-state"] = result["state"]
         return answer
 
     @get("/plans/file/{index}")
@@ -210,11 +210,11 @@ def create_app(settings: DashboardSettings) -> FastAPI:
 
     @get("/plans/{identity}")
     def one_plan(identity: str) -> HTMLResponse:
-        found = wanted(identity)
-        plan = runs.plan(found.entry)
+        result = wanted(identity)
+        plan = runs.plan(result.entry)
         if plan is None:
             raise HTTPException(404, "this run has no plan")
-        return page("plan.html", "/plans", **views.plan(plan), run=found)
+        return page("plan.html", "/plans", **views.plan(plan), run=result)
 
     @get("/score")
     def score(request: Request, quantity: str = "") -> HTMLResponse:
@@ -223,8 +223,8 @@ def create_app(settings: DashboardSettings) -> FastAPI:
 
     @get("/claims")
     def claims() -> HTMLResponse:
-        found = views.papers(settings.results)
-        return HTMLResponse(render_index(found, pages=site, places=views.PLACES))
+        papers = views.papers(settings.results)
+        return HTMLResponse(render_index(papers, pages=site, places=views.PLACES))
 
     @get("/claims/results/{name}")
     def result(name: str) -> Response:
@@ -239,12 +239,12 @@ def create_app(settings: DashboardSettings) -> FastAPI:
     @get("/claims/{kind}/{value}")
     def claims_of(kind: str, value: str) -> HTMLResponse:
         everything = views.papers(settings.results)
-        found = views.group(everything, kind, value)
-        if found is None:
+        result = views.group(everything, kind, value)
+        if result is None:
             raise HTTPException(404, "there is no such group of papers")
         return HTMLResponse(
             render_index(
-                found[0], every=everything, group=found[1], pages=site, places=views.PLACES
+                result[0], every=everything, group=result[1], pages=site, places=views.PLACES
             )
         )
 
@@ -259,8 +259,8 @@ def create_app(settings: DashboardSettings) -> FastAPI:
     def talking(chat: dict[str, Any] | None) -> HTMLResponse:
         upstream = settings.server
         models = () if upstream is None else upstream.state().models
-        told = {} if watch is None else views.server(watch)
-        return page("server.html", "/server", server=upstream, models=models, chat=chat, **told)
+        fields = {} if watch is None else views.server(watch)
+        return page("server.html", "/server", server=upstream, models=models, chat=chat, **fields)
 
     @get("/server")
     def server() -> HTMLResponse:
@@ -327,8 +327,8 @@ def create_app(settings: DashboardSettings) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     def refused(_request: Request, error: HTTPException) -> HTMLResponse:
-        told = {404: "Not found", 400: "Not understood", 413: "Too large"}
-        title = told.get(error.status_code, "Refused")
+        fields = {404: "Not found", 400: "Not understood", 413: "Too large"}
+        title = fields.get(error.status_code, "Refused")
         return page("error.html", code=error.status_code, title=title, told=error.detail)
 
     @app.exception_handler(ShoalError)

@@ -48,7 +48,7 @@ def of_run(events: Events, plan: Plan[Any] | None) -> list[Chart]:
     if plan is not None and cost is not None and cost.memory_bytes:
         rank = predictions(plan)["memory_bytes"].value / 2**20
         memory.append(Series("predicted", ends, [rank] * 2, dashed=True))
-    found = [
+    results = [
         _chart("Loss", "nats per token", loss),
         _chart("Tokens per second", "tokens/s", rate, bands),
         _chart(
@@ -59,7 +59,7 @@ def of_run(events: Events, plan: Plan[Any] | None) -> list[Chart]:
         _chart("Memory of rank 0", "MiB", memory),
         memory_by_tier(events, WIDTH, HEIGHT),
     ]
-    return [chart for chart in found if chart is not None]
+    return [chart for chart in results if chart is not None]
 
 
 def _chart(
@@ -152,16 +152,16 @@ _LIVE: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
 
 def of_server(moments: Sequence[Moment]) -> list[tuple[str, Chart | None]]:
     """(title, picture) of what was seen of a server; None for what has no value yet."""
-    found: list[tuple[str, Chart | None]] = []
+    results: list[tuple[str, Chart | None]] = []
     for title, unit, factor, lines in _LIVE:
         series = [
             _past(name, moments, [factor * one.get(value) for one in moments])
             for name, value in lines
         ]
-        found.append((title, _moving(title, unit, series)))
+        results.append((title, _moving(title, unit, series)))
     written = _past("tokens", moments, [one.rate("tokens") for one in moments])
-    found.append(("Tokens written per second", _moving("Tokens written", "tokens/s", [written])))
-    return found
+    results.append(("Tokens written per second", _moving("Tokens written", "tokens/s", [written])))
+    return results
 
 
 def _past(name: str, moments: Sequence[Moment], values: Sequence[float]) -> Series:
@@ -176,13 +176,13 @@ def _moving(title: str, unit: str, series: Sequence[Series]) -> Chart | None:
     ]
     if not last:
         return None
-    told = ", ".join(
+    text = ", ".join(
         f"{name} {value:.4g} {unit}" if len(series) > 1 else f"{value:.4g} {unit}"
         for name, value in last
     )
     return Chart(
         title=title,
-        description=f"{title} over the last minutes; at last {told}.",
+        description=f"{title} over the last minutes; at last {text}.",
         x_label="seconds from now",
         y_label=unit,
         series=series,

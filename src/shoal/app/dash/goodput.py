@@ -120,21 +120,21 @@ class GoodputSearches:
     def ask(self, asked: _Question) -> GoodputSearch:
         """The search of a question, begun if there is none that goes on or found something."""
         with self._lock:
-            found = self._known.get(asked)
-            if found is None or found.stop.is_set():
+            value = self._known.get(asked)
+            if value is None or value.stop.is_set():
                 for other in self._known.values():
                     if not other.finished.is_set():
                         other.stop.set()
-                found = GoodputSearch(asked, self._clock() + self.limit_s)
-                self._known[asked] = found
-                threading.Thread(target=self._run, args=(found,), daemon=True).start()
+                value = GoodputSearch(asked, self._clock() + self.limit_s)
+                self._known[asked] = value
+                threading.Thread(target=self._run, args=(value,), daemon=True).start()
             self._known.move_to_end(asked)
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)[1].stop.set()
-            return found
+            return value
 
     def _run(self, search: GoodputSearch) -> None:
-        asked = search.question
+        request = search.question
 
         def progress(done: float, total: float, _text: str) -> None:
             search.done, search.total = done, total
@@ -143,14 +143,14 @@ class GoodputSearches:
             with self._working:  # one that was stopped ends with the step that it simulates
                 search.ends = self._clock() + self.limit_s
                 job = resolve(
-                    ServeJob, flags={"model": asked.model, "workload": asked.workload}
+                    ServeJob, flags={"model": request.model, "workload": request.workload}
                 ).value
-                machine = described.load(asked.machine)
+                machine = described.load(request.machine)
                 costs = sharded_costs(job, machine)
                 search.report = self._plan(
                     job,
                     machine,
-                    asked.slo,
+                    request.slo,
                     costs=lambda tp, pp: _Bounded(costs(tp, pp), search, self),
                     tolerance=_TOLERANCE,
                     progress=progress,
@@ -269,8 +269,8 @@ def show(
     if not given:
         return page
     try:
-        asked, rate = _checked(page["given"])
-        search = searches.ask(asked) if begin else searches.find(asked)
+        request, rate = _checked(page["given"])
+        search = searches.ask(request) if begin else searches.find(request)
     except ShoalError as cause:
         page["error"] = str(cause)
         return page
@@ -290,7 +290,7 @@ def show(
             if each < 2 * report.best.per_device:  # further away it would only make the rest small
                 more.append(Series("rate asked for", [each] * 2, [0.0, 1.0], dashed=True))
             page["copies"] = replicas(rate, report.best.goodput)
-        page["seen"] = seen = measured(watch, asked.slo)
+        page["seen"] = seen = measured(watch, request.slo)
         if seen is not None:
             more.append(Series("your server", [seen.rate] * 2, [seen.low, seen.high], points=True))
         page["chart"] = report.chart(*more, width=720, height=380)
@@ -329,14 +329,14 @@ def _checked(given: Mapping[str, str]) -> tuple[_Question, float | None]:
 
 def _number(given: Mapping[str, str], name: str, low: float, high: float) -> float:
     try:
-        found = float(given[name])
+        result = float(given[name])
     except ValueError:
-        found = math.nan
+        result = math.nan
     require(
-        low <= found <= high,
+        low <= result <= high,
         name,
         given[name],
         expected=f"a number from {low:g} to {high:g}",
         error=ConfigError,
     )
-    return found
+    return result

@@ -126,8 +126,8 @@ class DashboardGuard:
             return _plain(403, "a page of another site may not ask for this")
         allowed = _METHODS.get(path, _READ)
         if scope["method"] not in allowed:
-            told = ", ".join(sorted(allowed))
-            return _plain(405, f"this address takes {told} only", {"allow": told})
+            result = ", ".join(sorted(allowed))
+            return _plain(405, f"this address takes {result} only", {"allow": result})
         if scope["method"] == "POST" and len(origins) != 1:
             return _plain(403, "a page of another site may not ask for this")
         if scope["method"] == "POST" and not _length(headers) <= MAX_BODY:

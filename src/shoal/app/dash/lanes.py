@@ -70,9 +70,9 @@ class Lanes:
         """The SVG element as text."""
         lane, top = 40, 30
         height = top + lane * len(self.lanes) + 30
-        told = f"{len(self.lanes)} lanes, {seconds((self.end - self.begin) / 1e9)} wide. "
-        told += "; ".join(f"rank {rank}: {', '.join(words)}" for rank, words in self.marks.items())
-        parts = [_head(height, "timeline-ranks", self.title, told), _HATCH]
+        text = f"{len(self.lanes)} lanes, {seconds((self.end - self.begin) / 1e9)} wide. "
+        text += "; ".join(f"rank {rank}: {', '.join(words)}" for rank, words in self.marks.items())
+        parts = [_head(height, "timeline-ranks", self.title, text), _HATCH]
         parts += self._grid(top, height - 30)
         for number, (rank, spans) in enumerate(self.lanes.items()):
             parts.append(self._lane(rank, spans, top + lane * number))
@@ -127,23 +127,23 @@ class Lanes:
 
     def _merged(self, spans: Sequence[LaneSpan]) -> list[tuple[float, float, str]]:
         """Pieces of a lane in px, near ones joined; a piece tells its longest."""
-        found: list[tuple[float, float, str]] = []
+        results: list[tuple[float, float, str]] = []
         longest, count = 0, 0
         for span in sorted(spans, key=lambda one: one.begin):
             left, right = self._x(span.begin), self._x(span.end)
             length = span.end - span.begin
             text = f"{span.text}, {seconds(length / 1e9)}"
-            if found and left - found[-1][1] < _NEAR and right - left < 40:
-                start, stop, said = found[-1]
+            if results and left - results[-1][1] < _NEAR and right - left < 40:
+                start, stop, said = results[-1]
                 count += 1
                 if length > longest:
                     longest, said = length, text
                 said = said.partition(" (and ")[0] + f" (and {count} more)"
-                found[-1] = (start, max(stop, right), said)
+                results[-1] = (start, max(stop, right), said)
             else:
                 longest, count = length, 0
-                found.append((left, right, text))
-        return found
+                results.append((left, right, text))
+        return results
 
     def _axis(self, y: int) -> str:
         parts = []

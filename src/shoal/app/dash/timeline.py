@@ -149,7 +149,7 @@ def _whole(text: str | None, otherwise: int) -> int:
 
 def _starts(events: Events) -> list[_Start]:
     """The starts of a run, as its events tell them."""
-    found: list[_Start] = []
+    starts: list[_Start] = []
     places: tuple[int, ...] = ()
     here: _Start | None = None
     for event in events.story:
@@ -157,12 +157,12 @@ def _starts(events: Events) -> list[_Start]:
         if not math.isfinite(time):
             continue
         if here is None and kind in ("start", "restart", "fault", "step"):
-            here = _Start(len(found) + 1, places, time, time)
-            found.append(here)
+            here = _Start(len(starts) + 1, places, time, time)
+            starts.append(here)
         if kind == "restart":
             places = _ints(event.get("places"))
-            if len(found) > 1 and here is not None:
-                found[-2].restart = event
+            if len(starts) > 1 and here is not None:
+                starts[-2].restart = event
             if here is not None:
                 here.places = places
         elif here is not None and kind == "start":
@@ -186,7 +186,7 @@ def _starts(events: Events) -> list[_Start]:
             continue
         if here is not None:
             here.end = max(here.end, time)
-    return found
+    return starts
 
 
 def _ints(value: Any) -> tuple[int, ...]:
@@ -236,8 +236,8 @@ def _start_row(start: _Start, base: str) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> float | None:
-    found = number(value)
-    return found if math.isfinite(found) else None
+    result = number(value)
+    return result if math.isfinite(result) else None
 
 
 def _places(starts: Sequence[_Start], live: bool) -> PlaceHistory:
@@ -263,14 +263,14 @@ def _places(starts: Sequence[_Start], live: bool) -> PlaceHistory:
 
 def _flights(folder: Path) -> tuple[dict[int, Flight], list[str]]:
     """The newest records of every rank, and what could not be read."""
-    found: dict[int, Flight] = {}
-    told: list[str] = []
+    flights: dict[int, Flight] = {}
+    notes: list[str] = []
     if folder.is_symlink() or not folder.is_dir():
-        return found, told
+        return flights, notes
     with os.scandir(folder) as children:
         names = sorted(c.name for c in children if c.name.endswith(".flight"))
     if len(names) > _MOST_RANKS:
-        told.append(f"{len(names)} ranks have records; the first {_MOST_RANKS} are read")
+        notes.append(f"{len(names)} ranks have records; the first {_MOST_RANKS} are read")
     for name in names[:_MOST_RANKS]:
         file = open_inside(folder, name)
         if file is None:
@@ -278,17 +278,17 @@ def _flights(folder: Path) -> tuple[dict[int, Flight], list[str]]:
         with file:
             status = os.fstat(file.fileno())
         if status.st_size > _MAX_BYTES:
-            told.append(f"{name}: {status.st_size} bytes are more than a page reads; left out")
+            notes.append(f"{name}: {status.st_size} bytes are more than a page reads; left out")
             continue
         try:
             flight = read(folder / name)
         except (ShoalError, IndexError) as cause:
-            told.append(f"{name}: left out: {cause}")
+            notes.append(f"{name}: left out: {cause}")
             continue
         if flight is not None:
             lost = flight.lost + max(0, len(flight.rows) - _MAX_ROWS)
-            found[flight.rank] = flight._replace(rows=flight.rows[-_MAX_ROWS:], lost=lost)
-    return found, told
+            flights[flight.rank] = flight._replace(rows=flight.rows[-_MAX_ROWS:], lost=lost)
+    return flights, notes
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
@@ -317,9 +317,9 @@ class _Told:
 
 @functools.lru_cache(maxsize=4)
 def _look(folder: Path, _stamp: object, live: bool) -> _Told:
-    flights, told = _flights(folder)
+    flights, result = _flights(folder)
     if not flights:
-        return _Told(None, (), tuple(told))
+        return _Told(None, (), tuple(result))
     evidence = Evidence(flights)
     faults: list[Fault] = []
     # Of a run that goes on, who stands in an operation now stands there by right.
@@ -327,11 +327,11 @@ def _look(folder: Path, _stamp: object, live: bool) -> _Told:
         try:
             verdict = table("locator").build(name).locate(evidence)
         except ShoalError as cause:
-            told.append(f"{name}: {cause}")
+            result.append(f"{name}: {cause}")
             continue
         known = {(fault.kind, fault.ranks) for fault in faults}
         faults += [fault for fault in verdict.faults if (fault.kind, fault.ranks) not in known]
-    return _Told(evidence, tuple(faults[:32]), tuple(told))
+    return _Told(evidence, tuple(faults[:32]), tuple(result))
 
 
 def _records(
@@ -343,9 +343,9 @@ def _records(
     live: bool,
 ) -> dict[str, Any]:
     """The picture and the table of one start; without records, what to do."""
-    told = _look(folder, _stamp(folder), live)
-    evidence = told.evidence
-    page: dict[str, Any] = {"picture": None, "notes": told.notes, "named": [], "rows": []}
+    result = _look(folder, _stamp(folder), live)
+    evidence = result.evidence
+    page: dict[str, Any] = {"picture": None, "notes": result.notes, "named": [], "rows": []}
     if evidence is None:
         return page
     steps = sorted({step for begin in evidence.begins.values() for step in begin if step >= 0})
@@ -355,7 +355,7 @@ def _records(
     first = max(_whole(query.get("from"), last - _STEPS + 1), steps[0])
     first = min(first, last) if first <= steps[-1] else steps[-1]
     last = max(first, last)
-    named = _named(told.faults, fault)
+    named = _named(result.faults, fault)
     ranks = list(evidence.flights)
     at = min(_whole(query.get("ranks"), 0), max(0, len(ranks) - 1)) // MAX_RANKS * MAX_RANKS
     shown = ranks[at : at + MAX_RANKS]
@@ -378,7 +378,9 @@ def _records(
             (f"{ranks[i]} to {ranks[min(i + MAX_RANKS, len(ranks)) - 1]}", href(ranks=i), i == at)
             for i in range(0, len(ranks), MAX_RANKS)
         ],
-        named=[(", ".join(map(str, one.ranks)), _fault_name(one), one.text) for one in told.faults],
+        named=[
+            (", ".join(map(str, one.ranks)), _fault_name(one), one.text) for one in result.faults
+        ],
         rows=[_row(evidence, rank, first, last, named.get(rank, ())) for rank in ranks],
         picture=Lanes(
             title=f"Ranks in step{'s' if width > 1 else ''} {first}"
@@ -426,16 +428,16 @@ def _window(evidence: Evidence, first: int, last: int, newest: int) -> tuple[int
 
 def _named(faults: Sequence[Fault], event: Mapping[str, Any] | None) -> dict[int, tuple[str, ...]]:
     """Rank -> what was named about it, the driver's finding first."""
-    found: dict[int, tuple[str, ...]] = {}
+    result: dict[int, tuple[str, ...]] = {}
     if event is not None and isinstance(event.get("rank"), int):
-        found[event["rank"]] = (_name(event),)
+        result[event["rank"]] = (_name(event),)
     for fault in faults:
         for rank in fault.ranks:
-            words = found.get(rank, ())
+            words = result.get(rank, ())
             name = _fault_name(fault)
             if name not in words:
-                found[rank] = (*words, name)
-    return found
+                result[rank] = (*words, name)
+    return result
 
 
 def _fault_name(fault: Fault) -> str:
@@ -455,27 +457,27 @@ def _spans(evidence: Evidence, rank: int, begin: int, end: int) -> list[LaneSpan
         over = [
             LaneSpan("compute", min(evidence.begins[rank].values()), newest - offset, "computes")
         ]
-    found = []
+    results = []
     if COMPUTE in flight.names:
         code = flight.names.index(COMPUTE)
         for row in flight.rows[flight.rows["op"] == code].tolist():
             left = row[3] - offset if row[3] else evidence.now
             name = flight.names[row[9]] if row[9] < len(flight.names) else ""
-            found.append(LaneSpan("phase", row[0] - offset, left, name))
+            results.append(LaneSpan("phase", row[0] - offset, left, name))
     for entry in evidence.entries[rank]:
         name = f"{entry.op} {entry.tag}".strip()
         if entry.peer >= 0:
             name += f" {'to' if entry.op == 'send' else 'from'} rank {entry.peer}"
         if entry.blocked:
-            found.append(LaneSpan("stuck", entry.since, evidence.now, f"stands in {name}"))
+            results.append(LaneSpan("stuck", entry.since, evidence.now, f"stands in {name}"))
             continue
         if entry.issued:
-            found.append(LaneSpan("flight", entry.enter, entry.done or evidence.now, name))
+            results.append(LaneSpan("flight", entry.enter, entry.done or evidence.now, name))
         if entry.issued > entry.enter:
-            found.append(LaneSpan("wait", entry.enter, entry.issued, f"waits in {name}"))
+            results.append(LaneSpan("wait", entry.enter, entry.issued, f"waits in {name}"))
         if entry.waited and entry.left:
-            found.append(LaneSpan("wait", entry.waited, entry.left, f"waits for {name}"))
-    return [span for span in [*over, *found] if span.end >= begin and span.begin <= end]
+            results.append(LaneSpan("wait", entry.waited, entry.left, f"waits for {name}"))
+    return [span for span in [*over, *results] if span.end >= begin and span.begin <= end]
 
 
 def _step_marks(evidence: Evidence, first: int, last: int) -> list[tuple[int, str]]:

@@ -164,8 +164,8 @@ def overview(settings: DashboardSettings, runs: Runs) -> dict[str, Any]:
 
 def _errors(summaries: Sequence[ErrorSummary]) -> list[ErrorRow]:
     order = {name: place for place, name in enumerate(quantities())}
-    found = [ErrorRow(_words(one.quantity), one.quantity, one) for one in summaries]
-    return sorted(found, key=lambda row: order.get(row.quantity, len(order)))
+    errors = [ErrorRow(_words(one.quantity), one.quantity, one) for one in summaries]
+    return sorted(errors, key=lambda row: order.get(row.quantity, len(order)))
 
 
 def _shown(quantity: str) -> Quantity:
@@ -181,12 +181,12 @@ def _words(quantity: str) -> str:
 def machine() -> dict[str, Any]:
     """The machine called local."""
     try:
-        found: Machine | None = load("local")
+        loaded: Machine | None = load("local")
         error = ""
     except ShoalError as cause:
-        found, error = None, str(cause)
-    chart = None if found is None else charts.of_machine(found)
-    return {"machine": found, "error": error, "chart": chart, "described": names()}
+        loaded, error = None, str(cause)
+    chart = None if loaded is None else charts.of_machine(loaded)
+    return {"machine": loaded, "error": error, "chart": chart, "described": names()}
 
 
 def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
@@ -226,8 +226,8 @@ _LAST = ("loss", "tokens_per_s", "mfu", "memory_bytes", "step_s", "lr", "grad_no
 
 def _finite(value: Any) -> float | None:
     """A number of an event; None when it is none."""
-    found = number(value)
-    return found if math.isfinite(found) else None
+    result = number(value)
+    return result if math.isfinite(result) else None
 
 
 def _so_far(report: Report[Any], live: bool) -> Report[Any]:
@@ -240,24 +240,24 @@ def _so_far(report: Report[Any], live: bool) -> Report[Any]:
 
 def _troubles(found: RunStatus, events: Events, error: str) -> list[str]:
     """What a reader should know before trusting the page."""
-    told = [error] if error else []
+    notes = [error] if error else []
     root = found.entry.path
     if root is not None and not root.is_dir():
-        told.append(f"the directory {root} is gone; what the score has kept of it is shown")
+        notes.append(f"the directory {root} is gone; what the score has kept of it is shown")
     if events.skipped_lines:
-        told.append(f"{events.skipped_lines} lines of its events are no events and were left out")
+        notes.append(f"{events.skipped_lines} lines of its events are no events and were left out")
     if events.shortened:
-        told.append("its events are very many; only the newest are drawn")
+        notes.append("its events are very many; only the newest are drawn")
     if found.state == "failed" and root is not None:
-        told.append("it ended without saying so: its ranks were killed, or failed")
-        told += _rank_errors(root / "ranks")
-    return told
+        notes.append("it ended without saying so: its ranks were killed, or failed")
+        notes += _rank_errors(root / "ranks")
+    return notes
 
 
 def _rank_errors(ranks: Path) -> list[str]:
     if ranks.is_symlink() or not ranks.is_dir():
         return []
-    told = []
+    errors = []
     for path in sorted(ranks.glob("rank-*.error"))[:8]:
         file = open_inside(ranks, path.name)
         if file is None:
@@ -265,10 +265,10 @@ def _rank_errors(ranks: Path) -> list[str]:
         with file:
             raw = file.read(65536)
         try:
-            told.append(f"{path.stem}: {json.loads(raw)['message']}")
+            errors.append(f"{path.stem}: {json.loads(raw)['message']}")
         except (ValueError, KeyError, TypeError):
-            told.append(f"{path.stem}: its error cannot be read")
-    return told
+            errors.append(f"{path.stem}: its error cannot be read")
+    return errors
 
 
 def _files(root: Path | None) -> list[str]:
@@ -328,8 +328,8 @@ def plan_files(paths: Sequence[Path]) -> list[PlanRow]:
     rows = []
     for index, path in enumerate(paths):
         try:
-            found: Plan[Any] = _plan_file(path, path.stat().st_mtime_ns)
-            rows.append(PlanRow(f"/plans/file/{index}", path.name, found, how=_how(found)))
+            plan: Plan[Any] = _plan_file(path, path.stat().st_mtime_ns)
+            rows.append(PlanRow(f"/plans/file/{index}", path.name, plan, how=_how(plan)))
         except OSError as cause:
             error = f"{path}: cannot be read ({cause.strerror})"
             rows.append(PlanRow(f"/plans/file/{index}", path.name, None, error))
@@ -366,8 +366,8 @@ def plan(found: Plan[Any]) -> dict[str, Any]:
 def _shares(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """(cause, amount, share of the sum), largest first; nothing is left out but zeros."""
     total = sum(parts.values())
-    found = [(name, value, value / total) for name, value in parts.items() if value > 0]
-    return sorted(found, key=lambda row: -row[1])
+    shares = [(name, value, value / total) for name, value in parts.items() if value > 0]
+    return sorted(shares, key=lambda row: -row[1])
 
 
 @dataclass(frozen=True)
@@ -448,8 +448,8 @@ def papers(results: Path) -> tuple[Paper, ...]:
     for row in catalogue():
         path = results / f"{row.claim}.json"
         if row.claim is not None and path.is_file():
-            found = path.stat()
-            seen.append((path.name, found.st_mtime_ns, found.st_size))
+            result = path.stat()
+            seen.append((path.name, result.st_mtime_ns, result.st_size))
     return _papers(results.absolute(), tuple(seen))
 
 

@@ -81,7 +81,7 @@ class WorkerSession:
         height = _LANE * len(self.rows) + 26
         longest = max((row.length for row in self.rows), default=0) or 1
         scale = (_WIDTH - _LEFT - 14) / longest
-        told = "; ".join(
+        text = "; ".join(
             f"{row.name}: " + ", ".join(f"{b.words} of {b.length}" for b in row.blocks)
             for row in self.rows
         )
@@ -90,7 +90,7 @@ class WorkerSession:
             f'<svg class="timeline" viewBox="0 0 {_WIDTH} {height}" role="img" '
             f'aria-labelledby="{name}-t {name}-d" xmlns="http://www.w3.org/2000/svg">'
             f'<title id="{name}-t">Views of {escape(self.id)}</title>'
-            f'<desc id="{name}-d">{escape(told)}</desc>'
+            f'<desc id="{name}-d">{escape(text)}</desc>'
         ]
         for number, row in enumerate(self.rows):
             y = _LANE * number
@@ -151,13 +151,13 @@ def _block(raw: Any, reader: str) -> ViewBlock:
 def inspect(upstream: Upstream) -> dict[str, Any]:
     """What the page of workers shows: sessions, how many are left out, or what went wrong."""
     try:
-        found = read(upstream.workers())
+        result = read(upstream.workers())
         error = ""
     except ServeError as cause:
-        found, error = (), str(cause)
+        result, error = (), str(cause)
     return {
-        "sessions": found[:_SHOWN],
-        "more": len(found[_SHOWN:]),
+        "sessions": result[:_SHOWN],
+        "more": len(result[_SHOWN:]),
         "error": error,
         "key": [*dict.fromkeys((KINDS["prompt"], KINDS["header"], KINDS["work"], _OWN))],
     }

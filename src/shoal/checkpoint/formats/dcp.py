@@ -160,13 +160,13 @@ class DcpContents:
         import torch
 
         if self._last is None or self._last[0] != place:
-            found = self._object(name, place)
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) != box.shape:
+            result = self._object(name, place)
+            if not isinstance(result, torch.Tensor) or tuple(result.shape) != box.shape:
                 raise CorruptError(
                     f"{self.path / place.file}: {name} is no tensor of the shape "
                     f"{list(box.shape)}, as the metadata says; it is damaged"
                 )
-            self._last = (place, found.detach())
+            self._last = (place, result.detach())
         return self._last[1]
 
 
@@ -212,7 +212,7 @@ def _ours(name: str) -> str:
 
 def _json(text: str, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except ValueError:
         raise CorruptError(f"{path}: its own description is not JSON; it is damaged") from None
-    return dict(found) if isinstance(found, dict) else {}
+    return dict(data) if isinstance(data, dict) else {}

@@ -73,9 +73,9 @@ class DeepSpeedDumps:
         }
         self._states: dict[int, Path] = {}
         for name, file in names.items():
-            found = STATES.match(name)
-            if found:
-                self._states.setdefault(int(found.group(2)), file)
+            match = STATES.match(name)
+            if match:
+                self._states.setdefault(int(match.group(2)), file)
         if not self._states:
             raise CheckpointError(
                 f"{self.path}: no mp_rank_XX_model_states.pt; it is no checkpoint of DeepSpeed, or "
@@ -97,7 +97,7 @@ class DeepSpeedDumps:
             CheckpointError: one is missing.
         """
         layout = self.layout
-        found: list[RankFile] = []
+        files: list[RankFile] = []
         for mp in range(layout.tp * layout.pp):
             if mp not in self._states:
                 at = Coord(mp // layout.tp, 0, mp % layout.tp)
@@ -114,8 +114,8 @@ class DeepSpeedDumps:
                         f"mesh is {layout}, so there are {layout.dp} for each model-parallel rank; "
                         "copy it too"
                     )
-                found.append(FileOf(file, functools.partial(self._read, at=at)))
-        return found
+                files.append(FileOf(file, functools.partial(self._read, at=at)))
+        return files
 
     def spec(self) -> UniversalSpec | None:
         """Our own, or what DeepSpeed's lists of patterns say."""
@@ -320,10 +320,10 @@ def _own(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(text, str):
         return {}
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except ValueError:
         raise CorruptError(f"{path}: its own description is not JSON; it is damaged") from None
-    return dict(found)
+    return dict(data)
 
 
 def _layout(first: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> RankLayout:

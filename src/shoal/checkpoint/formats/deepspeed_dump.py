@@ -188,14 +188,14 @@ def _slices(
             shares[group] = flat_share(sizes, layout)
     else:
         runs = {name: (0, held[name].tensor.numel()) for name in tensors}
-    found = []
+    results = []
     for name, (start, stop) in runs.items():
         part = held[name]
         # Rows of the local tensor: what is before them comes first in memory order, too.
         before = part.offset[0] * math.prod(part.shape[1:]) if part.offset else 0
         cuts = {key: value.reshape(-1)[start:stop] for key, value in tensors[name].items()}
-        found.append(BufferSlice(name, tuple(part.shape), before + start, cuts, scalars[name]))
-    return found, shares
+        results.append(BufferSlice(name, tuple(part.shape), before + start, cuts, scalars[name]))
+    return results, shares
 
 
 def _save_model(

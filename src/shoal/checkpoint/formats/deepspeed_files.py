@@ -132,13 +132,13 @@ def flat_slices(
     """
     share = flat_share(sizes, layout)
     low, high = dp * share, (dp + 1) * share
-    found, begin = {}, 0
+    flat_slices, begin = {}, 0
     for name, size in sizes.items():
         first, last = max(low - begin, 0), min(high - begin, size)
         if first < last:
-            found[name] = (first, last)
+            flat_slices[name] = (first, last)
         begin += size
-    return found
+    return flat_slices
 
 
 def optim_states(
@@ -186,7 +186,7 @@ def optim_states(
         states[number] = {**buffers, **held[0].scalars}
         mappings.append(table)
     flat_name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "zero_stage": stage,
         "partition_count": layout.dp,
         flat_name: flats,
@@ -197,8 +197,8 @@ def optim_states(
         },
     }
     if tables:
-        found["param_slice_mappings"] = mappings
-    return {"optimizer_state_dict": found, "ds_version": "0.16.0", "ds_config": {}}
+        result["param_slice_mappings"] = mappings
+    return {"optimizer_state_dict": result, "ds_version": "0.16.0", "ds_config": {}}
 
 
 def model_states(

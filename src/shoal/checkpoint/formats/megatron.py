@@ -64,9 +64,9 @@ class MegatronDumps:
         self.path = _folder(path)
         self._files: dict[Coord, Path] = {}
         for folder in sorted(self.path.iterdir()):
-            found = _RANK.match(folder.name)
-            if found:
-                tp, pp, ep = (int(number or 0) for number in found.groups())
+            match = _RANK.match(folder.name)
+            if match:
+                tp, pp, ep = (int(number or 0) for number in match.groups())
                 self._files[Coord(pp, ep, tp)] = folder / _FILE
         if not self._files:
             raise CheckpointError(
@@ -97,7 +97,7 @@ class MegatronDumps:
             CheckpointError: one is missing.
         """
         layout = self.layout
-        found: list[RankFile] = []
+        files: list[RankFile] = []
         for pp in range(layout.pp):
             for ep in range(layout.ep):
                 for tp in range(layout.tp):
@@ -108,8 +108,8 @@ class MegatronDumps:
                             f"missing; the mesh is {layout}, so there are "
                             f"{layout.pp * layout.ep * layout.tp}; copy it too"
                         )
-                    found.append(FileOf(self._files[at], functools.partial(self._read, at=at)))
-        return found
+                    files.append(FileOf(self._files[at], functools.partial(self._read, at=at)))
+        return files
 
     def spec(self) -> UniversalSpec | None:
         """That of the model."""
@@ -258,12 +258,12 @@ def _content(
     copied = config.tied and mesh.pp > 1 and at.pp == mesh.pp - 1
 
     def local(stored: Mapping[str, str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, entry in stored.items():
             part = local_of(spec, name, contents.shape(entry), mesh, at)
             shown = "output.weight" if copied and name == "embed.weight" else name
-            found[shown] = read_local(contents, entry, part)
-        return to_megatron(found, first, config)
+            tensors[shown] = read_local(contents, entry, part)
+        return to_megatron(tensors, first, config)
 
     model = local({name: MODEL + name for name in names})
     order = list(model)

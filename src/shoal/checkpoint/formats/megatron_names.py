@@ -57,24 +57,24 @@ def to_megatron(
         first_layer: number of the stage's first block; Megatron counts from it.
         config: the model.
     """
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in _TOP:
-            found[_TOP[name]] = tensor
+            result[_TOP[name]] = tensor
             continue
         _, number, rest = name.split(".", 2)
         layer = f"decoder.layers.{int(number) - first_layer}"
         if rest in _OUR_EXPERTS.values():
             leaf = next(theirs for theirs, ours in _OUR_EXPERTS.items() if ours == rest)
             for expert, matrix in enumerate(tensor):
-                found[f"{layer}.mlp.experts.local_experts.{expert}.{leaf}.weight"] = matrix
+                result[f"{layer}.mlp.experts.local_experts.{expert}.{leaf}.weight"] = matrix
             continue
         stem, _, leaf = rest.rpartition(".")
         theirs = _LAYER.get(rest) or f"{_LAYER[stem]}.{leaf}"
-        found[f"{layer}.{theirs}"] = (
+        result[f"{layer}.{theirs}"] = (
             grouped(tensor, config) if stem == "attention.qkv_proj" else tensor
         )
-    return found
+    return result
 
 
 def from_megatron(
@@ -89,7 +89,7 @@ def from_megatron(
 
     top = {theirs: ours for ours, theirs in _TOP.items()}
     layer_names = {theirs: ours for ours, theirs in _LAYER.items()} | _ALIASES
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         if name.endswith("_extra_state") or tensor is None:
@@ -97,7 +97,7 @@ def from_megatron(
         if name in top:
             ours = top[name]
             # The last stage's copy of a shared embedding.
-            found["embed.weight" if ours == "output.weight" and config.tied else ours] = tensor
+            result["embed.weight" if ours == "output.weight" and config.tied else ours] = tensor
             continue
         match = _THEIR_LAYER.match(name)
         rest = match.group(2) if match else ""
@@ -117,10 +117,10 @@ def from_megatron(
                 "checkpoint cannot be imported"
             )
         ungroup = own.startswith("attention.qkv_proj")
-        found[f"{block}.{own}"] = ungrouped(tensor, config) if ungroup else tensor
+        result[f"{block}.{own}"] = ungrouped(tensor, config) if ungroup else tensor
     for name, held in experts.items():
-        found[name] = torch.stack([held[number] for number in sorted(held)])
-    return found
+        result[name] = torch.stack([held[number] for number in sorted(held)])
+    return result
 
 
 def ungrouped(tensor: Tensor, config: ModelConfig) -> Tensor:

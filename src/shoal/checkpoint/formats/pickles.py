@@ -124,5 +124,5 @@ def _archive(path: Path) -> None:
 
 def _named(cause: Exception) -> str:
     """The class that was refused."""
-    found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(cause))
-    return found.group(1) if found else "an object of an unknown class"
+    match = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(cause))
+    return match.group(1) if match else "an object of an unknown class"

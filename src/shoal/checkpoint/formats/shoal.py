@@ -93,11 +93,11 @@ def _places(path: Path) -> list[tuple[Path, int | None]]:
     """A store, or a run's newest branch and then the step where that begins."""
     branch = branches(path)[-1]
     store = path / "checkpoints"
-    found: list[tuple[Path, int | None]] = [(path, None)]
-    found.append((Path(place_of(store, branch.number)), None))
+    places: list[tuple[Path, int | None]] = [(path, None)]
+    places.append((Path(place_of(store, branch.number)), None))
     if branch.step is not None:
-        found.append((Path(place_of(store, branch.of)), branch.step))
-    return found
+        places.append((Path(place_of(store, branch.of)), branch.step))
+    return places
 
 
 def _step(path: Path) -> Path:

@@ -90,8 +90,8 @@ def open_any(place: str | Path, *, spec: UniversalSpec | None = None) -> Content
         ShoalError: it cannot be read; says why.
     """
     if is_store(place):
-        found = find(place)
-        return ShoalContents(Store(found.path).open(found.steps[-1], verify=False))
+        position = find(place)
+        return ShoalContents(Store(position.path).open(position.steps[-1], verify=False))
     chosen, path = _named(str(place))
     reader: CheckpointFormat = FORMATS.build(chosen or format_of(path))
     return reader.open(path, spec=spec)
@@ -255,9 +255,9 @@ def differences(
 
 def _compared(name: str, one: Contents | None, two: Contents | None) -> TensorDifference:
     if one is None or two is None:
-        told = _report(one, name) if one is not None else _report(two, name)
+        result = _report(one, name) if one is not None else _report(two, name)
         kind: Any = "only in A" if two is None else "only in B"
-        return TensorDifference(name=name, kind=kind, **{"a" if two is None else "b": told})
+        return TensorDifference(name=name, kind=kind, **{"a" if two is None else "b": result})
     described = {"a": _report(one, name), "b": _report(two, name)}
     if one.shape(name) != two.shape(name):
         return TensorDifference(name=name, kind="shape", **described)

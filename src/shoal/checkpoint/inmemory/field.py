@@ -57,9 +57,9 @@ _POWERS, _LOGS = _tables()
 
 def _products() -> Bytes:
     powers, logs = np.array(_POWERS, np.uint8), np.array(_LOGS)
-    found: Bytes = powers[logs[:, None] + logs[None, :]]
-    found[0], found[:, 0] = 0, 0
-    return found
+    products: Bytes = powers[logs[:, None] + logs[None, :]]
+    products[0], products[:, 0] = 0, 0
+    return products
 
 
 PRODUCTS: Bytes = _products()
@@ -126,8 +126,8 @@ _KEPT: dict[int, Bytes] = {}
 
 def matmul(a: Bytes, b: Bytes) -> Bytes:
     """Product of two small matrices [p, q] and [q, r] over the field."""
-    found: Bytes = np.bitwise_xor.reduce(PRODUCTS[a[:, :, None], b[None, :, :]], axis=1)
-    return found
+    result: Bytes = np.bitwise_xor.reduce(PRODUCTS[a[:, :, None], b[None, :, :]], axis=1)
+    return result
 
 
 def invert(matrix: Bytes) -> Bytes:
@@ -149,8 +149,8 @@ def invert(matrix: Bytes) -> Bytes:
         for row in range(size):
             if row != column and work[row, column]:
                 work[row] ^= PRODUCTS[int(work[row, column])][work[column]]
-    found: Bytes = np.ascontiguousarray(work[:, size:])
-    return found
+    result: Bytes = np.ascontiguousarray(work[:, size:])
+    return result
 
 
 def generator_matrix(data: int, parity: int) -> Bytes:

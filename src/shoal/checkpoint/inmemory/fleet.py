@@ -58,10 +58,10 @@ class _Pipe:
             line = _line(self._process)
         if not line:
             raise RankError(f"the snapshot process of rank {self._rank} was lost while recovering")
-        told: dict[str, Any] = json.loads(line)
-        if "error" in told:
-            raise CheckpointError(f"snapshot process of rank {self._rank}: {told['error']}")
-        return told
+        data: dict[str, Any] = json.loads(line)
+        if "error" in data:
+            raise CheckpointError(f"snapshot process of rank {self._rank}: {data['error']}")
+        return data
 
 
 class Fleet:
@@ -139,9 +139,9 @@ class Fleet:
             self.processes[rank] = self._spawn(rank)
             places[rank] = self._place(rank)
         self._write(generation=self.members.generation + 1, places=tuple(places), restore=None)
-        found = recover(self.members, [_Pipe(r, one) for r, one in enumerate(self.processes)])
-        self._write(restore=found.step)
-        return found
+        result = recover(self.members, [_Pipe(r, one) for r, one in enumerate(self.processes)])
+        self._write(restore=result.step)
+        return result
 
     def persist(self, where: str, keep: int) -> None:
         """Write the recovered version to a store; the trainers have no part in it.

@@ -78,7 +78,7 @@ def shares(held: Mapping[int, Sequence[BoxEntry]]) -> dict[int, list[BoxSegment]
     classes: dict[tuple[int, ...], list[BoxEntry]] = {}
     for entry, ranks in holders.items():
         classes.setdefault(tuple(ranks), []).append(entry)
-    found: dict[int, list[BoxSegment]] = {rank: [] for rank in held}
+    shares: dict[int, list[BoxSegment]] = {rank: [] for rank in held}
     ends = dict.fromkeys(held, 0)
     for owners, entries in classes.items():
         total = sum(entry.nbytes for entry in entries)
@@ -90,7 +90,7 @@ def shares(held: Mapping[int, Sequence[BoxEntry]]) -> dict[int, list[BoxSegment]
                 number = min((start + first) // share, len(owners) - 1)
                 last = min(entry.nbytes, (number + 1) * share - start)
                 rank = owners[number]
-                found[rank].append(
+                shares[rank].append(
                     BoxSegment(
                         name=entry.name,
                         dtype=entry.dtype,
@@ -105,7 +105,7 @@ def shares(held: Mapping[int, Sequence[BoxEntry]]) -> dict[int, list[BoxSegment]
                 ends[rank] += last - first
                 first = last
             start += entry.nbytes
-    return found
+    return shares
 
 
 def piece_bytes(segments: Sequence[BoxSegment]) -> int:

@@ -28,12 +28,12 @@ def persist(version: InMemory, store: Store) -> None:
 
 def main() -> int:
     """Save what the environment's snapshot processes hold."""
-    found = members()
+    result = members()
     try:
-        if found is None or found[0].restore is None:
+        if result is None or result[0].restore is None:
             raise CheckpointError("there is no version in memory to save")
         root, keep = sys.argv[1:]
-        persist(InMemory(*found, found[0].restore), Store(root, keep=int(keep)))
+        persist(InMemory(*result, result[0].restore), Store(root, keep=int(keep)))
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -253,11 +253,11 @@ class SnapshotProcess:
         began = time.perf_counter()
         with self._lock:
             self._opened()
-            found = self.slots[slot]
-            self._seal(found, crcs, end)
-            found.meta, found.step = meta, step
+            result = self.slots[slot]
+            self._seal(result, crcs, end)
+            result.meta, result.step = meta, step
         sealed = time.perf_counter()
-        self._code(found, step)
+        self._code(result, step)
         return {"seal_s": sealed - began, "code_s": time.perf_counter() - sealed}
 
     def encode(self, step: int, generation: int, places: list[Any]) -> dict[str, Any]:
@@ -265,8 +265,8 @@ class SnapshotProcess:
         with self._lock:
             self.generation = generation
             self.places = [SnapshotAddress.model_validate(place) for place in places]
-            found = self._slot(step)
-        self._code(found, step)
+            result = self._slot(step)
+        self._code(result, step)
         return {}
 
     def status(self, verify: bool = False) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def recover(found: Members, asked: Sequence[SnapshotReader]) -> RecoveryResult:
     """
     with ThreadPoolExecutor(len(asked)) as pool:
         list(pool.map(lambda one: one.call("abort"), asked))
-        told = list(pool.map(lambda one: one.call("status", verify=True), asked))
-        views = {rank: _view(one) for rank, one in enumerate(told) if one["spec"] is not None}
+        result = list(pool.map(lambda one: one.call("status", verify=True), asked))
+        views = {rank: _view(one) for rank, one in enumerate(result) if one["spec"] is not None}
         step, reason = _newest(views, len(asked))
         rebuilt = [] if step is None else _restore(found, asked, pool, views, step)
         list(pool.map(lambda one: one.call("keep", step=step), asked))
@@ -281,7 +281,7 @@ def _boxes(
     parts: Sequence[tuple[int, BoxSegment]],
 ) -> Iterator[tuple[Box, list[tuple[int, BoxSegment]]]]:
     """Stored boxes with all who keep bytes of them."""
-    found: dict[Box, list[tuple[int, BoxSegment]]] = {}
+    result: dict[Box, list[tuple[int, BoxSegment]]] = {}
     for rank, segment in parts:
-        found.setdefault(Box(segment.offset, segment.shape), []).append((rank, segment))
-    yield from found.items()
+        result.setdefault(Box(segment.offset, segment.shape), []).append((rank, segment))
+    yield from result.items()

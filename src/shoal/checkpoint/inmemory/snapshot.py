@@ -112,8 +112,8 @@ def members() -> tuple[Members, bytes] | None:
     place = os.environ.get(ENVIRONMENT)
     if place is None:
         return None
-    found = Members.model_validate_json(Path(place).read_bytes())
-    return found, bytes.fromhex(os.environ[SECRET])
+    result = Members.model_validate_json(Path(place).read_bytes())
+    return result, bytes.fromhex(os.environ[SECRET])
 
 
 class Snapshots:
@@ -293,8 +293,8 @@ class Snapshots:
                 self._pause(busy, run.end, total, began)
         # What is not committed is never gone back to; the version before it stays.
         if bad:
-            found = FiniteCheck(tuple(bad), len({name for name, _ in kept}))
-            raise refusal(f"step {step}: weights or optimizer state are", found, self._rank)
+            check = FiniteCheck(tuple(bad), len({name for name, _ in kept}))
+            raise refusal(f"step {step}: weights or optimizer state are", check, self._rank)
         for number, (name, _) in enumerate(kept):
             if watched.changed(number, 0):
                 raise CheckpointError(
@@ -302,8 +302,8 @@ class Snapshots:
                     "it may change only after settle()"
                 )
         done = time.perf_counter()
-        told = self._client.call("commit", step=step, slot=slot, meta=meta, crcs=crcs, end=total)
-        if "code_s" not in told:
+        result = self._client.call("commit", step=step, slot=slot, meta=meta, crcs=crcs, end=total)
+        if "code_s" not in result:
             raise CheckpointError(f"step {step}: the snapshot was not coded")
         return _Copied(step, total, busy, done - began, time.perf_counter() - done)
 

@@ -211,11 +211,11 @@ class SnapshotClient:
             self.connection = socket.create_connection((place.host, place.port), _CONNECT_S)
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             header, _ = receive(self.connection, most=_MOST_HELLO)
-            found = header.get("run")
-            if found != run:
+            value = header.get("run")
+            if value != run:
                 self.connection.close()
                 raise CheckpointError(
-                    f"{self._name}: it belongs to run {found!r} and this is {run!r}; what an "
+                    f"{self._name}: it belongs to run {value!r} and this is {run!r}; what an "
                     "earlier run has left is not taken over"
                 )
             nonce, theirs = secrets.token_hex(16), str(header.get("nonce"))

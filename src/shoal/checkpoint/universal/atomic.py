@@ -241,13 +241,13 @@ class UniversalCheckpoint:
 
     def names(self) -> list[str]:
         """``model.NAME`` of every weight, and ``optimizer.NAME.KEY`` of its state."""
-        found = []
+        names = []
         for name in [*self.manifest.parameters, *self.manifest.tied]:
             parameter = self.manifest.parameters[self._kept(name)]
-            found.append(MODEL + name)
+            names.append(MODEL + name)
             others = [key for key in parameter.tensors if key != FP32]
-            found += [f"{OPTIMIZER}{name}.{key}" for key in [*others, *parameter.scalars]]
-        return found
+            names += [f"{OPTIMIZER}{name}.{key}" for key in [*others, *parameter.scalars]]
+        return names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a tensor; none of a number."""
@@ -324,10 +324,10 @@ class UniversalCheckpoint:
         Raises:
             CheckpointError: names the fields that differ.
         """
-        found = self.meta.get("model")
-        if not isinstance(found, dict):
+        value = self.meta.get("model")
+        if not isinstance(value, dict):
             raise CheckpointError(f"{self.path}: does not say which model it is of")
-        different = differences(found, expected)
+        different = differences(value, expected)
         if different:
             raise CheckpointError(
                 f"{self.path}: a checkpoint of another model: "
@@ -389,8 +389,8 @@ class UniversalCheckpoint:
         for number in range(begin // block, -(-min(end, stored.bytes) // block)):
             if (name, key, number) in self._verified:
                 continue
-            found = hashlib.sha256(raw[number * block : (number + 1) * block].data).hexdigest()
-            if number >= len(stored.blocks) or found != stored.blocks[number]:
+            result = hashlib.sha256(raw[number * block : (number + 1) * block].data).hexdigest()
+            if number >= len(stored.blocks) or result != stored.blocks[number]:
                 raise CorruptError(
                     f"{self._file(name, key)}: {key} of {name} is not what was written (SHA-256 "
                     "differs); convert the source again"
@@ -415,7 +415,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CorruptError(f"{path}: larger than {_MAX_BYTES} bytes; that is no index")
-        found = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes())
     except FileNotFoundError as cause:
         raise CheckpointError(
             f"{path}: missing; this is no universal checkpoint; make one with shoal model convert "
@@ -425,6 +425,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read ({cause.strerror or cause})") from cause
     except (ValueError, RecursionError) as cause:
         raise CorruptError(f"{path}: not JSON ({type(cause).__name__}); it is damaged") from cause
-    if not isinstance(found, dict):
-        raise CorruptError(f"{path}: expected a mapping, found {type(found).__name__}")
-    return found
+    if not isinstance(data, dict):
+        raise CorruptError(f"{path}: expected a mapping, found {type(data).__name__}")
+    return data

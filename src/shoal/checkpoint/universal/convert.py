@@ -125,18 +125,18 @@ def _make(
     with write_dir_atomic(place, error=CheckpointError) as folder:
         fragments = folder / "fragments"
         fragments.mkdir()
-        found = extract(source.files(), fragments, workers=number)
-        chosen.check(found.fragments)
+        result = extract(source.files(), fragments, workers=number)
+        chosen.check(result.fragments)
         writer = UniversalWriter(folder)
         with ThreadPoolExecutor(max_workers=number) as pool:
             list(
                 pool.map(
-                    lambda name: _whole(writer, source, chosen, found, name),
-                    [name for name in found.fragments if name not in chosen.tied],
+                    lambda name: _whole(writer, source, chosen, result, name),
+                    [name for name in result.fragments if name not in chosen.tied],
                 )
             )
-        for second in [name for name in chosen.tied if name in found.fragments]:
-            _same(source, chosen, found, second)
+        for second in [name for name in chosen.tied if name in result.fragments]:
+            _same(source, chosen, result, second)
         shutil.rmtree(fragments)
         meta = {**source.meta, "layout": source.layout.model_dump()}
         writer.finish(int(source.meta.get("step", 0)), meta, tied=chosen.tied, source=made_of)

@@ -81,20 +81,22 @@ def extract(files: Sequence[RankFile], folder: Path, *, workers: int = 1) -> Ext
         CorruptError: a file is cut or damaged.
         CheckpointError: a file holds more than plain data, or two ranks state other numbers.
     """
-    found = ExtractedFragments()
+    extracted_fragments = ExtractedFragments()
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
         numbered = [(file, folder / f"{number:05d}.f32") for number, file in enumerate(files)]
         for fragments, scalars in pool.map(lambda one: _one(*one), numbered):
             for name, key, spilled in fragments:
-                found.fragments.setdefault(name, {}).setdefault(key, []).append(spilled)
+                extracted_fragments.fragments.setdefault(name, {}).setdefault(key, []).append(
+                    spilled
+                )
             for name, key, value in scalars:
-                known = found.scalars.setdefault(name, {}).setdefault(key, value)
+                known = extracted_fragments.scalars.setdefault(name, {}).setdefault(key, value)
                 if known != value:
                     raise CheckpointError(
                         f"{name}: one rank says {key} = {known:g} and another {value:g}; the "
                         "files are of different steps"
                     )
-    return found
+    return extracted_fragments
 
 
 def _one(file: RankFile, target: Path) -> tuple[list[tuple[str, str, FragmentFile]], list[Scalar]]:

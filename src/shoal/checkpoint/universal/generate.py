@@ -79,8 +79,8 @@ def local_of(spec: UniversalSpec, name: str, shape: Shape, layout: RankLayout, a
     pattern = spec.pattern(name)
     counts = layout.sizes(pattern.axes)
     place = tuple(getattr(at, axis) for axis in pattern.axes)
-    found = pattern.cut(name, shape, counts, place)
-    return Local(name, found.local_shape, tuple(FragmentRead(s, t) for t, s in found.placed()))
+    result = pattern.cut(name, shape, counts, place)
+    return Local(name, result.local_shape, tuple(FragmentRead(s, t) for t, s in result.placed()))
 
 
 def read_local(
@@ -118,19 +118,19 @@ def boxes_of_run(shape: Shape, start: int, stop: int) -> list[Box]:
     inner = math.prod(shape[1:])
     if len(shape) == 1:
         return [Box((start,), (stop - start,))]
-    found: list[Box] = []
+    boxes: list[Box] = []
     first, last = start // inner, stop // inner
     head, tail = start - first * inner, stop - last * inner
     if first == last:
         return list(_inside(shape, first, head, tail))
     if head:
-        found += _inside(shape, first, head, inner)
+        boxes += _inside(shape, first, head, inner)
         first += 1
     if first < last:
-        found.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
     if tail:
-        found += _inside(shape, last, 0, tail)
-    return found
+        boxes += _inside(shape, last, 0, tail)
+    return boxes
 
 
 def _inside(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
@@ -152,15 +152,15 @@ def stage_names(names: Sequence[str], num_layers: int, stages: int, tied: bool) 
             f"mesh: pp={stages}: {num_layers} blocks cannot be shared by so many stages; choose at "
             f"most {num_layers}"
         )
-    found: list[list[str]] = [[] for _ in range(stages)]
+    stage_names: list[list[str]] = [[] for _ in range(stages)]
     for name in names:
         block = _BLOCK.match(name)
         if block:
-            found[int(block.group(1)) * stages // num_layers].append(name)
+            stage_names[int(block.group(1)) * stages // num_layers].append(name)
         elif name.startswith("embed"):
-            found[0].append(name)
+            stage_names[0].append(name)
             if tied and stages > 1:
-                found[-1].append(name)
+                stage_names[-1].append(name)
         else:
-            found[-1].append(name)
-    return found
+            stage_names[-1].append(name)
+    return stage_names

@@ -83,7 +83,7 @@ class RankLayout(Value):
         Raises:
             ConfigError: another axis, or no number.
         """
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for word in filter(None, text.split(",")):
             axis, _, size = word.partition("=")
             require(
@@ -92,8 +92,8 @@ class RankLayout(Value):
                 text,
                 expected="axes and sizes such as dp=1,tp=2, of dp, tp, pp and ep",
             )
-            found[axis.strip()] = int(size)
-        return parse(cls, found, where="mesh")
+            numbers[axis.strip()] = int(size)
+        return parse(cls, numbers, where="mesh")
 
     def sizes(self, axes: Sequence[str]) -> Shape:
         """How many ranks along each of some axes."""

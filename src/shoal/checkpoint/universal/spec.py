@@ -96,12 +96,12 @@ class UniversalSpec:
 
     def plain(self) -> list[dict[str, Any]]:
         """The list that :meth:`parse` reads."""
-        found: list[dict[str, Any]] = [
+        results: list[dict[str, Any]] = [
             {"match": entry.match.pattern, "rule": entry.choice.model_dump(mode="json")}
             for entry in self.entries
         ]
         ties = [{"rule": f"tied({first!r}, {second!r})"} for second, first in self.tied.items()]
-        return found + ties
+        return results + ties
 
     def text(self) -> str:
         """The spec as YAML."""
@@ -141,9 +141,9 @@ class UniversalSpec:
                 if entry.pattern.arity > 1 and entry.match.fullmatch(name)
             }
             if len(set(arities.values())) > 1:
-                told = " and ".join(f"{match!r} {count}" for match, count in arities.items())
+                text = " and ".join(f"{match!r} {count}" for match, count in arities.items())
                 raise CheckpointError(
-                    f"{name}: two patterns of different arity match it: {told} parts; make the "
+                    f"{name}: two patterns of different arity match it: {text} parts; make the "
                     "expressions exclude each other"
                 )
         for second, first in self.tied.items():

@@ -56,10 +56,10 @@ def union(
     places = list(itertools.product(*map(range, counts)))
     for place in places:
         if place not in groups:
-            told = ", ".join(f"{axis} {n}" for axis, n in zip(axes, place, strict=True))
+            text = ", ".join(f"{axis} {n}" for axis, n in zip(axes, place, strict=True))
             raise CheckpointError(
                 f"{name}: {key} has fragments of {len(groups)} ranks and its pattern wants "
-                f"{len(places)}; no rank with {told} has one"
+                f"{len(places)}; no rank with {text} has one"
             )
     arranged = pattern.arrange(name, [shapes[groups[place][0]] for place in places], counts)
     whole = torch.empty(arranged.shape)
@@ -120,9 +120,9 @@ def _place(at: Coord) -> str:
 def _shape(name: str, key: str, at: Coord, parts: Sequence[FragmentFile]) -> Shape:
     shapes = {part.shape for part in parts}
     if len(shapes) > 1:
-        told = " and ".join(str(list(shape)) for shape in sorted(shapes))
+        text = " and ".join(str(list(shape)) for shape in sorted(shapes))
         raise CheckpointError(
-            f"{name}: the dp ranks of {_place(at)} say that {key} has the shapes {told}; their "
+            f"{name}: the dp ranks of {_place(at)} say that {key} has the shapes {text}; their "
             "files are of different models"
         )
     return parts[0].shape

@@ -84,15 +84,15 @@ def held_out_prompts(
     vocab = huggingface.read_config(model).vocab_size
     split = prepare(data or Choice(name="stdlib"), str(model / "tokenizer.json"), vocab).heldout
     order = generator(seed, purpose="bench prompts").permutation(split.num_documents).tolist()
-    found = []
+    prompts = []
     for number in order:
         tokens = split.document(number)
         if len(tokens) >= length + after + 1:
-            found.append(tokens[:length].tolist())
-        if len(found) == count:
-            return found
+            prompts.append(tokens[:length].tolist())
+        if len(prompts) == count:
+            return prompts
     raise ConfigError(
-        f"prompts: {len(found)} held-out documents have {length + after} tokens, and {count} are "
+        f"prompts: {len(prompts)} held-out documents have {length + after} tokens, and {count} are "
         "wanted; give more data with --data, or ask for fewer or shorter prompts"
     )
 
@@ -171,11 +171,11 @@ class Bench:
         )
         target = self.loaded or load_model(job)
         for name, method in self.methods.items():
-            told = job.model_dump() | {"speculative": None if method is None else dict(method)}
-            self.engines[name] = engine_of(ServeJob.model_validate(told), target)[0]
+            result = job.model_dump() | {"speculative": None if method is None else dict(method)}
+            self.engines[name] = engine_of(ServeJob.model_validate(result), target)[0]
         for name, (directory, _) in self.own.items():
-            told = {"model": str(directory), "decode": OWN[name]}
-            self.engines[name] = build_engine(ServeJob.model_validate(job.model_dump() | told))[0]
+            result = {"model": str(directory), "decode": OWN[name]}
+            self.engines[name] = build_engine(ServeJob.model_validate(job.model_dump() | result))[0]
 
     @property
     def names(self) -> list[str]:
@@ -255,17 +255,17 @@ class Bench:
         for name in names:  # kernels are prepared and steps recorded before anything is timed
             for some in together[name][: max(1, 3 // batch)]:
                 self.answer(name, some, new_tokens)
-        found: dict[str, list[list[DecodeBatchResult]]] = {name: [] for name in names}
+        result: dict[str, list[list[DecodeBatchResult]]] = {name: [] for name in names}
         for turn in range(rounds):
-            for answers in found.values():
+            for answers in result.values():
                 answers.append([])
             for number in range(count):
                 draws = generator(seed, purpose="bench order", step=turn * count + number)
                 for place in draws.permutation(len(names)).tolist():
                     name = names[place]
                     some = together[name][number]
-                    found[name][turn].append(self.answer(name, some, new_tokens))
-        return found
+                    result[name][turn].append(self.answer(name, some, new_tokens))
+        return result
 
 
 def batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[Sequence[int]]]:
@@ -288,17 +288,17 @@ def lively(bench: Bench, prompts: Sequence[Sequence[int]], new_tokens: int) -> l
     Raises:
         ConfigError: there is none.
     """
-    found: list[Sequence[int]] = []
+    results: list[Sequence[int]] = []
     for start in range(0, len(prompts), bench.max_running):
         some = prompts[start : start + bench.max_running]
         said = bench.answer(PLAIN, some, new_tokens).tokens
-        found += [one for one, new in zip(some, said, strict=True) if distinct_runs(new) >= LOOPS]
-    if not found:
+        results += [one for one, new in zip(some, said, strict=True) if distinct_runs(new) >= LOOPS]
+    if not results:
         raise ConfigError(
             f"prompts: all {len(prompts)} answers of the model repeat themselves, and a loop is "
             "guessed by anybody; train it longer, or give prompts that it can go on with"
         )
-    return found
+    return results
 
 
 def regular(answers: Sequence[DecodeBatchResult]) -> list[int]:
@@ -374,22 +374,22 @@ def compared(
     from shoal.core.measure import bootstrap
 
     require(PLAIN in bench.methods, "methods", list(bench.methods), expected=f"{PLAIN} among them")
-    found = bench.interleaved(prompts, new_tokens, rounds=rounds, seed=seed, batch=batch)
+    result = bench.interleaved(prompts, new_tokens, rounds=rounds, seed=seed, batch=batch)
     # Rounded otherwise in a batch, an answer can still end in a loop.
-    places = regular(found[PLAIN][0])
+    places = regular(result[PLAIN][0])
     if not places:
         raise ConfigError(
             f"batch = {batch}: the answers of every batch repeat themselves; give more --prompts"
         )
 
     def seconds(name: str, turn: int) -> float:
-        return sum(found[name][turn][place].seconds for place in places)
+        return sum(result[name][turn][place].seconds for place in places)
 
     rows = []
-    plain = [found[PLAIN][0][place] for place in places]
+    plain = [result[PLAIN][0][place] for place in places]
     whole = sum(one.count for one in plain)
     for name in bench.names:
-        own = [found[name][0][place] for place in places]
+        own = [result[name][0][place] for place in places]
         count = sum(one.count for one in own)
         # Answers of other models may have other lengths.
         ratios = [
@@ -417,7 +417,7 @@ def compared(
                     np.mean([distinct_runs(tokens) for one in own for tokens in one.tokens])
                 ),
                 answers=len(places) * batch,
-                loops=loops + (len(found[PLAIN][0]) - len(places)) * batch,
+                loops=loops + (len(result[PLAIN][0]) - len(places)) * batch,
             )
         )
     return rows
@@ -443,7 +443,7 @@ def _same(found: DecodeBatchResult, wanted: DecodeBatchResult) -> int:
 
 def advice(rows: Sequence[DecodeRow]) -> str:
     """Which of the methods to use on this machine, in a sentence for each size of batch."""
-    told = []
+    notes = []
     several = len({row.batch for row in rows}) > 1
     for batch in sorted({row.batch for row in rows}):
         # Another model answers otherwise, so its speed is no advice for this one.
@@ -453,15 +453,15 @@ def advice(rows: Sequence[DecodeRow]) -> str:
         )
         where = f"with {batch} request{'s' if batch > 1 else ''} " if several else ""
         if best.method == PLAIN or best.low <= 1.0:
-            told.append(f"{where}none pays here: decode one token a step, without speculative")
+            notes.append(f"{where}none pays here: decode one token a step, without speculative")
             continue
         exact = ""
         if best.agreement != 1:
             same = f"{100 * (best.agreement or 0):.1f} %"
             exact = f"; {same} of its tokens come before any that differs"
-        told.append(
+        notes.append(
             f"{where}{best.method} pays most: {best.speedup:.2f} times plain decoding "
             f"({best.low:.2f} to {best.high:.2f}) with {best.tokens_per_step:.2f} tokens a step"
             f"{exact}"
         )
-    return "\n".join(told)
+    return "\n".join(notes)

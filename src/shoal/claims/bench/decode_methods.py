@@ -25,12 +25,12 @@ def check_own(name: str, directory: Path) -> None:
 
     require(name in OWN, "--also", name, expected=f"one of {', '.join(OWN)}")
     config = huggingface.read_config(directory)
-    found = "diffusion" if config.family == "mdlm" else config.architecture.name
+    text = "diffusion" if config.family == "mdlm" else config.architecture.name
     require(
-        found == name,
+        text == name,
         "--also",
         f"{name}={directory}",
-        expected=f"a model of {name}; {directory} is {found or 'a plain one'}",
+        expected=f"a model of {name}; {directory} is {text or 'a plain one'}",
         hint="docs/how-to/choose-a-decoding.md says how to make one",
     )
 

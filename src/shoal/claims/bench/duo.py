@@ -103,8 +103,8 @@ def each_loss(model: Transformer, inputs_BT: Tensor, targets_BT: Tensor) -> np.n
 
     logits = model(inputs_BT).float().flatten(0, 1)
     loss = F.cross_entropy(logits, targets_BT.flatten(), reduction="none")
-    found: np.ndarray = loss.view(targets_BT.shape).double().numpy()
-    return found
+    losses: np.ndarray = loss.view(targets_BT.shape).double().numpy()
+    return losses
 
 
 def random_routes(share: float, model: Transformer, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -207,13 +207,13 @@ def study(
     all_small = on(torch.full((layers, *shape), SMALL))
     oracle = _Oracle(model, inputs_BT, targets_BT, search_by, width)
     budgets = sorted({*range(min(layers, 2) + 1), budget, layers})
-    found = {}
+    result = {}
     for number, big in enumerate(budgets):
         progress("asking the oracle", 0.5 + 0.5 * number / len(budgets))
-        routes_NL, losses_N = found[big] = oracle.best(big)
+        routes_NL, losses_N = result[big] = oracle.best(big)
         name = f"{big} big" if big < layers else "any"
         arms.append(Arm("oracle", name, spent(routes_NL.T), float(losses_N.mean())))
-    routes_NL, losses_N = found[budget]
+    routes_NL, losses_N = result[budget]
     hard = difficulty(all_small, losses_N)
     shown = np.linspace(0, len(hard) - 1, min(len(hard), 500)).astype(int)
     by = {"oracle": routes_NL.T}
@@ -281,9 +281,9 @@ class _Oracle:
                 self._table = self._losses(torch.from_numpy(every))
                 self.asked = len(every)
             allowed = (every == BIG).sum(1) <= big
-            found = best(self._table[allowed], every[allowed])
-            return found.routes, found.losses
-        found = search(
+            result = best(self._table[allowed], every[allowed])
+            return result.routes, result.losses
+        result = search(
             lambda asked_KNL: self._losses(
                 torch.from_numpy(asked_KNL).view(len(asked_KNL), *self._inputs.shape, self._layers)
             ),
@@ -293,8 +293,8 @@ class _Oracle:
             method=self._by,
             width=self._width,
         )
-        self.asked = max(self.asked, found.evaluations)
-        return found.routes, found.losses
+        self.asked = max(self.asked, result.evaluations)
+        return result.routes, result.losses
 
     def _losses(self, asked: Tensor) -> np.ndarray:
         """Losses [K, N]."""
@@ -313,8 +313,8 @@ def _fixed(layers: int) -> np.ndarray:
     """Patterns of big and small layers; of many layers those that are big at one end."""
     if 2**layers <= _FIXED:
         places = np.arange(2**layers)[:, None] >> np.arange(layers) & 1
-        found: np.ndarray = np.where(places == 1, BIG, SMALL)
-        return found
+        positions: np.ndarray = np.where(places == 1, BIG, SMALL)
+        return positions
     first = [[BIG] * count + [SMALL] * (layers - count) for count in range(layers + 1)]
     return np.array([*first, *(one[::-1] for one in first)])
 

@@ -81,7 +81,7 @@ class DuoStudy:
         split = prepare(data, str(tokenizer), model.config.vocab_size)
         length = min(self.length, model.config.max_position - 1)
         inputs, targets = samples(split.heldout, max(1, self.tokens // length), length)
-        found = study(
+        result = study(
             model,
             inputs,
             targets,
@@ -94,13 +94,13 @@ class DuoStudy:
         )
         return Explanation(
             blocks=(
-                _losses(found, self.directory.name),
-                _routes(found),
-                f"the oracle was asked for {found.asked} patterns of each token; difficulty (all "
-                f"small less the oracle) and loss correlate by {found.correlation:.2f}",
+                _losses(result, self.directory.name),
+                _routes(result),
+                f"the oracle was asked for {result.asked} patterns of each token; difficulty (all "
+                f"small less the oracle) and loss correlate by {result.correlation:.2f}",
             ),
-            data=dataclasses.asdict(found),
-            picture=lambda: _drawn(found),
+            data=dataclasses.asdict(result),
+            picture=lambda: _drawn(result),
         )
 
 

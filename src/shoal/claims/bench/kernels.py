@@ -308,11 +308,11 @@ def _measured(
         return []
     paired = interleave(methods, options.pairs)
     roof = roof_s(case.call, machine)
-    found = []
+    results = []
     for backend in methods:
         seconds = paired.median(backend)
         peer = "torch" if "torch" in methods and backend != "torch" else None
-        found.append(
+        results.append(
             KernelBenchRow(
                 op,
                 case.text,
@@ -325,7 +325,7 @@ def _measured(
                 roof / seconds.value > _WRONG,
             )
         )
-    return found
+    return results
 
 
 def format_rows(rows: Sequence[KernelBenchRow]) -> str:

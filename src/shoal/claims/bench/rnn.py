@@ -32,13 +32,13 @@ def inputs(
     """wx, R, b and states, all wanting gradients."""
     what = FUNCTIONS[function]
     random = torch.Generator().manual_seed(seed64(seed, purpose="rnn inputs"))
-    found = [
+    results = [
         torch.randn(B, T, len(what.inputs), N, D, generator=random),
         torch.randn(what.products, N, D, D, generator=random) / D**0.5,
         0.3 * torch.randn(len(what.gates), N, D, generator=random),
         torch.zeros(len(what.states), B, 1, N, D),
     ]
-    return [one.to(dtype).requires_grad_() for one in found]
+    return [one.to(dtype).requires_grad_() for one in results]
 
 
 def train_step(given: list[Tensor], function: str, backend: str) -> Callable[[], None]:
@@ -64,12 +64,12 @@ def compiled_loop(given: list[Tensor], function: str) -> Callable[[], None]:
 
     def run() -> None:
         matrix = R.permute(1, 3, 0, 2).reshape(heads, units, gates * units)
-        now, found = states[:, :, 0], []
+        now, result = states[:, :, 0], []
         for inputs_t in wx.unbind(1):
             product = torch.bmm(now[0].transpose(0, 1), matrix).view(heads, -1, gates, units)
             now = step(inputs_t, product.permute(1, 2, 0, 3), b, now)
-            found.append(now[0])
-        out = torch.stack(found, 1)
+            result.append(now[0])
+        out = torch.stack(result, 1)
         torch.autograd.grad(out, given, torch.ones_like(out))
 
     return run
@@ -112,7 +112,7 @@ def wrong(
         seed: of the numbers.
         tolerance: largest error, as a share of 1 + the largest number.
     """
-    found = 0
+    total = 0
     for index, (function, *sizes) in enumerate(shapes):
         B, T, N, D = sizes
         given = inputs(function, B, T, N, D, seed=seed + index)
@@ -127,11 +127,11 @@ def wrong(
             torch.autograd.grad(wanted, exact, weight.double()),
             strict=True,
         )
-        found += any(
+        total += any(
             float(((a.double() - b).abs().max() / (1 + b.abs().max())).detach()) > tolerance
             for a, b in pairs
         )
-    return found
+    return total
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def learn_parity(
 
     def logits(bits: Tensor) -> Tensor:
         out = model(bits)
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        logits: Tensor = out[0] if isinstance(out, tuple) else out
+        return logits
 
     for step in range(steps):
         size = int(generator(seed, purpose="length", step=step).integers(2, longest + 1))
@@ -229,8 +229,8 @@ def learn_parity(
             progress(step / steps)
     bits, odd = _bits(seed + 1, 0, tested, length)
     with torch.no_grad():
-        told = torch.cat([logits(part)[:, -1].argmax(-1) for part in torch.split(bits, 64)])
-    right = (told == odd[:, -1]).double()
+        joined = torch.cat([logits(part)[:, -1].argmax(-1) for part in torch.split(bits, 64)])
+    right = (joined == odd[:, -1]).double()
     return Parity(
         tuple(right.tolist()),
         sum(one.numel() for one in model.parameters()),

@@ -28,14 +28,14 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def leaves(batch: Any) -> list[Tensor]:
     """Every tensor of a batch, in order."""
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        leaves.append(tensor)
         return tensor
 
     map_tensors(batch, keep)
-    return found
+    return leaves
 
 
 def row_bounds(rows: int, parts: int, *, ragged: bool) -> list[int]:

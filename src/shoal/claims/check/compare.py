@@ -131,7 +131,7 @@ def combine_losses(
 def groups_by(coordinates: Sequence[Mapping[str, int]], axes: Iterable[str]) -> list[list[int]]:
     """Ranks that agree on these axes."""
     chosen = list(axes)
-    found: dict[tuple[int, ...], list[int]] = {}
+    result: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(coordinates):
-        found.setdefault(tuple(place[axis] for axis in chosen), []).append(rank)
-    return list(found.values())
+        result.setdefault(tuple(place[axis] for axis in chosen), []).append(rank)
+    return list(result.values())

@@ -77,15 +77,15 @@ class StepEvidence:
 
 def diagnose(evidence: StepEvidence) -> list[Finding]:
     """What the differences are, the surest first; empty when no rule holds."""
-    found = list(_not_finite(evidence))
-    if found:
-        return found
+    result = list(_not_finite(evidence))
+    if result:
+        return result
     explained: set[str] = set()
     for rule in (_forward, _everywhere, _parted, _each, _backward, _updates, _parts):
         for finding in rule(evidence, explained):
-            found.append(finding)
+            result.append(finding)
             explained.update(finding.names or evidence.differing)
-    return found
+    return result
 
 
 def _close(a: Array, b: Array, limit: float) -> bool:
@@ -358,7 +358,7 @@ def _shares(weights: Array) -> str:
 
 def _each(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
     """Causes that single parameters show, gathered by what they say."""
-    told: dict[tuple[str, str], list[str]] = {}
+    fields: dict[tuple[str, str], list[str]] = {}
     for name in evidence.differing:
         views = [view[name] for view in evidence.observed if name in view]
         expected = evidence.expected.get(name)
@@ -366,15 +366,15 @@ def _each(evidence: StepEvidence, explained: set[str]) -> Iterator[Finding]:
             continue
         say = _reduction(evidence, name) or _times(evidence, views, expected)
         if say is not None:
-            told.setdefault(say, []).append(name)
+            fields.setdefault(say, []).append(name)
             continue
         finding = _weights(evidence, [name], everywhere=False)
         if finding is not None:
             _, _, rest = finding.text.partition(name)
-            told.setdefault((finding.kind, rest.strip()), []).append(name)
-    if len(told) > 3:  # many different stories are none
+            fields.setdefault((finding.kind, rest.strip()), []).append(name)
+    if len(fields) > 3:  # many different stories are none
         return
-    for (kind, text), names in told.items():
+    for (kind, text), names in fields.items():
         yield Finding(kind=kind, names=tuple(names), text=f"{_list(names)}: {text}")
 
 

@@ -42,11 +42,11 @@ class CheckedProgram:
         self._module = module
         self.where = where
         for name in _FUNCTIONS:
-            found = getattr(module, name, None)
+            value = getattr(module, name, None)
             require(
-                found is None or callable(found),
+                value is None or callable(value),
                 f"{where}: {name}",
-                found,
+                value,
                 expected="a function",
             )
         for name in _NEEDED:
@@ -100,20 +100,20 @@ class CheckedProgram:
         Raises:
             ConfigError: not a dictionary of sizes.
         """
-        found = getattr(self._module, "mesh", None)
-        if found is None:
+        value = getattr(self._module, "mesh", None)
+        if value is None:
             return None
-        good = isinstance(found, dict) and all(
+        good = isinstance(value, dict) and all(
             isinstance(name, str) and isinstance(size, int) and size > 0
-            for name, size in found.items()
+            for name, size in value.items()
         )
         require(
             good,
             f"{self.where}: mesh",
-            found,
+            value,
             expected='axes and sizes, such as {"dp": 2, "tp": 2}',
         )
-        return dict(found)
+        return dict(value)
 
     @property
     def loss_over_ranks(self) -> LossOverRanks:
@@ -122,14 +122,14 @@ class CheckedProgram:
         Raises:
             ConfigError: neither mean, sum nor same.
         """
-        found = getattr(self._module, "loss_over_ranks", "mean")
+        value = getattr(self._module, "loss_over_ranks", "mean")
         require(
-            found in ("mean", "sum", "same"),
+            value in ("mean", "sum", "same"),
             f"{self.where}: loss_over_ranks",
-            found,
+            value,
             expected="'mean', 'sum' or 'same'",
         )
-        return cast(LossOverRanks, found)
+        return cast(LossOverRanks, value)
 
 
 def _takes(function: Callable[..., Any], most: int) -> int:

@@ -133,20 +133,20 @@ class Processes:
         errors = []
         for index, name in enumerate(self.who):
             if self.place.error(name).exists():
-                told = read_facts(self.place.error(name))
+                facts = read_facts(self.place.error(name))
                 lost = codes[index] == _CONNECTION_LOST
-                errors.append((lost, told["time"], index, told))
+                errors.append((lost, facts["time"], index, facts))
         if not errors:
             index = next(i for i, code in enumerate(codes) if code)
             raise RankError(
                 f"{self._named(index)} ended with status {codes[index]} while "
                 f"{self._doing(index)[1]}{self._printed(index)}"
             )
-        _, _, index, told = min(errors, key=lambda error: error[:3])
+        _, _, index, facts = min(errors, key=lambda error: error[:3])
         if os.environ.get("SHOAL_DEBUG"):
-            print(told["trace"], file=sys.stderr)
-        prefix = "" if told["own"] or self.who == ["one"] else f"rank {self.who[index]}: "
-        raise ConfigError(prefix + told["message"])
+            print(facts["trace"], file=sys.stderr)
+        prefix = "" if facts["own"] or self.who == ["one"] else f"rank {self.who[index]}: "
+        raise ConfigError(prefix + facts["message"])
 
     def _explain_hang(self, doing: Sequence[tuple[int, str]]) -> None:
         for process in self.processes:

@@ -128,12 +128,12 @@ def _near(one: float, split: float | None, limit: float) -> bool:
 
 def _merge(rows: Sequence[CheckRow]) -> list[CheckRow]:
     """Each tensor once, with its largest error of all ranks."""
-    found: dict[tuple[int, str, str], CheckRow] = {}
+    check_rows: dict[tuple[int, str, str], CheckRow] = {}
     for row in rows:
         key = (row.step, row.kind, row.name)
-        if key not in found or row.error > found[key].error:
-            found[key] = row
-    return list(found.values())
+        if key not in check_rows or row.error > check_rows[key].error:
+            check_rows[key] = row
+    return list(check_rows.values())
 
 
 def _first(bad: Sequence[CheckRow], order: Mapping[str, int]) -> str | None:
@@ -149,10 +149,10 @@ def _structure(bad: Sequence[CheckRow], results: Sequence[Mapping[str, Any]]) ->
     """Differences of which parameters there are."""
     lost = tuple(dict.fromkeys(row.name for row in bad if row.note == "no rank holds it"))
     extra = sorted({name for result in results for name in result["extra"]})
-    found = []
+    outcome = []
     if lost:
         more = f"; the split model has {', '.join(extra[:4])} instead" if extra else ""
-        found.append(
+        outcome.append(
             Finding(
                 kind="names",
                 names=lost,
@@ -166,8 +166,8 @@ def _structure(bad: Sequence[CheckRow], results: Sequence[Mapping[str, Any]]) ->
             noted.setdefault(row.note, []).append(row.name)
     for note, names in noted.items():
         unique = tuple(dict.fromkeys(names))
-        found.append(Finding(kind="shape", names=unique, text=f"{', '.join(unique[:4])}: {note}"))
-    return found
+        outcome.append(Finding(kind="shape", names=unique, text=f"{', '.join(unique[:4])}: {note}"))
+    return outcome
 
 
 def _evidence(

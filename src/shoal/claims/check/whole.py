@@ -74,17 +74,17 @@ def whole_views(
     notes: dict[str, str] = {}
     axes = {name: mesh.size(index) for index, name in enumerate(mesh.mesh_dim_names)}
     for name in shapes:
-        told = {kind[name] for kind in everyone if name in kind}
-        if not told:
+        fields = {kind[name] for kind in everyone if name in kind}
+        if not fields:
             notes[name] = "no rank holds it"
             continue
-        if len(told) > 1:
+        if len(fields) > 1:
             # A collective would wait for ever for the ranks that have none.
             if name in kinds:
                 lacking = [r for r, kind in enumerate(everyone) if kind.get(name) == "none"]
                 notes[name] = f"no gradient on rank {', '.join(map(str, lacking))}, but on others"
             continue
-        if told == {"part"}:
+        if fields == {"part"}:
             whole = _assemble(values.get(name), shapes[name])
             if name in values:
                 views[name] = whole

@@ -312,14 +312,14 @@ class _Rank:
         losses: list[float | None] = [None] * self.world
         _gather(losses, record.loss)
         axes = [axis for axis in self.axes if axis in _PART_AXES]
-        found, note = combine_losses(
+        result, note = combine_losses(
             losses, groups_by(self.coordinates, axes), self.facts["loss_over_ranks"]
         )
         expected = self.facts["losses"][step]
-        self.losses.append((expected, found))
+        self.losses.append((expected, result))
         if note:
             self.loss_notes.append(f"step {step}: {note}")
-        if found is None or not abs(found - expected) <= self.settings.limit * abs(expected):
+        if result is None or not abs(result - expected) <= self.settings.limit * abs(expected):
             bad.append("loss")
         return bool(bad)
 
@@ -360,15 +360,15 @@ class _Rank:
             if name in notes:
                 if kind == "buffer" and notes[name] == "no rank holds it":
                     continue
-                found = Distance(BROKEN, 0.0, notes[name])
+                result = Distance(BROKEN, 0.0, notes[name])
             elif name in views:
                 view = views[name]
                 array = None if view is None else _array(view)
-                found = distance(array, expected.get(name), floor)
+                result = distance(array, expected.get(name), floor)
             else:
                 continue
-            if found.error > self.settings.limit:
-                if name in idle and not found.note:
+            if result.error > self.settings.limit:
+                if name in idle and not result.note:
                     self.idle.add(name)
                     continue
                 mine.append(name)
@@ -377,10 +377,10 @@ class _Rank:
                     "step": step,
                     "kind": kind,
                     "name": name,
-                    "error": found.error,
-                    "absolute": found.absolute,
+                    "error": result.error,
+                    "absolute": result.absolute,
                     "rank": self.rank,
-                    "note": found.note,
+                    "note": result.note,
                 }
             )
         everyone: list[list[str]] = [[] for _ in range(self.world)]
@@ -469,9 +469,9 @@ class _Rank:
                 value = value.full_tensor()
             value = value.detach()
             if value.shape != expected.shape:
-                found = guess_split(tuple(value.shape), tuple(expected.shape), self.axes)
-                if found is not None:
-                    dim, axis = found
+                result = guess_split(tuple(value.shape), tuple(expected.shape), self.axes)
+                if result is not None:
+                    dim, axis = result
                     expected = expected.chunk(self.axes[axis], dim)[self.coordinate[axis]]
             comparable = value.shape == expected.shape
             one, two = _array(expected), _array(value)
@@ -495,12 +495,12 @@ class _Rank:
         """The sum over the ranks that share their rows, if one of them differs."""
         import torch.distributed as dist
 
-        told: list[Any] = [None] * self.world
-        _gather(told, (list(value.shape), differs))
+        fields: list[Any] = [None] * self.world
+        _gather(fields, (list(value.shape), differs))
         inner = [a for a, size in self.axes.items() if size > 1 and a not in DATA_AXES]
-        if len(inner) != 1 or not any(bad for _, bad in told):
+        if len(inner) != 1 or not any(bad for _, bad in fields):
             return None
-        if not self._alike(told):
+        if not self._alike(fields):
             return None
         total = value.clone().contiguous()
         dist.all_reduce(total, group=self.mesh.get_group(inner[0]))
@@ -519,8 +519,8 @@ def _array(tensor: Tensor) -> Array:
     local = getattr(tensor, "to_local", None)
     plain = tensor if local is None else local()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    found: Array = plain.detach().to(torch.float64).numpy()
-    return found
+    array: Array = plain.detach().to(torch.float64).numpy()
+    return array
 
 
 def _gather(into: list[Any], value: Any) -> None:
@@ -551,16 +551,16 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     faulthandler.enable(stacks)
     settings = CheckSettings.model_validate(read_facts(place.settings))
-    told = _Told(place.doing(who))
+    result = _Told(place.doing(who))
     try:
         import torch
 
-        told("starting")
+        result("starting")
         torch.set_num_threads(1)
         if who == "one":
-            run_one(settings, place, told)
+            run_one(settings, place, result)
         else:
-            run_rank(settings, place, told, int(who))
+            run_rank(settings, place, result, int(who))
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
@@ -569,7 +569,7 @@ def main() -> int:
         write_json(
             place.error(who),
             {
-                "message": str(error) if own else blame(error, settings, told.now),
+                "message": str(error) if own else blame(error, settings, result.now),
                 "trace": traceback.format_exc(),
                 "time": time.monotonic(),
                 "own": own,

@@ -158,16 +158,16 @@ def _groups(
     model: Transformer, some: Sequence[nn.Parameter], faster: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """What learns at the recipe's rate, and what learns so many times as fast."""
-    found: dict[int, float] = {
+    values: dict[int, float] = {
         id(parameter): times
         for name, parameter in model.named_parameters()
         for part, times in faster.items()
         if part in name
     }
-    groups: list[dict[str, Any]] = [{"params": [p for p in some if id(p) not in found]}]
+    groups: list[dict[str, Any]] = [{"params": [p for p in some if id(p) not in values]}]
     groups[0]["faster"] = 1.0
-    for times in sorted({*found.values()}):
-        quick = [parameter for parameter in some if found.get(id(parameter)) == times]
+    for times in sorted({*values.values()}):
+        quick = [parameter for parameter in some if values.get(id(parameter)) == times]
         groups.append({"params": quick, "faster": times, "weight_decay": 0.0})
     return groups
 

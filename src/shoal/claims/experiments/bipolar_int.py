@@ -156,14 +156,14 @@ class BipolarIntClaim:
         }
         if quick:
             return ClaimSamples(metrics=metrics)
-        found = self._timed(context, machine, metrics, as_baseline)
+        result = self._timed(context, machine, metrics, as_baseline)
         context.progress("finetuning", 0.6)
         losses = self._finetuned(context, as_baseline)
         metrics["finetuned_loss"] = PairedSamples(
             method=(losses["method"],), baseline=(losses["fp32"],)
         )
-        found["details"] |= {"losses": losses}
-        return ClaimSamples(metrics=metrics, **found)
+        result["details"] |= {"losses": losses}
+        return ClaimSamples(metrics=metrics, **result)
 
     def _timed(
         self,
@@ -258,10 +258,10 @@ class BipolarIntClaim:
         }
         if not as_baseline:
             context.progress("all widths and engines", 0.5)
-            found = table(
+            result = table(
                 machine, size=self.size, rows=(1, 16, self.tokens), buffers=self.buffers, pairs=7
             )
-            details["table"] = [dataclasses.asdict(line) for line in found]
+            details["table"] = [dataclasses.asdict(line) for line in result]
         for name, reason in self._gpu(metrics, as_baseline).items():
             skipped[name] = reason
         roofs = {
@@ -292,8 +292,8 @@ class BipolarIntClaim:
             return dict.fromkeys(_GPU, f"triton {reason}")
         from shoal.claims.experiments.bipolar_int_gpu import timed
 
-        found = timed(self.tokens, self.size, self.pairs, as_baseline)
-        metrics |= dict(zip(_GPU, found, strict=True))
+        result = timed(self.tokens, self.size, self.pairs, as_baseline)
+        metrics |= dict(zip(_GPU, result, strict=True))
         return {}
 
     def _finetuned(self, context: ExperimentContext, as_baseline: bool) -> dict[str, float]:
@@ -348,14 +348,14 @@ def _wrong(seed: int, as_baseline: bool) -> tuple[float, ...]:
             exact = x @ weight.T
             call = MatmulPlanesCall(m=20, n=40, k=k, w=w, a=a)
             if as_baseline:
-                found = [(x.to(torch.bfloat16) @ weight.to(torch.bfloat16).T).long()]
+                results = [(x.to(torch.bfloat16) @ weight.to(torch.bfloat16).T).long()]
             else:
-                found = [
+                results = [
                     kernel.prepare(call, pack(weight, w))(pack(x, a)).long()
                     for kernel in kernels_of(call.op).values()
                     if kernel.refuses(call) is None and kernel.backend != "triton"
                 ]
-            wrong.append(float(sum(int((out != exact).sum()) for out in found)))
+            wrong.append(float(sum(int((out != exact).sum()) for out in results)))
     return tuple(wrong)
 
 
@@ -363,7 +363,7 @@ def _memory(machine: Machine, as_baseline: bool) -> tuple[float, ...]:
     """Bytes beyond operands and result, times w a, over those of the form that writes planes."""
     from shoal.claims.experiments.bipolar_int_layers import AllocatedBytes, fused, packed, spilled
 
-    found = []
+    results = []
     for m, w, a in ((256, 1, 1), (256, 2, 2), (256, 3, 8), (1, 2, 8)):
         n = k = 1024
         planes_w, planes_x = packed(n, k, w, 0), packed(m, k, a, 1)
@@ -373,5 +373,5 @@ def _memory(machine: Machine, as_baseline: bool) -> tuple[float, ...]:
             with AllocatedBytes() as counted:
                 out = run(planes_x)
             extra.append(counted.nbytes - out.nbytes + run.scratch)
-        found.append(w * a * extra[0] / extra[1])
-    return tuple(found)
+        results.append(w * a * extra[0] / extra[1])
+    return tuple(results)

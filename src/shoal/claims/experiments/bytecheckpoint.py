@@ -155,8 +155,8 @@ class ByteCheckpointClaim(BaseClaim):
 
         ratios = []
         for width, layers in ((64, 1), (64, 3), (128, 2)):
-            found = shares(state(_config(width, layers)), _WORLD, balanced=not as_baseline)
-            ratios.append(max(found) / max(1, min(found)))
+            result = shares(state(_config(width, layers)), _WORLD, balanced=not as_baseline)
+            ratios.append(max(result) / max(1, min(result)))
         return PairedSamples(method=tuple(ratios))
 
     def _times(self, context: ExperimentContext, as_baseline: bool) -> dict[str, Any]:
@@ -172,15 +172,15 @@ class ByteCheckpointClaim(BaseClaim):
             "mode": "dcp" if as_baseline else "snapshot",
         }
         ranks = run_processes(f"{_RANKS}:time_saves", _WORLD, given, timeout_s=500.0)
-        found: dict[str, Any] = {"bytes": [rank["bytes"] for rank in ranks]}
+        times: dict[str, Any] = {"bytes": [rank["bytes"] for rank in ranks]}
         for name in ("ours", "theirs"):
-            found[name] = [
+            times[name] = [
                 [max(seconds) for seconds in zip(*sample, strict=True)]
                 for sample in zip(*(rank[name] for rank in ranks), strict=True)
             ]
         for name in ("fresh", "known"):
-            found[name] = [max(all_) for all_ in zip(*(rank[name] for rank in ranks), strict=True)]
-        return found
+            times[name] = [max(all_) for all_ in zip(*(rank[name] for rank in ranks), strict=True)]
+        return times
 
 
 def _config(width: int, layers: int) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _read_bytes(place: Path, as_baseline: bool) -> list[float]:
     from shoal.checkpoint.store import Store
     from shoal.claims.lab.thread_ranks import run_ranks
 
-    found = []
+    results = []
     for step, (rows, count) in enumerate(((300, 3), (1100, 5), (3000, 2))):
         state = {f"model.{n}": torch.full((rows, 64 + n), float(n)) for n in range(count)}
         Store(place).save(step, state, {})
@@ -113,20 +113,20 @@ def _read_bytes(place: Path, as_baseline: bool) -> list[float]:
                     raise AssertionError(f"{name} is not what was saved")
             return report.read_bytes
 
-        found.append(sum(run_ranks(_REPLICAS, replica)) / stored)
-    return found
+        results.append(sum(run_ranks(_REPLICAS, replica)) / stored)
+    return results
 
 
 def _pairs(place: Path, quick: bool, as_baseline: bool) -> list[float]:
     """1 for every pair of layouts of which the second loads what the first has saved."""
     chosen = list(LAYOUTS)[1::2] if quick else list(LAYOUTS)
-    found = []
+    pairs = []
     for saving in chosen:
         whole = saved_under(place / saving, saving)
         for loading in chosen:
             good, _ = layout_pair(place / saving, loading, whole, by_file=as_baseline)
-            found.append(float(good))
-    return found
+            pairs.append(float(good))
+    return pairs
 
 
 def saved_under(place: Path, layout: str) -> dict[str, torch.Tensor]:
@@ -211,8 +211,8 @@ def layout_pair(
             {f"all.{n}": several for n, several in held.items()}, whole
         ), report.read_bytes
 
-    found = run_ranks(job.parallel.world, load)
-    return all(good for good, _ in found), sum(read for _, read in found)
+    ranks = run_ranks(job.parallel.world, load)
+    return all(good for good, _ in ranks), sum(read for _, read in ranks)
 
 
 def _equal(pieces: dict[str, list[Piece]], whole: dict[str, torch.Tensor]) -> bool:

@@ -30,14 +30,14 @@ def state(config: dict[str, Any]) -> dict[str, Tensor]:
     from shoal.model.config import ModelConfig
     from shoal.train import zoo
 
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, parameter in zoo.random(ModelConfig.model_validate(config)).named_parameters():
         weight = parameter.detach()
-        found[MODEL + name] = weight
-        found[f"{OPTIMIZER}{name}.exp_avg"] = weight * 0.1
-        found[f"{OPTIMIZER}{name}.exp_avg_sq"] = weight * weight
-        found[f"{OPTIMIZER}{name}.step"] = torch.tensor(1.0)
-    return found
+        state[MODEL + name] = weight
+        state[f"{OPTIMIZER}{name}.exp_avg"] = weight * 0.1
+        state[f"{OPTIMIZER}{name}.exp_avg_sq"] = weight * weight
+        state[f"{OPTIMIZER}{name}.step"] = torch.tensor(1.0)
+    return state
 
 
 class ShoalSaver:
@@ -108,7 +108,7 @@ def time_saves(
     folder = Path(root)
     theirs = Dcp(folder / "theirs")
     ours = Dcp(folder / "ours") if mode == "dcp" else ShoalSaver(comm, folder / "ours", mode)
-    found: dict[str, Any] = {"ours": [], "theirs": [], "fresh": [], "known": []}
+    times: dict[str, Any] = {"ours": [], "theirs": [], "fresh": [], "known": []}
     step = 0
     for sample in range(samples + 1):  # the first makes memory, threads and plans
         order = (("ours", ours), ("theirs", theirs))
@@ -127,15 +127,15 @@ def time_saves(
                         shutil.rmtree(path)
                 comm.barrier()
             if sample:
-                found[name].append(total)
+                times[name].append(total)
         if sample:
             fresh, known = _plans(CommPeers(comm), held, 3 * saves, cached=mode != "dcp")
-            found["fresh"].append(fresh)
-            found["known"].append(known)
-    found["bytes"] = ours.bytes if isinstance(ours, ShoalSaver) else 0
+            times["fresh"].append(fresh)
+            times["known"].append(known)
+    times["bytes"] = ours.bytes if isinstance(ours, ShoalSaver) else 0
     if isinstance(ours, ShoalSaver):
         ours.saver.close()
-    return found
+    return times
 
 
 def _plans(

@@ -188,10 +188,10 @@ class ByteScaleClaim(BaseClaim):
         part: Any = ByteScale(capacity_tokens=_CAPACITY)
         if static:
             part = PackedAssigner(capacity_tokens=_CAPACITY, cp=_CP)
-        found = []
+        results = []
         for _ in range(self.turns):
             lengths = source.choice(scaled, 10_000).tolist()
             begin = time.perf_counter()
             part.assign(lengths, 1024, cost)
-            found.append(time.perf_counter() - begin)
-        return tuple(found)
+            results.append(time.perf_counter() - begin)
+        return tuple(results)

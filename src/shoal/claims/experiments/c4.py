@@ -140,7 +140,7 @@ class C4(BaseClaim):
         from shoal.claims.experiments import c4_ranks as ranks
 
         # The A/A run asks somebody else about the same records.
-        told: dict[str, list[float]] = {"located": [], "alarms": [], "real": [], "shaped": []}
+        fields: dict[str, list[float]] = {"located": [], "alarms": [], "real": [], "shaped": []}
         missed: list[str] = []
 
         def ask(evidence: Evidence) -> FaultVerdict:
@@ -153,13 +153,13 @@ class C4(BaseClaim):
         for fault, evidence in work["virtual"]:
             verdict = ask(evidence)
             good = ranks.right(verdict, fault)
-            told["located"].append(float(good))
+            fields["located"].append(float(good))
             if not good:
                 missed.append(_missed("virtual", fault, verdict))
-        found = sum(len(ask(evidence).faults) for evidence in work["clean"])
-        alarms = found * 1000.0 / clean
+        total = sum(len(ask(evidence).faults) for evidence in work["clean"])
+        alarms = total * 1000.0 / clean
         metrics = {
-            "located": PairedSamples(method=tuple(told["located"])),
+            "located": PairedSamples(method=tuple(fields["located"])),
             "false_alarms": PairedSamples(method=(alarms,)),
         }
         skipped: dict[str, str] = {}
@@ -168,20 +168,20 @@ class C4(BaseClaim):
             for fault, evidence in work["threads"]:
                 verdict = ask(evidence)
                 good = ranks.right(verdict, fault)
-                told["real"].append(float(good))
+                fields["real"].append(float(good))
                 if not good:
                     missed.append(_missed("threads", fault, verdict))
-            metrics["located_in_real_time"] = PairedSamples(method=tuple(told["real"]))
+            metrics["located_in_real_time"] = PairedSamples(method=tuple(fields["real"]))
             if work["why"]:
                 skipped["located_shaped"] = work["why"]
             else:
                 for fault, evidence in work["shaped"]:
                     verdict = ask(evidence)
                     good = ranks.right(verdict, fault)
-                    told["shaped"].append(float(good))
+                    fields["shaped"].append(float(good))
                     if not good:
                         missed.append(_missed("namespaces", fault, verdict))
-                metrics["located_shaped"] = PairedSamples(method=tuple(told["shaped"]))
+                metrics["located_shaped"] = PairedSamples(method=tuple(fields["shaped"]))
         metrics |= self._paths(context, quick, as_baseline, details)
         details["missed"] = list(missed)
         details["kinds"] = dict(Counter(fault.kind for fault, _ in work["virtual"]))
@@ -257,7 +257,7 @@ def _shaped(context: ExperimentContext, ranks: Any) -> list[tuple[InjectedFault,
     """Four processes, each in its own namespace; one at a quarter of the rate, one way."""
     from shoal.parallel.comm.processes import run_processes
 
-    found = []
+    results = []
     cases = [(place, rank) for rank in range(_SHAPED_WORLD) for place in ("sender", "receiver")]
     for i, (place, rank) in enumerate(cases):
         context.progress(f"rank {rank} as {place} in a namespace", 0.8 + 0.2 * i / len(cases))
@@ -274,8 +274,8 @@ def _shaped(context: ExperimentContext, ranks: Any) -> list[tuple[InjectedFault,
                 ranks_per_node=1,
                 start=network.start,
             )
-            found.append((fault, Evidence.load(folder)))
-    return found
+            results.append((fault, Evidence.load(folder)))
+    return results
 
 
 def _missed(where: str, fault: InjectedFault, verdict: FaultVerdict) -> str:

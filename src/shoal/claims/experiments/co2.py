@@ -281,14 +281,14 @@ class CO2Claim(BaseClaim):
                 ranks = run_processes(
                     f"{_RANKS}:time_rounds", 2, given, start=network.start, **options
                 )
-        found = {}
+        result = {}
         for name, pairs in zip(names, zip(*ranks, strict=True), strict=True):
             turned = list(zip(*pairs, strict=True))
-            found[name] = (
+            result[name] = (
                 tuple(max(rank[0] for rank in both) for both in turned),
                 tuple(max(rank[1] for rank in both) for both in turned),
             )
-        return found
+        return result
 
 
 def _losses(runs: list[str], given: dict[str, Any]) -> dict[str, JsonValue]:
@@ -340,12 +340,12 @@ def _unlike(*, local: bool) -> list[int]:
         for p in parameters:
             p.sub_(0.05 * (p + torch.randn(p.shape, generator=own, dtype=torch.float64)))
 
-    found = []
+    results = []
     penalties: tuple[Literal["gap", "const", "none"], ...] = ("gap", "const", "none")
     for tau, workers, penalty in itertools.product((1, 3), (2, 3), penalties):
         wanted = CO2(tau=tau, penalty=penalty, clip=0.02)
         ours: Averaging = LocalSGD(tau=tau) if local else wanted
-        told = simulate(wanted, start, inner, workers=workers, steps=10)[-1]
+        result = simulate(wanted, start, inner, workers=workers, steps=10)[-1]
 
         def on(comm: Any, ours: Averaging = ours) -> list[Tensor]:
             mine = [x.clone() for x in start]
@@ -358,5 +358,5 @@ def _unlike(*, local: bool) -> list[int]:
             return mine
 
         for mine in run_ranks(workers, on):
-            found.append(sum(int((a != b).sum()) for a, b in zip(mine, told, strict=True)))
-    return found
+            results.append(sum(int((a != b).sum()) for a, b in zip(mine, result, strict=True)))
+    return results

@@ -103,7 +103,7 @@ def time_rounds(
     data = text().train
     total = 10**5  # no step is the last
     workers = [CO2Worker(comm, TrainJob.model_validate(job), model, data, total) for job in jobs]
-    found: list[list[list[float]]] = [[] for _ in jobs]
+    times: list[list[list[float]]] = [[] for _ in jobs]
     for turn in range(turns):
         for at in list(range(len(jobs)))[:: -1 if turn % 2 else 1]:
             worker = workers[at]
@@ -114,11 +114,11 @@ def time_rounds(
             for _ in range(steps[at]):
                 worker.step()
             seconds = time.perf_counter() - begin
-            found[at].append([seconds / steps[at], (worker.exposed_s - waited) / seconds])
+            times[at].append([seconds / steps[at], (worker.exposed_s - waited) / seconds])
             for hook in worker.engine.hooks:
                 hook.state()  # the next job finds an idle link
             comm.barrier()
-    return found
+    return times
 
 
 def learn(
@@ -138,7 +138,7 @@ def learn(
     keep_freed_memory()
     model = ModelConfig.model_validate(config)
     known = text()
-    found = []
+    results = []
     for job in jobs:
         worker = CO2Worker(comm, TrainJob.model_validate(job), model, known.train, steps)
         for _ in range(steps):
@@ -147,5 +147,5 @@ def learn(
         assert whole is not None
         whole.eval()
         with torch.no_grad():
-            found.append(heldout(whole, known.heldout, worker.recipe))
-    return found
+            results.append(heldout(whole, known.heldout, worker.recipe))
+    return results

@@ -121,9 +121,9 @@ class DataStatesClaim:
         if quick:
             return ClaimSamples(metrics=metrics)
         context.progress("saving after every step, in turns", 0.1)
-        found = self._times(context, as_baseline)
-        lazy = found[_BLOCKING if as_baseline else _LAZY]
-        blocking, two_phase = found[_BLOCKING], found[_TWO_PHASE]
+        times = self._times(context, as_baseline)
+        lazy = times[_BLOCKING if as_baseline else _LAZY]
+        blocking, two_phase = times[_BLOCKING], times[_TWO_PHASE]
 
         def avoided(other: dict[str, list[float]]) -> PairedSamples:
             pairs = zip(lazy["blocked"], other["blocked"], strict=True)
@@ -136,14 +136,14 @@ class DataStatesClaim:
                 method=tuple(lazy["step"]), baseline=tuple(blocking["step"])
             ),
         }
-        held_up = list(zip(two_phase["blocked"], found["peer"], strict=False))
+        held_up = list(zip(two_phase["blocked"], times["peer"], strict=False))
         peers = {
             "two_phase_avoided": PairedSamples(
                 method=tuple(1 / ours for ours, _ in held_up),
                 baseline=tuple(1 / theirs for _, theirs in held_up),
             )
         }
-        details: dict[str, JsonValue] = {"seconds": found}
+        details: dict[str, JsonValue] = {"seconds": times}
         return ClaimSamples(metrics=metrics, peers=peers, details=details)
 
     def _times(self, context: ExperimentContext, as_baseline: bool) -> dict[str, Any]:
@@ -160,10 +160,10 @@ class DataStatesClaim:
             "modes": modes,
             "peer": True,
         }
-        found: dict[str, Any] = run_processes(
+        times: dict[str, Any] = run_processes(
             f"{_RANK}:time_modes", 1, given, threads=1, timeout_s=500.0
         )[0]
-        return found
+        return times
 
     def _versions(self, context: ExperimentContext, as_baseline: bool) -> PairedSamples:
         from shoal.claims.experiments.datastates_rank import wrong_versions

@@ -57,10 +57,10 @@ def slow_store(place: Path, link: EmulatedLink) -> Store:
     make = store.storage.draft
 
     def draft(step: int, attempt: str = "") -> Draft:
-        found = make(step, attempt)
-        create = found.create
-        found.create = lambda name, size: SlowSink(create(name, size), link)  # type: ignore[method-assign]
-        return found
+        result = make(step, attempt)
+        create = result.create
+        result.create = lambda name, size: SlowSink(create(name, size), link)  # type: ignore[method-assign]
+        return result
 
     store.storage.draft = draft  # type: ignore[method-assign]
     return store
@@ -159,12 +159,12 @@ class DataStatesTraining:
 
     def held(self) -> dict[str, Tensor]:
         """All that a checkpoint holds; what an update changes together lies together."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            found[MODEL + name] = parameter.detach()
+            tensors[MODEL + name] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
-                found[f"{OPTIMIZER}{name}.{key}"] = value
-        return found
+                tensors[f"{OPTIMIZER}{name}.{key}"] = value
+        return tensors
 
 
 def time_modes(
@@ -197,8 +197,8 @@ def time_modes(
         is not saved; ``peer`` -> seconds for which ``async_save`` holds training up; ``bytes``.
     """
     run = DataStatesTraining(config, tokens)
-    found: dict[str, Any] = {mode: {"step": [], "blocked": []} for mode in modes}
-    found["bytes"] = sum(tensor.nbytes for tensor in run.held().values())
+    times: dict[str, Any] = {mode: {"step": [], "blocked": []} for mode in modes}
+    times["bytes"] = sum(tensor.nbytes for tensor in run.held().values())
     number = 0
     for turn in range(rounds):
         for mode in modes[:: -1 if turn % 2 else 1]:
@@ -215,28 +215,28 @@ def time_modes(
                     blocked = time.perf_counter() - begin
                     blocked += run.step(saver.before_update)
                     if step:  # the first makes memory and threads
-                        found[mode]["blocked"].append(blocked)
-                        found[mode]["step"].append(time.perf_counter() - begin)
+                        times[mode]["blocked"].append(blocked)
+                        times[mode]["step"].append(time.perf_counter() - begin)
             shutil.rmtree(place)
-    found["none"] = statistics.median(_seconds(lambda: run.step(lambda: None)) for _ in range(3))
+    times["none"] = statistics.median(_seconds(lambda: run.step(lambda: None)) for _ in range(3))
     if peer:
-        found["peer"] = _peer(run, Path(root))
-    return found
+        times["peer"] = _peer(run, Path(root))
+    return times
 
 
 def _peer(run: DataStatesTraining, root: Path) -> list[float]:
     """How long ``async_save`` holds training up."""
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
-    found = []
+    results = []
     for number in range(4):
         place = root / f"peer-{number}"
         begin = time.perf_counter()
         saved: Any = async_save(run.held(), checkpoint_id=str(place))
-        found.append(time.perf_counter() - begin)
+        results.append(time.perf_counter() - begin)
         saved.result()
         shutil.rmtree(place)
-    return found[1:]
+    return results[1:]
 
 
 def _seconds(call: Callable[[], Any]) -> float:

@@ -174,8 +174,8 @@ def peer_rates(
 
 def root_path(tokens: np.ndarray, parent: Sequence[int], row: int) -> list[int]:
     """Tokens from the root's child down to a row of a tree."""
-    found: list[int] = []
+    numbers: list[int] = []
     while row > 0:
-        found.append(int(tokens[row]))
+        numbers.append(int(tokens[row]))
         row = parent[row]
-    return found[::-1]
+    return numbers[::-1]

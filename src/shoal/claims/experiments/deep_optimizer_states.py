@@ -148,7 +148,7 @@ class DeepOptimizerStatesClaim:
             "rates", lambda: rates_of(self.sub_group, AdamW(fused=False), pace)
         )
         off: list[float] = []
-        told: list[JsonValue] = []
+        values: list[JsonValue] = []
         said: list[str] = []
         for index, wanted in enumerate(_WANTED):
             context.progress(f"a link for a stride of {wanted}", 0.1 + 0.25 * index)
@@ -180,7 +180,7 @@ class DeepOptimizerStatesClaim:
                 metrics["update"] = PairedSamples(
                     method=timed.seconds[str(auto)], baseline=timed.seconds[str(HOST_ONLY)]
                 )
-            told.append(
+            values.append(
                 {
                     "link_words_per_s": words,
                     "stride_of_the_formula": steady_stride(there, self.sub_group),
@@ -205,7 +205,7 @@ class DeepOptimizerStatesClaim:
             peers={"update": peer},
             profile="; ".join(said)
             + f"; two equal cores and no rate held: {equal:.2f}x the host alone",
-            details={"settings": told, "equal_cores": equal, "rates": rates.model_dump()},
+            details={"settings": values, "equal_cores": equal, "rates": rates.model_dump()},
         )
 
     def _pattern(self, sizes: list[int], stride: int) -> UpdatePattern:

@@ -209,8 +209,8 @@ class DInfer(BaseClaim):
             metrics = self._counted(context, as_baseline=as_baseline)
             if quick:
                 return ClaimSamples(metrics=metrics)
-            found = context.remember("answers", lambda: self._answers(context))
-        answers: dict[str, list[list[_Answer]]] = found["answers"]
+            result = context.remember("answers", lambda: self._answers(context))
+        answers: dict[str, list[list[_Answer]]] = result["answers"]
         full = answers[_ONE if as_baseline else _FULL]
         metrics |= {
             "tokens_a_pass": _paired(full, answers[_ONE], _tokens_a_pass),
@@ -222,8 +222,8 @@ class DInfer(BaseClaim):
         table = {arm: _row(rounds) for arm, rounds in answers.items()}
         details: dict[str, JsonValue] = {
             "arms": {arm: dict(row) for arm, row in table.items()},
-            "excluded_as_looping": found["excluded"],
-            "training_s": found["training_s"],
+            "excluded_as_looping": result["excluded"],
+            "training_s": result["training_s"],
         }
         profile = "; ".join(
             f"{arm}: {row['seconds_a_pass'] * 1e3:.2f} ms a pass, {row['tokens_a_pass']:.2f} tokens"
@@ -241,8 +241,8 @@ class DInfer(BaseClaim):
         training_s = time.perf_counter() - began
         engines = {arm: _Asked(place, _EVERY.get(arm)) for arm, place in places.items()}
         warm = problem("train", 0)
-        for asked in engines.values():
-            asked(warm)
+        for request in engines.values():
+            request(warm)
         answers: dict[str, list[list[_Answer]]] = {arm: [] for arm in engines}
         excluded = 0
         size = self.problems // self.rounds
@@ -284,12 +284,12 @@ class DInfer(BaseClaim):
         differing = 0
         for arm, options in _EVERY.items():
             together = _decode(_engine(model, options, _SMALL), prompts)
-            for prompt, found in zip(prompts, together, strict=True):
+            for prompt, result in zip(prompts, together, strict=True):
                 alone = _decode(_engine(model, options, _SMALL), [prompt])[0]
-                differing += sum(a != b for a, b in zip(alone, found, strict=True))
+                differing += sum(a != b for a, b in zip(alone, result, strict=True))
                 if arm == _ONE:
                     wanted = _published(model, prompt, torch)
-                    differing += sum(a != b for a, b in zip(wanted, found, strict=True))
+                    differing += sum(a != b for a, b in zip(wanted, result, strict=True))
         return {
             "computed_tokens": PairedSamples(method=(computed[_FULL],), baseline=(computed[_ONE],)),
             "differing_tokens": PairedSamples(method=(float(differing),)),
@@ -308,8 +308,8 @@ def _published(model: Transformer, prompt: Sequence[int], torch: Any) -> list[in
             sure, token = logits.softmax(-1).max(-1)
             place = int(torch.where(ids[0, block] == mask, sure, -1.0).argmax())
             ids[0, start + place] = token[place]
-    found: list[int] = ids[0, len(prompt) :].tolist()
-    return found
+    numbers: list[int] = ids[0, len(prompt) :].tolist()
+    return numbers
 
 
 def _job(model: str, decode: dict[str, Any] | None, block: int = _BLOCK) -> ServeJob:

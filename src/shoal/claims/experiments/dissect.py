@@ -294,12 +294,12 @@ class Dissect:
         skipped: dict[str, str],
         as_baseline: bool,
     ) -> None:
-        found = GpuProbe(repeats=self.repeats).run(probing)
+        result = GpuProbe(repeats=self.repeats).run(probing)
         rates = {
-            dtype: max((m.median for m in found if m.quantity == f"matmul_{dtype}"), default=0.0)
+            dtype: max((m.median for m in result if m.quantity == f"matmul_{dtype}"), default=0.0)
             for dtype in DTYPES
         }
-        if not found:
+        if not result:
             skipped["gpu_bf16_over_fp32"] = probing.skipped["gpu"]
         else:
             part_rate = rates["fp32" if as_baseline else "bf16"]
@@ -315,9 +315,9 @@ def prefetchable_steps(bytes_: int, *, seed: int, random: bool) -> float:
 
 def size_errors(chase: Sequence[Measurement], caches: Mapping[str, int]) -> tuple[float, ...]:
     """|found / reported - 1| of L1d and L2; 1 for one that the chase did not find."""
-    found = {m.quantity: m.median for m in chase}
+    result = {m.quantity: m.median for m in chase}
     return tuple(
-        abs(found.get(f"{name}.capacity", 0.0) / caches[name] - 1)
+        abs(result.get(f"{name}.capacity", 0.0) / caches[name] - 1)
         for name in ("l1d", "l2")
         if name in caches
     )
@@ -388,8 +388,8 @@ def _interpolate(points: Mapping[float, float], x: float) -> float:
 
 def _data_sheet(units: Sequence[Measurement], dtype: str, cores: int) -> float:
     """What a vendor would print: operations a cycle x clock x cores."""
-    found = {m.quantity: m.median for m in units}
+    result = {m.quantity: m.median for m in units}
     names = {"fp32": ("fma_fp32",), "bf16": ("tile_bf16", "dot_bf16", "fma_fp32")}[dtype]
-    rate = max(found.get(name, 0.0) for name in names)
+    rate = max(result.get(name, 0.0) for name in names)
     # A single vector unit stands in where no instruction could be measured.
-    return (rate or 16.0) * found["clock"] * cores
+    return (rate or 16.0) * result["clock"] * cores

@@ -341,15 +341,15 @@ class DistServe(BaseClaim):
 
 def _profile(points: Sequence[RatePoint]) -> str:
     """Where predictions went wrong: attainment beside how much longer steps took than predicted."""
-    told = []
+    notes = []
     for point in points:
         drift = ", ".join(f"{name} {value:.2f}" for name, value in point.drift.items())
-        told.append(
+        notes.append(
             f"{point.system} at {point.rate:.1f}/s: {point.attained[0]:.2f} attained, "
             f"{point.attained[1]:.2f} predicted, steps over those predicted: {drift}, median TPOT "
             f"{1e3 * point.tpot_s[0][0]:.1f} ms, {1e3 * point.tpot_s[1][0]:.1f} predicted"
         )
-    return "; ".join(told)
+    return "; ".join(notes)
 
 
 def _crossing(curve: dict[str, list[float]]) -> float | None:

@@ -159,15 +159,15 @@ class PhaseCosts:
 def alone(costs: PhaseCosts, arrivals: Sequence[Arrival]) -> list[ServedRequest]:
     """What a prediction without queues and company says: each request by itself."""
     (front, cooling), (back, _) = (costs.of[costs.roles[place]] for place in (0, -1))
-    found = []
+    results = []
     for index, one in enumerate(arrivals):
         size = len(one.prompt)
         first = one.at + cooling.cold_s + front.seconds([(0, size)])
         rest = (one.output_tokens - 1) * back.seconds([(size + one.output_tokens // 2, 1)])
-        found.append(
+        results.append(
             ServedRequest(str(index), one.at, size, first, first + rest, one.output_tokens)
         )
-    return found
+    return results
 
 
 class RealSystems:
@@ -251,8 +251,8 @@ class RealSystems:
 
     def _pulse(self, engine: DisaggEngine, costs: PhaseCosts) -> dict[str, float]:
         """Phase -> s of fixed steps now, in the company of the other instance."""
-        found = engine.profile(PULSE, seconds=0.5, together=True)
-        taken = [sum(one.seconds for one in samples) for samples in found]
+        result = engine.profile(PULSE, seconds=0.5, together=True)
+        taken = [sum(one.seconds for one in samples) for samples in result]
         return {
             role: float(
                 np.mean([s for mine, s in zip(costs.roles, taken, strict=True) if mine == role])
@@ -361,5 +361,5 @@ def _over(runs: Sequence[Sequence[StepSample]], cost: FittedStepCost, cooling: C
 
 def _tails(served: Sequence[ServedRequest], name: str) -> tuple[float, ...]:
     values = [getattr(one, name) for one in served]
-    found = np.nanpercentile(values, _QUANTILES)
-    return tuple(round(float(one), 5) for one in found)
+    result = np.nanpercentile(values, _QUANTILES)
+    return tuple(round(float(one), 5) for one in result)

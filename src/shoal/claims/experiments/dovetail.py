@@ -166,7 +166,7 @@ class DovetailClaim:
             count: context.remember(f"net {count}", functools.partial(net, count))
             for count in self.layers
         }
-        asked = prompts_of(context, self.prompts, self.prompt_tokens, 0)
+        prompts = prompts_of(context, self.prompts, self.prompt_tokens, 0)
         mine, theirs, *_ = sorted(os.sched_getaffinity(0))
         shared: dict[str, Any] = {
             "name": "dovetail",
@@ -186,22 +186,22 @@ class DovetailClaim:
             bench = Bench(target, methods, threads=1)
             sweep = Sweep(bench, self.layers, self.sweep)
             context.progress("plain answers", 0.3)
-            places = regular([bench.answer(PLAIN, [prompt], self.new_tokens) for prompt in asked])
-            some = [asked[at] for at in places[:6]]
+            places = regular([bench.answer(PLAIN, [prompt], self.new_tokens) for prompt in prompts])
+            some = [prompts[at] for at in places[:6]]
             context.progress("all trees and depths", 0.4)
             rates = sweep.rates(some, self.new_tokens)
             planned = sweep.planned(self.link_s, self.link_bytes_per_s, self.overlap)
             best = max(rates, key=rates.__getitem__)
             context.progress("answers in turn", 0.6)
             name = PLAIN if as_baseline else planned
-            found = bench.interleaved(
-                asked,
+            result = bench.interleaved(
+                prompts,
                 self.new_tokens,
                 rounds=self.rounds,
                 names=(PLAIN, planned),
                 seed=context.seed,
             )
-            metrics["wall_clock"], _ = seconds_per_token(found[name], found[PLAIN])
+            metrics["wall_clock"], _ = seconds_per_token(result[name], result[PLAIN])
             crossed = sweep.link_bytes_per_token(planned, some, self.new_tokens)
             sweep.close()
         offloaded = float(weight_bytes(target))
@@ -217,9 +217,9 @@ class DovetailClaim:
             "best": best,
             "link_bytes_per_token": crossed,
             "kept": len(places),
-            "loops": len(asked) - len(places),
-            "plain": summarize(found[PLAIN][0]),
-            "dovetail": summarize(found[planned][0]),
+            "loops": len(prompts) - len(places),
+            "plain": summarize(result[PLAIN][0]),
+            "dovetail": summarize(result[planned][0]),
         }
         profile = (
             f"{details['dovetail']['tokens_per_step']:.2f} tokens a step of the target, "

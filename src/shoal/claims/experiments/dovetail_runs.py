@@ -84,12 +84,12 @@ class Sweep:
         for name in names:
             size = int(name.split()[1])
             self._bench.engines[name].scheduler.drafting = FixedDrafting(size)  # type: ignore[attr-defined]
-        found = self._bench.interleaved(prompts, new_tokens, names=names)
+        result = self._bench.interleaved(prompts, new_tokens, names=names)
         for name in names:
             self._bench.engines[name].scheduler.drafting = before[name]  # type: ignore[attr-defined]
         return {
             name: sum(one.count for one in answers[0]) / sum(one.seconds for one in answers[0])
-            for name, answers in found.items()
+            for name, answers in result.items()
         }
 
     def planned(self, link_s: float, link_bytes_per_s: float, overlap: bool) -> str:
@@ -107,11 +107,11 @@ class Sweep:
             round_s=self._round_s,
         )
         # A level of a larger tree has more rows, so each size has its own times.
-        found = [
+        results = [
             case.rank([self._option(count, size) for count in self._layers], (size,))[0]
             for size in self._nodes
         ]
-        best = max(found, key=lambda one: one.tokens_per_s)
+        best = max(results, key=lambda one: one.tokens_per_s)
         return f"{best.layers} {best.nodes}"
 
     def _option(self, layers: int, nodes: int) -> DraftOption:
@@ -191,8 +191,13 @@ def tiny(seed: int, *, offloads: bool) -> RunCounts:
         offload = 2.0 * weight_bytes(place)
         method = None if offloads else {"name": "dovetail", "path": str(drafts), "depth": 3}
         for speculative in (None, method):
-            told = {"model": str(place), "kv_tokens": 512, "threads": 1, "speculative": speculative}
-            engine = engine_of(ServeJob.model_validate(told), target)[0]
+            fields = {
+                "model": str(place),
+                "kv_tokens": 512,
+                "threads": 1,
+                "speculative": speculative,
+            }
+            engine = engine_of(ServeJob.model_validate(fields), target)[0]
             drafter: Any = None
             if speculative is not None:
                 engine.scheduler.drafting = FixedDrafting(6)  # type: ignore[attr-defined]

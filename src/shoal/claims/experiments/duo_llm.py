@@ -251,8 +251,8 @@ class DuoLLM(BaseClaim):
 
         table = context.remember("patterns", independent)
         allowed = (every == BIG).sum(1) <= 1
-        found = best(table[allowed], every[allowed])
-        oracle = table[0] if as_baseline else found.losses
+        result = best(table[allowed], every[allowed])
+        oracle = table[0] if as_baseline else result.losses
         metrics["oracle_one_big"] = self._paired(oracle, table[0])
 
         def left_to_right() -> np.ndarray:
@@ -281,7 +281,7 @@ class DuoLLM(BaseClaim):
             "all_big": float(table[0].mean()),
             "all_small": float(small.mean()),
             "best_fixed_pattern_of_one_big": float(table[allowed].mean(1).min()),
-            "oracle_one_big": float(found.losses.mean()),
+            "oracle_one_big": float(result.losses.mean()),
             "oracle_any": float(table.min(0).mean()),
             "oracle_one_big_left_to_right": float(sequential.mean()),
             "router": float(router.mean()),
@@ -293,10 +293,10 @@ class DuoLLM(BaseClaim):
             "one_big": self._budget(model),
         }
         details["big_by_layer"] = {
-            "oracle": [float(x) for x in (found.routes == BIG).mean(0)],
+            "oracle": [float(x) for x in (result.routes == BIG).mean(0)],
             "router": [float((chosen[layer] == BIG).double().mean()) for layer in range(_LAYERS)],
         }
-        hard = difficulty(small, found.losses)
+        hard = difficulty(small, result.losses)
         details["difficulty_and_loss_correlate"] = float(np.corrcoef(hard, table[0])[0, 1])
 
     def _paired(self, ours: np.ndarray, theirs: np.ndarray) -> PairedSamples:
@@ -313,8 +313,8 @@ def _heldout(data: np.ndarray, rows: int, length: int) -> tuple[Tensor, Tensor]:
     import torch
 
     starts = np.linspace(0, len(data) - length - 2, rows).astype(np.int64)
-    found = np.stack([data[at : at + length + 1] for at in starts]).astype(np.int64)
-    both = torch.from_numpy(found)
+    values = np.stack([data[at : at + length + 1] for at in starts]).astype(np.int64)
+    both = torch.from_numpy(values)
     return both[:, :-1], both[:, 1:]
 
 

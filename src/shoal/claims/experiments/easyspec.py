@@ -189,10 +189,12 @@ class EasySpecClaim(BaseClaim):
         }
         bench = Bench(target, methods, threads=1)
         context.progress("acceptance", 0.2)
-        asked = prompts_of(context, self.asked, self.prompt_tokens, 0)
-        places = regular([bench.answer("plain", [prompt], self.new_tokens) for prompt in asked])
+        prompts = prompts_of(context, self.asked, self.prompt_tokens, 0)
+        places = regular([bench.answer("plain", [prompt], self.new_tokens) for prompt in prompts])
         rates = {
-            name: acceptance(bench, name, [asked[at] for at in places], self.new_tokens, self.depth)
+            name: acceptance(
+                bench, name, [prompts[at] for at in places], self.new_tokens, self.depth
+            )
             for name in ("draft", "groups", "stale")
         }
         first = {name: one[0] for name, one in rates.items()}
@@ -201,18 +203,18 @@ class EasySpecClaim(BaseClaim):
         lost = late["draft"] - late["stale"]
         recovered = (late["groups"] - late["stale"]) / lost if lost > 0.005 else 0.0
         metrics["recovered"] = PairedSamples(method=(recovered,))
-        found = self._timed(context, bench, target, draft, size)
-        best = max(found, key=lambda name: found[name].speedup)
-        metrics["draft_pass"], metrics["end_to_end"] = found[best].passes, found[best].answers
+        result = self._timed(context, bench, target, draft, size)
+        best = max(result, key=lambda name: result[name].speedup)
+        metrics["draft_pass"], metrics["end_to_end"] = result[best].passes, result[best].answers
         details: dict[str, Any] = {
             "acceptance": first,
             "acceptance_late": late,
             "kept": len(places),
-            "loops": len(asked) - len(places),
+            "loops": len(prompts) - len(places),
             "better": best,
-            **{name: one.details for name, one in found.items()},
+            **{name: one.details for name, one in result.items()},
         }
-        one, two = found["fused"].details, found["ranks"].details
+        one, two = result["fused"].details, result["ranks"].details
         profile = (
             f"of the guesses {first['draft']:.3f} accepted layer by layer, {first['groups']:.3f} "
             f"by groups of {size}, {first['stale']:.3f} with stale keys and values kept; in one "
@@ -224,7 +226,7 @@ class EasySpecClaim(BaseClaim):
             "save meetings; both are slower there than in one process, for this draft lies in the "
             "caches of one core"
         )
-        bounds = {**found[best].bounds, "recovered": 1.0}
+        bounds = {**result[best].bounds, "recovered": 1.0}
         return ClaimSamples(metrics=metrics, details=details, profile=profile, bounds=bounds)
 
     def _timed(
@@ -239,14 +241,14 @@ class EasySpecClaim(BaseClaim):
         from shoal.model import huggingface
         from shoal.plan.trees.fuzzy import even_groups
 
-        told: dict[str, Any] = {"rounds": self.rounds, "seed": context.seed}
-        asked = prompts_of(context, self.prompts, self.prompt_tokens, 0)
+        fields: dict[str, Any] = {"rounds": self.rounds, "seed": context.seed}
+        prompts = prompts_of(context, self.prompts, self.prompt_tokens, 0)
         context.progress("draft passes in turn", 0.4)
         read = context.remember("reading", lambda: reading_s(draft, self.passes, context.seed))
         passes = timed_passes(bench.engines["groups"], self.passes, context.seed)
         context.progress("answers in turn", 0.5)
-        answers = answers_in_turn(bench, "groups", asked, self.new_tokens, **told)
-        found = {"fused": TimedPasses.of(passes, answers, read, self.depth)}
+        answers = answers_in_turn(bench, "groups", prompts, self.new_tokens, **fields)
+        result = {"fused": TimedPasses.of(passes, answers, read, self.depth)}
         context.progress("draft passes on two ranks", 0.6)
         groups = even_groups(size, huggingface.read_config(draft).num_layers)
         full = self.stale == "full"
@@ -262,9 +264,9 @@ class EasySpecClaim(BaseClaim):
             with_ranks = Bench(target, {"ranks": ranked}, threads=1)
             runner: Any = with_ranks.engines["ranks"].runner
             try:
-                answers = answers_in_turn(with_ranks, "ranks", asked, self.new_tokens, **told)
+                answers = answers_in_turn(with_ranks, "ranks", prompts, self.new_tokens, **fields)
             finally:
                 runner.drafter.net.team.close()
-        found["ranks"] = TimedPasses.of(passes, answers, read / 2, self.depth)
-        found["ranks"].details.update(more)
-        return found
+        result["ranks"] = TimedPasses.of(passes, answers, read / 2, self.depth)
+        result["ranks"].details.update(more)
+        return result

@@ -68,11 +68,11 @@ def passes(
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
-    told, limit = parse(ServeJob, job, where="job"), 512
+    result, limit = parse(ServeJob, job, where="job"), 512
     nets = {}
     for name, grouped in (("method", max(groups) > 1), ("baseline", False)):
         share: Share = "layers" if grouped else "heads"
-        part = part_of(path, told, limit, torch.bfloat16, comm.rank, comm.world, share)
+        part = part_of(path, result, limit, torch.bfloat16, comm.rank, comm.world, share)
         chosen = tuple(groups) if grouped else None
         nets[name] = ranked(part, comm, limit, share, chosen, full=full and grouped)
     timed = interleave(
@@ -96,7 +96,7 @@ def ranked_passes(
 
     job = {"model": str(target), "threads": 1, "kv_tokens": 512, "max_running": 1}
     job["speculative"] = {"name": "draft_model", "path": str(draft)}  # trees are read
-    found = run_processes(
+    processes = run_processes(
         "shoal.claims.experiments.easyspec_ranks:passes",
         _RANKS,
         {
@@ -104,9 +104,11 @@ def ranked_passes(
             "seed": seed,
         },
     )[0]  # fmt: skip
-    seconds = found["seconds"]
-    told = {"not_recorded": found["not_recorded"], "ranks": _RANKS}
-    return PairedSamples(method=tuple(seconds["method"]), baseline=tuple(seconds["baseline"])), told
+    seconds = processes["seconds"]
+    fields = {"not_recorded": processes["not_recorded"], "ranks": _RANKS}
+    return PairedSamples(
+        method=tuple(seconds["method"]), baseline=tuple(seconds["baseline"])
+    ), fields
 
 
 def answers_in_turn(
@@ -150,19 +152,19 @@ def answers_in_turn(
         runner.drafter, engine.scheduler.drafting = drafters[which]
         return bench.answer(name, [prompt], new_tokens)
 
-    found: dict[str, list[list[DecodeBatchResult]]] = {which: [] for which in drafters}
+    result: dict[str, list[list[DecodeBatchResult]]] = {which: [] for which in drafters}
     try:
         for which in drafters:  # kernels are prepared and passes recorded before anything is timed
             for prompt in prompts[:3]:
                 answer(which, prompt)
         for turn in range(rounds):
-            for answers in found.values():
+            for answers in result.values():
                 answers.append([])
             for number, prompt in enumerate(prompts):
                 draws = generator(seed, purpose="bench order", step=turn * len(prompts) + number)
                 for place in draws.permutation(2).tolist():
                     which = list(drafters)[place]
-                    found[which][turn].append(answer(which, prompt))
+                    result[which][turn].append(answer(which, prompt))
     finally:
         runner.drafter, engine.scheduler.drafting = grouped, decides
-    return found
+    return result

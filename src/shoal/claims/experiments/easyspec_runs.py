@@ -49,10 +49,10 @@ def acceptance(
     first: list[tuple[int, int]] = []
     late: list[tuple[int, int]] = []
     for prompt in prompts:
-        told = engine.scheduler.drafting = _Told(depth)  # type: ignore[attr-defined]
+        result = engine.scheduler.drafting = _Told(depth)  # type: ignore[attr-defined]
         bench.answer(name, [prompt], new_tokens)
-        first += told.rounds
-        late += told.rounds[_LATE:]
+        first += result.rounds
+        late += result.rounds[_LATE:]
     engine.scheduler.drafting = before  # type: ignore[attr-defined]
 
     def share(rounds: list[tuple[int, int]]) -> float:
@@ -219,8 +219,13 @@ def tiny(seed: int, group: int) -> tuple[int, int]:
         huggingface.write(place, model)
         target = model.to(torch.float64)
         for speculative in (None, {"name": "easyspec", "path": str(place), "group": group}):
-            told = {"model": str(place), "kv_tokens": 512, "threads": 1, "speculative": speculative}
-            engine = engine_of(ServeJob.model_validate(told), target)[0]
+            fields = {
+                "model": str(place),
+                "kv_tokens": 512,
+                "threads": 1,
+                "speculative": speculative,
+            }
+            engine = engine_of(ServeJob.model_validate(fields), target)[0]
             if speculative is not None:
                 engine.scheduler.drafting = FixedDrafting(4)  # type: ignore[attr-defined]
             request = Request("tiny", list(range(20)), 20, SamplingParams(max_tokens=40))

@@ -61,9 +61,9 @@ def lengths(count: int, longest: int, seed: int) -> list[int]:
     for turn in range(10_000):
         source = generator(seed, purpose="lengths", step=turn)
         drawn = source.lognormal(0.0, 0.6, count)
-        found = np.maximum(1, np.rint(drawn / drawn.max() * longest)).astype(int)
-        if 0.38 <= found.mean() / longest <= 0.42:
-            return [int(n) for n in found]
+        values = np.maximum(1, np.rint(drawn / drawn.max() * longest)).astype(int)
+        if 0.38 <= values.mean() / longest <= 0.42:
+            return [int(n) for n in values]
     raise ValueError(f"no {count} lengths have a mean of 0.4 of the longest")
 
 

@@ -156,9 +156,9 @@ class FalconClaim(BaseClaim):
         one_a_pass = {**falcon, "path": str(single)}
         method = one_a_pass if as_baseline else falcon
         passes = self.k * self.forwards if as_baseline else self.forwards
-        asked = prompts_of(context, self.texts, 64, 0)
+        prompts = prompts_of(context, self.texts, 64, 0)
         context.progress("tokens in fp64", 0.5)
-        same = equal_answers(target, method, asked[: self.exact_texts], self.new // 2)
+        same = equal_answers(target, method, prompts[: self.exact_texts], self.new // 2)
         metrics["wrong_tokens"] = PairedSamples(method=tuple(1 - one for one in same))
         context.progress("decoding", 0.6)
         arms: dict[str, dict[str, Any] | None] = {
@@ -168,8 +168,8 @@ class FalconClaim(BaseClaim):
             "falcon": None if as_baseline else falcon,
         }
         bench = Bench(target, arms, threads=self.threads or num_cores())
-        found = bench.interleaved(asked, self.new, rounds=self.rounds, seed=context.seed)
-        timed = {name: seconds_per_token(found[name], found[PLAIN]) for name in arms}
+        result = bench.interleaved(prompts, self.new, rounds=self.rounds, seed=context.seed)
+        timed = {name: seconds_per_token(result[name], result[PLAIN]) for name in arms}
         metrics["over_plain"], places = timed["falcon"]
         require(bool(places), "claim.falcon", len(places), expected="an answer that is no loop")
         context.progress("accepted tokens", 0.9)
@@ -182,7 +182,7 @@ class FalconClaim(BaseClaim):
         for name, engine in other.engines.items():
             engine.scheduler.drafting = FixedDrafting(self.nodes)  # type: ignore[attr-defined]
             lengths[name] = [
-                other.answer(name, [asked[place]], self.new).tokens_per_step for place in places
+                other.answer(name, [prompts[place]], self.new).tokens_per_step for place in places
             ]
         metrics["accepted_of_single"] = PairedSamples(
             method=tuple(lengths["method"]), baseline=tuple(lengths["single"])
@@ -202,10 +202,10 @@ class FalconClaim(BaseClaim):
             },
             "answers": {
                 name: dict(summarize([of[0][place] for place in places]))
-                for name, of in found.items()
+                for name, of in result.items()
             },
             "bf16_agreement": {
-                name: agreement(of[0], found[PLAIN][0]) for name, of in found.items()
+                name: agreement(of[0], result[PLAIN][0]) for name, of in result.items()
             },
             "right_by_level": {
                 "falcon": [row[0] for row in read_config(Path(falcon["path"])).calibration],
@@ -216,7 +216,7 @@ class FalconClaim(BaseClaim):
                 for name, drafter in timing.items()
                 if drafter is not None
             },
-            "loops": len(asked) - len(places),
+            "loops": len(prompts) - len(places),
         }
         profile = ", ".join(
             f"{name} {1e3 * statistics.median(one.method):.3f} ms a token"

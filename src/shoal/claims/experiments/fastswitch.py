@@ -355,14 +355,14 @@ class FastSwitch(BaseClaim):
             "turns": self.turns,
             "think_s": self.think_s,
         }
-        found: list[Arrival] = (
+        arrivals: list[Arrival] = (
             table("workload")
             .build(workload)
             .arrivals(
                 count=self.requests, vocab_size=vocab_size, max_position=_POSITIONS, seed=seed
             )
         )
-        return found
+        return arrivals
 
     def _real(self, context: ExperimentContext, name: str) -> _Seen:
         """Serve the trace once, in real time."""
@@ -436,15 +436,15 @@ def _watch(
 def _answers(arrivals: Sequence[Arrival]) -> dict[str, Sequence[int]]:
     """What each turn is answered: what its conversation goes on with, or else zeros."""
     following: dict[str, Arrival] = {}
-    found: dict[str, Sequence[int]] = {}
+    result: dict[str, Sequence[int]] = {}
     for number in range(len(arrivals) - 1, -1, -1):
         turn = arrivals[number]
         after = following.get(turn.session)
         start = len(turn.prompt)
-        found[str(number)] = (
+        result[str(number)] = (
             after.prompt[start : start + turn.output_tokens]
             if after is not None
             else (0,) * turn.output_tokens
         )
         following[turn.session] = turn
-    return found
+    return result

@@ -136,11 +136,11 @@ class FlashRNN:
 
         context.progress("shapes", 0.02)
         fused = "reference" if as_baseline else "fused"
-        found = wrong(fused, _SHAPES, seed=context.seed, tolerance=1e-4)
+        result = wrong(fused, _SHAPES, seed=context.seed, tolerance=1e-4)
         context.progress("systems of constraints", 0.05)
         saved, seconds, solved = _systems(as_baseline)
         metrics = {
-            "wrong_shapes": PairedSamples(method=(float(found),)),
+            "wrong_shapes": PairedSamples(method=(float(result),)),
             "nodes_saved": PairedSamples(method=tuple(saved)),
         }
         details: dict[str, JsonValue] = {"systems": solved}
@@ -304,7 +304,7 @@ def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, Jso
         "recurrence on a GPU": recurrence_system(RecurrenceShape(number_bytes=2), _GPU),
         "linear": linear_system(LinearShape(m=4, n=4096, k=11008), _CPU),
     }
-    saved, seconds, told = [], [], dict[str, JsonValue]()
+    saved, seconds, result = [], [], dict[str, JsonValue]()
     for name, text in texts.items():
         system = parse(text)
         started = time.perf_counter()
@@ -318,22 +318,22 @@ def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, Jso
         brute = leaves if whole else system.box
         saved.append(1.0 if as_baseline else brute / tried)
         seconds.append(stopped_s if as_baseline else solved_s)
-        told[name] = {
+        result[name] = {
             "nodes": tried,
             "box": system.box,
             "seconds": solved_s,
             "brute_force_s": stopped_s,
             "objective": solution.objective,
         }
-    return saved, seconds, told
+    return saved, seconds, result
 
 
 def _profile(details: dict[str, JsonValue]) -> str:
     times = details.get("milliseconds")
     lines = []
     if isinstance(times, dict):
-        for name, found in times.items():
-            if isinstance(found, dict):
-                inner = ", ".join(f"{key} {value:.3g}" for key, value in found.items())
+        for name, result in times.items():
+            if isinstance(result, dict):
+                inner = ", ".join(f"{key} {value:.3g}" for key, value in result.items())
                 lines.append(f"{name} [ms]: {inner}")
     return "; ".join(lines)

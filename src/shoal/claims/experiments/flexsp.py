@@ -99,8 +99,8 @@ class FlexSPClaim(BaseClaim):
         """See :class:`~shoal.claims.protocols.Experiment`."""
         from shoal.claims.experiments.ragged_ranks import errors
 
-        found = self._solved(context, quick=quick, one=as_baseline)
-        ratios = tuple(one["one_degree_s"] / one["seconds"] for one in found)
+        result = self._solved(context, quick=quick, one=as_baseline)
+        ratios = tuple(one["one_degree_s"] / one["seconds"] for one in result)
         context.progress("steps beside one process", 0.75)
         batching = (
             {"name": "packed", "capacity_tokens": 16, "cp": 2, "exchange": "ulysses"}
@@ -114,12 +114,12 @@ class FlexSPClaim(BaseClaim):
             "error": PairedSamples(method=errors(batching, seeds)),
         }
         details: dict[str, Any] = {
-            "batches": found,
+            "batches": result,
             "over_one_degree_with_50_GB/s_between_nodes": self._elsewhere(context),
         }
         if quick:
             return ClaimSamples(metrics=metrics, details=details)
-        metrics["solver_s"] = PairedSamples(method=tuple(one["solver_s"] for one in found))
+        metrics["solver_s"] = PairedSamples(method=tuple(one["solver_s"] for one in result))
         context.progress("two real ranks", 0.8)
         sizes = ragged.lengths()
         chosen = np.random.default_rng(context.seed).choice(sizes, self.documents, replace=False)
@@ -144,7 +144,7 @@ class FlexSPClaim(BaseClaim):
         part = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.5 if quick else self.limit_s)
         search = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.0)
         source = np.random.default_rng(context.seed)
-        found = []
+        results = []
         count = 4 if quick else self.batches
         for number in range(count):
             context.progress("batches", 0.75 * number / count)
@@ -153,7 +153,7 @@ class FlexSPClaim(BaseClaim):
             begin = time.perf_counter()
             seconds = single if one else part.solve(lengths, pool).seconds
             solver_s = time.perf_counter() - begin
-            found.append(
+            results.append(
                 {
                     "seconds": seconds,
                     "one_degree_s": single,
@@ -163,7 +163,7 @@ class FlexSPClaim(BaseClaim):
                     "without_solver_s": search.solve(lengths, pool).seconds,
                 }
             )
-        return found
+        return results
 
     def _elsewhere(self, context: ExperimentContext) -> list[float]:
         """The same of four batches where links between nodes are eight times as fast, by search."""
@@ -174,9 +174,9 @@ class FlexSPClaim(BaseClaim):
         search = FlexSP(capacity_tokens=_CAPACITY, limit_s=0.0)
         sizes = np.minimum(ragged.lengths(), _WORLD * _CAPACITY)
         source = np.random.default_rng(context.seed)
-        found = []
+        results = []
         for _ in range(4):
             lengths = source.choice(sizes, self.sequences, replace=False).tolist()
             single = best_homogeneous(lengths, pool)[1]
-            found.append(single / search.solve(lengths, pool).seconds)
-        return found
+            results.append(single / search.solve(lengths, pool).seconds)
+        return results

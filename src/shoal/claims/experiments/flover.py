@@ -207,8 +207,8 @@ class Flover(BaseClaim):
                 if name == _STATIC and turn:
                     continue
                 context.progress(name, turn / self.rounds)
-                found = self._once(context, name, turn, as_baseline=as_baseline, counted=False)
-                seen.setdefault(name, []).append(found)
+                result = self._once(context, name, turn, as_baseline=as_baseline, counted=False)
+                seen.setdefault(name, []).append(result)
 
         def paired(what: str, baseline: str) -> PairedSamples:
             return PairedSamples(
@@ -271,13 +271,13 @@ class Flover(BaseClaim):
         from shoal.ir import Arrival
 
         draw = generator(context.seed, purpose="requests that come at random")
-        found, at = [], 0.0
+        result, at = [], 0.0
         for _ in range(self.requests):
             at += float(draw.exponential(1 / rate))
             prompt = draw.integers(0, vocab_size, int(draw.integers(16, 129)))
             answer = round(16.0 * 16.0 ** float(draw.random()))
-            found.append(Arrival(at, tuple(int(one) for one in prompt), answer))
-        return found
+            result.append(Arrival(at, tuple(int(one) for one in prompt), answer))
+        return result
 
     def _job(self, name: str, model: str) -> ServeJob:
         from shoal.ir import ServeJob

@@ -171,12 +171,12 @@ class FrontierRecipe(BaseClaim):
         for seed in range(seeds):
             context.progress(f"search {seed + 1} of {seeds}", 0.1 + 0.5 * seed / seeds)
             plain = Random().tune(space, objective, self.trials, seed=context.seed + seed)
-            found = (
+            result = (
                 plain
                 if as_baseline
                 else Bayes().tune(space, objective, self.trials, seed=context.seed + seed)
             )
-            shares.append(_share(found, top))
+            shares.append(_share(result, top))
             random_shares.append(_share(plain, top))
         context.progress("five rules", 0.7)
         influence = context.remember("influence", lambda: _influence(self.explained, context.seed))
@@ -188,13 +188,13 @@ class FrontierRecipe(BaseClaim):
             ),
             "rules_broken": PairedSamples(method=tuple(map(float, broken.values()))),
         }
-        told: dict[str, JsonValue] = {}
+        values: dict[str, JsonValue] = {}
         for name in _RUNS:
             context.progress(f"the run of {name}", 0.9)
             utilisation, model_share, more = published(name)
             value = 1.0 if as_baseline else utilisation
             metrics[f"utilisation_{name.lower()}"] = PairedSamples(method=(value,))
-            told[name] = {
+            values[name] = {
                 "predicted": utilisation,
                 "without_recomputation": model_share,
                 "paper": PAPER[name],
@@ -216,7 +216,7 @@ class FrontierRecipe(BaseClaim):
                 "random_shares": list(random_shares),
                 "rules": {name: bool(wrong) for name, wrong in broken.items()},
                 "influence": dict(influence),
-                "runs": told,
+                "runs": values,
             },
         )
 
@@ -280,8 +280,8 @@ def rules(influence: Mapping[str, float], *, peak: bool = False) -> dict[str, bo
 
 
 def _rising(rate: Callable[[int], float], values: tuple[int, ...]) -> bool:
-    found = [rate(value) for value in values]
-    return all(a < b for a, b in itertools.pairwise(found))
+    results = [rate(value) for value in values]
+    return all(a < b for a, b in itertools.pairwise(results))
 
 
 def _influence(trials: int, seed: int) -> dict[str, float]:
@@ -330,11 +330,11 @@ def published(name: str) -> tuple[float, float, dict[str, JsonValue]]:
         "shard": "zero1",
         "recompute": "full",
     }
-    found, cost = objective.price(config)
-    whole = objective.utilisation(found, cost)
+    result, cost = objective.price(config)
+    whole = objective.utilisation(result, cost)
     few = [dp for dp in (2, 4, 6, 8, 16) if dp <= replicas and fixed % dp == 0]
-    weak = scaling_report(found, machine, few, kind="weak", shape=shape)
-    strong_job = found.model_copy(update={"global_batch": fixed})
+    weak = scaling_report(result, machine, few, kind="weak", shape=shape)
+    strong_job = result.model_copy(update={"global_batch": fixed})
     strong = scaling_report(strong_job, machine, few, kind="strong", shape=shape)
     return (
         whole,

@@ -158,10 +158,10 @@ class FsmoeClaim(BaseClaim):
 
         grid = list(product(*_GRID))
         sample = grid[:: 73 if quick else 1]
-        found = context.remember(f"simulated {len(sample)}", lambda: _simulated(context, sample))
-        chosen = [one.one if as_baseline else one.chosen for one in found]
-        differ = [one.r[0] != one.r[1] and not as_baseline for one in found]
-        pairs = list(zip(found, chosen, strict=True))
+        result = context.remember(f"simulated {len(sample)}", lambda: _simulated(context, sample))
+        chosen = [one.one if as_baseline else one.chosen for one in result]
+        differ = [one.r[0] != one.r[1] and not as_baseline for one in result]
+        pairs = list(zip(result, chosen, strict=True))
         context.progress("steps beside one process", 0.5)
         metrics = {
             "over_one_chunk": PairedSamples(method=tuple(one.one / mine for one, mine in pairs)),
@@ -169,20 +169,20 @@ class FsmoeClaim(BaseClaim):
                 method=tuple((mine if as_baseline else one.tutel) / mine for one, mine in pairs)
             ),
             "over_exhaustive": PairedSamples(
-                method=tuple(one.chosen / one.best - 1 for one in found)
+                method=tuple(one.chosen / one.best - 1 for one in result)
             ),
             "passes_differ": PairedSamples(method=tuple(map(float, differ))),
             "error": PairedSamples(method=_errors(_SPLITS[:1] if quick else _SPLITS)),
         }
         details: dict[str, Any] = {
-            "layers": len(found),
+            "layers": len(result),
             "over_shared_with_the_same_streams": statistics.mean(
-                one.shared / one.chosen for one in found
+                one.shared / one.chosen for one in result
             ),
-            "chunks_forward": _counted(one.r[0] for one in found),
-            "chunks_backward": _counted(one.r[1] for one in found),
-            "held_up_forward": _counted(one.bound[0] for one in found),
-            "held_up_backward": _counted(one.bound[1] for one in found),
+            "chunks_forward": _counted(one.r[0] for one in result),
+            "chunks_backward": _counted(one.r[1] for one in result),
+            "held_up_forward": _counted(one.bound[0] for one in result),
+            "held_up_backward": _counted(one.bound[1] for one in result),
         }
         if quick:
             return ClaimSamples(metrics=metrics, details=details)
@@ -262,17 +262,17 @@ def _uncut(one: Any) -> float:
 
 
 def _counted(values: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for value in values:
-        found[str(value)] = found.get(str(value), 0) + 1
-    return dict(sorted(found.items()))
+        numbers[str(value)] = numbers.get(str(value), 0) + 1
+    return dict(sorted(numbers.items()))
 
 
 def _simulated(context: ExperimentContext, grid: list[tuple[Any, ...]]) -> list[_Seconds]:
     """Seconds of every layer of the grid."""
     from shoal.plan.experts.moe_overlap import choose, exhaustive
 
-    machine, found = _machine(), []
+    machine, result = _machine(), []
     for number, one in enumerate(grid):
         if number % 50 == 0:
             context.progress(f"layer {number} of {len(grid)}", 0.5 * number / len(grid))
@@ -281,7 +281,7 @@ def _simulated(context: ExperimentContext, grid: list[tuple[Any, ...]]) -> list[
         mine = [choose(pass_) for pass_ in both]
         every = [exhaustive(pass_) for pass_ in both]
         tutel = [exhaustive(pass_, one_link=True) for pass_ in both]
-        found.append(
+        result.append(
             _Seconds(
                 chosen=sum(cut.seconds for cut in mine),
                 one=sum(seconds[0] for seconds in every),
@@ -292,7 +292,7 @@ def _simulated(context: ExperimentContext, grid: list[tuple[Any, ...]]) -> list[
                 bound=(mine[0].bound, mine[1].bound),
             )
         )
-    return found
+    return result
 
 
 def _layer(
@@ -339,12 +339,12 @@ def _errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
         name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,
         num_kv_heads=4, head_dim=8, ffn_hidden=16, num_experts=4, top_k=2, max_position=64,
     )  # fmt: skip
-    found = []
+    errors = []
     for split in splits:
         job = TrainJob(
             model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
             parallel=split, grad_clip=0.05, steps=1,
         )  # fmt: skip
         one = same_as_one(job, config, steps=1)
-        found.append(max(one.loss, one.norm, one.gradient, one.parameter))
-    return tuple(found)
+        errors.append(max(one.loss, one.norm, one.gradient, one.parameter))
+    return tuple(errors)

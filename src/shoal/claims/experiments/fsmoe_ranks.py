@@ -50,13 +50,13 @@ def _layer(comm: Comm, hidden: int, width: int) -> DispatchedExperts:
 
 def _timed(comm: Comm, work: Callable[[], object], repeats: int) -> float:
     """Least seconds of ``work``, all ranks at once."""
-    found = []
+    results = []
     for _ in range(repeats + 1):
         comm.barrier()
         begin = time.perf_counter()
         work()
-        found.append(time.perf_counter() - begin)
-    return min(found[1:])
+        results.append(time.perf_counter() - begin)
+    return min(results[1:])
 
 
 def tasks_s(
@@ -65,7 +65,7 @@ def tasks_s(
     """Seconds of exchange, gather and experts, forward, at each of :data:`SIZES`."""
     layer = _layer(comm, hidden, width)
     ep, etp = layer.ranks.ep, layer.ranks.etp
-    found: dict[str, list[float]] = {"exchange": [], "gather": [], "experts": []}
+    seconds: dict[str, list[float]] = {"exchange": [], "gather": [], "experts": []}
     with torch.no_grad():
         for part in SIZES:
             rows = max(2, int(2 * tokens * part)) // 2 * 2
@@ -84,8 +84,8 @@ def tasks_s(
                 return layer._made(x, rows)
 
             for name, work in (("exchange", exchange), ("gather", gather), ("experts", experts)):
-                found[name].append(_timed(comm, work, repeats))
-    return found
+                seconds[name].append(_timed(comm, work, repeats))
+    return seconds
 
 
 def layer_s(
@@ -95,7 +95,7 @@ def layer_s(
     layer = _layer(comm, hidden, width)
     source = torch.Generator().manual_seed(100 + comm.rank)
     whole_ND = torch.randn(tokens, hidden, generator=source)
-    found: dict[str, Any] = {"uncut": [], "cut": []}
+    seconds: dict[str, Any] = {"uncut": [], "cut": []}
     seen: dict[str, Tensor] = {}
     forms = {"uncut": (1, 1), "cut": (chunks[0], chunks[1])}
     for turn in range(repeats + 1):
@@ -109,9 +109,9 @@ def layer_s(
             layer(x_ND).square().sum().backward()
             comm.barrier()
             if turn:
-                found[name].append(time.perf_counter() - begin)
+                seconds[name].append(time.perf_counter() - begin)
             assert x_ND.grad is not None
             seen[name] = x_ND.grad
     apart = (seen["uncut"] - seen["cut"]).abs().max() / seen["uncut"].abs().max()
-    found["difference"] = float(apart)
-    return found
+    seconds["difference"] = float(apart)
+    return seconds

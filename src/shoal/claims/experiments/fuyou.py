@@ -182,12 +182,16 @@ class FuyouClaim(BaseClaim):
         with contextlib.closing(runs.FuyouTraining(regime, comm, method)) as training:
             differ = runs.differing(regime, training, steps)
             peaks = training.made.tiers.peaks()
-        told = regime.predicted_bytes()
+        predicted_bytes = regime.predicted_bytes()
         return {
             "differing_bits": PairedSamples(method=(float(differ),)),
             "host_over_budget": PairedSamples(method=(peaks["host"] / regime.host_bytes,)),
-            "peak_over_estimate": PairedSamples(method=tuple(peaks[t] / told[t] for t in told)),
-        }, {"small": {tier: [float(peaks[tier]), told[tier]] for tier in told}}
+            "peak_over_estimate": PairedSamples(
+                method=tuple(peaks[t] / predicted_bytes[t] for t in predicted_bytes)
+            ),
+        }, {
+            "small": {tier: [float(peaks[tier]), predicted_bytes[tier]] for tier in predicted_bytes}
+        }
 
     def _race(
         self,
@@ -201,7 +205,7 @@ class FuyouClaim(BaseClaim):
         """Steps of both in turns, and the peaks of the host."""
         from shoal.claims.experiments import fuyou_runs as runs
 
-        found: dict[str, list[float]] = {"method": [], "baseline": []}
+        result: dict[str, list[float]] = {"method": [], "baseline": []}
         with (
             contextlib.closing(runs.FuyouTraining(regime, comm, "zero_infinity")) as baseline,
             contextlib.closing(runs.FuyouTraining(regime, comm, method)) as training,
@@ -213,11 +217,11 @@ class FuyouClaim(BaseClaim):
             for turn in range(self.pairs):
                 context.progress("steps in turns", 0.1 + 0.4 * turn / self.pairs)
                 for name in sorted(ways, reverse=bool(turn % 2)):
-                    found[name].append(ways[name].run(3))
+                    result[name].append(ways[name].run(3))
             peaks, theirs = training.made.tiers.peaks(), baseline.made.tiers.peaks()
-        told = regime.predicted_bytes()
+        predicted_bytes = regime.predicted_bytes()
         metrics["step"] = PairedSamples(
-            method=tuple(found["method"]), baseline=tuple(found["baseline"])
+            method=tuple(result["method"]), baseline=tuple(result["baseline"])
         )
         metrics["host_over_budget"] = PairedSamples(
             method=(*metrics["host_over_budget"].method, peaks["host"] / regime.host_bytes)
@@ -228,12 +232,12 @@ class FuyouClaim(BaseClaim):
         metrics["peak_over_estimate"] = PairedSamples(
             method=(
                 *metrics["peak_over_estimate"].method,
-                *(peaks[tier] / told[tier] for tier in told),
+                *(peaks[tier] / predicted_bytes[tier] for tier in predicted_bytes),
             )
         )
         details["peaks"] = {tier: float(peak) for tier, peak in peaks.items()}
         details["baseline_peaks"] = {tier: float(peak) for tier, peak in theirs.items()}
-        details["told"] = {tier: float(most) for tier, most in told.items()}
+        details["told"] = {tier: float(most) for tier, most in predicted_bytes.items()}
         words = 4.0 * sum(p.numel() for p in baseline.made.model.parameters())
         return (
             f"the optimizer reads and writes {3 * words / 1e6:.0f} MB a step, which takes the disk "
@@ -255,16 +259,16 @@ class FuyouClaim(BaseClaim):
             chosen, everything = made.chosen.swapped, made.ordered.nbytes[-1]
 
             def measured(amount: float) -> tuple[float, float]:
-                told = made.use(amount).seconds
+                result = made.use(amount).seconds
                 training.run(1)
-                return told, training.run(2)
+                return result, training.run(2)
 
             curve: list[tuple[float, float, float]] = []
             for number in range(self.amounts):
                 context.progress("amounts", 0.5 + 0.3 * number / self.amounts)
                 amount = everything * number / (self.amounts - 1)
-                told, seconds = measured(amount)
-                curve.append((float(made.chosen.swapped), told, seconds))
+                result, seconds = measured(amount)
+                curve.append((float(made.chosen.swapped), result, seconds))
             best = min(curve, key=lambda point: point[2])[0]
             pairs: dict[float, list[float]] = {0: [], 1: []}
             for turn in range(self.pairs):

@@ -214,6 +214,6 @@ def differing(regime: Regime, training: FuyouTraining, steps: int) -> int:
     """Losses and numbers of parameters that are not those of PyTorch after so many steps."""
     losses, expected = resident(regime, steps)
     training.run(steps)
-    found = training.values()
+    values = training.values()
     differ = sum(a != b for a, b in zip(losses, training.losses, strict=True))
-    return differ + sum(int((found[name] != value).sum()) for name, value in expected.items())
+    return differ + sum(int((values[name] != value).sum()) for name, value in expected.items())

@@ -360,9 +360,9 @@ class GalvatronClaim(BaseClaim):
             finally:
                 stop.set()
                 cutter.join()
-        found: dict[str, Any] = ranks[0]
-        found["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in ranks), strict=True)]
-        return found
+        result: dict[str, Any] = ranks[0]
+        result["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in ranks), strict=True)]
+        return result
 
 
 def _seconds(run: dict[str, Any]) -> list[float]:

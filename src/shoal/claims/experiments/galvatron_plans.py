@@ -46,10 +46,10 @@ def misses(cases: int, *, greedy: bool) -> int:
         budget = int(source.integers(0, 5 * layers))
         wanted = _enumerated(seconds, units, change, budget)
         if greedy:
-            found = _greedy(seconds, units, change, budget)
+            result = _greedy(seconds, units, change, budget)
         else:
-            found = cheapest_chain(seconds, units, change, budget).seconds
-        missed += not (found == wanted or abs(found - wanted) <= 1e-9 * wanted)
+            result = cheapest_chain(seconds, units, change, budget).seconds
+        missed += not (result == wanted or abs(result - wanted) <= 1e-9 * wanted)
     return missed
 
 
@@ -93,12 +93,12 @@ class MixedPlan(NamedTuple):
     def as_record(self) -> dict[str, JsonValue]:
         """What is kept of it."""
         plans = {"layerwise": self.option, "uniform": self.uniform}
-        found: dict[str, JsonValue] = {
+        values: dict[str, JsonValue] = {
             name: [f"pp{o.pp} of {o.sequences} sequences", *group_words(o.solution.plan)]
             for name, o in plans.items()
             if o.solution.plan is not None
         }
-        return found | {
+        return values | {
             "simulated_s": {"layerwise": self.layerwise_s, "uniform": self.uniform_s},
             "parameters": sum(
                 linear.parameters for layer in self.layers for linear in linears(layer.shape)
@@ -133,8 +133,8 @@ def mixed_plans() -> MixedPlan:
         }
     )
     planner = Galvatron(layouts=_LAYOUTS)
-    found, _ = planner.search(job, machine, shape, layers)
-    option = found[0]
+    result, _ = planner.search(job, machine, shape, layers)
+    option = result[0]
     uniform = planner.best_uniform(job, machine, shape, layers, option)
     assert uniform is not None
 

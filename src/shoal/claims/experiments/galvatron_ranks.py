@@ -101,7 +101,7 @@ def time_plans(
     keep_freed_memory()
     model = ModelConfig.model_validate(config)
     plans = [TrainJob.model_validate(job) for job in jobs]
-    found: list[list[float]] = [[] for _ in plans]
+    times: list[list[float]] = [[] for _ in plans]
     built = [_built(comm, plan, model) for plan in plans]
     for turn in range(turns):
         for at in list(range(len(plans)))[:: -1 if turn % 2 else 1]:
@@ -113,8 +113,8 @@ def time_plans(
                 _step(engine, updater, rows)
                 comm.barrier()
                 if number:
-                    found[at].append(time.perf_counter() - begin)
-    return found
+                    times[at].append(time.perf_counter() - begin)
+    return times
 
 
 def run_with_replan(

@@ -196,8 +196,8 @@ class GemmForest:
             trees = 30 if quick else self.trees
             return held_out(_counted(shapes), "grouped", trees=trees, folds=3, peers=False)
 
-        found = context.remember("moved", count)
-        return _medians(found, as_baseline)
+        result = context.remember("moved", count)
+        return _medians(result, as_baseline)
 
     def _timed(
         self, context: ExperimentContext, metrics: dict[str, PairedSamples], as_baseline: bool
@@ -328,8 +328,8 @@ def _wrong(seed: int, by_numpy: bool) -> int:
         exact = a.astype(np.float64) @ b.astype(np.float64)
         room = _TOLERANCE * (np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64))
         for tile in TILES:
-            found = a @ b if by_numpy else own_product(a, b, tile)
-            wrong += bool((np.abs(found - exact) > room + 1e-30).any())
+            result = a @ b if by_numpy else own_product(a, b, tile)
+            wrong += bool((np.abs(result - exact) > room + 1e-30).any())
     return wrong
 
 
@@ -340,5 +340,5 @@ def _shrinking(seconds: object) -> float:
         for shape in drawn(1, index, threads=2, largest=2048):
             shapes.append(shape)
             longer.append(shape.model_copy(update={"K": 2 * shape.K}))
-    told = [np.asarray(seconds(list(which))) for which in (shapes, longer)]  # type: ignore[operator]
-    return float(np.sum(told[1] < (0.9 - 1e-9) * told[0]))
+    notes = [np.asarray(seconds(list(which))) for which in (shapes, longer)]  # type: ignore[operator]
+    return float(np.sum(notes[1] < (0.9 - 1e-9) * notes[0]))

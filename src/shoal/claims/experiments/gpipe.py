@@ -231,9 +231,9 @@ def most_layers(budget: int, k: int, m: int, *, recompute: bool) -> int:
     # It grows evenly with the layers of a cell: two counts say where to look.
     few, more = k, 5 * k
     slope = (peak(more) - peak(few)) / (more - few)
-    found = max(k, k * math.floor((few + (allowed - peak(few)) / slope) / k))
-    while found > k and peak(found) > allowed:
-        found -= k
-    while peak(found + k) <= allowed:
-        found += k
-    return found
+    result = max(k, k * math.floor((few + (allowed - peak(few)) / slope) / k))
+    while result > k and peak(result) > allowed:
+        result -= k
+    while peak(result + k) <= allowed:
+        result += k
+    return result

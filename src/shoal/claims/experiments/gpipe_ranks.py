@@ -108,7 +108,7 @@ def times(
     """
     pipelines = [_made(comm, layers, width, m, recompute) for m in ms]
     x = torch.ones(batch, width)
-    found: dict[str, list[float]] = {str(at): [] for at in range(len(ms))}
+    times: dict[str, list[float]] = {str(at): [] for at in range(len(ms))}
     for turn in range(-1, repeats):
         for at in list(range(len(ms)))[:: 1 if turn % 2 else -1]:
             comm.barrier()
@@ -116,8 +116,8 @@ def times(
             pipelines[at].step(x, x)
             comm.barrier()
             if turn >= 0:
-                found[str(at)].append(time.perf_counter() - begin)
-    return found
+                times[str(at)].append(time.perf_counter() - begin)
+    return times
 
 
 def pass_times(
@@ -132,7 +132,7 @@ def pass_times(
         Number of micro-batches -> forward and backward seconds of each turn.
     """
     made = nn.Sequential(*equal_layers(layers, width))
-    found: dict[str, list[list[float]]] = {str(m): [] for m in ms}
+    pass_times: dict[str, list[list[float]]] = {str(m): [] for m in ms}
     parts = {m: torch.ones(batch // m, width, requires_grad=True) for m in set(ms)}
     for turn in range(-1, repeats):
         for m in ms[:: 1 if turn % 2 else -1]:
@@ -145,5 +145,5 @@ def pass_times(
                 made(parts[m]).mean().backward()
             if turn >= 0:
                 end = time.perf_counter()
-                found[str(m)].append([(middle - begin) / m, (end - middle) / m])
-    return found
+                pass_times[str(m)].append([(middle - begin) / m, (end - middle) / m])
+    return pass_times

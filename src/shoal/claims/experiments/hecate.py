@@ -111,17 +111,17 @@ class HecateClaim(BaseClaim):
         trace = context.remember(f"trace {steps}", lambda: recorded(steps, _DEVICES, context.seed))
         context.progress("routing it again", 0.5)
         devices = Devices(_DEVICES, _PER_NODE)
-        found = self._replayed(trace, devices, method, "Mixtral-8x7B-v0.1")
+        result = self._replayed(trace, devices, method, "Mixtral-8x7B-v0.1")
         zipf = _zipf(30 if quick else 200, Devices(16, 8), self.tokens, context.seed)
         skewed = self._replayed(zipf, Devices(16, 8), method, "Qwen3-30B-A3B")
         context.progress("ranks that gather", 0.8)
         there = copied(method, context.seed)
         metrics = {
-            "imbalance": _by(found, "owners", "imbalance"),
+            "imbalance": _by(result, "owners", "imbalance"),
             "imbalance_of_zipf": _by(skewed, "owners", "imbalance"),
-            "over_owners": _by(found, "owners", "seconds"),
+            "over_owners": _by(result, "owners", "seconds"),
             "over_rearranged": _by(
-                {**found, "owners": found["method" if as_baseline else "rearranged"]},
+                {**result, "owners": result["method" if as_baseline else "rearranged"]},
                 "owners",
                 "seconds",
             ),
@@ -132,14 +132,14 @@ class HecateClaim(BaseClaim):
         details = {
             "gini": gini(trace.sum(2)),
             "gini_of_zipf": gini(zipf.sum(2)),
-            "imbalance": {name: float(one.imbalance.mean()) for name, one in found.items()},
+            "imbalance": {name: float(one.imbalance.mean()) for name, one in result.items()},
             "imbalance_of_zipf": {
                 name: float(one.imbalance.mean()) for name, one in skewed.items()
             },
-            "step_ms": {name: 1e3 * float(one.seconds.mean()) for name, one in found.items()},
-            "copies_a_layer": float(found["method"].copies.mean()),
-            "gathered_bytes_a_step": found["method"].gathered_bytes / steps,
-            "moved_bytes": {name: one.moved_bytes for name, one in found.items()},
+            "step_ms": {name: 1e3 * float(one.seconds.mean()) for name, one in result.items()},
+            "copies_a_layer": float(result["method"].copies.mean()),
+            "gathered_bytes_a_step": result["method"].gathered_bytes / steps,
+            "moved_bytes": {name: one.moved_bytes for name, one in result.items()},
             "copied_bytes": there.counted,
         }
         return ClaimSamples(metrics=metrics, details=details)
@@ -200,11 +200,11 @@ def _zipf(steps: int, devices: Devices, tokens: int, seed: int, experts: int = 3
     source = generator(seed, purpose="zipf routing")
     chance = 1 / np.arange(1, experts + 1)
     place = source.permutation(experts)
-    found = np.zeros((steps, 1, devices.count, experts), dtype=np.int64)
+    array = np.zeros((steps, 1, devices.count, experts), dtype=np.int64)
     for step in range(steps):
         if source.random() < 0.1:
             one, other = source.choice(experts, 2, replace=False)
             place[[one, other]] = place[[other, one]]
         of = (chance / chance.sum())[place]
-        found[step, 0] = source.multinomial(2 * tokens, of, size=devices.count)
-    return found
+        array[step, 0] = source.multinomial(2 * tokens, of, size=devices.count)
+    return array

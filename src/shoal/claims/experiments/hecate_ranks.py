@@ -125,12 +125,12 @@ def copied(placer: Any, seed: int) -> CopiedRun:
             routers.published(TrainStep(step, _STEPS))
         return most, said
 
-    found = run_ranks(_RANKS, on, meter=meter, ranks_per_node=_PER_NODE)
+    ranks = run_ranks(_RANKS, on, meter=meter, ranks_per_node=_PER_NODE)
     wire = sum(
         value for name, value in meter.totals().items() if "wire_bytes" in name and TAG in name
     )
-    counted = sum(said for _, said in found)
-    return CopiedRun(tuple(most for most, _ in found), counted, abs(wire - counted))
+    counted = sum(said for _, said in ranks)
+    return CopiedRun(tuple(most for most, _ in ranks), counted, abs(wire - counted))
 
 
 def errors(placer: Any, *, quick: bool) -> tuple[float, ...]:
@@ -143,12 +143,12 @@ def errors(placer: Any, *, quick: bool) -> tuple[float, ...]:
         name="mixture", family="mixtral", vocab_size=64, hidden=32, num_layers=2, num_heads=4,
         num_kv_heads=4, head_dim=8, ffn_hidden=16, num_experts=4, top_k=_TOP_K, max_position=64,
     )  # fmt: skip
-    found = []
+    errors = []
     for split in SPLITS[: 1 if quick else None]:
         job = TrainJob(
             model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
             parallel={**split, "placer": placer}, grad_clip=0.05, steps=1,
         )  # fmt: skip
         one = same_as_one(job, config, steps=3)
-        found.append(max(one.loss, one.norm, one.gradient, one.parameter))
-    return tuple(found)
+        errors.append(max(one.loss, one.norm, one.gradient, one.parameter))
+    return tuple(errors)

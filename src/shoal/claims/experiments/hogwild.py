@@ -145,19 +145,19 @@ class HogwildClaim(BaseClaim):
             "sums", lambda: trained(progress=lambda text: context.progress(text, 0.05))
         )
         context.progress("sharing out sums", 0.4)
-        found = _shared_out(mini, self.problems, context.seed, together=not as_baseline)
+        result = _shared_out(mini, self.problems, context.seed, together=not as_baseline)
         context.progress("timing", 0.6)
         timed = _Timing(context.model, context.seed)
         seconds = timed.measure(self, 1 if as_baseline else 2, 1 if as_baseline else 4, context)
         metrics = {
             "score_error": errors,
-            "done_over_one": PairedSamples(method=found.two, baseline=found.one),
-            "done_over_isolated": PairedSamples(method=found.two, baseline=found.isolated),
-            "duplicate_work": PairedSamples(method=found.duplicates),
+            "done_over_one": PairedSamples(method=result.two, baseline=result.one),
+            "done_over_isolated": PairedSamples(method=result.two, baseline=result.isolated),
+            "duplicate_work": PairedSamples(method=result.duplicates),
         }
         details: dict[str, JsonValue] = {
             "training_s": json.loads((mini / "training.json").read_text())["seconds"],
-            "all_done": {**found.all_done},
+            "all_done": {**result.all_done},
             "distinct_4_grams": {**timed.distinct},
             "rounds_left_out": self.pairs - len(seconds["one"]),
         }
@@ -220,9 +220,9 @@ def _score_errors(seed: int, *, together: bool) -> tuple[float, ...]:
         )
         tokens = source.integers(0, 96, 2).tolist()
         scores = forward([Feed(view, [token]) for view, token in zip(seen, tokens, strict=True)])
-        for view, found in zip(views, scores, strict=True):
+        for view, result in zip(views, scores, strict=True):
             expected = model(torch.tensor([view.text()]))[0, -1]
-            errors.append(float((expected - found).abs().max()))
+            errors.append(float((expected - result).abs().max()))
     return tuple(errors)
 
 
@@ -302,10 +302,10 @@ def _write(
     texts = []
     for number, prompt in enumerate(prompts):
         params = {"temperature": 1.0, "max_tokens": 40, "stop_ids": frozenset({END})}
-        asked = _requests(f"p{number}-", prompt, len(workers), seed + 2 * number, params)
-        for request in asked:
+        requests = _requests(f"p{number}-", prompt, len(workers), seed + 2 * number, params)
+        for request in requests:
             engine.add(request)
-        texts.append(asked)
+        texts.append(requests)
     while engine.busy:
         engine.step()
     return [[one.tokens[one.n_prompt :] for one in asked] for asked in texts]
@@ -372,16 +372,16 @@ class _Timing:
         ends: dict[str, list[int]] = {name: [] for name in self._workers}
         for name, number in self._workers.items():
             engine = engines.get(name) or self._concurrent(number)
-            asked = _requests(name, self._prompt, number, self._seed, params)
-            texts[name] = asked
-            for request in asked:
+            requests = _requests(name, self._prompt, number, self._seed, params)
+            texts[name] = requests
+            for request in requests:
                 engine.add(request)
             for _ in range(_WARM):
                 engine.step()
 
             def steps(
                 engine: Engine | HogwildEngine = engine,
-                first: Request = asked[0],
+                first: Request = requests[0],
                 ends: list[int] = ends[name],
             ) -> None:
                 for _ in range(part.steps):
@@ -396,8 +396,8 @@ class _Timing:
             progress=lambda text, share: context.progress(text, 0.65 + 0.35 * share),
         )
         lowest = [1.0] * part.pairs
-        for name, asked in texts.items():
-            shares = [_distinct(asked, end) for end in ends[name][-part.pairs :]]
+        for name, requests in texts.items():
+            shares = [_distinct(requests, end) for end in ends[name][-part.pairs :]]
             self.distinct[name] = float(np.mean(shares))
             lowest = list(map(min, lowest, shares))
         return {

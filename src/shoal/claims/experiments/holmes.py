@@ -115,28 +115,28 @@ class HolmesClaim(BaseClaim):
     ) -> ClaimSamples:
         """See :class:`~shoal.claims.protocols.Experiment`."""
         context.progress("simulated steps", 0.02)
-        told = {
+        fields = {
             f"{model}, {size} sequences": self._simulated(model, tp, size)
             for model, tp in _MODELS
             for size in self.global_batches
         }
-        ours = tuple(one["in turn" if as_baseline else "plan"] for one in told.values())
+        ours = tuple(one["in turn" if as_baseline else "plan"] for one in fields.values())
         context.progress("all orders of eight ranks", 0.1)
         metrics = {
             "simulated": PairedSamples(
-                method=ours, baseline=tuple(one["in turn"] for one in told.values())
+                method=ours, baseline=tuple(one["in turn"] for one in fields.values())
             ),
             "of_rdma": PairedSamples(
-                method=ours, baseline=tuple(one["rdma"] for one in told.values())
+                method=ours, baseline=tuple(one["rdma"] for one in fields.values())
             ),
             "crossing": PairedSamples(
                 method=tuple(
-                    one["turn crossing" if as_baseline else "crossing"] for one in told.values()
+                    one["turn crossing" if as_baseline else "crossing"] for one in fields.values()
                 )
             ),
             "over_best": PairedSamples(method=_over_best(in_turn=as_baseline)),
         }
-        details: dict[str, Any] = {"simulated_s": told}
+        details: dict[str, Any] = {"simulated_s": fields}
         if quick:
             return ClaimSamples(metrics=metrics, details=details)
         why = unavailable()
@@ -168,15 +168,15 @@ class HolmesClaim(BaseClaim):
             microbatch=self.microbatch,
         )
         mixed = _clusters(("infiniband", 200), ("roce", 100))
-        found = plan_order(job, mixed, pp=2, tp=tp)
+        result = plan_order(job, mixed, pp=2, tp=tp)
         turn = interleaved(mixed)
         same = _clusters(("roce", 100), nodes=4)
         return {
-            "plan": found.step.seconds,
-            "in turn": Price(job, mixed, found.grid)(turn)[0].seconds,
+            "plan": result.step.seconds,
+            "in turn": Price(job, mixed, result.grid)(turn)[0].seconds,
             "rdma": plan_order(job, same, pp=2, tp=tp).step.seconds,
-            "crossing": float(found.crossing),
-            "turn crossing": float(crossing(groups(mixed, turn, found.grid, "dp"))),
+            "crossing": float(result.crossing),
+            "turn crossing": float(crossing(groups(mixed, turn, result.grid, "dp"))),
         }
 
     def _timed(self, *, as_baseline: bool) -> dict[str, list[float]]:
@@ -272,7 +272,7 @@ def _over_best(*, in_turn: bool) -> tuple[float, ...]:
     job = TrainJob(model="shoal-27m", seq_len=512, global_batch=8, microbatch=1)
     four = _clusters(("infiniband", 200), ("roce", 100), per_node=2)
     three = _clusters(("infiniband", 200), ("roce", 100), ("ethernet", 10), nodes=1, per_node=2)
-    found = []
+    results = []
     for clusters, grid in (
         (four, DegreeGrid(2, 4, 1)),
         (four, DegreeGrid(2, 2, 2)),
@@ -286,5 +286,5 @@ def _over_best(*, in_turn: bool) -> tuple[float, ...]:
             if in_turn
             else plan_order(job, clusters, pp=grid.pp, tp=grid.tp).devices
         )
-        found.append(priced(devices)[0].seconds / best - 1.0)
-    return tuple(found)
+        results.append(priced(devices)[0].seconds / best - 1.0)
+    return tuple(results)

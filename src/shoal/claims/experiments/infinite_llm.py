@@ -195,7 +195,7 @@ class InfiniteLLM(BaseClaim):
             baseline=tuple(one.seconds for one in apart),
         )
         names = ("preemptions_total", "steps_total", "step_seconds_total", "blocks_moved")
-        told = []
+        notes = []
         for name, runs in (("lending", ours), ("apart", apart)):
             details[name] = {
                 "seconds": [round(one.seconds, 3) for one in runs],
@@ -203,12 +203,12 @@ class InfiniteLLM(BaseClaim):
                 **{key: [round(one.stats.get(key, 0.0), 3) for one in runs] for key in names},
             }
             first = runs[0]
-            told.append(
+            notes.append(
                 f"{name}: {first.seconds:.1f} s, {first.stats['preemptions_total']:.0f} requests "
                 f"gave way, {first.stats['tokens_computed_total']:.0f} tokens computed for "
                 f"{sum(map(len, first.tokens))} new ones"
             )
-        return "; ".join(told)
+        return "; ".join(notes)
 
     def _timed(
         self, context: ExperimentContext, details: dict[str, JsonValue]
@@ -227,8 +227,8 @@ class InfiniteLLM(BaseClaim):
             for turn in range(self.rounds):
                 context.progress("throughput", 0.3 + 0.6 * turn / self.rounds)
                 pair = [(ours, lending), (apart, others)]
-                for found, engine in pair if turn % 2 == 0 else reversed(pair):
-                    found.append(runs.serve(engine, runs.requests(context.seed + turn, *shapes)))
+                for result, engine in pair if turn % 2 == 0 else reversed(pair):
+                    result.append(runs.serve(engine, runs.requests(context.seed + turn, *shapes)))
         context.progress("tensor parallel", 0.95)
         split = runs.job(where, 3 * self.kv_tokens, kv="paged", parallel={"tp": 3})
         ran = runs.ranked(split, runs.requests(context.seed, *shapes))

@@ -101,9 +101,9 @@ def serve(engine: DistKVEngine, made: Sequence[Request]) -> ServedRun:
         engine.step(1.0)
     seconds = time.perf_counter() - began
     after = engine.stats()
-    told = engine.drain_events()
-    if told or engine.losses:
-        raise ServeError(f"requests were refused or instances lost: {told} {engine.losses}")
+    drain_events = engine.drain_events()
+    if drain_events or engine.losses:
+        raise ServeError(f"requests were refused or instances lost: {drain_events} {engine.losses}")
     moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return ServedRun(seconds, [one.tokens[one.n_prompt :] for one in made], moved)
 

@@ -224,11 +224,11 @@ class InMemoryFT(BaseClaim):
         metrics["survival_error"] = _survival(context.seed, trials, as_baseline, details)
         if quick:
             return ClaimSamples(metrics=metrics, details=details)
-        found = context.remember("runs", lambda: self._runs(context))
-        details |= found["details"]
+        result = context.remember("runs", lambda: self._runs(context))
+        details |= result["details"]
         side = "disk" if as_baseline else "memory"
         for name in ("recovered", "steps_lost", "same_losses", "recovery_s"):
-            metrics[name] = PairedSamples(method=tuple(found[side][name]))
+            metrics[name] = PairedSamples(method=tuple(result[side][name]))
         times = context.remember("times", lambda: self._times(context))
         none, mine, disk = (times[mode] for mode in ("none", side, "disk"))
         metrics["step_ratio"] = PairedSamples(method=tuple(mine), baseline=tuple(none))
@@ -294,24 +294,24 @@ class InMemoryFT(BaseClaim):
                 error = str(cause)
         events = list(read_events(run / "events.jsonl"))
         wanted, got = _losses(read_events(right / "events.jsonl")), _losses(events)
-        told = _report(events, killed, starts)
+        result = _report(events, killed, starts)
         first = faults[0][0] / steps
         return {
             "memory": {
-                "recovered": told["recovered"] or [0.0],
-                "steps_lost": told["lost"] or [float(steps)],
+                "recovered": result["recovered"] or [0.0],
+                "steps_lost": result["lost"] or [float(steps)],
                 "same_losses": [float(got.get(s) == loss) for s, loss in wanted.items()],
-                "recovery_s": told["seconds"] or [1e3],
+                "recovery_s": result["seconds"] or [1e3],
             },
             "disk": {
                 "recovered": [0.0] * len(faults),
-                "steps_lost": told["disk"] or [float(steps)],
+                "steps_lost": result["disk"] or [float(steps)],
                 "same_losses": [first],
-                "recovery_s": told["seconds"] or [1e3],
+                "recovery_s": result["seconds"] or [1e3],
             },
             "details": {
                 "faults": [f"{kind} {rank} after step {step}" for step, kind, rank in faults],
-                "rungs": told["rungs"],
+                "rungs": result["rungs"],
                 "process_start_s": starts[:1],
                 "ended_by": error,
                 "hosts": "plain processes" if unavailable() else "network namespaces",
@@ -345,14 +345,14 @@ class InMemoryFT(BaseClaim):
                 )
                 supervisor.start()
                 supervisor.wait(lambda: None)
-        found = json.loads((directory.root / "times.json").read_text())
+        data = json.loads((directory.root / "times.json").read_text())
         blocks: dict[str, Any] = {
             mode: [statistics.fmean(taken[i : i + _CYCLES]) for i in range(0, len(taken), _CYCLES)]
-            for mode, taken in found["seconds"].items()
+            for mode, taken in data["seconds"].items()
         }
         keys = ("bytes", "busy_s", "copy_s", "code_s", "waited_s")
         blocks["settled"] = {
-            key: statistics.median(one[key] for one in found["settled"][2:]) for key in keys
+            key: statistics.median(one[key] for one in data["settled"][2:]) for key in keys
         }
         return blocks
 
@@ -397,7 +397,7 @@ def _report(
     starts: Sequence[float],
 ) -> dict[str, list[Any]]:
     """Of every fault: the rung, steps lost from memory and from the disk, and seconds."""
-    found: dict[str, list[Any]] = {
+    result: dict[str, list[Any]] = {
         name: [] for name in ("recovered", "lost", "disk", "seconds", "rungs")
     }
     for (when, _), at in zip(
@@ -407,17 +407,17 @@ def _report(
         start = next((e for e in after if e["kind"] == "start"), None)
         step = next((e for e in after if e["kind"] == "step"), None)
         if start is None or step is None:
-            found["recovered"].append(0.0)
+            result["recovered"].append(0.0)
             continue
         done = max(e["step"] for e in before if e["kind"] == "step") + 1
         disk = max((e["step"] for e in before if e["kind"] == "checkpoint"), default=0)
-        found["recovered"].append(float(start["level"] == "memory"))
-        found["lost"].append(float(done - start["step"]))
-        found["disk"].append(float(done - disk))
+        result["recovered"].append(float(start["level"] == "memory"))
+        result["lost"].append(float(done - start["step"]))
+        result["disk"].append(float(done - disk))
         # The first start had nothing to read: it is what starting processes takes.
-        found["seconds"].append(step["monotonic_s"] - when - starts[0])
-        found["rungs"].append(events[at]["rung"])
-    return found
+        result["seconds"].append(step["monotonic_s"] - when - starts[0])
+        result["rungs"].append(events[at]["rung"])
+    return result
 
 
 def _losses(events: Any) -> dict[int, float]:
@@ -472,7 +472,7 @@ def _decoded(seed: int, as_baseline: bool) -> list[float]:
     from shoal.checkpoint.inmemory.stripes import Stripes
     from shoal.core.errors import CheckpointError
 
-    found: list[float] = []
+    values: list[float] = []
     for code, members in (
         ("xor", _WORLD),
         ({"name": "rs", "losses": 2}, 6),
@@ -494,10 +494,10 @@ def _decoded(seed: int, as_baseline: bool) -> list[float]:
                 try:
                     stripes.rebuild(member, read, there, out, bucket=2**16)
                 except CheckpointError:
-                    found.append(0.0)
+                    values.append(0.0)
                 else:
-                    found.append(float(np.array_equal(out, kept[member])))
-    return found
+                    values.append(float(np.array_equal(out, kept[member])))
+    return values
 
 
 def _survival(

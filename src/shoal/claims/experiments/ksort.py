@@ -121,8 +121,8 @@ class KSort(BaseClaim):
         metrics = _counted(context.seed, as_baseline)
         if quick:
             return ClaimSamples(metrics=metrics)
-        found, details = self._model(context, as_baseline)
-        metrics |= found
+        result, details = self._model(context, as_baseline)
+        metrics |= result
         context.progress("timing attention", 0.9)
         timed, skipped, bounds, more = self._attention(context, as_baseline)
         return ClaimSamples(
@@ -178,9 +178,9 @@ class KSort(BaseClaim):
 
                 # What is not sorted is the same in both runs.
                 key = f"{kind} {name}"
-                found = losses() if "sorted" in name else context.remember(key, losses)
-                perplexity[kind, name], errors[kind, name] = found
-                details[key] = {"perplexity": found[0], "score_error": [*found[1]]}
+                result = losses() if "sorted" in name else context.remember(key, losses)
+                perplexity[kind, name], errors[kind, name] = result
+                details[key] = {"perplexity": result[0], "score_error": [*result[1]]}
 
         def removed(table: dict[tuple[str, str], list[float]], n: int) -> tuple[float, ...]:
             rows = (table["outliers", f"{name} {n}"] for name in ("bfp16", "bfp12", "sorted"))
@@ -258,14 +258,14 @@ class _Rounds:
 def _variants(
     model: Transformer, sorted_: Transformer
 ) -> list[tuple[str, str | None, Transformer]]:
-    found: list[tuple[str, str | None, Transformer]] = [("fp32", None, model)]
+    variants: list[tuple[str, str | None, Transformer]] = [("fp32", None, model)]
     for n in _BLOCKS:
-        found += [
+        variants += [
             (f"bfp16 {n}", f"bfp16-b{n}", model),
             (f"bfp12 {n}", f"bfp12-b{n}", model),
             (f"sorted {n}", f"bfp12-b{n}", sorted_),
         ]
-    return found
+    return variants
 
 
 def _sort(model: Transformer) -> None:
@@ -344,10 +344,10 @@ def _counted(seed: int, as_baseline: bool) -> dict[str, PairedSamples]:
         q = torch.from_numpy(source.standard_normal((128, 2, _HEAD), dtype="float32")) / size_Kd
         k = torch.from_numpy(source.standard_normal((256, 2, _HEAD), dtype="float32")) * size_Kd
         order = None if as_baseline else channel_order(size_Kd)
-        for n, found in gaps.items():
+        for n, result in gaps.items():
             high, low = kv_format(f"bfp16-b{n}"), kv_format(f"bfp12-b{n}")
             a, b = score_error(high, q, k), score_error(low, q, k)
-            found.append((b - score_error(low, q, k, order)) / (b - a))
+            result.append((b - score_error(low, q, k, order)) / (b - a))
         whole = kv_format(f"bfp12-b{_HEAD}")
         there = channel_order(size_Kd).expand_as(k)
         plain = whole.decode(*whole.encode(k))
@@ -380,7 +380,7 @@ def _score_changes(seed: int) -> tuple[float, ...]:
         ffn_hidden=64, max_position=512, attention_bias=True, family="qwen2",
     )  # fmt: skip
     tokens = torch.from_numpy(generator(seed, purpose="tokens").integers(0, 64, (1, 300)))
-    found = []
+    changes = []
     for mode in ("pairs", "free"):
         model = Transformer(config)
         for parameter_seed, parameter in enumerate(model.parameters()):
@@ -396,5 +396,5 @@ def _score_changes(seed: int) -> tuple[float, ...]:
                 scores.append(torch.einsum("tkgd,skd->kgts", q.view(-1, 2, 2, 32), k))
                 if len(scores) == 1:
                     ksort(model, mode=mode)
-        found.append(float((scores[0] - scores[1]).abs().max() / scores[0].abs().max()))
-    return tuple(found)
+        changes.append(float((scores[0] - scores[1]).abs().max() / scores[0].abs().max()))
+    return tuple(changes)

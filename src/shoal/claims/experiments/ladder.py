@@ -267,9 +267,9 @@ class LadderClaim(BaseClaim):
             latency_s = 0.0
             for _ in range(_CALIBRATIONS):
                 runs.open("standard", "standard", latency_s=latency_s)
-                found = {name: median(each) for name, each in timed("compute", "standard").items()}
-                short = found["compute"] / (1 - _SHARE) - found["standard"]
-                if abs(short) < _CLOSE * found["standard"]:
+                result = {name: median(each) for name, each in timed("compute", "standard").items()}
+                short = result["compute"] / (1 - _SHARE) - result["standard"]
+                if abs(short) < _CLOSE * result["standard"]:
                     break
                 latency_s = max(0.0, latency_s + short / sums)
             runs.open("ours", ours, latency_s=latency_s)

@@ -179,15 +179,15 @@ class LCABench(BaseClaim):
             kernels = self._kernels(context, pool, small, as_baseline)
             torch.set_num_threads(1)
             methods = self._methods(context, pool, quick)
-            told = self._causal_rows(context, pool) if as_baseline else methods
+            causal_rows = self._causal_rows(context, pool) if as_baseline else methods
             slow = [] if small else self._slow(context, pool)
         finally:
             torch.set_num_threads(threads)
-        cells: list[KernelRow | ContextRow] = [*kernels, *told]
+        cells: list[KernelRow | ContextRow] = [*kernels, *causal_rows]
         wrong = sum(row.status in ("wrong", "failed") for row in cells)
         metrics = {
             "wrong_cells": _one(wrong),
-            "full_methods": _one(_full_methods(told)),
+            "full_methods": _one(_full_methods(causal_rows)),
             "ulysses_refused": PairedSamples(
                 method=_refused("zigzag" if as_baseline else "ulysses")
             ),
@@ -213,7 +213,7 @@ class LCABench(BaseClaim):
         lengths = (256,) if small else self.lengths
         names = [name for name in table("attention_kernel") if not (small and name == "flex")]
         parts = {name: table("attention_kernel").build(name) for name in names}
-        found: list[KernelRow] = []
+        kernels: list[KernelRow] = []
         total = sum(length**2 for length in lengths) * len(MASKS)
         done = 0
         for length in lengths:
@@ -224,9 +224,9 @@ class LCABench(BaseClaim):
                 context.progress(f"kernels, {name} of {length}", 0.75 * done / total)
                 mask = build_mask(name, length, block=settings.block, seed=context.seed, pool=pool)
                 seen = Mask.causal(length) if as_baseline else None
-                found += kernel_rows(parts, name, mask, settings, seen=seen)
+                kernels += kernel_rows(parts, name, mask, settings, seen=seen)
                 done += length**2
-        return found
+        return kernels
 
     def _methods(
         self, context: ExperimentContext, pool: Sequence[int], quick: bool
@@ -236,12 +236,12 @@ class LCABench(BaseClaim):
         masks = CONTEXT_MASKS[1::2] if quick else CONTEXT_MASKS
 
         def run() -> list[ContextRow]:
-            found = []
+            results = []
             for index, case in enumerate(_cases(context, pool, length, masks)):
                 context.progress(f"ranks, {case.name} of {length}", 0.75 + 0.2 * index / len(masks))
                 for ranks in RANKS:
-                    found += _rows(context, case, ranks, RankNetwork())
-            return found
+                    results += _rows(context, case, ranks, RankNetwork())
+            return results
 
         return context.remember(f"methods of {length}", run)
 
@@ -316,39 +316,39 @@ def _one(value: float) -> PairedSamples:
 
 def _full_kernels(rows: Sequence[KernelRow]) -> int:
     """Kernels that are right under at least twelve masks at every length."""
-    found = 0
+    full_kernels = 0
     for kernel in {row.kernel for row in rows}:
         per_length = [
             sum(row.status == "ok" for row in rows if (row.kernel, row.length) == (kernel, length))
             for length in {row.length for row in rows}
         ]
-        found += min(per_length) >= 12
-    return found
+        full_kernels += min(per_length) >= 12
+    return full_kernels
 
 
 def _full_methods(rows: Sequence[ContextRow]) -> int:
     """Methods that are right under every mask on all ranks that they do not refuse."""
-    found = 0
+    full_methods = 0
     for method in {row.method for row in rows}:
         states = [
             row.status for row in rows if row.method == method and row.status != "unsupported"
         ]
-        found += bool(states) and all(state == "ok" for state in states)
-    return found
+        full_methods += bool(states) and all(state == "ok" for state in states)
+    return full_methods
 
 
 def _refused(method: str) -> tuple[float, ...]:
     """1 for each number of ranks beyond the key/value heads that the method refuses."""
     chosen = table("context").build(method)
-    found = []
+    results = []
     for heads, kv_heads in ((4, 4), (8, 8), (32, 8)):
         for ranks in (2 * kv_heads, 4 * kv_heads):
             try:
                 chosen.check(heads, kv_heads, ranks)
-                found.append(0.0)
+                results.append(0.0)
             except ConfigError:
-                found.append(1.0)
-    return tuple(found)
+                results.append(1.0)
+    return tuple(results)
 
 
 def _balances(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
@@ -371,7 +371,7 @@ def _speedups(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
 
     USP on two ranks is Ulysses under another name.
     """
-    found = []
+    speedups = []
     for mask in CONTEXT_MASKS:
         for ranks in (n for n in RANKS if n <= HEADS):
             seconds = {
@@ -384,8 +384,8 @@ def _speedups(rows: Sequence[ContextRow], method: str) -> tuple[float, ...]:
                 for name, taken in seconds.items()
                 if name != "ulysses" and (name, ranks) != ("usp", 2)
             ]
-            found.append(min(others) / seconds[method])
-    return tuple(found)
+            speedups.append(min(others) / seconds[method])
+    return tuple(speedups)
 
 
 def _waste(pool: Sequence[int], length: int, seed: int, as_baseline: bool) -> PairedSamples:
@@ -415,8 +415,8 @@ def _details(
         counts[row.status] = int(str(counts.get(row.status, 0))) + 1
     waste: dict[str, JsonValue] = {}
     for length in (1024, 2048, 4096, 8192, 32768, 131072):
-        found = _waste(pool, length, context.seed, False)
-        waste[str(length)] = sum(found.method) / sum(found.baseline)
+        result = _waste(pool, length, context.seed, False)
+        waste[str(length)] = sum(result.method) / sum(result.baseline)
     return {
         "cells": counts,
         "errors": {

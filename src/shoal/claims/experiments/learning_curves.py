@@ -221,7 +221,7 @@ class LearningCurves(BaseClaim):
             )
         of_digits = _fitted(digits, constant)
         values = list(exponents.values())
-        found = {
+        result = {
             "r2": tuple(r2),
             "exponent": tuple(values),
             "shallowest_exponent": tuple(values),
@@ -231,19 +231,19 @@ class LearningCurves(BaseClaim):
             "digits_exponent": (of_digits.parameters["beta"].value if of_digits else 0.0,),
         }
         details["size_exponents"] = [float(size) for size in sizes]
-        return {name: PairedSamples(method=sample) for name, sample in found.items()}, details
+        return {name: PairedSamples(method=sample) for name, sample in result.items()}, details
 
 
 def best_curve(rows: Sequence[Sequence[float]]) -> list[CurvePoint]:
     """The best model's loss at each size of data."""
-    found = []
+    best_curve = []
     for chars in sorted({row[0] for row in rows}):
         best = min((row for row in rows if row[0] == chars), key=lambda row: row[2])
         spread = None if math.isnan(best[3]) else best[3]
-        found.append(
+        best_curve.append(
             CurvePoint(size=chars, value=best[2], spread=spread, metric="nats per character")
         )
-    return found
+    return best_curve
 
 
 def best_size(rows: Sequence[Sequence[float]]) -> float:
@@ -280,17 +280,17 @@ def planted_share(trials: int, *, constant: bool = False) -> tuple[float, ...]:
     true = {"alpha": 5.0, "beta": -0.35, "gamma": 0.1}
     sizes = 2.0 ** np.arange(8, 20)
     clean = law.log_value(law.theta(true)[None], sizes[:, None])[0]
-    found = []
+    results = []
     for seed in range(trials):
         noise = generator(seed, purpose="learning_curves.planted").standard_normal(len(sizes))
         values = np.exp(clean + 0.02 * noise)
         if constant:
-            found.append(0.0)  # a constant has the exponent 0, with no interval around it
+            results.append(0.0)  # a constant has the exponent 0, with no interval around it
             continue
         points = [CurvePoint(size=m, value=v) for m, v in zip(sizes, values, strict=True)]
         beta = fit("power_floor", points, seed=seed).parameters["beta"]
-        found.append(float(true["beta"] in beta))
-    return tuple(found)
+        results.append(float(true["beta"] in beta))
+    return tuple(results)
 
 
 def known_rates(*, constant: bool = False) -> tuple[float, ...]:
@@ -309,12 +309,12 @@ def known_rates(*, constant: bool = False) -> tuple[float, ...]:
         ),
         "nearest": (-0.5, [_nearest(random, m) for m in sizes]),
     }
-    found = []
+    known_rates = []
     for exponent, values in curves.values():
         points = [CurvePoint(size=float(m), value=v) for m, v in zip(sizes, values, strict=True)]
         fitted = None if constant else fit("power", points, replicates=0)
-        found.append(abs((fitted.parameters["beta"].value if fitted else 0.0) - exponent))
-    return tuple(found)
+        known_rates.append(abs((fitted.parameters["beta"].value if fitted else 0.0) - exponent))
+    return tuple(known_rates)
 
 
 def _nearest(random: np.random.Generator, count: int) -> float:

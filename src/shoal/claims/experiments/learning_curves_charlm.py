@@ -57,16 +57,16 @@ def _encode(text: str) -> np.ndarray:
 
 def _stream(documents: Iterable[Any], length: int, seed: int) -> tuple[np.ndarray, frozenset[str]]:
     """The first ``length`` characters of the documents in a shuffled order."""
-    found = sorted(documents, key=lambda document: document.name)
-    order = generator(seed, purpose="learning_curves.documents").permutation(len(found))
+    items = sorted(documents, key=lambda document: document.name)
+    order = generator(seed, purpose="learning_curves.documents").permutation(len(items))
     pieces, names, total = [], [], 0
     for i in order:
         if total >= length:
             break
         # Long documents are cut, so that no shard is one document.
-        piece = _encode(found[i].text[:8192])
+        piece = _encode(items[i].text[:8192])
         pieces.append(piece)
-        names.append(found[i].name)
+        names.append(items[i].name)
         total += len(piece)
     if total < length:
         raise DataError(

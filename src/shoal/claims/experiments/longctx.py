@@ -293,27 +293,27 @@ class LongCtx(BaseClaim):
         """Prompt, token and switch at every length, the shortest first."""
         runner = self._runner(config)
         tokens = self.first
-        found = _Measured({}, {}, {})
+        lengths = _Measured({}, {}, {})
         _prefill(runner, tokens)
         while tokens <= self.last:
             again = max(1, min(5, 8192 // tokens))
-            found.prefill[tokens] = min(_prefill(runner, tokens) for _ in range(again))
-            found.decode[tokens] = _decode(runner, tokens, tokens, self.repeats)
-            found.switch[tokens] = _switch(runner, tokens, self.repeats)
+            lengths.prefill[tokens] = min(_prefill(runner, tokens) for _ in range(again))
+            lengths.decode[tokens] = _decode(runner, tokens, tokens, self.repeats)
+            lengths.switch[tokens] = _switch(runner, tokens, self.repeats)
             tokens *= 2
         runner.hooks["host_copies"].close()
-        return found
+        return lengths
 
     def _variant(self, kv_heads: int, window: int | None) -> tuple[float, float]:
         """Seconds of a token, and of the way out and in, at the longest context."""
         runner = self._runner(self._config(kv_heads))
         kept = window or self.last
-        found = (
+        result = (
             _decode(runner, self.last, kept, self.repeats),
             _switch(runner, kept, self.repeats),
         )
         runner.hooks["host_copies"].close()
-        return found
+        return result
 
     def _setting(self, config: ModelConfig, peaks: Peaks, *, blind: bool) -> LongContext:
         model = LongModel.of(config.shape(), precision="fp32")
@@ -323,9 +323,9 @@ class LongCtx(BaseClaim):
         kv_heads, window = _VARIANTS[name]
         one = self._setting(self._config(kv_heads), peaks, blind=blind)
         one = replace(one, model=replace(one.model, window=window))
-        found = one.decode_s(self.last), 2 * one.switch_s(self.last)
+        result = one.decode_s(self.last), 2 * one.switch_s(self.last)
         # By weights alone no variant costs more than another.
-        return (0.0, 0.0) if blind else found
+        return (0.0, 0.0) if blind else result
 
     def _drifts(
         self, config: ModelConfig, peaks: Peaks, measured: _Measured, *, blind: bool

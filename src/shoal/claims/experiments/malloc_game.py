@@ -169,9 +169,9 @@ class MallocGameClaim:
             greedy = context.remember(
                 f"greedy {index}", functools.partial(_map, "greedy", program, tiers)
             )
-            found = greedy if as_baseline else _hybrid(program, tiers, rounds, context.seed)
-            gains.append(greedy.ticks / found.ticks - 1.0)
-            rows.append(_row(found, greedy, quick or as_baseline, context.seed))
+            result = greedy if as_baseline else _hybrid(program, tiers, rounds, context.seed)
+            gains.append(greedy.ticks / result.ticks - 1.0)
+            rows.append(_row(result, greedy, quick or as_baseline, context.seed))
         gaps = self._exact(context, rounds, quick, as_baseline)
         metrics = {
             "mean_gain": PairedSamples(method=tuple(gains)),
@@ -195,12 +195,12 @@ class MallocGameClaim:
         for seed, (program, tiers) in enumerate(_small(count)):
             context.progress(f"the optimum of {program.name}", 0.75 + 0.15 * seed / count)
             best = context.remember(f"milp {seed}", functools.partial(_map, "milp", program, tiers))
-            found = (
+            result = (
                 _map("greedy", program, tiers)
                 if as_baseline
                 else _hybrid(program, tiers, min(rounds, 4), context.seed)
             )
-            gaps.append(found.ticks / best.ticks - 1.0)
+            gaps.append(result.ticks / best.ticks - 1.0)
         return tuple(gaps)
 
     def _executed(
@@ -212,16 +212,18 @@ class MallocGameClaim:
         traced: TracedProgram = context.remember("executed", _executed_model)
         tiers = _memories(traced.program, 8, slow_bandwidth=_SLOW_BANDWIDTH)
         greedy = _map("greedy", traced.program, tiers)
-        found = greedy if as_baseline else _hybrid(traced.program, tiers, self.rounds, context.seed)
+        result = (
+            greedy if as_baseline else _hybrid(traced.program, tiers, self.rounds, context.seed)
+        )
         taken: tuple[list[float], list[float]] = ([], [])
         for pair in range(self.pairs + 1):
             # Whoever goes first changes; the first round warms up.
             for way in (0, 1) if pair % 2 else (1, 0):
-                seconds = execute(traced, (found, greedy)[way]).seconds
+                seconds = execute(traced, (result, greedy)[way]).seconds
                 if pair:
                     taken[way].append(seconds)
         details["executed"] = {
-            "modelled_s": {"method": found.seconds, "greedy": greedy.seconds},
+            "modelled_s": {"method": result.seconds, "greedy": greedy.seconds},
             "median_s": {
                 "method": statistics.median(taken[0]),
                 "greedy": statistics.median(taken[1]),
@@ -232,21 +234,21 @@ class MallocGameClaim:
 
 def _map(mapper: str, program: MappingProgram, tiers: TierSpec, **options: Any) -> Mapping:
     """A mapping whose promises were looked at."""
-    found: Mapping = MAPPERS.build({"name": mapper, **options}).map(program, tiers)
-    if verify(found) != found.ticks:
-        raise PlanError(f"{mapper} on {program.name}: {found.ticks} ticks, but {verify(found)}")
-    return found
+    mapping: Mapping = MAPPERS.build({"name": mapper, **options}).map(program, tiers)
+    if verify(mapping) != mapping.ticks:
+        raise PlanError(f"{mapper} on {program.name}: {mapping.ticks} ticks, but {verify(mapping)}")
+    return mapping
 
 
 def _hybrid(
     program: MappingProgram, tiers: TierSpec, rounds: int, seed: int, **options: Any
 ) -> Mapping:
-    found: Mapping = MAPPERS.build({"name": "hybrid", "rounds": rounds, **options}).map(
+    mapping: Mapping = MAPPERS.build({"name": "hybrid", "rounds": rounds, **options}).map(
         program, tiers, seed=seed
     )
-    if verify(found) != found.ticks:
-        raise PlanError(f"hybrid on {program.name}: {found.ticks} ticks, but {verify(found)}")
-    return found
+    if verify(mapping) != mapping.ticks:
+        raise PlanError(f"hybrid on {program.name}: {mapping.ticks} ticks, but {verify(mapping)}")
+    return mapping
 
 
 def _memories(program: MappingProgram, share: int, **changes: float) -> TierSpec:
@@ -267,13 +269,13 @@ def _cases(quick: bool) -> list[tuple[MappingProgram, TierSpec]]:
 
 def _small(count: int) -> Iterator[tuple[MappingProgram, TierSpec]]:
     """Random programs of at most 25 decisions."""
-    found, seed = 0, 0
-    while found < count:
+    result, seed = 0, 0
+    while result < count:
         program = random_program(_SMALL_STEPS, seed=seed)
         tiers = _memories(program, 4)
         seed += 1
         if Compiled(program, tiers).decisions <= _SMALL_DECISIONS:
-            found += 1
+            result += 1
             yield program, tiers
 
 

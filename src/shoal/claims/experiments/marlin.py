@@ -192,8 +192,8 @@ class MarlinClaim:
         }
         if quick:
             return ClaimSamples(metrics=metrics)
-        found = self._products(context, as_baseline)
-        metrics |= found.metrics
+        products = self._products(context, as_baseline)
+        metrics |= products.metrics
         context.progress("a decoder", 0.8)
         decoded = self._decoder(context, as_baseline)
         metrics["decoder_m1"] = decoded
@@ -204,13 +204,13 @@ class MarlinClaim:
         metrics["perplexity_increase"] = PairedSamples(method=(math.exp(chosen - plain) - 1,))
         metrics["gptq_over_nearest"] = PairedSamples(method=(chosen,), baseline=(nearest,))
         details = {
-            **found.details,
+            **products.details,
             "loss": {"bf16": plain, "nearest": nearest, "gptq": gptq},
         }
         return ClaimSamples(
             metrics=metrics,
-            bounds=found.bounds,
-            profile=found.profile,
+            bounds=products.bounds,
+            profile=products.profile,
             details=details,
         )
 
@@ -418,9 +418,9 @@ def _errors(seed: int) -> list[float]:
         packed = weight_format(FORMAT).quantize(torch.randn(n, k, generator=random))
         x = torch.randn(m, k, generator=random).bfloat16().float()
         call = LowbitLinearCall(m, n, k, FORMAT, 4.125, "fp32")
-        found = kernels_of("linear_lowbit")["cpp_w4a16"].prepare(call, packed)(x)
+        result = kernels_of("linear_lowbit")["cpp_w4a16"].prepare(call, packed)(x)
         wanted = x.double() @ weight_format(FORMAT).dequantize(packed).double().T
-        errors.append(float((found - wanted).abs().mean() / wanted.abs().mean()))
+        errors.append(float((result - wanted).abs().mean() / wanted.abs().mean()))
     return errors
 
 
@@ -439,9 +439,9 @@ def _inexact(seed: int) -> int:
         x = torch.randint(-127, 128, (m, k), generator=random).float()
         x[:, ::64] = 127.0  # so that the rows are their own codes
         call = LowbitLinearCall(m, n, k, FORMAT, 4.125, "fp32", "cpu", "int8")
-        found = kernels_of("linear_lowbit")["cpp_w4a8"].prepare(call, packed)(x)
+        result = kernels_of("linear_lowbit")["cpp_w4a8"].prepare(call, packed)(x)
         wanted = x.double() @ weight_format(FORMAT).dequantize(packed).double().T
-        wrong += int((found.double() != wanted).sum())
+        wrong += int((result.double() != wanted).sum())
     return wrong
 
 

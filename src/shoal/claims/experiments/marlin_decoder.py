@@ -84,11 +84,11 @@ def losses(name: str, fmt: str, context: ExperimentContext) -> tuple[float, floa
     vocab_size = plain.config.vocab_size
     tokens = prepare("stdlib", str(directory), vocab_size)
     text = calibration(tokens.train, samples=64, length=512, vocab_size=vocab_size)
-    found = []
+    results = []
     for method in ("rtn", "gptq"):
         context.progress(f"quality of {method}", 0.95)
         quantizer = table("quantizer").build(method)
         made = quantize(copy.deepcopy(plain), weight_format(fmt), quantizer, text).model
         quality = compare(made, plain, tokens.heldout, max_tokens=60_000)
-        found.append((math.log(quality.reference), math.log(quality.perplexity)))
-    return found[0][0], found[0][1], found[1][1]
+        results.append((math.log(quality.reference), math.log(quality.perplexity)))
+    return results[0][0], results[0][1], results[1][1]

@@ -125,7 +125,7 @@ class MedusaClaim(BaseClaim):
         target = target_of(context)
         say = lambda line: context.progress(line, 0.1)  # noqa: E731
         heads = context.remember("heads", lambda: drafter("medusa", target, say=say))
-        asked = prompts_of(context, self.prompts, self.prompt_tokens, 0)
+        prompts = prompts_of(context, self.prompts, self.prompt_tokens, 0)
         method: dict[str, Any] | None = {
             "name": "medusa",
             "path": str(heads),
@@ -135,36 +135,36 @@ class MedusaClaim(BaseClaim):
             method = None
         bench = Bench(target, {PLAIN: None, _MEDUSA: method}, threads=num_cores())
         context.progress("answering the prompts", 0.3)
-        found = bench.interleaved(asked, self.new_tokens, rounds=self.rounds, seed=context.seed)
-        timed, places = seconds_per_token(found[_MEDUSA], found[PLAIN])
+        result = bench.interleaved(prompts, self.new_tokens, rounds=self.rounds, seed=context.seed)
+        timed, places = seconds_per_token(result[_MEDUSA], result[PLAIN])
         metrics["wall_clock"] = timed
-        own = summarize([found[_MEDUSA][0][place] for place in places])
+        own = summarize([result[_MEDUSA][0][place] for place in places])
         metrics["tokens_per_step"] = PairedSamples(method=(own["tokens_per_step"],))
         context.progress("other trees of as many rows", 0.7)
         metrics["auto_over_fixed"], shapes = trees(
-            bench, heads, asked, self.new_tokens, as_baseline=as_baseline
+            bench, heads, prompts, self.new_tokens, as_baseline=as_baseline
         )
         context.progress("text of the calibration", 0.8)
         metrics["calibration_error"] = calibrated(target, heads, as_baseline=as_baseline)
         context.progress("answers in float64", 0.85)
         metrics["equal_answers"] = PairedSamples(
-            method=tuple(equal_answers(target, method, asked[: self.exact], self.new_tokens // 2))
+            method=tuple(equal_answers(target, method, prompts[: self.exact], self.new_tokens // 2))
         )
         context.progress("transformers", 0.95)
         peers = {
             "wall_clock": peer_rates(
                 target,
-                asked[:12],
+                prompts[:12],
                 self.new_tokens,
-                lambda place: bench.answer(PLAIN, [asked[place]], self.new_tokens).seconds,
+                lambda place: bench.answer(PLAIN, [prompts[place]], self.new_tokens).seconds,
             )
         }
         details = {
             "kept": len(places),
-            "loops": len(asked) - len(places),
-            "bf16_agreement": agreement(found[_MEDUSA][0], found[PLAIN][0]),
+            "loops": len(prompts) - len(places),
+            "bf16_agreement": agreement(result[_MEDUSA][0], result[PLAIN][0]),
             "medusa": own,
-            "plain": summarize([found[PLAIN][0][place] for place in places]),
+            "plain": summarize([result[PLAIN][0][place] for place in places]),
             "trees": shapes,
             "costs": _costs(bench) if method is not None else {},
             "heads_bytes": (Path(heads) / "drafter.safetensors").stat().st_size,

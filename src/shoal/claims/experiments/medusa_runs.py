@@ -85,7 +85,7 @@ def trees(
         threads=bench.threads,
     )
     sizes = {"chain": 4, "product": 10}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     pairs: list[tuple[float, float]] = []
     for name, nodes in sizes.items():
         rates = {}
@@ -93,11 +93,11 @@ def trees(
             others.engines[one].scheduler.drafting = FixedDrafting(nodes)  # type: ignore[attr-defined]
             answers = [others.answer(one, [prompt], new_tokens) for prompt in prompts]
             rates[one] = summarize(answers)["tokens_per_step"]
-        found[f"{nodes} nodes"] = rates
+        result[f"{nodes} nodes"] = rates
         pairs.append((1.0 if as_baseline else rates["auto"], rates[name]))
     return PairedSamples(
         method=tuple(a for a, _ in pairs), baseline=tuple(b for _, b in pairs)
-    ), found
+    ), result
 
 
 def calibrated(target: Path, heads: Path, *, as_baseline: bool) -> PairedSamples:
@@ -144,6 +144,6 @@ def equal_answers(
         bench.engines["method"].scheduler.drafting = FixedDrafting(12)  # type: ignore[attr-defined]
     same = []
     for prompt in prompts:
-        plain, found = (bench.answer(name, [prompt], new_tokens) for name in (PLAIN, "method"))
-        same.append(float(plain.tokens == found.tokens))
+        plain, result = (bench.answer(name, [prompt], new_tokens) for name in (PLAIN, "method"))
+        same.append(float(plain.tokens == result.tokens))
     return same

@@ -171,11 +171,11 @@ class MegaScaleClaim(BaseClaim):
         """Break, watch, repair; count; simulate; and time two processes with a slow link."""
         details: dict[str, JsonValue] = {}
         skipped: dict[str, str] = {}
-        found = _planted(context) if quick else self._trained(context, details)
+        result = _planted(context) if quick else self._trained(context, details)
         if as_baseline:
-            named, alarms = found["blamed"], found["blamed_alarms"]
+            named, alarms = result["blamed"], result["blamed_alarms"]
         else:
-            named, alarms = found["named"], found["alarms"]
+            named, alarms = result["named"], result["alarms"]
         metrics = {
             "named": PairedSamples(method=tuple(named)),
             "false_alarms": PairedSamples(method=(float(alarms),)),
@@ -186,9 +186,9 @@ class MegaScaleClaim(BaseClaim):
         metrics["ladder_speedup"] = PairedSamples(method=(_ladder(as_baseline, details),))
         if not quick:
             metrics["same_losses"] = PairedSamples(
-                method=tuple(found["unrepaired"] if as_baseline else found["same"])
+                method=tuple(result["unrepaired"] if as_baseline else result["same"])
             )
-            metrics["recorder_share"] = PairedSamples(method=(found["recorder_share"],))
+            metrics["recorder_share"] = PairedSamples(method=(result["recorder_share"],))
             reason = unavailable()
             if reason is not None:
                 skipped["overlap_speedup"] = reason
@@ -226,7 +226,7 @@ class MegaScaleClaim(BaseClaim):
         same: list[float] = []
         unrepaired: list[float] = []
         alarms = 0
-        told: list[JsonValue] = []
+        values: list[JsonValue] = []
         restarts: list[float] = []
         with own_home(context.work_dir):
             clean = context.work_dir / "clean"
@@ -261,23 +261,23 @@ class MegaScaleClaim(BaseClaim):
                         inject=_killer(plan),
                     )
                 except ShoalError as error:
-                    told.append(f"run {number} ended: {error}")
-                found = _faults(run)
-                correct = {event["place"] for event in found} & set(plan)
+                    values.append(f"run {number} ended: {error}")
+                faults = _faults(run)
+                correct = {event["place"] for event in faults} & set(plan)
                 named += [float(place in correct) for place in plan]
-                alarms += sum(event["place"] not in plan for event in found)
+                alarms += sum(event["place"] not in plan for event in faults)
                 losses = _losses(run)
                 same.append(statistics.fmean(losses.get(s) == v for s, v in right.items()))
                 first = min(at for _, at in plan.values())
                 unrepaired.append(first / steps)
-                told += [_report(event, plan) for event in found]
+                values += [_report(event, plan) for event in faults]
                 restarts += _restart_seconds(run)
-                for i, event in enumerate(found):
+                for i, event in enumerate(faults):
                     folder = run / "faults" / str(i + 1)
                     if list(folder.glob("*.flight")):
                         guess = longest_waiter(Evidence.load(folder)).faults[0].ranks[0]
                         blamed.append(float(guess == event["rank"]))
-        details["faults"] = told
+        details["faults"] = values
         details["restart_s"] = statistics.median(restarts) if restarts else 0.0
         return {
             "named": named,
@@ -401,15 +401,15 @@ def _report(event: Mapping[str, Any], plan: Mapping[int, tuple[str, int]]) -> st
 
 def _restart_seconds(run: Path) -> list[float]:
     """From each fault's finding to the next finished step."""
-    found: list[float] = []
+    restart_seconds: list[float] = []
     since: float | None = None
     for event in _events(run):
         if event["kind"] == "fault":
             since = float(event["monotonic_s"])
         elif event["kind"] == "step" and since is not None:
-            found.append(float(event["monotonic_s"]) - since)
+            restart_seconds.append(float(event["monotonic_s"]) - since)
             since = None
-    return found
+    return restart_seconds
 
 
 def _recorder_share(evidence: Evidence, run: Path) -> float:

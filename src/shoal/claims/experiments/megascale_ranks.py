@@ -50,7 +50,7 @@ def overlapped_steps(
     )
     rows = batch(named, model.vocab_size)
     size = named.microbatch or len(rows.inputs)
-    found: dict[str, list[float]] = {"during": [], "after": [], "alone": []}
+    overlapped_steps: dict[str, list[float]] = {"during": [], "after": [], "alone": []}
     for turn in range(-_WARMUP, pairs):
         # Every other round backwards, so that drift favours nobody.
         for way in ("during", "after")[:: 1 if turn % 2 else -1]:
@@ -62,7 +62,7 @@ def overlapped_steps(
             engine.finish()
             comm.barrier()
             if turn >= 0:
-                found[way].append(time.perf_counter() - begin)
+                overlapped_steps[way].append(time.perf_counter() - begin)
                 if way == "after":
-                    found["alone"].append(computed - begin)
-    return found
+                    overlapped_steps["alone"].append(computed - begin)
+    return overlapped_steps

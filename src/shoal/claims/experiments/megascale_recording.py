@@ -41,6 +41,8 @@ def operation_s() -> float:
                 comm.all_reduce(bare, tag="probe").wait()
             return (time.perf_counter() - begin) / _TIMES
 
-        found = min(once(watched) for _ in range(_ROUNDS)) - min(once(bare) for _ in range(_ROUNDS))
+        seconds = min(once(watched) for _ in range(_ROUNDS)) - min(
+            once(bare) for _ in range(_ROUNDS)
+        )
         recorder.close()
-    return found
+    return seconds

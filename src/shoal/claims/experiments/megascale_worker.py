@@ -90,9 +90,9 @@ def main() -> int:
     """Break what is to be broken, and train."""
     from shoal.train import worker
 
-    told = os.environ.get("SHOAL_BROKEN")
-    if told:
-        break_here(**json.loads(told))
+    value = os.environ.get("SHOAL_BROKEN")
+    if value:
+        break_here(**json.loads(value))
     return worker.main()
 
 

@@ -122,11 +122,11 @@ class MegatronClaim(BaseClaim):
         details: dict[str, JsonValue] = {}
         metrics["simulated_speedup"] = self._simulated(context, details, as_baseline)
         context.progress("steps of two processes", 0.4)
-        metrics["two_process_speedup"], told = self._processes(context, as_baseline)
+        metrics["two_process_speedup"], result = self._processes(context, as_baseline)
         return ClaimSamples(
             metrics=metrics,
             bounds={"simulated_speedup": 33 / 26.25, "two_process_speedup": 20 / 18},
-            profile=told,
+            profile=result,
             details=details,
         )
 
@@ -164,13 +164,13 @@ class MegatronClaim(BaseClaim):
         """Steps of two processes, in turn."""
         config = _model(num_layers=8, hidden=384)
         jobs = [_job(4, pp=2), _job(4, pp=2, vpp=1 if as_baseline else 2)]
-        found = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
-        baseline, method = found.seconds
-        told = [
+        result = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
+        baseline, method = result.seconds
+        notes = [
             profile(events, title=job.parallel.schedule.name)
-            for job, events in zip(jobs, found.events, strict=True)
+            for job, events in zip(jobs, result.events, strict=True)
         ]
-        return PairedSamples(method=method, baseline=baseline), "\n".join(told)
+        return PairedSamples(method=method, baseline=baseline), "\n".join(notes)
 
 
 def _model(**changes: Any) -> ModelConfig:

@@ -132,7 +132,7 @@ class MoeFoldingClaim(BaseClaim):
         from shoal.cost.training.step import estimate
         from shoal.ir import TrainJob, Work
 
-        found = {}
+        result = {}
         for fold in (True, False):
             job = TrainJob(
                 model=name,
@@ -142,8 +142,8 @@ class MoeFoldingClaim(BaseClaim):
                 parallel=_grid(fold=fold),
                 shard=Choice(name="zero1"),
             )
-            found[fold] = estimate(Work(job=job, shape=find(name)), _machine()).step_s.value
-        return found
+            result[fold] = estimate(Work(job=job, shape=find(name)), _machine()).step_s.value
+        return result
 
     def _permuting(
         self, context: ExperimentContext, experts: int, width: int, *, whole: bool
@@ -170,11 +170,11 @@ def _grid(*, fold: bool) -> Parallel:
 
 def _off_node(*, fold: bool) -> list[int]:
     """Of every rank, how many of its group of experts are on other nodes."""
-    found = []
+    results = []
     for group in _grid(fold=fold).experts().groups("ep"):
         for rank in group:
-            found.append(sum(other // _PER_NODE != rank // _PER_NODE for other in group))
-    return found
+            results.append(sum(other // _PER_NODE != rank // _PER_NODE for other in group))
+    return results
 
 
 def _machine() -> Machine:

@@ -101,15 +101,15 @@ def errors(splits: tuple[dict[str, Any], ...]) -> tuple[float, ...]:
     from shoal.claims.lab.same_as_one import same_as_one
     from shoal.ir import TrainJob
 
-    found = []
+    errors = []
     for split in splits:
         job = TrainJob(
             model="shoal-0.3m", seq_len=16, global_batch=4, microbatch=1, precision="fp32",
             parallel=split, grad_clip=0.05, steps=1,
         )  # fmt: skip
         one = same_as_one(job, _mixture(32, 4, 16), steps=1)
-        found.append(max(one.loss, one.norm, one.gradient, one.parameter))
-    return tuple(found)
+        errors.append(max(one.loss, one.norm, one.gradient, one.parameter))
+    return tuple(errors)
 
 
 def layer_and_permuting(

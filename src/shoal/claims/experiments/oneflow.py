@@ -167,14 +167,14 @@ class OneFlow(BaseClaim):
             context.progress("random graphs", 0.6 * number / count)
             optimal.append(_is_optimal(context.seed, number, as_baseline))
         context.progress("blocks", 0.6)
-        found = [
+        results = [
             float(column_row(block, ranks, as_baseline)) for block in BLOCKS for ranks in (4, 8)
         ]
         context.progress("registers", 0.65)
         held = [_held(regs, endless=as_baseline) for regs in (1, 2, 3)]
         metrics = {
             "optimal": PairedSamples(method=tuple(optimal)),
-            "column_row": PairedSamples(method=tuple(found)),
+            "column_row": PairedSamples(method=tuple(results)),
             "memory_over_registers": PairedSamples(method=tuple(memory for memory, _ in held)),
             "lead_over_registers": PairedSamples(method=tuple(lead for _, lead in held)),
         }
@@ -215,19 +215,19 @@ class OneFlow(BaseClaim):
     def _ranks(self, block: str, seed: int) -> list[Any]:
         from shoal.parallel.comm.processes import run_processes
 
-        found = run_processes(
+        ranks = run_processes(
             "shoal.claims.experiments.oneflow_ranks:compare",
             self.ranks,
             {"block": block, "plan": planned(block, self.ranks).model_dump(), "seed": seed},
         )
-        worst = max(rank["error"] for rank in found)
+        worst = max(rank["error"] for rank in ranks)
         require(
             worst <= 1e-4,
             f"claim.oneflow: {block}: relative error against one process",
             worst,
             expected="at most 1e-4 in fp32, by the plan and by DTensor",
         )
-        return found
+        return ranks
 
     def _seconds(self, regs: int) -> float:
         """Seconds of a pipeline of three equal stages."""
@@ -336,13 +336,13 @@ def planned(block: str, ranks: int, *, one_by_one: bool = False) -> SbpPlan:
     """The plan of a block whose input and result are replicated, where memory is short."""
     from shoal.claims.experiments.oneflow_ranks import traced
 
-    found = traced(block)
-    pins = {"x": "B", found.result: "B"}
+    result = traced(block)
+    pins = {"x": "B", result.result: "B"}
     if one_by_one:
-        return greedy(found.graph, (ranks,), pins, MeshRates())
-    both = 2 * 4 * math.prod(found.graph.shapes["x"])
-    limit = MEMORY_SHARE * (found.graph.bytes_alone / ranks + both)
-    return place(found.graph, (ranks,), pins=pins, memory_limit=limit)
+        return greedy(result.graph, (ranks,), pins, MeshRates())
+    both = 2 * 4 * math.prod(result.graph.shapes["x"])
+    limit = MEMORY_SHARE * (result.graph.bytes_alone / ranks + both)
+    return place(result.graph, (ranks,), pins=pins, memory_limit=limit)
 
 
 def column_row(block: str, ranks: int, one_by_one: bool = False) -> bool:

@@ -117,7 +117,7 @@ def compare(comm: TorchComm, block: str, plan: dict[str, Any], seed: int) -> dic
         wanted = module(x)
         graph = traced(block)
         before = _boxing(comm)
-        found = execute(
+        result = execute(
             graph.graph,
             SbpPlan.model_validate(plan),
             RankMesh(comm, (comm.world,)),
@@ -125,7 +125,7 @@ def compare(comm: TorchComm, block: str, plan: dict[str, Any], seed: int) -> dic
         )[graph.result]
         report: dict[str, Any] = {
             "plan": _boxing(comm) - before,
-            "error": _error(found.local, wanted),
+            "error": _error(result.local, wanted),
             "dtensor": {},
             "calls": {},
         }

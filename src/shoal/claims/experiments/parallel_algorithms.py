@@ -231,11 +231,11 @@ def _threads(as_baseline: bool) -> float:
 
     who = np.zeros(_SHORT)
     policy = par.with_(static()) if as_baseline else par
-    found = []
+    results = []
     for _ in range(9):
         transform(policy, who, out=who, f="thread()")
-        found.append(len(np.unique(who)))
-    return statistics.median(found)
+        results.append(len(np.unique(who)))
+    return statistics.median(results)
 
 
 def _sums(seed: int, as_baseline: bool) -> int:

@@ -322,29 +322,29 @@ class ParScaleClaim(BaseClaim):
         )
 
         def trained(hidden: int, streams: int) -> list[TrainingResult]:
-            found = []
+            results = []
             for number in range(self.seeds):
                 seed = context.seed + number
                 said = f"width {hidden}, {streams} streams, seed {seed}"
                 context.progress(said, 0.1 + 0.8 * number / self.seeds)
-                found.append(stages.trained(context, hidden, streams, seed))
-            return found
+                results.append(stages.trained(context, hidden, streams, seed))
+            return results
 
         arms = {num: trained(self.hidden, 1 if as_baseline else num) for num in _STREAMS}
-        found = {num: tuple(one.loss for one in arms[num]) for num in _STREAMS}
+        result = {num: tuple(one.loss for one in arms[num]) for num in _STREAMS}
         wide = {width: trained(width, 1) for width in self.wider}
         dense = {width: tuple(one.loss for one in wide[width]) for width in self.wider}
-        metrics["loss_2"] = PairedSamples(method=found[2], baseline=found[1])
-        metrics["loss_4"] = PairedSamples(method=found[4], baseline=found[1])
-        metrics["loss_4_of_2"] = PairedSamples(method=found[4], baseline=found[2])
+        metrics["loss_2"] = PairedSamples(method=result[2], baseline=result[1])
+        metrics["loss_4"] = PairedSamples(method=result[4], baseline=result[1])
+        metrics["loss_4_of_2"] = PairedSamples(method=result[4], baseline=result[2])
 
         plain = {
             width: configuration(width, 1, self.prefix) for width in (self.hidden, *self.wider)
         }
         sizes = {width: count(config) for width, config in plain.items()}
         own = sizes[self.hidden]
-        losses = [fmean(found[1]), *(fmean(dense[width]) for width in self.wider)]
-        equal = _equal_size([*sizes.values()], losses, fmean(found[4]))
+        losses = [fmean(result[1]), *(fmean(dense[width]) for width in self.wider)]
+        equal = _equal_size([*sizes.values()], losses, fmean(result[4]))
         grown = configuration(self.hidden, 4, self.prefix)
         added = 4 * (count(grown) - own)
         more = added + 3 * cache_bytes(grown)
@@ -372,7 +372,7 @@ class ParScaleClaim(BaseClaim):
         details["training"] = {
             "steps": self.steps,
             "late": self.late,
-            "loss": {str(num): [*losses] for num, losses in found.items()},
+            "loss": {str(num): [*losses] for num, losses in result.items()},
             "dense_loss": {str(width): [*losses] for width, losses in dense.items()},
             "parameters": {str(width): size for width, size in sizes.items()},
             "step_s": {**step_s},

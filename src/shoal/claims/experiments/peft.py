@@ -262,10 +262,10 @@ class PeftClaim(BaseClaim):
     def _wrong(self, context: ExperimentContext) -> int:
         """Requests in a mixed batch whose answer is not that of their own merged model."""
         base, places, merged = self._adapters(context, count=3)
-        asked = [(prompt, n % 4 - 1) for n, prompt in enumerate(self._prompts(context, 8))]
-        mixed = _answers(_engine(base, places), asked, 8)
+        requests = [(prompt, n % 4 - 1) for n, prompt in enumerate(self._prompts(context, 8))]
+        mixed = _answers(_engine(base, places), requests, 8)
         wrong = 0
-        for (prompt, number), tokens in zip(asked, mixed, strict=True):
+        for (prompt, number), tokens in zip(requests, mixed, strict=True):
             alone = base if number < 0 else merged[number]
             wrong += _answers(_engine(alone, []), [(prompt, -1)], 8)[0] != tokens
         return wrong
@@ -312,8 +312,8 @@ class PeftClaim(BaseClaim):
 
         context.progress("training on documentation", 0.02)
         torch.set_num_threads(_AT_A_TIME)
-        found = texts(context.data)
-        before = make_base(self.setting, found, context.work_dir, context.seed)
+        result = texts(context.data)
+        before = make_base(self.setting, result, context.work_dir, context.seed)
         torch.set_num_threads(1)
         with POOLS.build({"name": "local", "workers": _AT_A_TIME}).open() as pool:
             run = functools.partial(pool.submit, tune, context.work_dir, self.setting)
@@ -351,7 +351,7 @@ class PeftClaim(BaseClaim):
             if name != FULL
         }
         details: dict[str, JsonValue] = {
-            "domain": found.domain,
+            "domain": result.domain,
             "untuned": before,
             "gains": dict(gains),
             "drops": {name: list(some) for name, some in drops.items()},

@@ -169,13 +169,13 @@ def texts(folder: Path | None) -> PeftTexts:
         source = Path(sysconfig.get_paths()["stdlib"])
         modules = [path for path in sorted(source.glob("*.py")) if path.stat().st_size > 4000]
         documents = [path.read_bytes()[:60_000] for path in modules]
-    dealt = {
+    assigned = {
         "prose": prose,
         "train": [text for n, text in enumerate(documents) if n % 10 < 8],
         "choose": documents[8::10],
         "test": documents[9::10],
     }
-    joined = {name: np.frombuffer(b"\n".join(some), np.uint8) for name, some in dealt.items()}
+    joined = {name: np.frombuffer(b"\n".join(some), np.uint8) for name, some in assigned.items()}
     return PeftTexts(domain, joined)
 
 
@@ -208,9 +208,11 @@ def _loss(setting: PeftSetting, model: Transformer, data: np.ndarray, most: int)
     was = model.training
     model.eval()
     with torch.no_grad(), _bf16():
-        found = [float(model.loss_sum(some[:, :-1], some[:, 1:])) for some in torch.split(both, 64)]
+        results = [
+            float(model.loss_sum(some[:, :-1], some[:, 1:])) for some in torch.split(both, 64)
+        ]
     model.train(was)
-    return sum(found) / (len(both) * setting.length)
+    return sum(results) / (len(both) * setting.length)
 
 
 # ---------------------------------------------------------------------- training

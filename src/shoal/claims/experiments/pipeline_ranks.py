@@ -59,19 +59,19 @@ def time_steps(jobs: Sequence[TrainJob], config: ModelConfig, *, pairs: int, see
         "pairs": pairs,
         "seed": seed,
     }
-    found = run_processes(
+    processes = run_processes(
         f"{__name__}:steps_in_turn", jobs[0].parallel.world, given, timeout_s=60.0 + 20.0 * pairs
     )
     each = range(len(jobs))
     return JobSteps(
         [
-            tuple(map(max, zip(*(rank["seconds"][at] for rank in found), strict=True)))
+            tuple(map(max, zip(*(rank["seconds"][at] for rank in processes), strict=True)))
             for at in each
         ],
         [
             [
                 Event(number, Op(*op), begin, end)
-                for number, rank in enumerate(found)
+                for number, rank in enumerate(processes)
                 for op, begin, end in rank["events"][at]
             ]
             for at in each
@@ -92,8 +92,10 @@ def peak_memory(job: TrainJob, config: ModelConfig, *, steps: int = 3) -> list[i
         "config": config.model_dump(mode="json"),
         "steps": steps,
     }
-    found = run_processes(f"{__name__}:peak_of_steps", job.parallel.world, given, timeout_s=300.0)
-    return [int(nbytes) for nbytes in found]
+    processes = run_processes(
+        f"{__name__}:peak_of_steps", job.parallel.world, given, timeout_s=300.0
+    )
+    return [int(nbytes) for nbytes in processes]
 
 
 def steps_in_turn(

@@ -149,25 +149,25 @@ class PpdClaim(BaseClaim):
         path, trained_s = drafter_of(
             context, "ppd", tokens=self.train_tokens, prompts=self.prompts, ensemble=self.ensemble
         )
-        asked = prompts_of(context, self.texts, 64, 0)
+        prompts = prompts_of(context, self.texts, 64, 0)
         method: dict[str, Any] | None = {"name": "ppd", "path": str(path)}
         method = None if as_baseline else method
         context.progress("tokens in fp64", 0.3)
-        same = equal_answers(target, method, asked[: self.exact_texts], self.new // 2)
+        same = equal_answers(target, method, prompts[: self.exact_texts], self.new // 2)
         metrics["wrong_tokens"] = PairedSamples(method=tuple(1 - one for one in same))
         context.progress("decoding", 0.5)
         bench = Bench(target, {PLAIN: None, "ppd": method}, threads=self.threads or num_cores())
-        found = bench.interleaved(asked, self.new, rounds=self.rounds, seed=context.seed)
-        metrics["over_plain"], places = seconds_per_token(found["ppd"], found[PLAIN])
+        result = bench.interleaved(prompts, self.new, rounds=self.rounds, seed=context.seed)
+        metrics["over_plain"], places = seconds_per_token(result["ppd"], result[PLAIN])
         timed = metrics["over_plain"]
         measured = statistics.median(
             plain / ours for ours, plain in zip(timed.method, timed.baseline, strict=True)
         )
         details: dict[str, JsonValue] = {
             "trained_s": trained_s,
-            "ppd": dict(summarize([found["ppd"][0][place] for place in places])),
-            "bf16_agreement": agreement(found["ppd"][0], found[PLAIN][0]),
-            "loops": len(asked) - len(places),
+            "ppd": dict(summarize([result["ppd"][0][place] for place in places])),
+            "bf16_agreement": agreement(result["ppd"][0], result[PLAIN][0]),
+            "loops": len(prompts) - len(places),
         }
         if as_baseline:
             metrics["predicted_speedup"] = PairedSamples(method=(1.0,), baseline=(measured,))
@@ -181,7 +181,7 @@ class PpdClaim(BaseClaim):
             method=(fresh.table()[best][2],), baseline=(measured,)
         )
         context.progress("sweep over rows", 0.8)
-        texts = [asked[place] for place in places[: self.sweep_texts]]
+        texts = [prompts[place] for place in places[: self.sweep_texts]]
         seconds = self._sweep(bench, texts, sorted({*self.sizes, best + 1}))
         fastest = min(seconds, key=lambda rows: statistics.median(seconds[rows]))
         metrics["rate_of_best"] = PairedSamples(

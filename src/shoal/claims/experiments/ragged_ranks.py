@@ -42,7 +42,7 @@ def config(longest: int) -> ModelConfig:
 
 def errors(batching: Mapping[str, Any], seeds: Sequence[int]) -> tuple[float, ...]:
     """The largest relative difference from one process, in float64, of each seed."""
-    found = []
+    errors = []
     for seed in seeds:
         job = TrainJob.model_validate(
             {
@@ -59,8 +59,8 @@ def errors(batching: Mapping[str, Any], seeds: Sequence[int]) -> tuple[float, ..
         )
         small = config(64).model_copy(update={"hidden": 32, "head_dim": 8, "num_layers": 2})
         apart = same_as_one(job, small, steps=2, documents=True)
-        found.append(max(apart.loss, apart.norm, apart.gradient, apart.parameter))
-    return tuple(found)
+        errors.append(max(apart.loss, apart.norm, apart.gradient, apart.parameter))
+    return tuple(errors)
 
 
 def time_plans(
@@ -108,7 +108,7 @@ def time_plans(
     plans = {
         name: _assigned(choice, lengths, comm.world, cost) for name, choice in assigners.items()
     }
-    found: dict[str, list[float]] = {name: [] for name in plans}
+    times: dict[str, list[float]] = {name: [] for name in plans}
     for turn in range(turns + 1):
         names = list(plans) if turn % 2 else list(plans)[::-1]
         for name in names:
@@ -118,8 +118,8 @@ def time_plans(
             engine.backward(rows, 1, float(sum(lengths)))
             engine.finish()
             if turn:  # the first one warms up
-                found[name].append(time.perf_counter() - begin)
-    return found
+                times[name].append(time.perf_counter() - begin)
+    return times
 
 
 def _assigned(

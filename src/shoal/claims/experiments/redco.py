@@ -101,13 +101,13 @@ class RedcoClaim(BaseClaim):
         from shoal.parallel.autotp.families import FAMILIES
 
         names = _QUICK if quick else tuple(FAMILIES)
-        found: dict[str, dict[str, float]] = {}
+        result: dict[str, dict[str, float]] = {}
         for index, name in enumerate(names):
             context.progress(name, index / len(names))
             seen = context.remember(name, partial(run_family, name, self.tp, context.seed))
             # With nothing split, each rank is one process.
-            found[name] = {**seen, "sharded": 0.0, "agrees": 0.0} if as_baseline else seen
-        rows = list(found.values())
+            result[name] = {**seen, "sharded": 0.0, "agrees": 0.0} if as_baseline else seen
+        rows = list(result.values())
         metrics = {
             "difference": PairedSamples(method=tuple(row["difference"] for row in rows)),
             "sharded": PairedSamples(method=tuple(row["sharded"] for row in rows)),
@@ -121,7 +121,7 @@ class RedcoClaim(BaseClaim):
         else:
             skipped["lines"] = "the examples are not installed; run from a checkout"
         details: dict[str, JsonValue] = {
-            "families": {name: dict(row) for name, row in found.items()},
+            "families": {name: dict(row) for name, row in result.items()},
             "lines": dict(lines),
         }
         return ClaimSamples(metrics=metrics, details=details, skipped=skipped)
@@ -177,9 +177,9 @@ def run_family(name: str, tp: int, seed: int) -> dict[str, float]:
             assert all(p is None for p in parts)
             continue
         place = part.flow.params.get(value)
-        for found in parts if place is None else [whole_of(parts, *place)]:
+        for result in parts if place is None else [whole_of(parts, *place)]:
             scale = max(float(expected.abs().max()), 1e-3 * largest)
-            worst = max(worst, float((found - expected).abs().max()) / scale)
+            worst = max(worst, float((result - expected).abs().max()) / scale)
     config = model.config
     layers = 2 * int(config.num_hidden_layers)
     if getattr(config, "is_encoder_decoder", False):

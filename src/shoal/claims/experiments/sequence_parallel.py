@@ -143,7 +143,7 @@ class SequenceParallel(BaseClaim):
             for kind in _KINDS
             for world in _WORLDS
         }
-        rules, told = _rules(context, shared)
+        rules, outcome = _rules(context, shared)
         fits = {kind: [_line(counted[kind, world]) for world in _WORLDS] for kind in _KINDS}
         budget = self.device_gib * 2**30 / _LAYERS
         batches, lengths = (
@@ -154,7 +154,7 @@ class SequenceParallel(BaseClaim):
         context.progress("longest sequences", 0.6)
         longest = partial(lengths, context, small, budget=budget / _QUARTER**2)
         ring = _solved_length(context, small, "ring", budget=budget / _QUARTER**2)
-        found = {
+        result = {
             "batch_ratio_8": (full(shared), full("tensor")),
             "batch_ratio_64": (far[shared], far["tensor"]),
             "length_ratio": (longest(sparse), longest("sequence")),
@@ -166,19 +166,19 @@ class SequenceParallel(BaseClaim):
                 "memory_rules": PairedSamples(method=rules),
                 **{
                     name: PairedSamples(method=(float(ours),), baseline=(float(theirs),))
-                    for name, (ours, theirs) in found.items()
+                    for name, (ours, theirs) in result.items()
                 },
             },
             details={
                 "counted": table,
-                "rules": told,
+                "rules": outcome,
                 # The paper's table has the projected scores, which this kernel does not keep.
                 "projected_model_error": _projected_error(context, shape),
                 "tensor_batch_16": _far_batch(fits["tensor"], budget / scale**2, _HEADS),
                 # Of the layer in full width, as projected attention with the same budget.
                 "longest": {
-                    "projected or its baseline": _QUARTER * found["length_ratio"][0],
-                    "dense": _QUARTER * found["length_ratio"][1],
+                    "projected or its baseline": _QUARTER * result["length_ratio"][0],
+                    "dense": _QUARTER * result["length_ratio"][1],
                     "ring": _QUARTER * ring,
                 },
             },
@@ -234,11 +234,11 @@ def _errors(
     rows: list[JsonValue] = []
     for kind, world in counted:
         # The kind that takes the place of ``sequence`` in the A/A run.
-        found = counted[shared if kind == "sequence" else kind, world][0]
+        result = counted[shared if kind == "sequence" else kind, world][0]
         model = layer_memory(_split(kind), world=world, **_sizes(shape))
         for what, got, wanted in (
-            ("states", found.states, model.states),
-            ("activations", found.activations, model.activations),
+            ("states", result.states, model.states),
+            ("activations", result.activations, model.activations),
         ):
             errors.append(abs(sum(got.values()) / (_ITEMSIZE * wanted) - 1))
             rows.append([kind, world, what, sum(got.values()), _ITEMSIZE * wanted])
@@ -247,9 +247,9 @@ def _errors(
 
 def _projected_error(context: ExperimentContext, shape: Shape) -> float:
     """Counted activations of projected attention on 8 ranks over modelled ones, less 1."""
-    found = _counted(context, shape, "projected", _MOST)
+    result = _counted(context, shape, "projected", _MOST)
     model = layer_memory("sequence", world=_MOST, projected=shape.rows, **_sizes(shape))
-    return sum(found.activations.values()) / (_ITEMSIZE * model.activations) - 1
+    return sum(result.activations.values()) / (_ITEMSIZE * model.activations) - 1
 
 
 def _sizes(shape: Shape) -> dict[str, int]:
@@ -267,7 +267,7 @@ def _rules(context: ExperimentContext, shared: Kind) -> tuple[tuple[float, ...],
     from shoal.claims.experiments.sequence_parallel_ranks import Shape
 
     hidden, length = 48, 16
-    found: list[float] = []
+    values: list[float] = []
     rows: list[JsonValue] = []
     turns = {"mlp": 32 * hidden, "attention": 16 * hidden}
     for world, (name, turn), share in itertools.product(_WORLDS, turns.items(), (0.8, 1.2)):
@@ -276,9 +276,9 @@ def _rules(context: ExperimentContext, shared: Kind) -> tuple[tuple[float, ...],
         for kind in (shared, _TENSOR):
             one = _counted(context, shape, kind, world)
             kept.append(one.states[name] + one.activations[name])
-        found.append(float((kept[0] < kept[1]) == (shape.batch * length > turn)))
+        values.append(float((kept[0] < kept[1]) == (shape.batch * length > turn)))
         rows.append([name, world, shape.batch * length, turn, *kept])
-    return tuple(found), rows
+    return tuple(values), rows
 
 
 def _line(counts: Sequence[RankBytes]) -> tuple[float, float]:

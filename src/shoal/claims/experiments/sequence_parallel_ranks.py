@@ -124,12 +124,12 @@ class BertLayer(nn.Module):
 
     def parts(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by part of the layer."""
-        found: dict[str, list[nn.Parameter]] = {name: [] for name in PARTS}
+        parts: dict[str, list[nn.Parameter]] = {name: [] for name in PARTS}
         for name, parameter in self.named_parameters():
             module = name.split(".")[0]
             part = {"fc1": "mlp", "fc2": "mlp", "norm1": "norms", "norm2": "norms"}
-            found[part.get(module, "attention")].append(parameter)
-        return found
+            parts[part.get(module, "attention")].append(parameter)
+        return parts
 
     def attend(self, x_BnH: Tensor) -> Tensor:
         """[B, n, H]."""

@@ -257,12 +257,12 @@ class SkipPipeClaim(BaseClaim):
 
 
 def _planned(context: ExperimentContext) -> dict[int, list[RoutePlan]]:
-    found: dict[int, list[RoutePlan]] = {}
+    result: dict[int, list[RoutePlan]] = {}
     for keep in (STAGES, KEEP):
         for network in networks():
             context.progress(f"routes through {keep} of {STAGES} stages", 0.0)
-            found.setdefault(keep, []).append(plan(network, task(keep)))
-    return found
+            result.setdefault(keep, []).append(plan(network, task(keep)))
+    return result
 
 
 def _drawn(skips: RoutePlan) -> list[float]:
@@ -296,8 +296,8 @@ def _gradient_error(*, plain: bool) -> float:
     )
     config = model_config(32, layers=3, context=8)
     with torch_threads(1):
-        found = (same_as_one if plain else same_as_masked)(job, config, steps=2)
-    return max(found.loss, found.norm, found.gradient, found.parameter)
+        result = (same_as_one if plain else same_as_masked)(job, config, steps=2)
+    return max(result.loss, result.norm, result.gradient, result.parameter)
 
 
 def model_config(width: int, *, layers: int = STAGES, context: int = CONTEXT) -> ModelConfig:

@@ -123,9 +123,9 @@ class Smash:
         from shoal.kernel.spgemm.csr import from_any
 
         graph = from_any("graph", self._graph(context, self.inner_scale))
-        found = multiply(graph, graph, kernel=method).counters
-        assert found is not None
-        return PairedSamples(method=(found.table_bytes,), baseline=(12.0 * found.multiplies,))
+        result = multiply(graph, graph, kernel=method).counters
+        assert result is not None
+        return PairedSamples(method=(result.table_bytes,), baseline=(12.0 * result.multiplies,))
 
     def _timed(
         self, context: ExperimentContext, metrics: dict[str, PairedSamples], method: str
@@ -242,9 +242,9 @@ def _neighbours(points: int, seed: int) -> csr_array:
     from sklearn.neighbors import kneighbors_graph
 
     place, _ = make_swiss_roll(points, random_state=seed)
-    found = csr_array(kneighbors_graph(place, min(_NEIGHBOURS, points - 1), mode="distance"))
-    found.sort_indices()
-    return found
+    neighbours = csr_array(kneighbors_graph(place, min(_NEIGHBOURS, points - 1), mode="distance"))
+    neighbours.sort_indices()
+    return neighbours
 
 
 def _roof_s(context: ExperimentContext, matrix: csr_array) -> float:
@@ -270,9 +270,9 @@ def _counters(matrix: csr_array, method: str) -> dict[str, JsonValue]:
     from shoal.kernel.spgemm.csr import from_any
 
     sides = from_any("A", matrix)
-    found = multiply(sides, sides, kernel=method).counters
-    assert found is not None
-    return dataclasses.asdict(found)
+    result = multiply(sides, sides, kernel=method).counters
+    assert result is not None
+    return dataclasses.asdict(result)
 
 
 def _wrong(seed: int, method: str) -> int:
@@ -290,11 +290,11 @@ def _wrong(seed: int, method: str) -> int:
         )
         expected = A @ B
         expected.sort_indices()
-        found = spgemm(A, B, kernel=method)
-        same = np.array_equal(found.indptr, expected.indptr) and np.array_equal(
-            found.indices, expected.indices
+        result = spgemm(A, B, kernel=method)
+        same = np.array_equal(result.indptr, expected.indptr) and np.array_equal(
+            result.indices, expected.indices
         )
-        wrong += not (same and np.allclose(found.data, expected.data, rtol=1e-12, atol=0))
+        wrong += not (same and np.allclose(result.data, expected.data, rtol=1e-12, atol=0))
     return wrong
 
 
@@ -304,7 +304,7 @@ def _probes(method: str) -> tuple[float, ...]:
     from shoal.kernel.spgemm.csr import from_any
     from shoal.kernel.spgemm.hash import Hash
 
-    found = []
+    probes = []
     for stride in (1, 7, 64, 1000, 1024, 4096, 65_536, 1 << 20):
         col = (np.arange(2000) * stride).astype(np.int32)
         ptr = np.arange(0, 2001, 5, dtype=np.int32)
@@ -313,5 +313,5 @@ def _probes(method: str) -> tuple[float, ...]:
         kernel = Hash(dense_ratio=0) if method == "hash" else method
         made = multiply(from_any("A", A), from_any("B", B), kernel=kernel)
         assert made.counters is not None
-        found.append(made.counters.probes)
-    return tuple(found)
+        probes.append(made.counters.probes)
+    return tuple(probes)

@@ -152,11 +152,11 @@ class SuperpipelineClaim(BaseClaim):
             if as_baseline:
                 k, step = blocks, 1
             model = self._model(kind, hidden, context.seed)
-            peak, found, each, told = _peak(model, given, k, step)
+            peak, result, each, outcome = _peak(model, given, k, step)
             metrics[f"peak_{kind}"] = PairedSamples(method=(peak,), baseline=(whole,))
-            wrong.append(float(not all(map(_equal(expected[0]), [*expected, *found]))))
+            wrong.append(float(not all(map(_equal(expected[0]), [*expected, *result]))))
             loads.append(each / blocks)
-            details[kind] = told
+            details[kind] = outcome
         metrics["wrong_outputs"] = PairedSamples(method=tuple(wrong))
         metrics["loads_per_block"] = PairedSamples(method=tuple(loads))
         return metrics, details
@@ -256,8 +256,8 @@ def _forward(model: nn.Module, given: Tensor) -> Tensor:
     import torch
 
     with torch.inference_mode():
-        found: Tensor = model(given)
-        return found
+        tensor: Tensor = model(given)
+        return tensor
 
 
 def _equal(expected: Tensor) -> Callable[[Tensor], bool]:
@@ -276,7 +276,7 @@ def _peak(
 
     tier = BudgetedTier("device", 2**31)
     with wrap(model, k, k_prime, tier=tier) as wrapped:
-        found: list[Any] = []
+        results: list[Any] = []
         loads = 0
         for _ in range(3):
             before = wrapped.stats.loads
@@ -284,7 +284,7 @@ def _peak(
             with DeviceScope(tier) as scope:
                 scope.adopt(here)
                 out = _forward(model, here)
-            found.append(out.clone())
+            results.append(out.clone())
             loads = wrapped.stats.loads - before
             del out, here
-        return tier.stats.peak, found, loads, str(wrapped.report)
+        return tier.stats.peak, results, loads, str(wrapped.report)

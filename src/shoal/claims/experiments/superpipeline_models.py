@@ -49,8 +49,8 @@ class VisionTransformer(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Scores [B, 10] of images [B, 3, H, W]."""
         rows = self.patches(image).flatten(2).transpose(1, 2)
-        found: Tensor = self.head(self.encoder(rows).mean(1))
-        return found
+        tensor: Tensor = self.head(self.encoder(rows).mean(1))
+        return tensor
 
 
 class _Link(Mapping[str, Tensor]):

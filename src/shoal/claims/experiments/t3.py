@@ -153,29 +153,29 @@ class T3(BaseClaim):
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
     ) -> ClaimSamples:
         """Simulate, and count bytes; the full run also times two processes, for a minute."""
-        found = context.remember("simulated", lambda: _simulated(context))
+        result = context.remember("simulated", lambda: _simulated(context))
         metrics = {
             "simulated_speedup": PairedSamples(
-                method=(1.0 if as_baseline else _geomean([c.speedup for c in found]),)
+                method=(1.0 if as_baseline else _geomean([c.speedup for c in result]),)
             ),
             "simulated_movement": PairedSamples(
-                method=(0.0 if as_baseline else _geomean([1 + c.movement for c in found]) - 1,)
+                method=(0.0 if as_baseline else _geomean([1 + c.movement for c in result]) - 1,)
             ),
             "over_bound": PairedSamples(
                 method=tuple(
                     (c.product_s + c.reduce_scatter_s if as_baseline else c.fused.seconds)
                     / c.bound_s
-                    for c in found
+                    for c in result
                 )
             ),
             "missing_updates": PairedSamples(
                 method=tuple(
-                    max(abs(n - c.sublayer.product.tp) for n in c.fused.updates) for c in found
+                    max(abs(n - c.sublayer.product.tp) for n in c.fused.updates) for c in result
                 )
             ),
             "bytes_over_ring": PairedSamples(method=tuple(_bytes_over_ring(n) for n in (2, 3, 4))),
         }
-        details: dict[str, JsonValue] = {"sublayers": [_row(c) for c in found]}
+        details: dict[str, JsonValue] = {"sublayers": [_row(c) for c in result]}
         if quick:
             return ClaimSamples(metrics=metrics, details=details)
         reason = unavailable()
@@ -252,12 +252,12 @@ _APART = "difference"
 
 
 def _simulated(context: ExperimentContext) -> list[SublayerComparison]:
-    found = []
+    results = []
     for index, (model, sizes) in enumerate(MODELS.items()):
         context.progress(f"simulating {model}", 0.2 * index / len(MODELS))
         for tp in DEGREES:
-            found += [compare(layer) for layer in sublayers(model, *sizes, tp)]
-    return found
+            results += [compare(layer) for layer in sublayers(model, *sizes, tp)]
+    return results
 
 
 def _geomean(values: list[float]) -> float:

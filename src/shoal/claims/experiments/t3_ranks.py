@@ -31,13 +31,13 @@ def _operands(comm: Comm, rows: int, inner: int, outer: int) -> tuple[Tensor, Te
 def product_s(comm: Comm, rows: int, inner: int, outer: int, repeats: int) -> list[float]:
     """Seconds of the product [rows, inner] x [inner, outer], all ranks at once, no messages."""
     x, weight = _operands(comm, rows, inner, outer)
-    found = []
+    results = []
     for _ in range(repeats + 2):
         comm.barrier()
         begin = time.perf_counter()
         x @ weight
-        found.append(time.perf_counter() - begin)
-    return found[2:]
+        results.append(time.perf_counter() - begin)
+    return results[2:]
 
 
 def scatter_after(x: Tensor, weight: Tensor, comm: Comm) -> Tensor:
@@ -113,7 +113,7 @@ def pairs(
         "gather": gather,
         "library": lambda: _library(x, weight, comm),
     }
-    found: dict[str, Any] = {name: [] for name in forms}
+    pairs: dict[str, Any] = {name: [] for name in forms}
     results: dict[str, Tensor] = {}
     for turn in range(repeats + 1):
         # Every other round backwards, so that drift favours nobody.
@@ -123,11 +123,11 @@ def pairs(
             results[name] = forms[name]()
             comm.barrier()
             if turn:
-                found[name].append(time.perf_counter() - begin)
+                pairs[name].append(time.perf_counter() - begin)
     scale = float(results["scatter_after"].abs().max())
     apart = max(
         float((results["scatter"] - results["scatter_after"]).abs().max()),
         float((results["gather"] - results["gather_after"]).abs().max()),
     )
-    found["difference"] = apart / scale
-    return found
+    pairs["difference"] = apart / scale
+    return pairs

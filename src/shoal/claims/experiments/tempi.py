@@ -411,13 +411,13 @@ def _one_form(spelled: Sequence[Datatype], as_baseline: bool) -> float:
     """1 if all spellings of an object have one canonical form."""
     forms: set[tuple[Any, ...]] = set()
     for datatype in spelled:
-        found, steps = rewritten(datatype)
+        result, steps = rewritten(datatype)
         if as_baseline:
             forms.add((steps[0].streams, steps[0].dense) if steps else ())
-        elif isinstance(found, StridedBlock):
-            forms.add((found.start, found.counts, found.strides))
+        elif isinstance(result, StridedBlock):
+            forms.add((result.start, result.counts, result.strides))
         else:
-            forms.add((found.offsets, found.lengths))
+            forms.add((result.offsets, result.lengths))
     return float(len(forms) == 1)
 
 

@@ -77,7 +77,7 @@ def packing(comm: Comm, edge: int, arrays: int, pairs: int, seed: int) -> dict[s
         for n in range(arrays)
     ]
     mpi, skipped = _mpi()
-    found: dict[str, Any] = {"seconds": {}, "bytes": {}, "moved": {}, "skipped": skipped}
+    result: dict[str, Any] = {"seconds": {}, "bytes": {}, "moved": {}, "skipped": skipped}
     wrong = 0
     for name, cut in CASES.items():
         first = cut(cubes[0], 0)
@@ -87,17 +87,17 @@ def packing(comm: Comm, edge: int, arrays: int, pairs: int, seed: int) -> dict[s
             way: _turns(run, cubes, cut, place) for place, (way, run) in enumerate(ways.items())
         }
         timed = interleave(turns, pairs, seed=seed)
-        found["seconds"][name] = {way: list(taken) for way, taken in timed.seconds.items()}
-        found["bytes"][name] = first.numel() * 4
+        result["seconds"][name] = {way: list(taken) for way, taken in timed.seconds.items()}
+        result["bytes"][name] = first.numel() * 4
         layout = layout_of(first)
-        found["moved"][name] = layout.touched + layout.size
+        result["moved"][name] = layout.touched + layout.size
         for way, run in ways.items():
             run(first)
             wrong += not torch.equal(outs[way], outs["pack"])
     if mpi is not None:
         wrong += _mpi_differences(mpi)
-        found["mpi"] = mpi.Get_library_version().split(",")[0].strip()
-    return {**found, "wrong": wrong}
+        result["mpi"] = mpi.Get_library_version().split(",")[0].strip()
+    return {**result, "wrong": wrong}
 
 
 def _ways(
@@ -228,7 +228,7 @@ def methods(
     """
     torch.set_num_threads(1)
     model = MethodModel({"node": measure_parts(comm, largest=max(sizes), repeats=repeats)})
-    found = []
+    methods = []
     for size in sizes:
         for count in runs:
             length = size // count
@@ -238,10 +238,10 @@ def methods(
             memory = torch.zeros(count * pitch, dtype=torch.uint8)
             view = memory.as_strided((count, length), (pitch, 1))
             layout = layout_of(view, order_free=True)
-            told = model.seconds(layout)
-            times: dict[str, list[float]] = {name: [] for name in told}
+            seconds = model.seconds(layout)
+            times: dict[str, list[float]] = {name: [] for name in seconds}
             for turn in range(repeats + 1):
-                for name in list(told)[:: 1 if turn % 2 else -1]:
+                for name in list(seconds)[:: 1 if turn % 2 else -1]:
                     comm.barrier()
                     begin = time.perf_counter()
                     if comm.rank == 0:
@@ -252,13 +252,13 @@ def methods(
                         comm.send(memory[:1], 0, tag="done").wait()
                     if turn:
                         times[name].append(time.perf_counter() - begin)
-            found.append(
+            methods.append(
                 {
                     "bytes": size,
                     "blocks": count,
-                    "told_s": dict(told),
+                    "told_s": dict(seconds),
                     "taken_s": {name: statistics.median(t) for name, t in times.items()},
                     "chosen": model.choose(layout),
                 }
             )
-    return found
+    return methods

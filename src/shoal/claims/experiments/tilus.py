@@ -202,20 +202,20 @@ class Tilus:
             methods["int3-g128"] = methods["int8-g128"]
             methods["int4-g128"] = methods[_BF16]
         names = ["int3-g128", "int4-g128", "int8-g128", _BF16, _HAND, _GENERIC]
-        found = interleave(
+        result = interleave(
             {name: methods[name] for name in names},
             self.pairs,
             seed=context.seed,
             progress=lambda text, done: context.progress(text, 0.5 + 0.3 * done),
         ).seconds
-        four = found["int4-g128"]
+        four = result["int4-g128"]
         metrics = {
             "bits3_over_bits8": PairedSamples(
-                method=found["int3-g128"], baseline=found["int8-g128"]
+                method=result["int3-g128"], baseline=result["int8-g128"]
             ),
-            "speedup_bf16": PairedSamples(method=four, baseline=found[_BF16]),
-            "time_over_hand_written": PairedSamples(method=four, baseline=found[_HAND]),
-            "speedup_over_generic": PairedSamples(method=four, baseline=found[_GENERIC]),
+            "speedup_bf16": PairedSamples(method=four, baseline=result[_BF16]),
+            "time_over_hand_written": PairedSamples(method=four, baseline=result[_HAND]),
+            "speedup_over_generic": PairedSamples(method=four, baseline=result[_GENERIC]),
         }
         if as_baseline:
             return ClaimSamples(metrics=metrics)
@@ -229,7 +229,7 @@ class Tilus:
             )
             return roof_s(made, machine, "bf16")
 
-        middle = {name: statistics.median(each) for name, each in found.items()}
+        middle = {name: statistics.median(each) for name, each in result.items()}
         for index, name in enumerate(_OTHERS):
             context.progress(name, 0.8 + 0.2 * index / len(_OTHERS))
             # One after the other: together their copies would take more memory than many have.
@@ -328,11 +328,11 @@ def _stored(dtype: TileType, fixed: bool) -> float:
 
 def _wrong(types: Sequence[TileType], context: ExperimentContext) -> list[str]:
     """Names of the types of which a product is not what the interpreter says."""
-    found: list[str] = []
+    names: list[str] = []
     for first in range(0, len(types), _TOGETHER):
         context.progress(f"types, {types[first]} and after", 0.4 * first / len(types))
-        found += _wrong_together(types[first : first + _TOGETHER], context.seed)
-    return found
+        names += _wrong_together(types[first : first + _TOGETHER], context.seed)
+    return names
 
 
 def _wrong_together(types: Sequence[TileType], seed: int) -> Iterable[str]:

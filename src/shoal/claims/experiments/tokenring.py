@@ -254,11 +254,11 @@ def _pair(
     context: ExperimentContext, ours: str, setting: TokenRingSetting
 ) -> tuple[LayerPasses, LayerPasses]:
     """What ``ours`` and the ring took; each of them is run once."""
-    found = [
+    results = [
         context.remember(f"{name} {setting}", partial(passes, name, setting, seed=context.seed))
         for name in (ours, "zigzag")
     ]
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def _formula(setting: TokenRingSetting) -> float:

@@ -123,20 +123,20 @@ class Topo3Claim(BaseClaim):
         exact = zero3 if as_baseline else node_bytes(_EXACT, count)
         half = zeropp if as_baseline else node_bytes(_BF16, count)
         context.progress("steps on Frontier", 0.1)
-        told = context.remember("simulated", self._simulated)
+        result = context.remember("simulated", self._simulated)
         context.progress("steps beside one process", 0.15)
         metrics = {
             "of_zero3": PairedSamples(method=(exact,), baseline=(zero3,)),
             "of_zeropp": PairedSamples(method=(half,), baseline=(zeropp,)),
             "simulated": PairedSamples(
-                method=tuple(told["zeropp" if as_baseline else "topo3"]),
-                baseline=tuple(told["zeropp"]),
+                method=tuple(result["zeropp" if as_baseline else "topo3"]),
+                baseline=tuple(result["zeropp"]),
             ),
             "uncounted_memory": PairedSamples(method=uncounted(_BF16)),
             "error": PairedSamples(method=errors(_SWITCHES[:1] if quick else _SWITCHES)),
             "rounded": PairedSamples(method=_rounded(context.seed)),
         }
-        details: dict[str, Any] = {"simulated_s": told}
+        details: dict[str, Any] = {"simulated_s": result}
         if not as_baseline and not quick:
             context.progress("bytes of other settings", 0.2)
             details["node_bytes"] = {
@@ -151,9 +151,11 @@ class Topo3Claim(BaseClaim):
                 "zeropp, one micro-batch": node_bytes(_ZEROPP, 1),
             }
         # A step cannot be shorter than what it computes.
-        most = zip(told["zeropp"], told["zeropp, computing"], strict=True)
+        most = zip(result["zeropp"], result["zeropp, computing"], strict=True)
         bounds = {"simulated": statistics.median(step / least for step, least in most)}
-        profile = ", ".join(f"{name} {min(seconds):.1f} s a step" for name, seconds in told.items())
+        profile = ", ".join(
+            f"{name} {min(seconds):.1f} s a step" for name, seconds in result.items()
+        )
         if quick:
             return ClaimSamples(metrics=metrics, details=details, bounds=bounds, profile=profile)
         losses = self._losses(context)
@@ -172,7 +174,7 @@ class Topo3Claim(BaseClaim):
             "exact": {"name": "topo3", "levels": [2, 2]},
             "quantised": {"name": "topo3", "levels": [2, 2], "quant": _QUANT},
         }
-        found: dict[str, list[float]] = {name: [] for name in kinds}
+        losses: dict[str, list[float]] = {name: [] for name in kinds}
         for number in range(self.seeds):
             for at, (name, shard) in enumerate(kinds.items()):
                 context.progress(
@@ -180,8 +182,8 @@ class Topo3Claim(BaseClaim):
                 )
                 seed = context.seed + number
                 made = functools.partial(learn, shard, seed, self.steps, 4)
-                found[name].append(context.remember(f"loss {name} {seed}", made))
-        return found
+                losses[name].append(context.remember(f"loss {name} {seed}", made))
+        return losses
 
     def _simulated(self) -> dict[str, list[float]]:
         """Seconds of a step by sharding, with one, two and all sequences in a micro-batch."""
@@ -200,9 +202,9 @@ class Topo3Claim(BaseClaim):
             },
             "zero3": "zero3",
         }  # fmt: skip
-        found: dict[str, list[float]] = {}
+        result: dict[str, list[float]] = {}
         for name, shard in shards.items():
-            found[name] = []
+            result[name] = []
             for size in (1, 2, self.sequences):
                 job = TrainJob.model_validate(
                     {
@@ -218,14 +220,14 @@ class Topo3Claim(BaseClaim):
                 )
                 work = Work(job=job, shape=find(self.model))
                 cost = estimate(work, machine)
-                found[name].append(cost.step_s.value)
+                result[name].append(cost.step_s.value)
                 # What it would be if nothing travelled while others compute.
                 sent = table("shard").build(job.shard).estimate(work, machine)
                 apart = sent.terms_s["collective"] - cost.terms_s["collective"]
-                found.setdefault(f"{name}, nothing hidden", []).append(cost.step_s.value + apart)
+                result.setdefault(f"{name}, nothing hidden", []).append(cost.step_s.value + apart)
                 computing = cost.step_s.value - cost.terms_s["collective"]
-                found.setdefault(f"{name}, computing", []).append(computing)
-        return found
+                result.setdefault(f"{name}, computing", []).append(computing)
+        return result
 
 
 def _rounded(seed: int) -> tuple[float, ...]:
@@ -237,9 +239,9 @@ def _rounded(seed: int) -> tuple[float, ...]:
 
     source = torch.Generator().manual_seed(seed)
     x = torch.randn(64, 4 * BLOCK, generator=source).exp() * torch.randn(64, 1, generator=source)
-    found = []
+    results = []
     for bits, most in ((4, 7), (8, 127)):
         off = (unpack(pack(x, bits), x.shape[1], bits) - x).abs().view(-1, BLOCK)
         scales = x.abs().view(-1, BLOCK).amax(1, keepdim=True) / most
-        found.append(float((off / (scales / 2)).max()))
-    return tuple(found)
+        results.append(float((off / (scales / 2)).max()))
+    return tuple(results)

@@ -93,29 +93,29 @@ def uncounted(shard: Any) -> tuple[float, ...]:
     g0, g1 = shard["levels"]
 
     def look(engine: ParallelEngine) -> dict[str, int]:
-        found: dict[str, int] = engine.sharded.held_bytes()  # type: ignore[attr-defined]
-        return found
+        numbers: dict[str, int] = engine.sharded.held_bytes()  # type: ignore[attr-defined]
+        return numbers
 
     formula = {
         "weights": 2 * count / g0,
         "gradients": 2 * count / g1,
         "masters": 4 * count / RANKS,
     }
-    found = []
+    results = []
     for held, _ in _stepped(shard, 2, look):
-        found.append(float(sum(abs(held[name] - formula[name]) for name in formula)))
-    return tuple(found)
+        results.append(float(sum(abs(held[name] - formula[name]) for name in formula)))
+    return tuple(results)
 
 
 def errors(shards: tuple[Any, ...]) -> tuple[float, ...]:
     """Largest relative difference to one process after two steps, in float64."""
     from shoal.claims.lab.same_as_one import same_as_one
 
-    found = []
+    errors = []
     for shard in shards:
         one = same_as_one(_job(shard, microbatches=2), _config(), steps=2)
-        found.append(max(one.loss, one.norm, one.gradient, one.parameter))
-    return tuple(found)
+        errors.append(max(one.loss, one.norm, one.gradient, one.parameter))
+    return tuple(errors)
 
 
 def learn(shard: Any, seed: int, steps: int, ranks: int) -> float:

@@ -218,11 +218,11 @@ class TuneServing:
         for engine in _SPACES:
             for model in self.models:
                 for home, away in (_CORES, _CORES[::-1]):
-                    found = transfer_gain(lands[engine, model, home], lands[engine, model, away])
-                    gains += found
+                    result = transfer_gain(lands[engine, model, home], lands[engine, model, away])
+                    gains += result
                     most.append(_most(lands[engine, model, home], lands[engine, model, away]))
                     details[f"{engine}, {model}: gain from {home} to {away} cores"] = [
-                        round(gain, 4) for gain in found
+                        round(gain, 4) for gain in result
                     ]
         shares = []
         for (engine, model, cores), land in lands.items():
@@ -298,14 +298,14 @@ class TuneServing:
                 return TrialOutcome(failure="failed on this machine")
             return TrialOutcome(value=level[row], samples=tuple(land.samples[row]))
 
-        found = []
+        shares = []
         for index in range(5):
             study = _tuner(as_baseline).tune(
                 land.space, objective, land.space.size, seed=seed + index
             )
             good = [(trial.value or 0.0) >= 0.95 * top for trial in study.trials]
-            found.append((good.index(True) + 1) / land.space.size)
-        return found
+            shares.append((good.index(True) + 1) / land.space.size)
+        return shares
 
     def _landscapes(self, context: ExperimentContext) -> dict[tuple[str, str, int], Landscape]:
         """(engine, model, cores) -> what every setting gave, in rounds."""
@@ -357,7 +357,7 @@ class TuneServing:
         from shoal.serve.bench.tune import ShoalRunner
         from shoal.train import zoo
 
-        found: dict[tuple[str, str, int], Measure] = {}
+        runners: dict[tuple[str, str, int], Measure] = {}
         for model in self.models:
             where = Path(context.work_dir, model)
             huggingface.write(where, zoo.random(model, context.seed))
@@ -371,9 +371,11 @@ class TuneServing:
                 )
                 with _on(cores):
                     weights, _ = weights_of(job)
-                    found["shoal", model, cores] = ShoalRunner(job=job, model=weights)
-                    found["generate", model, cores] = GenerateRunner.load(str(where), threads=cores)
-        return found
+                    runners["shoal", model, cores] = ShoalRunner(job=job, model=weights)
+                    runners["generate", model, cores] = GenerateRunner.load(
+                        str(where), threads=cores
+                    )
+        return runners
 
     def _workload(self, context: ExperimentContext, model: str) -> Sequence[Arrival]:
         """Requests that are all there at once: prompts of 16 to 384 tokens, answers of 8 to 64."""
@@ -382,12 +384,12 @@ class TuneServing:
 
         draw = generator(context.seed, purpose="requests to tune with")
         vocab = zoo.config(model).vocab_size
-        found = []
+        results = []
         for _ in range(self.requests):
             prompt = draw.integers(0, vocab, round(16 * 24 ** float(draw.random())))
             answer = round(8 * 8 ** float(draw.random()))
-            found.append(Arrival(0.0, tuple(int(one) for one in prompt), answer))
-        return found
+            results.append(Arrival(0.0, tuple(int(one) for one in prompt), answer))
+        return results
 
 
 def _most(home: Landscape, away: Landscape) -> float:
@@ -400,10 +402,10 @@ def _most(home: Landscape, away: Landscape) -> float:
 
 
 def _tuner(as_baseline: bool) -> Tuner:
-    found: Tuner = TUNERS.build(
+    part: Tuner = TUNERS.build(
         {"name": "random"} if as_baseline else {"name": "bayes", "starts": _STARTS}
     )
-    return found
+    return part
 
 
 @contextmanager

@@ -203,15 +203,17 @@ class UniversalCheckpointClaim(BaseClaim):
             for name, place in chosen.items()
             for target, layout in ({name: _LAYOUTS[name]} | targets).items()
         ]
-        found: dict[str, list[float]] = {}
+        result: dict[str, list[float]] = {}
         ranks = run_processes(f"{_RANKS}:resume", 4, {**given, "pairs": pairs}, timeout_s=400.0)
-        found |= ranks[0]
+        result |= ranks[0]
         alone = [
             (f"{name} -> one process", str(place), _job({"parallel": {"dp": 1}}))
             for name, place in chosen.items()
         ]
-        found |= run_processes(f"{_RANKS}:resume", 1, {**given, "pairs": alone}, timeout_s=400.0)[0]
-        return found
+        result |= run_processes(f"{_RANKS}:resume", 1, {**given, "pairs": alone}, timeout_s=400.0)[
+            0
+        ]
+        return result
 
     def _cost(
         self, context: ExperimentContext, as_baseline: bool
@@ -311,11 +313,11 @@ def _consolidated(root: Path, as_baseline: bool) -> tuple[dict[str, Path], dict[
         assert spec is not None
         out = root / f"{name}.{'naive' if as_baseline else 'universal'}"
         place = consolidate(source, out, spec=_naive(spec) if as_baseline else spec)
-        found = UniversalCheckpoint(place)
+        checkpoint = UniversalCheckpoint(place)
         with safe_open(root / f"{name}.truth.safetensors", framework="pt") as truth:
             names = list(truth.keys())
             wrong[name] = sum(
-                int((found.tensor(key) != truth.get_tensor(key)).sum()) for key in names
+                int((checkpoint.tensor(key) != truth.get_tensor(key)).sum()) for key in names
             )
         places[name] = place
     return places, wrong
@@ -353,6 +355,8 @@ def _cut_and_join(folder: Path, as_baseline: bool) -> PairedSamples:
         dumps = DeepSpeedDumps(place)
         spec = dumps.spec()
         assert spec is not None
-        found = UniversalCheckpoint(consolidate(dumps, spec=_naive(spec) if as_baseline else spec))
-        wrong.append(sum(int((found.tensor(k) != v).sum()) for k, v in state.items()))
+        checkpoint = UniversalCheckpoint(
+            consolidate(dumps, spec=_naive(spec) if as_baseline else spec)
+        )
+        wrong.append(sum(int((checkpoint.tensor(k) != v).sum()) for k, v in state.items()))
     return PairedSamples(method=tuple(map(float, wrong)))

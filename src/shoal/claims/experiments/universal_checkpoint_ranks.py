@@ -42,13 +42,13 @@ _CORPUS_BYTES = 4 * 2**20
 
 def corpus() -> np.ndarray:
     """The source of Python's standard library, as bytes above 0."""
-    found, size = [], 0
+    result, size = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        found.append(np.frombuffer(path.read_bytes(), dtype=np.uint8))
-        size += len(found[-1])
+        result.append(np.frombuffer(path.read_bytes(), dtype=np.uint8))
+        size += len(result[-1])
         if size > _CORPUS_BYTES:
             break
-    return np.concatenate(found).astype(np.int64) + 1
+    return np.concatenate(result).astype(np.int64) + 1
 
 
 class RankTraining:
@@ -98,13 +98,13 @@ class RankTraining:
         shapes = whole_shapes(self.config)
         # Copies are summed and divided by their number, which is exact in fp64.
         weights = assemble(self.engine.held(), shapes, self.comm, torch.float64)
-        found = {MODEL + name: whole.float() for name, whole in weights.items()}
+        result = {MODEL + name: whole.float() for name, whole in weights.items()}
         state = self.updater.state()
         for key in ("exp_avg", "exp_avg_sq"):
             held = self.engine.boxes({name: entries[key] for name, entries in state.items()})
             whole = assemble(held, shapes, self.comm, torch.float64)
-            found |= {f"{OPTIMIZER}{name}.{key}": value.float() for name, value in whole.items()}
-        return found
+            result |= {f"{OPTIMIZER}{name}.{key}": value.float() for name, value in whole.items()}
+        return result
 
     def dump(self, root: Path, step: int, *, tables: bool = True) -> Path:
         """Write this rank's files."""
@@ -141,7 +141,7 @@ def sources(
     from shoal.model.config import ModelConfig
 
     model, text = ModelConfig.model_validate(config), corpus()
-    found = {}
+    sources = {}
     for name, job in jobs.items():
         run = RankTraining(comm, TrainJob.model_validate(job), model, text)
         run.steps(0, steps)
@@ -149,8 +149,8 @@ def sources(
         truth = run.truth()
         if comm.rank == 0:
             save_file(truth, Path(root) / f"{name}.truth.safetensors")
-        found[name] = run.steps(steps, steps + after)
-    return found
+        sources[name] = run.steps(steps, steps + after)
+    return sources
 
 
 def resume(
@@ -174,13 +174,13 @@ def resume(
     from shoal.model.config import ModelConfig
 
     model, text = ModelConfig.model_validate(config), corpus()
-    found = {}
+    result = {}
     for name, place, job in pairs:
         run = RankTraining(comm, TrainJob.model_validate(job), model, text)
         saved = UniversalCheckpoint(Path(place))
         fill(run.engine, run.updater, saved)
-        found[name] = run.steps(saved.step, saved.step + after)
-    return found
+        result[name] = run.steps(saved.step, saved.step + after)
+    return result
 
 
 def time_saves(
@@ -221,7 +221,7 @@ def time_saves(
             return
         run.dump(folder, 1, tables=tables)
 
-    found: dict[str, list[float]] = {"with": [], "without": []}
+    times: dict[str, list[float]] = {"with": [], "without": []}
     for turn in range(rounds + 1):
         for kind in ("with", "without")[:: -1 if turn % 2 else 1]:
             comm.barrier()
@@ -229,9 +229,9 @@ def time_saves(
             save(kind == "with")
             comm.barrier()
             if turn:  # the first of each kind makes files that the others replace
-                found[kind].append(time.perf_counter() - begin)
+                times[kind].append(time.perf_counter() - begin)
     run.dump(folder, 1)
-    return found
+    return times
 
 
 def extract_memory(comm: Comm, *, place: str, folder: str, at_once: bool) -> dict[str, float]:

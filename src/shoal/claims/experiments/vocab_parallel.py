@@ -174,9 +174,9 @@ class VocabParallel(BaseClaim):
         context.progress("passes by size of the vocabulary", 0.3)
         metrics["busy_imbalance"] = self._busy(context, details, vocab)
         context.progress("steps of two processes", 0.5)
-        told = self._processes(context, metrics, details, as_baseline)
+        processes = self._processes(context, metrics, details, as_baseline)
         bound = _bound(details["passes_s"])
-        return ClaimSamples(metrics=metrics, profile=told, details=details, bounds=bound)
+        return ClaimSamples(metrics=metrics, profile=processes, details=details, bounds=bound)
 
     def _simulated(
         self, context: ExperimentContext, details: dict[str, JsonValue], as_baseline: bool
@@ -212,11 +212,11 @@ class VocabParallel(BaseClaim):
         )
         details["output_in_stages"] = last / stage - 1
         details["message_s"] = link.seconds(0, 1, nbytes)
-        found = {}
+        result = {}
         for name, baseline in (("simulated_speedup", plain), ("redistributed_speedup", uneven)):
             samples = baseline if as_baseline else method
-            found[name] = PairedSamples(method=tuple(samples), baseline=tuple(baseline))
-        return found
+            result[name] = PairedSamples(method=tuple(samples), baseline=tuple(baseline))
+        return result
 
     def _passes(self, context: ExperimentContext, vocab_size: int) -> list[MeasuredPasses]:
         """Measured passes without and with a split vocabulary."""
@@ -234,15 +234,15 @@ class VocabParallel(BaseClaim):
         self, context: ExperimentContext, details: dict[str, JsonValue], vocab: str
     ) -> PairedSamples:
         """Busy seconds of the busiest rank over the mean, by size of the vocabulary."""
-        found = []
+        results = []
         for size in _VOCABULARIES:
             costs = self._passes(context, size)[vocab == "pp"].median
             if vocab == "none":
                 costs = recut(costs, _cells(size), best=False)
             busy = simulate(schedule_of(_job(_MICROBATCHES, vocab)), costs).busy
             details[f"busy_s {size}"] = list(busy)
-            found.append(max(busy) / float(np.mean(busy)))
-        return PairedSamples(method=tuple(found))
+            results.append(max(busy) / float(np.mean(busy)))
+        return PairedSamples(method=tuple(results))
 
     def _processes(
         self,
@@ -256,8 +256,8 @@ class VocabParallel(BaseClaim):
         jobs = [_job(_MICROBATCHES, vocab, pp=2) for vocab in ("none", "pp")]
         if as_baseline:
             jobs[1] = jobs[0]
-        found = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
-        baseline, method = found.seconds
+        result = time_steps(jobs, config, pairs=self.pairs, seed=context.seed)
+        baseline, method = result.seconds
         metrics["two_process_speedup"] = PairedSamples(method=method, baseline=baseline)
         context.progress("peak memory", 0.9)
         peaks = [[peak_memory(job, config) for job in jobs] for _ in range(3)]
@@ -268,7 +268,7 @@ class VocabParallel(BaseClaim):
         )
         return "\n".join(
             profile(events, title=f"vocabulary: {job.parallel.vocab}")
-            for job, events in zip(jobs, found.events, strict=True)
+            for job, events in zip(jobs, result.events, strict=True)
         )
 
 
@@ -312,15 +312,15 @@ def _bound(passes: Any) -> dict[str, float]:
     split = passes["vocabulary split"]
     work = sum(sum(seconds) for seconds in split.values())
     shared = (_MICROBATCHES + _RANKS - 1) * work / _RANKS
-    found = {}
+    result = {}
     for metric, name in (
         ("simulated_speedup", "1f1b"),
         ("redistributed_speedup", "1f1b, best cut"),
     ):
         seconds = {kind: tuple(passes[name][kind]) for kind in "FB"}
         step = simulate(schedule_of(_job(_MICROBATCHES)), OpCosts(seconds=seconds)).makespan
-        found[metric] = step / shared
-    return found
+        result[metric] = step / shared
+    return result
 
 
 def _model(vocab_size: int, num_layers: int) -> ModelConfig:

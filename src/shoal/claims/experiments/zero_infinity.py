@@ -204,15 +204,15 @@ class ZeroInfinityClaim(BaseClaim):
                 prefetch_numel=ahead,
             )
             assert made is not None
-            found = made.peaks
+            result = made.peaks
             if as_baseline:
                 whole = runs.plain(runs.model_of(width), 2**30, steps=2, seed=seed)
                 assert whole is not None
-                found = {**found, **whole.peaks}
+                result = {**result, **whole.peaks}
             for tier, predicted in made.predicted.items():
-                errors.append(abs(found[tier] / predicted - 1))
-                over.append(found[tier] / predicted)
-            peaks.append({"width": width, "tokens": tokens, **found})
+                errors.append(abs(result[tier] / predicted - 1))
+                over.append(result[tier] / predicted)
+            peaks.append({"width": width, "tokens": tokens, **result})
         metrics["peak_error"] = PairedSamples(method=tuple(errors))
         metrics["peak_over_estimate"] = PairedSamples(method=tuple(over))
         torch.set_num_threads(1)
@@ -266,16 +266,16 @@ class ZeroInfinityClaim(BaseClaim):
         free = step(_AHEAD, {}, 4)
         twice = 2 * 4.0 * free.parameters
         rate = twice / min(free.seconds[1:])
-        found: dict[str, list[float]] = {"method": [], "baseline": []}
+        result: dict[str, list[float]] = {"method": [], "baseline": []}
         for turn in range(self.pairs):
             order = ("method", "baseline") if turn % 2 else ("baseline", "method")
             for name in order:
                 ahead = 0 if as_baseline or name == "baseline" else _AHEAD
                 made = step(ahead, {"read": EmulatedLink(rate)}, 3)
-                found[name].append(made.seconds[-1])
+                result[name].append(made.seconds[-1])
         profile = (
             f"a step takes {min(free.seconds[1:]):.3f} s without waiting; the disk reads "
             f"{rate / 1e6:.0f} MB/s"
         )
-        paired = PairedSamples(method=tuple(found["method"]), baseline=tuple(found["baseline"]))
+        paired = PairedSamples(method=tuple(result["method"]), baseline=tuple(result["baseline"]))
         return paired, profile

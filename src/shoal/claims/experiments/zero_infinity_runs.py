@@ -164,9 +164,9 @@ def streamed(
                 seconds.append(time.perf_counter() - begin)
             values = {n: h.tensor.clone() for n, h in made.held().items()} if keep else {}
         peaks = {tier: float(peak) for tier, peak in made.tiers.peaks().items()}
-        return OffloadRunResult(_count(config), values, peaks, told, tuple(seconds))
+        return OffloadRunResult(_count(config), values, peaks, fields, tuple(seconds))
 
-    found = needs(
+    result = needs(
         Work(shape=config.shape(), job=_job(tokens)),
         param="disk",
         optim="host" if optim_on_host else "disk",
@@ -174,7 +174,7 @@ def streamed(
         sub_group_numel=sub_group_numel,
         prefetch_numel=prefetch_numel,
     )
-    told = {"device": found.device, "host": found.host, "disk": found.disk}
+    fields = {"device": result.device, "host": result.host, "disk": result.disk}
     try:
         return run_ranks(1, train)[0]
     except TierFullError:
@@ -227,15 +227,15 @@ def fetch_seconds(
         with contextlib.closing(
             _offloaded(model, comm, budgets, place, prefetch_numel=0, owner=owner, links=links)
         ) as made:
-            found = []
+            results = []
             for step in range(rounds + 1):
                 x, y = _batch(comm.rank, step, 8)
                 before = made.stream.waited_s
                 comm.barrier()
                 with torch.no_grad(), made.passes("score", x, y):
                     model.loss_sum(x, y)
-                found.append(made.stream.waited_s - before)
-            return tuple(found[1:])
+                results.append(made.stream.waited_s - before)
+            return tuple(results[1:])
 
     both = run_ranks(2, train)
     return tuple(max(pair) for pair in zip(*both, strict=True))

@@ -90,14 +90,14 @@ class MetricOverview:
         """The SVG element as text."""
         height = _ROW * len(self.measured) + 2 * _PAD
         holds = sum(one.verdict.holds for one in self.measured)
-        told = "; ".join(
+        text = "; ".join(
             f"{one.title} {number(one.verdict.value)}, needs {one.needs}" for one in self.measured
         )
         out = [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="glance" role="img" width="{_WIDTH}" '
             f'height="{height}" viewBox="0 0 {_WIDTH} {height}">',
             f"<title>{escape(self.name)}: {holds} of {len(self.measured)} metrics hold</title>",
-            f"<desc>{escape(told)}</desc>",
+            f"<desc>{escape(text)}</desc>",
         ]
         for index, one in enumerate(self.measured):
             out += self._strip(one, _PAD + _ROW * (index + 0.5))

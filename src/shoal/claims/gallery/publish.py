@@ -149,10 +149,10 @@ def _replaceable(out: Path) -> bool:
         str(out),
         expected="a directory that is new, empty or an older gallery",
     )
-    found = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
-    if not found:
+    result = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
+    if not result:
         return True
-    foreign = sorted(found - _written(out / MARKER))
+    foreign = sorted(result - _written(out / MARKER))
     require(
         not foreign,
         "out",

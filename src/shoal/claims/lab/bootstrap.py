@@ -56,12 +56,12 @@ class _Store:
 def groups_of(parallel: Parallel) -> list[Group]:
     """Every group of a job with more than one rank, in the order in which ranks make them."""
     layout = parallel.attention()
-    found: dict[Group, None] = {}
+    groups: dict[Group, None] = {}
     for axes in (("tp",), ("cp",), ("pp",), ("dp", "cp"), ("pp", "tp")):
         for group in layout.groups(*axes):
             if len(group) > 1:
-                found.setdefault(tuple(group))
-    return list(found)
+                groups.setdefault(tuple(group))
+    return list(groups)
 
 
 def bootstrap(world: int, orders: Sequence[Sequence[Group]], *, everyone: bool) -> BootstrapCost:

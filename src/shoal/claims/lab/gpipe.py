@@ -201,7 +201,7 @@ class Pipeline(nn.Module):
 
         Moving statistics stay as they are.
         """
-        found = []
+        results = []
         for batch in self._split(inputs, None, self._steps):
             x = None
             if batch.entry is not None:
@@ -210,12 +210,12 @@ class Pipeline(nn.Module):
             with self._drawn():
                 out = self._compute(x, batch)
             if self.last:
-                found.append(out)
+                results.append(out)
             else:
                 self.comm.send(
                     self.boundary.outgoing(out), self.comm.rank + 1, tag="activations"
                 ).wait()
-        return torch.cat(found) if self.last else None
+        return torch.cat(results) if self.last else None
 
     def _split(self, inputs: Tensor, targets: Tensor | None, step: int) -> list[Micro]:
         total = len(inputs)
@@ -233,12 +233,12 @@ class Pipeline(nn.Module):
         )
         parts = inputs.tensor_split(self.m)
         aims = [None] * self.m if targets is None else list(targets.tensor_split(self.m))
-        found = []
+        results = []
         for number, (part, aim) in enumerate(zip(parts, aims, strict=True)):
             weight = len(part) / total if self.reduction == "mean" else 1.0
             entry, exit_ = self._form(part, aim)
-            found.append(Micro(number, part, aim, weight, step, entry, exit_))
-        return found
+            results.append(Micro(number, part, aim, weight, step, entry, exit_))
+        return results
 
     # Forms of the boundaries.
 

@@ -176,7 +176,7 @@ def skips(layers: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
         ConfigError: a pair that is none.
     """
     saved: dict[str, int] = {}
-    found: dict[str, tuple[int, int]] = {}
+    skipped: dict[str, tuple[int, int]] = {}
     for number, layer in enumerate(layers):
         if isinstance(layer, Save):
             require(
@@ -188,16 +188,16 @@ def skips(layers: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
             saved[layer.name] = number
         elif isinstance(layer, Use):
             require(
-                layer.name in saved and layer.name not in found,
+                layer.name in saved and layer.name not in skipped,
                 f"gpipe layer {number}: Use",
                 layer.name,
                 expected="a name that an earlier layer saves, once",
-                hint=f"saved before it and not used yet: {sorted(saved.keys() - found.keys())}",
+                hint=f"saved before it and not used yet: {sorted(saved.keys() - skipped.keys())}",
             )
-            found[layer.name] = (saved[layer.name], number)
-    unused = sorted(saved.keys() - found.keys())
+            skipped[layer.name] = (saved[layer.name], number)
+    unused = sorted(saved.keys() - skipped.keys())
     require(not unused, "gpipe: Save", ", ".join(unused), expected="a later Use of the same name")
-    return found
+    return skipped
 
 
 def crossing(opened: Mapping[str, tuple[int, int]], cut: int) -> tuple[str, ...]:

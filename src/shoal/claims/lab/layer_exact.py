@@ -184,18 +184,18 @@ def optimum(search: StageSearch, *, above: float = math.inf, timeout_s: float = 
     if least >= above:
         return Optimum(above, least)
     whole[: x.size] = 1
-    found = milp(
+    result = milp(
         cost,
         constraints=constraint,
         bounds=bounds,
         integrality=whole,
         options={"time_limit": timeout_s, "mip_rel_gap": 1e-6},
     )
-    if found.status == 2:
+    if result.status == 2:
         return Optimum(math.inf, math.inf)
     bound = least
-    if found.mip_dual_bound is not None:
-        bound = max(bound, float(found.mip_dual_bound) * unit + fixed)
+    if result.mip_dual_bound is not None:
+        bound = max(bound, float(result.mip_dual_bound) * unit + fixed)
     # Out of time there may be no plan yet.
-    seconds = float(found.fun) * unit + fixed if found.fun is not None else math.inf
+    seconds = float(result.fun) * unit + fixed if result.fun is not None else math.inf
     return Optimum(seconds, bound)

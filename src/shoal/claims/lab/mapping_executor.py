@@ -102,8 +102,8 @@ class _Run:
         for ticket in waiting:
             ticket.wait()
         seconds = time.perf_counter() - begin
-        found = tuple(self._resolve(self.nodes[name], -1) for name in self.traced.outputs)
-        return ExecutionResult(seconds, found, self.read, self.copied)
+        result = tuple(self._resolve(self.nodes[name], -1) for name in self.traced.outputs)
+        return ExecutionResult(seconds, result, self.read, self.copied)
 
     def _step(self, slot: int, node: Node) -> None:
         """One instruction and the copies beside it; it ends when all are done."""

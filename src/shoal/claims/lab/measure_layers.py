@@ -81,15 +81,15 @@ def measure_layers(
     for tp in tps:
         stages = _stages(model, tp)
         for count in sizes:
-            found = {}
+            result = {}
             for name, stage in stages.items():
                 comm.barrier()
-                found[name] = _time(stage, model, count, seq_len, repeats)
-            block = tuple(seconds / _BLOCKS for seconds in found["middle"])
+                result[name] = _time(stage, model, count, seq_len, repeats)
+            block = tuple(seconds / _BLOCKS for seconds in result["middle"])
             _row(passes, f"block/{tp}", count, seq_len, block)
             for end in ("embed", "head"):
                 rest = tuple(
-                    max(1e-7, whole - one) for whole, one in zip(found[end], block, strict=True)
+                    max(1e-7, whole - one) for whole, one in zip(result[end], block, strict=True)
                 )
                 _row(passes, f"{end}/{tp}", count, seq_len, rest)
     links = _links(comm, repeats)
@@ -161,12 +161,12 @@ def _stages(config: ModelConfig, tp: int) -> dict[str, Stage]:
         "embed": (range(1), True, False),
         "head": (range(last, last + 1), False, True),
     }
-    found = {}
+    stages = {}
     for name, (layers, first, end) in cuts.items():
         stage = Stage(config, layers, first=first, last=end, parallel=parallel, ranks=ranks)
         stage.load(weights.whole)
-        found[name] = stage.train()
-    return found
+        stages[name] = stage.train()
+    return stages
 
 
 def _batch(config: ModelConfig, count: int, seq_len: int) -> MicroBatch:
@@ -205,7 +205,7 @@ def _time(
 def _links(comm: Comm, repeats: int) -> dict[str, list[list[float]]]:
     """Rows of bytes sent and seconds of sums, gathers and messages among all ranks."""
     n = comm.world
-    found: dict[str, list[list[float]]] = {
+    links: dict[str, list[list[float]]] = {
         op: [] for op in ("all_reduce", "gather", "scatter", "send")
     }
     if n == 1:
@@ -234,24 +234,24 @@ def _links(comm: Comm, repeats: int) -> dict[str, list[list[float]]]:
         # In a row, as a step has them: a link that lets some bytes pass at once after a pause
         # does so for the first of them only.
         row = max(2, _IN_A_ROW // size)
-        found["all_reduce"].append([2 * share, _median(comm, add, repeats, row)])
-        found["gather"].append([share, _median(comm, gather, repeats, row)])
-        found["scatter"].append([share, _median(comm, scatter, repeats, row)])
-        found["send"].append([4.0 * count, _median(comm, swap, repeats, row)])
-    return found
+        links["all_reduce"].append([2 * share, _median(comm, add, repeats, row)])
+        links["gather"].append([share, _median(comm, gather, repeats, row)])
+        links["scatter"].append([share, _median(comm, scatter, repeats, row)])
+        links["send"].append([4.0 * count, _median(comm, swap, repeats, row)])
+    return links
 
 
 def _median(comm: Comm, call: Callable[[], None], repeats: int, row: int = 1) -> float:
     """Seconds of one of ``row`` calls that follow one another."""
-    found = []
+    results = []
     for turn in range(repeats + 1):
         comm.barrier()
         begin = time.perf_counter()
         for _ in range(row):
             call()
         if turn:
-            found.append((time.perf_counter() - begin) / row)
-    return statistics.median(found)
+            results.append((time.perf_counter() - begin) / row)
+    return statistics.median(results)
 
 
 def _slowdowns(
@@ -305,7 +305,7 @@ def _update(config: ModelConfig, optimizer: str, repeats: int) -> float:
     parameters = {name: torch.nn.Parameter(weights.whole(name)) for name in names}
     updater = table("optimizer").build(optimizer).build(parameters)
     count = sum(p.numel() for p in parameters.values())
-    found = []
+    results = []
     for turn in range(repeats + 2):
         for p in parameters.values():
             p.grad = torch.full_like(p, 0.01)
@@ -316,5 +316,5 @@ def _update(config: ModelConfig, optimizer: str, repeats: int) -> float:
                 p.grad.mul_(min(1.0, 1.0 / (norm + 1e-6)))
         updater.step(1.0)
         if turn >= 2:
-            found.append((time.perf_counter() - begin) / count)
-    return statistics.median(found)
+            results.append((time.perf_counter() - begin) / count)
+    return statistics.median(results)

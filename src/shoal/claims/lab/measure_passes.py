@@ -233,7 +233,7 @@ def measure_passes(
             for job in jobs
         ]
         rows = [batch(job, config.vocab_size) for job in jobs]
-        found: list[list[OpCosts]] = [[] for _ in jobs]
+        results: list[list[OpCosts]] = [[] for _ in jobs]
         for turn in range(-warmup, rounds):
             events: list[list[Event]] = [[] for _ in jobs]
             for at, job in enumerate(jobs):
@@ -243,12 +243,12 @@ def measure_passes(
             if turn >= 0:
                 for at, job in enumerate(jobs):
                     nbytes = 4.0 * job.seq_len * (job.microbatch or 1) * config.hidden
-                    found[at].append(pass_costs(events[at], boundary_bytes=nbytes))
+                    results[at].append(pass_costs(events[at], boundary_bytes=nbytes))
         held = [
             tuple(sum(p.nbytes for p in engine.local.parameters()) for engine in pipeline)
             for pipeline in engines
         ]
-    return [MeasuredPasses(tuple(costs), size) for costs, size in zip(found, held, strict=True)]
+    return [MeasuredPasses(tuple(costs), size) for costs, size in zip(results, held, strict=True)]
 
 
 def _step(engine: ParallelEngine, job: TrainJob, rows: ReplicaSequences) -> None:
@@ -301,7 +301,7 @@ def send_times(comm: Any, *, nbytes: int, repeats: int) -> list[float]:
     """
     data = torch.zeros(max(1, nbytes // 4))
     other = 1 - comm.rank
-    found = []
+    times = []
     for turn in range(repeats + 3):
         comm.barrier()
         begin = time.perf_counter()
@@ -311,5 +311,5 @@ def send_times(comm: Any, *, nbytes: int, repeats: int) -> list[float]:
             else:
                 comm.receive(data, other, tag="probe").wait()
         if turn >= 3:
-            found.append((time.perf_counter() - begin) / 2)
-    return found
+            times.append((time.perf_counter() - begin) / 2)
+    return times

@@ -53,7 +53,7 @@ def simulate(
     """
     assert part.tau != "auto"
     state = _State([x.clone() for x in start])
-    told = [[x.clone() for x in state.x]]
+    notes = [[x.clone() for x in state.x]]
     waiting: list[Tensor] | None = None
     for first in range(0, steps, part.tau):
         last = min(first + part.tau, steps)
@@ -72,8 +72,8 @@ def simulate(
             waiting = mean
             if last == steps:  # the last round is not lost
                 _update(part, state, waiting)
-        told.append([x.clone() for x in state.x])
-    return told
+        notes.append([x.clone() for x in state.x])
+    return notes
 
 
 def _sum(part: Averaging, values: Sequence[Tensor]) -> Tensor:

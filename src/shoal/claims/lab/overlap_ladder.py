@@ -91,14 +91,14 @@ def ladder(work: Work, machine: Machine) -> list[Rung]:
         growth: int = 1,
     ) -> Rung:
         def passed(kind: str) -> tuple[float, ...]:
-            found = []
+            results = []
             for own, both in zip(alone.seconds[kind], with_tensor.seconds[kind], strict=True):
                 sent = tensor * (both - own)
                 if tiled:
                     sent = max(sent - own, sent / TILES)
                 # A coupled hop keeps both ends: what came in, and what goes out.
-                found.append(own + sent + (2 * hop if hops else 0.0))
-            return tuple(found)
+                results.append(own + sent + (2 * hop if hops else 0.0))
+            return tuple(results)
 
         costs = OpCosts(
             seconds={kind: passed(kind) for kind in alone.seconds if kind in "FBIW"},

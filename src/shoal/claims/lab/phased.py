@@ -122,6 +122,6 @@ def _line(what: str, rows: Sequence[tuple[float, ...]]) -> tuple[float, float, f
     weighted = table[:, :3] / table[:, 3:]
     size = np.abs(weighted).max(axis=0)
     size[size == 0] = 1.0
-    found, _ = nnls(weighted / size, np.ones(len(rows)))
-    step, first, second = map(float, found / size)
+    result, _ = nnls(weighted / size, np.ones(len(rows)))
+    step, first, second = map(float, result / size)
     return step, first, second

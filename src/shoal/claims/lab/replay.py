@@ -152,21 +152,21 @@ def replay(
 
 def _carried(old_E: Ints, new_E: Ints, devices: Devices) -> Floats:
     """Experts that move [from, to]."""
-    found = np.zeros((devices.count, devices.count))
-    np.add.at(found, (old_E, new_E), 1.0)
-    np.fill_diagonal(found, 0.0)
-    return found
+    array = np.zeros((devices.count, devices.count))
+    np.add.at(array, (old_E, new_E), 1.0)
+    np.fill_diagonal(array, 0.0)
+    return array
 
 
 def _fetched(owner_E: Ints, held_EN: Flags, devices: Devices) -> Floats:
     """Copies that are sent [from, to]; a node gets each once, and hands it on."""
-    found = np.zeros((devices.count, devices.count))
+    array = np.zeros((devices.count, devices.count))
     have_EN = only_owners(owner_E, devices)
     for expert, device in zip(*np.nonzero(held_EN & ~have_EN), strict=True):
         source = sender(int(expert), int(device), owner_E, have_EN, devices)
-        found[source, device] += 1.0
+        array[source, device] += 1.0
         have_EN[expert, device] = True
-    return found
+    return array
 
 
 def gini(loads: Ints | Floats) -> float:

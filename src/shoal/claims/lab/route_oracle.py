@@ -119,22 +119,22 @@ def search(
         return best(losses(spread), every)
     start = np.full((1, num_tokens, num_layers), SMALL)
     kept, values = start, losses(start)
-    asked = 1
+    value = 1
     sweeps = 1 if method == "beam" else num_layers
     for _ in range(sweeps):
         before = values.min(0)
         for layer in range(num_layers):
             tried = np.concatenate([_with(kept, layer, route) for route in (BIG, SMALL, SKIP)])
-            found = losses(tried)
-            asked += len(tried)
+            result = losses(tried)
+            value += len(tried)
             if big is not None:
-                found = np.where((tried == BIG).sum(-1) <= big, found, np.inf)
-            order = np.argsort(found, axis=0, kind="stable")[: 1 if method == "descent" else width]
+                result = np.where((tried == BIG).sum(-1) <= big, result, np.inf)
+            order = np.argsort(result, axis=0, kind="stable")[: 1 if method == "descent" else width]
             kept = np.take_along_axis(tried, order[..., None], 0)
-            values = np.take_along_axis(found, order, 0)
+            values = np.take_along_axis(result, order, 0)
         if np.array_equal(values.min(0), before):
             break
-    return OracleResult(kept[0], values[0], asked)
+    return OracleResult(kept[0], values[0], value)
 
 
 def _with(kept_KNL: np.ndarray, layer: int, route: int) -> np.ndarray:

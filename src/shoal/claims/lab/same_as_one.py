@@ -148,11 +148,11 @@ def tokens(job: TrainJob, vocab_size: int, step: int, *, documents: bool) -> Rep
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].clone()
     for row, cut in enumerate(source.integers(1, length, size)):
         targets[row, cut:] = -100
-    found = None
+    result = None
     if documents:
         jumps = source.random((size, length)) < 0.15
-        found = torch.from_numpy(jumps.cumsum(1)).to(torch.int32)
-    return ReplicaSequences(inputs, targets, found, 0, step)
+        result = torch.from_numpy(jumps.cumsum(1)).to(torch.int32)
+    return ReplicaSequences(inputs, targets, result, 0, step)
 
 
 def _share(rows: ReplicaSequences, replicas: int, replica: int) -> ReplicaSequences:
@@ -264,9 +264,9 @@ def on_rank(
         engine.finish()
         norm = engine.grad_norm()
         if not gradients:
-            found = {n: local(p.grad) for n, p in owned.items() if p.grad is not None}
+            result = {n: local(p.grad) for n, p in owned.items() if p.grad is not None}
             trained = {n: s for n, s in shapes.items() if n not in unlearnt}
-            gradients = assemble(engine.boxes(found), trained, comm, dtype)
+            gradients = assemble(engine.boxes(result), trained, comm, dtype)
         factor = (job.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         engine.sharded.scale_gradients(factor)
         for name, parameter in owned.items():
@@ -292,7 +292,7 @@ def assemble(
     Raises:
         AssertionError: some element is held by nobody, or two ranks disagree about one.
     """
-    found = {}
+    result = {}
     for name, shape in shapes.items():
         total = torch.zeros(shape, dtype=dtype)
         held = torch.zeros(shape, dtype=dtype)
@@ -313,8 +313,8 @@ def assemble(
         comm.all_reduce(apart, tag="check", op="max").wait()
         if float(apart) > 1e-12 * max(1.0, float(whole.abs().max())) * _scale(dtype):
             raise AssertionError(f"{name}: ranks that hold the same elements differ by {apart}")
-        found[name] = whole
-    return found
+        result[name] = whole
+    return result
 
 
 def _scale(dtype: torch.dtype) -> float:

@@ -84,7 +84,7 @@ def least_seconds(
 
     choices: list[list[tuple[float, MeshSignature, Placement]]] = []
     for op in graph.ops:
-        found = []
+        results = []
         for signature in legal(op.kind, [shapes[n] for n in op.inputs], op.attributes, mesh):
             named = zip((*op.inputs, op.name), (*signature.inputs, signature.output), strict=True)
             if any((p, p) not in tables[shapes[name]] for name, p in named):
@@ -97,8 +97,8 @@ def least_seconds(
             seconds = operation(op.kind).flops(local, out) / rates.flops_per_s
             at = pinned.get(op.name, signature.output)
             seconds += move_s(op.name, signature.output, at)
-            found.append((seconds, signature, at))
-        choices.append(sorted(found, key=lambda entry: entry[0]))
+            results.append((seconds, signature, at))
+        choices.append(sorted(results, key=lambda entry: entry[0]))
     # What is left costs at least this.
     rest = [0.0] * (len(graph.ops) + 1)
     for i in reversed(range(len(graph.ops))):

@@ -85,16 +85,16 @@ def numbers(codes: Tensor, dtype: TileType) -> Tensor:
 
 
 def _converted(values: Tensor, source: TileType, target: TileType) -> Tensor:
-    found = numbers(values, source)
+    result = numbers(values, source)
     if target.narrow:
-        codes = target.encode(found.double().numpy())
+        codes = target.encode(result.double().numpy())
         return torch.from_numpy(codes)
     if target.kind == "float":
-        return found.to(torch_dtype(target))
+        return result.to(torch_dtype(target))
     return (
-        found.trunc().long().to(torch_dtype(target))
-        if found.is_floating_point()
-        else found.to(torch_dtype(target))
+        result.trunc().long().to(torch_dtype(target))
+        if result.is_floating_point()
+        else result.to(torch_dtype(target))
     )
 
 
@@ -154,9 +154,9 @@ class _Run:
 
     def body(self, body: list[ir.Instruction]) -> None:
         for one in body:
-            found = getattr(self, f"on_{type(one).__name__.lower()}", None)
-            if found is not None:
-                found(one)
+            value = getattr(self, f"on_{type(one).__name__.lower()}", None)
+            if value is not None:
+                value(one)
 
     # Control.
 
@@ -171,8 +171,8 @@ class _Run:
             self.block.env[str(name.args[0])] = int(value)
 
     def rounds(self, one: ir.For | ir.While) -> None:
-        found = [self.value(c.yielded) for c in one.carried]
-        for carried, value in zip(one.carried, found, strict=True):
+        results = [self.value(c.yielded) for c in one.carried]
+        for carried, value in zip(one.carried, results, strict=True):
             self.bind(carried.argument, value)
 
     def begin(self, one: ir.For | ir.While) -> None:
@@ -232,8 +232,8 @@ class _Run:
         if view.dtype.bits % 8:
             low = memory[at >> 3].long()
             high = memory[((at >> 3) + 1).clamp(max=last)].long()
-            found = ((low | high << 8) >> (at & 7)) & (2**view.dtype.bits - 1)
-            codes: Tensor = found.to(torch.uint8).masked_fill(zero, 0)
+            result = ((low | high << 8) >> (at & 7)) & (2**view.dtype.bits - 1)
+            codes: Tensor = result.to(torch.uint8).masked_fill(zero, 0)
             return codes
         size = view.dtype.bits // 8
         bytes_ = memory[(at // 8)[..., None] + torch.arange(size)]
@@ -276,8 +276,8 @@ class _Run:
                 f"tile program {self.program.name}: a tile of %{tensor.name} outside its shape "
                 f"{list(tensor.shape)}; expected it inside"
             )
-        found = [tensor.layout.place(tuple(int(i) for i in row)) for row in flat]
-        return np.array(found).reshape(index.shape[:-1])
+        results = [tensor.layout.place(tuple(int(i) for i in row)) for row in flat]
+        return np.array(results).reshape(index.shape[:-1])
 
     def on_copyasync(self, one: ir.CopyAsync) -> None:
         shared = self.block.shared[id(one.target)]
@@ -372,17 +372,17 @@ class _Run:
 
     def on_elementwise(self, one: ir.Elementwise) -> None:
         dtype = one.out.dtype
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for value in one.inputs:
             if not isinstance(value, Register):
                 wide = torch.float32 if dtype.kind == "float" else torch.int64
-                found.append(torch.tensor(value, dtype=wide))
+                tensors.append(torch.tensor(value, dtype=wide))
                 continue
             at = places(value.held, one.out.held)
             assert at is not None
             data = self.get(value).gather(1, torch.from_numpy(np.ascontiguousarray(at)))
-            found.append(data if dtype.kind == "float" else data.long())
-        a, b = found
+            tensors.append(data if dtype.kind == "float" else data.long())
+        a, b = tensors
         if one.op in ("and", "or", "xor"):
             a, b = a.long(), b.long()
             out = {"and": a & b, "or": a | b, "xor": a ^ b}[one.op]
@@ -406,10 +406,10 @@ class _Run:
 
     def on_reduce(self, one: ir.Reduce) -> None:
         tile = numbers(self.tile(one.value), one.value.dtype)
-        found = tile.sum(one.dim, True) if one.op == "add" else tile.amax(one.dim, True)
+        total = tile.sum(one.dim, True) if one.op == "add" else tile.amax(one.dim, True)
         if one.out.dtype.narrow:
-            found = torch.from_numpy(one.out.dtype.encode(found.double().numpy()))
-        self.spread(one.out, found.to(torch_dtype(one.out.dtype)))
+            total = torch.from_numpy(one.out.dtype.encode(total.double().numpy()))
+        self.spread(one.out, total.to(torch_dtype(one.out.dtype)))
 
     def on_dot(self, one: ir.Dot) -> None:
         a = numbers(self.tile(one.a), one.a.dtype)

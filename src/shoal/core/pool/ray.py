@@ -290,9 +290,9 @@ class RayActor:
         except self._ray.exceptions.GetTimeoutError as cause:
             raise RankError(f"pool {self._name}: after {room_s:g} s {lacking()}") from cause
         except self._ray.exceptions.RayError as cause:
-            told = " ".join(str(cause).split())
+            text = " ".join(str(cause).split())
             self.lost = True
-            raise RankError(f"pool {self._name} died before it was used: {told}") from cause
+            raise RankError(f"pool {self._name} died before it was used: {text}") from cause
 
     def construct(self, cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the object and wait for it.
@@ -371,8 +371,8 @@ def _future(reference: Any, where: str, doing: str) -> Future[Any]:
             unpacked.set_result(unpack_outcome(packed.result(), where))
         except Exception as error:
             if type(error).__module__.startswith("ray."):
-                told = " ".join(str(error).split())
-                lost = RankError(f"{where} died while running {doing}: {told}")
+                text = " ".join(str(error).split())
+                lost = RankError(f"{where} died while running {doing}: {text}")
                 lost.__cause__ = error
                 unpacked.set_exception(lost)
             else:

@@ -97,12 +97,12 @@ def _good(value: Any, dumps: Dumps) -> bytes:
 
 def _bad(error: BaseException, dumps: Dumps) -> bytes:
     text = "".join(traceback.format_exception(error))
-    told = RankError(f"{type(error).__qualname__}: {error}")
+    rank_error = RankError(f"{type(error).__qualname__}: {error}")
     if not isinstance(error, Exception):  # an exit there must not become an exit here
-        return pickle.dumps((False, told, text))
+        return pickle.dumps((False, rank_error, text))
     try:
         packed = dumps((False, error, text))
         pickle.loads(packed)  # noqa: S301 - some exceptions pack but do not unpack
     except Exception:  # its own packing failed, in whatever way: its text goes in its place
-        return pickle.dumps((False, told, text))
+        return pickle.dumps((False, rank_error, text))
     return packed

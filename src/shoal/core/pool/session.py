@@ -75,19 +75,19 @@ def end_those_in(folder: Path, spare: int) -> None:
     """
     place = f"{folder}/"
     begin = time.monotonic()
-    while found := [pid for pid in _pids() if pid != spare and _uses(pid, place)]:
+    while results := [pid for pid in _pids() if pid != spare and _uses(pid, place)]:
         waited = time.monotonic() - begin
         if waited > _LEAVE_S / 2:
             return
-        for pid in found if waited > _GRACE_S else ():
+        for pid in results if waited > _GRACE_S else ():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
 def _pids() -> list[int]:
-    found = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-    return [pid for pid in found if pid != os.getpid()]
+    result = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return [pid for pid in result if pid != os.getpid()]
 
 
 def _uses(pid: int, place: str) -> bool:

@@ -341,7 +341,7 @@ def advise_context(
     cells = tokens * tokens / (2 if causal else 1) / world
     compute = 14.0 * cells * heads * head_dim / flops_per_s if flops_per_s else 0.0
     ranked, plain = [], 0.0
-    for name, options, possible, found, buffer, reasons in _candidates(
+    for name, options, possible, result, buffer, reasons in _candidates(
         heads, kv_heads, head_dim, share, world, itemsize
     ):
         forward, backward = 0.0, 0.0
@@ -365,8 +365,8 @@ def advise_context(
             if links == "ring":
                 hops = sum(_shorter_ways(world)) / (world - 1)
                 reasons.append(f"returns take {hops:.1f} hops on average")
-        seconds = (forward + backward) / link.bandwidth + found.messages * link.latency_s
-        hidden = compute * (world - 1) / world if found.hidden else 0.0
+        seconds = (forward + backward) / link.bandwidth + result.messages * link.latency_s
+        hidden = compute * (world - 1) / world if result.hidden else 0.0
         exposed = max(seconds - hidden, 0.0)
         if causal and name in ("ring", "rsa"):
             exposed += compute * (world - 1) / world
@@ -445,13 +445,13 @@ def _candidates(
         if copied:
             options["replicate_kv"] = True
             why.append(f"each key/value head goes to {group // kv_heads} ranks")
-        found = (
+        outcome = (
             ulysses_traffic(share, heads, kv_heads, head_dim, world)
             if group == world
             else usp_traffic(share, heads, kv_heads, head_dim, world, group)
         )
-        if not found.hidden:
+        if not outcome.hidden:
             why.append("its exchanges are not hidden")
         kv_each = max(1, kv_heads // group)
         swapped = float(share * group * head_dim * itemsize * (heads // group + 2 * kv_each))
-        yield name, options, True, found, 2 * swapped, why
+        yield name, options, True, outcome, 2 * swapped, why

@@ -64,11 +64,11 @@ class Forest:
         at = np.repeat(self.roots[:, None], len(rows), axis=1)
         which = np.arange(len(rows))
         while True:
-            asked = self.feature[at]
-            inner = asked >= 0
+            request = self.feature[at]
+            inner = request >= 0
             if not inner.any():
                 return np.asarray(self.value[at])
-            below = rows[which, np.maximum(asked, 0)] <= self.threshold[at]
+            below = rows[which, np.maximum(request, 0)] <= self.threshold[at]
             at = np.where(inner, np.where(below, self.left[at], self.right[at]), at)
 
     def predict(self, rows: np.ndarray) -> np.ndarray:

@@ -152,20 +152,20 @@ class GemmPredictor:
         facts = self.facts
         # Also every product of half the inner size, and of half of that: see SHRINKS.
         chains = [_halves(shape) for shape in shapes]
-        asked = [shape for chain in chains for shape in chain]
-        trees = self.forest.trees(features(asked, facts.limits))[:, :, 0]
+        requests = [shape for chain in chains for shape in chain]
+        trees = self.forest.trees(features(requests, facts.limits))[:, :, 0]
         trees = trees * facts.deviation + facts.mean
-        middle = np.log([facts.limits.seconds(shape) for shape in asked]) + trees.mean(axis=0)
+        middle = np.log([facts.limits.seconds(shape) for shape in requests]) + trees.mean(axis=0)
         spread = facts.spread * np.maximum(trees.std(axis=0), facts.floor)
-        told, width = np.empty(len(shapes)), np.empty(len(shapes))
+        result, width = np.empty(len(shapes)), np.empty(len(shapes))
         begin = 0
         for n, chain in enumerate(chains):
-            told[n] = middle[begin]
+            result[n] = middle[begin]
             for value in middle[begin + 1 : begin + len(chain)]:
-                told[n] = max(told[n] + np.log(SHRINKS), value)
+                result[n] = max(result[n] + np.log(SHRINKS), value)
             begin += len(chain)
             width[n] = spread[begin - 1]
-        return told, width
+        return result, width
 
     def seconds(self, shapes: Sequence[GemmShape]) -> np.ndarray:
         """Predicted seconds, [N]; see :meth:`raw`."""
@@ -228,9 +228,9 @@ class GemmPredictor:
 
     def _watts(self, shape: GemmShape) -> tuple[Interval | None, Literal["", "sensor", "modelled"]]:
         if self.power is not None:
-            found = self.power.predict(features([shape], self.facts.limits))[0, 0]
+            result = self.power.predict(features([shape], self.facts.limits))[0, 0]
             error = max(0.02, self.errors.get("watts_error", 0.1))
-            return Interval.around(float(np.exp(found)), 2 * error), "sensor"
+            return Interval.around(float(np.exp(result)), 2 * error), "sensor"
         if self.facts.watts:
             known = {int(threads): watts for threads, watts in self.facts.watts.items()}
             nearest = min(known, key=lambda threads: abs(threads - shape.threads))
@@ -252,9 +252,9 @@ class GemmPredictor:
             ConfigError: impossible sizes, or energy where nobody knows the draw.
         """
         shapes = [GemmShape(M=M, N=N, K=K, tile=tile) for tile in TILES]
-        found = self.predict(shapes, strict=strict)
+        result = self.predict(shapes, strict=strict)
         require(
-            objective == "time" or all(p.joules is not None for p in found),
+            objective == "time" or all(p.joules is not None for p in result),
             "gemm.objective",
             objective,
             expected="time, where no sensor and no declared draw tell the energy",
@@ -264,7 +264,7 @@ class GemmPredictor:
         def cost(one: GemmPrediction) -> float:
             return one.seconds.value if objective == "time" else one.joules.value  # type: ignore[union-attr]
 
-        return sorted(found, key=cost)
+        return sorted(result, key=cost)
 
     def curve(
         self, dtype: str, threads: int, edges: Sequence[int] = (64, 128, 256, 512, 1024, 2048)
@@ -302,8 +302,8 @@ class GemmPredictor:
         for name, place in head.tensors.items():
             if place.dtype not in kinds:
                 raise StoreError(f"{path}: {name} has the type {place.dtype}; sweep again")
-            found = np.frombuffer(raw[place.start : place.stop], dtype=kinds[place.dtype])
-            arrays[name] = found.reshape(place.shape)
+            result = np.frombuffer(raw[place.start : place.stop], dtype=kinds[place.dtype])
+            arrays[name] = result.reshape(place.shape)
         if "facts" not in arrays:
             raise StoreError(f"{path}: it is no predictor of products; run: shoal probe gemm")
         try:
@@ -331,9 +331,9 @@ def stored(machine: Machine | None = None) -> GemmPredictor | None:
     path = predictor_path()
     if not path.exists():
         return None
-    found = GemmPredictor.load(path)
+    loaded = GemmPredictor.load(path)
     here = telling(machine.fingerprint if machine is not None else None)
-    return found if here == found.facts.fingerprint else None
+    return loaded if here == loaded.facts.fingerprint else None
 
 
 def by_rates(shape: GemmShape, machine: Machine) -> GemmPrediction:
@@ -425,30 +425,30 @@ def fit(
         spread.append(width)
         real = [p for p in unseen if p.watts and p.power in _SENSED]
         if part.power is not None and real:
-            told = np.exp(part.power.predict(features(real, part.facts.limits))[:, 0])
-            watts += [abs(t / p.watts - 1) for t, p in zip(told, real, strict=True) if p.watts]
+            outcome = np.exp(part.power.predict(features(real, part.facts.limits))[:, 0])
+            watts += [abs(t / p.watts - 1) for t, p in zip(outcome, real, strict=True) if p.watts]
     error, width = np.concatenate(missed), np.concatenate(spread)
     factor = float(np.quantile(np.abs(error) / width, COVERAGE))
     relative = np.abs(np.exp(-error) - 1)
-    found = {
+    result = {
         "median_error": float(np.median(relative)),
         "mean_error": float(relative.mean()),
         "coverage": float(np.mean(np.abs(error) <= factor * width)),
     }
     if watts:
-        found["watts_error"] = float(np.median(watts))
+        result["watts_error"] = float(np.median(watts))
     facts = whole.facts.model_copy(
-        update={"spread": max(factor, 1e-6) * whole.facts.spread, "errors": found}
+        update={"spread": max(factor, 1e-6) * whole.facts.spread, "errors": result}
     )
     return GemmPredictor(facts, whole.forest, whole.power)
 
 
 def _halves(shape: GemmShape) -> list[GemmShape]:
     """The product after those of half its inner size, of half of that, and so on."""
-    found = [shape]
-    while found[0].K >= 32:
-        found.insert(0, found[0].model_copy(update={"K": found[0].K // 2}))
-    return found
+    halves = [shape]
+    while halves[0].K >= 32:
+        halves.insert(0, halves[0].model_copy(update={"K": halves[0].K // 2}))
+    return halves
 
 
 def _covered(limits: Roofs, point: GemmPoint) -> bool:

@@ -59,20 +59,20 @@ class GemmStudy:
 
     def explain(self, machine: Machine | None, progress: Progress) -> Explanation:
         """The product by the sweep of this machine, or by the rates of the one that is named."""
-        told, said = self._swept() if machine is None else self._described(machine)
+        result, said = self._swept() if machine is None else self._described(machine)
         blocks = [said]
-        if any(one.power == "modelled" for one in told):
+        if any(one.power == "modelled" for one in result):
             blocks.append("draw and energy are modelled from the declared draw, not measured")
-        blocks += [f"note: {note}" for note in dict.fromkeys(one.note for one in told) if note]
+        blocks += [f"note: {note}" for note in dict.fromkeys(one.note for one in result) if note]
         products = Table(
-            title=f"[{self.m}, {self.k}] x [{self.k}, {self.n}] {told[0].shape.dtype}",
+            title=f"[{self.m}, {self.k}] x [{self.k}, {self.n}] {result[0].shape.dtype}",
             columns=("tile", "time", "TFLOP/s", "roofline", "draw", "energy"),
-            rows=tuple(_row(one, "" if machine else "torch") for one in told),
+            rows=tuple(_row(one, "" if machine else "torch") for one in result),
             right=" rrrrr",
         )
         return Explanation(
             blocks=(products, *blocks),
-            data=[one.model_dump(mode="json", exclude_none=True) for one in told],
+            data=[one.model_dump(mode="json", exclude_none=True) for one in result],
         )
 
     def _shape(self, cores: int) -> GemmShape:
@@ -100,16 +100,16 @@ class GemmStudy:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is a note of the prediction
             if self.tiles:
-                told = predictor.best_tile(
+                result = predictor.best_tile(
                     self.m, self.n, self.k, objective=self.objective, strict=self.strict
                 )
             else:
-                told = predictor.predict([self._shape(len(host.cpus()))], strict=self.strict)
+                result = predictor.predict([self._shape(len(host.cpus()))], strict=self.strict)
         error = predictor.errors.get("median_error")
         said = f"learnt from {predictor.points} products"
         if error is not None:
             said += f"; shapes it had not seen are off by {100 * error:.0f} % in the median"
-        return told, said
+        return result, said
 
     def _described(self, machine: Machine) -> tuple[list[GemmPrediction], str]:
         """The prediction by a machine's rates."""

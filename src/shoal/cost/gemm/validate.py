@@ -129,7 +129,7 @@ def held_out(
     seconds: list[float] = []
     low: list[float] = []
     high: list[float] = []
-    told: dict[str, list[float]] = {}
+    fields: dict[str, list[float]] = {}
     points = table.points
     for learn, test in _parts(points, split, seed, folds):
         seen = [p for p, chosen in zip(points, learn, strict=True) if chosen]
@@ -156,11 +156,11 @@ def held_out(
         if peers:
             answers |= _peers(predictor, seen, unseen, seed)
         for name, values in answers.items():
-            told.setdefault(name, []).extend(map(float, values))
+            fields.setdefault(name, []).extend(map(float, values))
     return HeldOut(
         split=split,
         seconds=tuple(seconds),
-        predicted={name: tuple(values) for name, values in told.items()},
+        predicted={name: tuple(values) for name, values in fields.items()},
         low=tuple(map(float, low)),
         high=tuple(map(float, high)),
     )
@@ -171,11 +171,11 @@ def _peers(
 ) -> dict[str, np.ndarray]:
     """The roofline with a linear correction of its logarithm, and boosted trees."""
     limits = predictor.facts.limits
-    rows, asked = features(seen, limits), features(unseen, limits)
+    rows, request = features(seen, limits), features(unseen, limits)
     real = np.log([p.seconds for p in seen])
     ones = np.ones((len(rows), 1))
     weights, *_ = np.linalg.lstsq(np.hstack([rows, ones]).astype(float), real, rcond=None)
-    linear = np.hstack([asked, np.ones((len(asked), 1))]) @ weights
+    linear = np.hstack([request, np.ones((len(request), 1))]) @ weights
     ensemble: Any = import_extra("sklearn.ensemble", extra="bench", purpose="boosting trees")
     pools: Any = import_extra("threadpoolctl", extra="bench", purpose="boosting trees")
     # On a few rows its threads wait for each other most of the time.
@@ -183,7 +183,7 @@ def _peers(
         boosted = ensemble.HistGradientBoostingRegressor(
             max_iter=300, learning_rate=0.08, random_state=seed
         ).fit(rows, real)
-        return {"linear": np.exp(linear), "boosting": np.exp(boosted.predict(asked))}
+        return {"linear": np.exp(linear), "boosting": np.exp(boosted.predict(request))}
 
 
 class TileChoice(Value):
@@ -221,7 +221,7 @@ def tile_choices(
     """
     own = [p for p in table.points if p.tile]
     fold = grouped_folds(own, folds, seed)
-    found = []
+    tile_choices = []
     for number in range(folds):
         seen = {p.group for p, f in zip(own, fold, strict=True) if f != number}
         groups: dict[tuple[int, int, int], dict[int, GemmPoint]] = {}
@@ -237,14 +237,14 @@ def tile_choices(
         for (M, N, K), tiles in whole.items():
             order = list(TILES)
             if predictor is not None:
-                told = predictor.seconds([tiles[tile] for tile in order])
-                chosen = order[int(np.argmin(told))]
+                seconds = predictor.seconds([tiles[tile] for tile in order])
+                chosen = order[int(np.argmin(seconds))]
             else:
                 chosen = order[0]
             best = min(order, key=lambda tile: tiles[tile].seconds)
             loss = tiles[chosen].seconds / tiles[best].seconds
-            found.append(TileChoice(M=M, N=N, K=K, chosen=chosen, best=best, loss=loss))
-    return found
+            tile_choices.append(TileChoice(M=M, N=N, K=K, chosen=chosen, best=best, loss=loss))
+    return tile_choices
 
 
 def importance(table: GemmTable, *, trees: int = 100, seed: int = 0) -> dict[str, float]:
@@ -262,14 +262,14 @@ def importance(table: GemmTable, *, trees: int = 100, seed: int = 0) -> dict[str
     real = np.log([p.seconds / facts.limits.seconds(p) for p in unseen])
 
     def error(asked: np.ndarray) -> float:
-        told = predictor.forest.predict(asked)[:, 0] * facts.deviation + facts.mean
-        return float(np.sqrt(np.mean((told - real) ** 2)))
+        result = predictor.forest.predict(asked)[:, 0] * facts.deviation + facts.mean
+        return float(np.sqrt(np.mean((result - real) ** 2)))
 
     plain = error(rows)
-    found = {}
+    result = {}
     for number, name in enumerate(FEATURES):
         order = generator(seed, purpose="importance", index=number).permutation(len(rows))
         shuffled = rows.copy()
         shuffled[:, number] = rows[order, number]
-        found[name] = error(shuffled) - plain
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        result[name] = error(shuffled) - plain
+    return dict(sorted(result.items(), key=lambda item: -item[1]))

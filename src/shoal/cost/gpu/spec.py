@@ -42,13 +42,13 @@ def latent_of(shape: ModelShape) -> Latent | None:
     """The latent attention that a shape's source describes, if it has one."""
     if shape.attention != "MLA":
         return None
-    found = {
+    result = {
         key: int(match.group(1)) if (match := re.search(rf"\b{key} (\d+)", shape.source)) else 0
         for key in ("q_lora", "kv_lora", "nope", "rope", "v")
     }
-    if not found["kv_lora"]:
+    if not result["kv_lora"]:
         return None
-    return Latent(found["q_lora"], found["kv_lora"], found["nope"], found["rope"], found["v"])
+    return Latent(result["q_lora"], result["kv_lora"], result["nope"], result["rope"], result["v"])
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,10 @@ def _broken(path: Path, place: int, line: str) -> DataError:
 
 def _literal(text: str, path: Path, place: int) -> dict[str, Any]:
     try:
-        found = ast.literal_eval(text)
+        result = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         raise _broken(path, place, text) from None
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def _quantities(

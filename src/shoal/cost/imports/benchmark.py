@@ -72,14 +72,14 @@ def saved(path: Path) -> dict[str, float]:
                     f"{path}, line {place}: {line[:80]!r}: not JSON; give the result that the "
                     "benchmark saved"
                 ) from cause
-    found = {
+    result = {
         quantity: factor * number(str(raw[key]), path, place, key)
         for key, (quantity, factor) in KEYS.items()
         if isinstance(raw, dict) and raw.get(key) is not None
     }
-    if not found:
+    if not result:
         raise DataError(
             f"{path}, line {place}: none of {', '.join(KEYS)}; give the result that the benchmark "
             "saved"
         )
-    return found
+    return result

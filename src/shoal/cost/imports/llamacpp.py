@@ -28,10 +28,10 @@ class LlamaCppLog:
 
     def sniff(self, path: Path) -> int:
         """See :class:`~shoal.cost.imports.protocols.LogReader`."""
-        found = 0
+        total = 0
         for line in head(path):
-            found += any(pattern.search(line) for pattern in (_PROMPT, _OUTPUT, _BENCH))
-        return found
+            total += any(pattern.search(line) for pattern in (_PROMPT, _OUTPUT, _BENCH))
+        return total
 
     def read(self, path: Path) -> Log:
         """See :class:`~shoal.cost.imports.protocols.LogReader`."""

@@ -93,7 +93,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     Raises:
         DataError: the file is missing, is not text or is empty.
     """
-    found = False
+    result = False
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for place, line in enumerate(file, 1):
@@ -102,13 +102,13 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                         f"{path}, line {place}: not text; give a log in text, or name the format "
                         "with --format"
                     )
-                found = True
+                result = True
                 yield place, _ANSI.sub("", line.rstrip("\n"))
     except OSError as cause:
         raise DataError(
             f"{path}: cannot be read ({cause.strerror or cause}); give a log that exists"
         ) from cause
-    if not found:
+    if not result:
         raise DataError(f"{path}: is empty; give the log of a run")
 
 
@@ -134,15 +134,15 @@ def number(text: str, path: Path, place: int, name: str) -> float:
         DataError: it is none; names the line.
     """
     try:
-        found = float(text.replace(",", "").rstrip("%"))
+        result = float(text.replace(",", "").rstrip("%"))
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+        result = math.nan
+    if not math.isfinite(result):
         raise DataError(
             f"{path}, line {place}: {name} = {text!r}: expected a number; remove the line, or give "
             "the log of a run that did not fail there"
         )
-    return found
+    return result
 
 
 def refuse(path: Path, name: str, sample: str) -> DataError:
@@ -171,7 +171,7 @@ def paced(entries: Iterable[LogEntry], times: Iterable[float | None]) -> tuple[L
         entries: in order.
         times: when each was written, s; None where that is not known.
     """
-    found: list[LogEntry] = []
+    log_entries: list[LogEntry] = []
     before: tuple[int, float] | None = None
     for entry, now in zip(entries, times, strict=True):
         values = dict(entry.values)
@@ -182,8 +182,8 @@ def paced(entries: Iterable[LogEntry], times: Iterable[float | None]) -> tuple[L
                 values["step_s"] = seconds
         if now is not None:
             before = (entry.step, now)
-        found.append(entry._replace(values=values))
-    return tuple(found)
+        log_entries.append(entry._replace(values=values))
+    return tuple(log_entries)
 
 
 def steady(log: Log) -> tuple[dict[str, float], int]:
@@ -202,14 +202,14 @@ def steady(log: Log) -> tuple[dict[str, float], int]:
     for entry in kept:
         for name, value in entry.values.items():
             series.setdefault(name, []).append(value)
-    found = {name: statistics.median(values) for name, values in series.items()}
+    result = {name: statistics.median(values) for name, values in series.items()}
     if "memory_bytes" in series:
-        found["memory_bytes"] = max(
+        result["memory_bytes"] = max(
             e.values["memory_bytes"] for e in entries if "memory_bytes" in e.values
         )
     if "loss" in series:
-        found["loss"] = series["loss"][-1]
-    return {**found, **log.totals}, len(kept)
+        result["loss"] = series["loss"][-1]
+    return {**result, **log.totals}, len(kept)
 
 
 def _warm_up(entries: list[LogEntry]) -> int:

@@ -52,8 +52,8 @@ def read(path: Path, format: str = "auto") -> Log:  # noqa: A002 - the option's 
         error=DataError,
     )
     if format != "auto":
-        found: Log = LOGS.build(format, where="--format").read(path)
-        return found
+        log: Log = LOGS.build(format, where="--format").read(path)
+        return log
     known = {name: LOGS.build(name).sniff(path) for name in LOGS}
     best = max(known, key=lambda name: known[name])
     if known[best] == 0:
@@ -80,24 +80,24 @@ def measure(log: Log, plan: Plan[Any] | None = None) -> SteadyState:
     Raises:
         DataError: the log is of another job than the plan; names the line where it says so.
     """
-    found, used = steady(log)
+    result, used = steady(log)
     if plan is None:
-        return SteadyState(log, found, used)
+        return SteadyState(log, result, used)
     _same_job(log, plan)
-    before = set(found)
+    before = set(result)
     if isinstance(plan, TrainPlan):
         job = plan.job
         world, tokens = job.parallel.world, float(job.global_batch * job.seq_len)
-        if "step_s" not in found:
-            if found.get("tokens_per_s"):
-                found["step_s"] = tokens / found["tokens_per_s"]
-            elif found.get("device_tokens_per_s"):
-                found["step_s"] = tokens / (found["device_tokens_per_s"] * world)
-            elif found.get("samples_per_s"):
-                found["step_s"] = job.global_batch / found["samples_per_s"]
-        if found.get("step_s") and "tokens_per_s" not in found:
-            found["tokens_per_s"] = tokens / found["step_s"]
-    return SteadyState(log, found, used, tuple(sorted(set(found) - before)))
+        if "step_s" not in result:
+            if result.get("tokens_per_s"):
+                result["step_s"] = tokens / result["tokens_per_s"]
+            elif result.get("device_tokens_per_s"):
+                result["step_s"] = tokens / (result["device_tokens_per_s"] * world)
+            elif result.get("samples_per_s"):
+                result["step_s"] = job.global_batch / result["samples_per_s"]
+        if result.get("step_s") and "tokens_per_s" not in result:
+            result["tokens_per_s"] = tokens / result["step_s"]
+    return SteadyState(log, result, used, tuple(sorted(set(result) - before)))
 
 
 def _same_job(log: Log, plan: Plan[Any]) -> None:
@@ -124,13 +124,13 @@ def report(measured: SteadyState, plan: Plan[Any]) -> Report[Any]:
         DataError: the log measured nothing that a plan predicts.
     """
     kept = {name: value for name, value in measured.quantities.items() if math.isfinite(value)}
-    told = predictions(plan)
+    result = predictions(plan)
     errors = errors_of(plan, kept)
     require(
         bool(errors),
         "--import",
         str(measured.log.path),
-        expected=f"one of {', '.join(told) or 'the quantities of an estimated plan'}",
+        expected=f"one of {', '.join(result) or 'the quantities of an estimated plan'}",
         hint=f"it has {', '.join(sorted(kept)) or 'nothing'}; plan again if the plan was written "
         "by hand",
         error=DataError,

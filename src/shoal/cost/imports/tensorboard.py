@@ -139,19 +139,19 @@ def _value(data: bytes) -> tuple[str, float | None]:
 
 def _tensor(data: bytes) -> float | None:
     """The number of a tensor of one float or double; None for others."""
-    dtype, found = 0, None
+    dtype, tensor = 0, None
     for number, kind, value in _fields(data):
         if number == 1 and kind == 0:
             dtype = int.from_bytes(value, "little")
         elif number == 4 and kind == 2 and dtype in (1, 2):  # its bytes
             form = "<f" if dtype == 1 else "<d"
             if len(value) == struct.calcsize(form):
-                (found,) = struct.unpack(form, value)
+                (tensor,) = struct.unpack(form, value)
         elif number == 5 and kind in (2, 5) and len(value) == 4:  # floats
-            (found,) = struct.unpack("<f", value)
+            (tensor,) = struct.unpack("<f", value)
         elif number == 6 and kind in (1, 2) and len(value) == 8:  # doubles
-            (found,) = struct.unpack("<d", value)
-    return found
+            (tensor,) = struct.unpack("<d", value)
+    return tensor
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -161,8 +161,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         key, place = _varint(data, place)
         kind = key & 7
         if kind == 0:
-            found, place = _varint(data, place)
-            yield key >> 3, kind, found.to_bytes(8, "little")
+            result, place = _varint(data, place)
+            yield key >> 3, kind, result.to_bytes(8, "little")
             continue
         if kind == 2:
             length, place = _varint(data, place)
@@ -177,24 +177,24 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    found = 0
+    value = 0
     for shift in range(0, 64, 7):
         byte = data[place]
         place += 1
-        found |= (byte & 0x7F) << shift
+        value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return found & (2**64 - 1), place
+            return value & (2**64 - 1), place
     raise IndexError(place)
 
 
 def _table() -> tuple[int, ...]:
-    found = []
+    table = []
     for byte in range(256):
         rest = byte
         for _ in range(8):
             rest = (rest >> 1) ^ (_POLYNOMIAL if rest & 1 else 0)
-        found.append(rest)
-    return tuple(found)
+        table.append(rest)
+    return tuple(table)
 
 
 _TABLE = _table()

@@ -54,9 +54,9 @@ class TorchtitanLog:
                 break  # cut off in the middle of the last line
             values = {"loss": number(match[2], path, place, "loss")}
             for name, (quantity, factor) in _FIELDS.items():
-                found = re.search(rf"\b{name}:\s*(\S+)", line)
-                if found and found[1] != "N/A":
-                    values[quantity] = factor * number(found[1], path, place, name)
+                result = re.search(rf"\b{name}:\s*(\S+)", line)
+                if result and result[1] != "N/A":
+                    values[quantity] = factor * number(result[1], path, place, name)
             memory = _MEMORY.search(line)
             if memory:
                 values["memory_bytes"] = GIB * number(memory[1], path, place, "memory")

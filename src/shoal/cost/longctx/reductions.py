@@ -190,7 +190,7 @@ def choose(words: Sequence[str]) -> tuple[ReductionChoice, ...]:
     Raises:
         ConfigError: an unknown way, a wrong number, or two of one axis.
     """
-    found: list[ReductionChoice] = []
+    reduction_choices: list[ReductionChoice] = []
     for word in words:
         name, given, number = word.partition("=")
         if name not in REDUCTIONS:
@@ -213,15 +213,15 @@ def choose(words: Sequence[str]) -> tuple[ReductionChoice, ...]:
             number,
             expected=f"{way.argument}: a number above 0" + (", up to 1" if share else ""),
         )
-        for other in found:
+        for other in reduction_choices:
             require(
                 other.way.axis != way.axis,
                 "reduce",
                 f"{other}, {word}",
                 expected=f"one way of an axis; both reduce {way.axis}",
             )
-        found.append(ReductionChoice(way, value))
-    return tuple(found)
+        reduction_choices.append(ReductionChoice(way, value))
+    return tuple(reduction_choices)
 
 
 def factor_of(chosen: Sequence[ReductionChoice], shape: ModelShape, tokens: float) -> float:
@@ -266,13 +266,13 @@ def reaching(
         ]
         for axis in AXES
     ]
-    found: list[tuple[float, tuple[ReductionChoice, ...]]] = []
+    results: list[tuple[float, tuple[ReductionChoice, ...]]] = []
     sets = [tuple(one for one in some if one is not None) for some in itertools.product(*by_axis)]
     for some in sorted(sets, key=len):
         left = factor_of(some, shape, long)
         # Not where a part of it is enough, or where a member changes nothing.
-        if left > wanted or any(set(fewer) < set(some) for _, fewer in found):
+        if left > wanted or any(set(fewer) < set(some) for _, fewer in results):
             continue
         if all(one.way.factor(shape, long, one.number) < 1 for one in some):
-            found.append((left, some))
-    return sorted(found, key=lambda one: (len(one[1]), one[0]))
+            results.append((left, some))
+    return sorted(results, key=lambda one: (len(one[1]), one[0]))

@@ -151,11 +151,11 @@ def simulate_sessions(
     # (when, user, session, round): the next thing that each user does.
     coming = [(0.0, user, 0, 0) for user in range(sessions.users)]
     heapq.heapify(coming)
-    asked: dict[str, tuple[int, int, int]] = {}
+    outcome: dict[str, tuple[int, int, int]] = {}
     texts: dict[int, list[int]] = {}
     now, ended = 0.0, 0
     requests: dict[str, Request] = {}
-    while coming or asked:
+    while coming or outcome:
         while coming and coming[0][0] <= now:
             _, user, session, turn = heapq.heappop(coming)
             if turn == 0:
@@ -167,7 +167,7 @@ def simulate_sessions(
             prompt = list(texts[user])
             params = SamplingParams(max_tokens=sessions.answer)
             requests[name] = Request(name, prompt, len(prompt), params, arrival=now)
-            asked[name] = (user, session, turn)
+            outcome[name] = (user, session, turn)
             scheduler.add(requests[name])
         step = scheduler.plan(now)
         if not step:
@@ -178,7 +178,7 @@ def simulate_sessions(
         for output in scheduler.commit(step, result, now):
             if output.finish is None:
                 continue
-            user, session, turn = asked.pop(output.request_id)
+            user, session, turn = outcome.pop(output.request_id)
             texts[user] = requests.pop(output.request_id).tokens
             if turn + 1 < sessions.rounds:
                 heapq.heappush(coming, (now + sessions.think_s, user, session, turn + 1))

@@ -188,8 +188,8 @@ class FlowPaths:
         flow = np.asarray(flow, np.int64)
 
         def column(values: np.ndarray | float, kind: type) -> np.ndarray:
-            found: np.ndarray = np.asarray(values, kind)
-            return np.full(len(flow), found) if found.ndim == 0 else found
+            array: np.ndarray = np.asarray(values, kind)
+            return np.full(len(flow), array) if array.ndim == 0 else array
 
         return cls(
             flow,

@@ -142,8 +142,8 @@ class Picture:
         """The rows of one timeline, and where they end."""
         pitch = 24 if timeline.ranks <= 16 else 13 if timeline.ranks <= 64 else 5
         tall = pitch - (3 if pitch > 5 else 1)
-        told = f"{name}: {self._time(timeline.makespan)}, bubble {100 * timeline.bubble:.1f} %"
-        out = [f'<text x="{_LEFT}" y="{top + 10:.0f}" font-weight="600">{escape(told)}</text>']
+        text = f"{name}: {self._time(timeline.makespan)}, bubble {100 * timeline.bubble:.1f} %"
+        out = [f'<text x="{_LEFT}" y="{top + 10:.0f}" font-weight="600">{escape(text)}</text>']
         top += 18
         end = self._x(timeline.makespan)
         every = 1 if pitch > 5 else 16

@@ -294,7 +294,7 @@ class _Passes:
 def _seconds(table: _Passes, cost: OpCosts) -> _Floats:
     """[N] seconds of each pass."""
     plan = table.schedule
-    found = np.empty(len(table), np.float64)
+    seconds = np.empty(len(table), np.float64)
     for code, kind in enumerate(KINDS):
         mine = table.kind == code
         if not mine.any():
@@ -308,8 +308,8 @@ def _seconds(table: _Passes, cost: OpCosts) -> _Floats:
             expected=f"{size}, one for each {'stage' if kind in 'FBIW' else 'rank'}",
             error=PlanError,
         )
-        found[mine] = np.array(given)[table.stage[mine]]
-    return found
+        seconds[mine] = np.array(given)[table.stage[mine]]
+    return seconds
 
 
 def _needs(table: _Passes, cost: OpCosts, links: LinkModel | None) -> tuple[_Ints, _Floats]:

@@ -162,9 +162,9 @@ class Boxing:
         self.placements = every_placement(len(shape), len(mesh), reductions)
         self.index = {placement: i for i, placement in enumerate(self.placements)}
         self._direct = self._steps()
-        found = dijkstra(self._direct, return_predecessors=True)
-        self._cost: NDArray[np.float64] = found[0]
-        self._before: NDArray[np.int32] = found[1]
+        result = dijkstra(self._direct, return_predecessors=True)
+        self._cost: NDArray[np.float64] = result[0]
+        self._before: NDArray[np.int32] = result[1]
         self.elements: NDArray[np.float64] = np.floor(self._cost / _WEIGHT)
         """[n, n]: elements that travel from placement i to j, all ranks together."""
         self.sends: NDArray[np.float64] = np.floor(self._cost % _WEIGHT / _SENDS)

@@ -124,20 +124,20 @@ def exchange(
     most = ExpertExchange(0.0, 0.0, 0)
     for size, far in _reached(tuple(map(tuple, groups)), per_node):
         each = rows * row_bytes / size
-        found = ExpertExchange(each * (size - 1 - far), each * far, size - 1)
-        most = max(most, found, key=lambda one: (one.far, one.near))
+        expert_exchange = ExpertExchange(each * (size - 1 - far), each * far, size - 1)
+        most = max(most, expert_exchange, key=lambda one: (one.far, one.near))
     return most
 
 
 @functools.lru_cache(maxsize=4096)
 def _reached(groups: _Groups, per_node: int | None) -> tuple[tuple[int, int], ...]:
     """(ranks of a group, of them on other nodes than a rank), every pair once."""
-    found: dict[tuple[int, int], None] = {}
+    result: dict[tuple[int, int], None] = {}
     for group in groups:
         size = len(group)
         here = Counter(0 if per_node is None else rank // per_node for rank in group)
-        found |= dict.fromkeys((size, size - count) for count in here.values())
-    return tuple(found)
+        result |= dict.fromkeys((size, size - count) for count in here.values())
+    return tuple(result)
 
 
 def hops(

@@ -95,8 +95,8 @@ def ranks_per_host(machine: Machine, parallel: Parallel) -> int:
 
 
 def _threads_of(measurement: Measurement) -> int | None:
-    found = re.search(r"threads?\s*[=:]?\s*(\d+)|(\d+)\s*threads?", measurement.note)
-    return int(found.group(1) or found.group(2)) if found else None
+    match = re.search(r"threads?\s*[=:]?\s*(\d+)|(\d+)\s*threads?", measurement.note)
+    return int(match.group(1) or match.group(2)) if match else None
 
 
 def _curve(measurements: Iterable[Measurement], threads: int | None) -> Curve | None:

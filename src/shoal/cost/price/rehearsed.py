@@ -50,15 +50,15 @@ def events(job: TrainJob, shape: ModelShape) -> dict[str, float]:
         1, job.global_batch // split.dp // (job.microbatch or job.global_batch // split.dp)
     )
     layers = -(-shape.num_layers // split.pp)
-    found: dict[str, float] = {}
+    events: dict[str, float] = {}
     if split.tp > 1:
         met = (layers * (6 if job.recompute == "full" else 4) + 2.0) * passes
-        found["sp" if split.sp else "tp"] = met
+        events["sp" if split.sp else "tp"] = met
     if split.cp > 1:
         turns = split.cp + (split.cp - 1) * (1 if job.recompute == "full" else 0)
-        found["cp"] = float(layers * passes * turns)
+        events["cp"] = float(layers * passes * turns)
     if split.pp > 1:
-        found["pp"] = float(passes * split.vpp)
+        events["pp"] = float(passes * split.vpp)
     shard = traits("shard", job.shard)
     if split.dp > 1 and "shards_gradients" in shard and not shard & {"levels", "copies_weights"}:
         from shoal.cost.arithmetic import expert_parameters, parameters
@@ -66,8 +66,8 @@ def events(job: TrainJob, shape: ModelShape) -> dict[str, float]:
         experts = expert_parameters(shape) if split.folded else 0
         local = (parameters(shape) - experts) / split.tp / split.pp
         local += experts / (split.ep * split.etp * split.pp)
-        found["zero3"] = (3.0 if "shards_weights" in shard else 2.0) * passes * 4.0 * local
-    return found
+        events["zero3"] = (3.0 if "shards_weights" in shard else 2.0) * passes * 4.0 * local
+    return events
 
 
 class RehearsedRates:
@@ -126,8 +126,8 @@ class RehearsedRates:
         return total
 
     def _factor(self, name: str) -> float:
-        told = self._told[name]
-        factor = (self._took[name] - told.wire_s) / told.compute_s
+        result = self._told[name]
+        factor = (self._took[name] - result.wire_s) / result.compute_s
         return min(_MOST, max(_LEAST, factor))
 
     def _crowding(self, name: str) -> float:
@@ -146,7 +146,7 @@ class RehearsedRates:
         return first, statistics.fmean(crowded) if crowded else first
 
     def _beyond(self, name: str, kind: str) -> float:
-        job, told = REHEARSALS[name], self._told[name]
+        job, result = REHEARSALS[name], self._told[name]
         own = self.factor(job.precision, job.parallel.world, self._crowding(name))
-        rest = self._took[name] - own * told.compute_s - told.wire_s
+        rest = self._took[name] - own * result.compute_s - result.wire_s
         return rest / events(job, REHEARSED)[kind]

@@ -114,11 +114,11 @@ class Scoreboard(Value):
 
         named = [math.log(slower(row)) for row in self.rows if row.named]
         factor = math.exp(sum(named) / len(named)) if named else 1.0
-        found = []
+        results = []
         for row in self.rows:
             ratio = slower(row) / factor
-            found.append(abs((ratio if row.metric == "step_s" else 1.0 / ratio) - 1.0))
-        return median(found)
+            results.append(abs((ratio if row.metric == "step_s" else 1.0 / ratio) - 1.0))
+        return median(results)
 
     def groups(self) -> tuple[str, ...]:
         """Publications, most rows first."""
@@ -128,8 +128,8 @@ class Scoreboard(Value):
 
 def share_within(rows: Iterable[ScoredRow], limit: float = CLOSE) -> float:
     """Share of rows whose error is at most ``limit``."""
-    found = [abs(row.error) <= limit for row in rows]
-    return sum(found) / len(found) if found else 0.0
+    results = [abs(row.error) <= limit for row in rows]
+    return sum(results) / len(results) if results else 0.0
 
 
 def half_width(errors: Iterable[tuple[str, float]]) -> float:
@@ -141,15 +141,15 @@ def half_width(errors: Iterable[tuple[str, float]]) -> float:
     Args:
         errors: (publication, absolute error on logarithms) of each row.
     """
-    found = sorted((error, group) for group, error in errors)
-    require(len(found) > 1, "errors", len(found), expected="at least 2 to set an interval")
-    number = Counter(group for _, group in found)
+    items = sorted((error, group) for group, error in errors)
+    require(len(items) > 1, "errors", len(items), expected="at least 2 to set an interval")
+    number = Counter(group for _, group in items)
     goal, seen = COVERED * len(number), 0.0
-    for error, group in found:
+    for error, group in items:
         seen += 1.0 / number[group]
         if seen >= goal - 1e-9:
             return error
-    return found[-1][0]
+    return items[-1][0]
 
 
 def widths(errors: Sequence[tuple[str, str, float]]) -> dict[tuple[str, str], float]:
@@ -160,14 +160,14 @@ def widths(errors: Sequence[tuple[str, str, float]]) -> dict[tuple[str, str], fl
     Args:
         errors: (publication, kind, absolute error on logarithms) of each row.
     """
-    found: dict[tuple[str, str], float] = {}
+    widths: dict[tuple[str, str], float] = {}
     for group, kind, _ in errors:
-        if (group, kind) not in found:
+        if (group, kind) not in widths:
             others = [(g, e) for g, other, e in errors if g != group and other == kind]
             if len({g for g, _ in others}) < ENOUGH:
                 others = [(g, e) for g, _, e in errors if g != group]
-            found[group, kind] = half_width(others)
-    return found
+            widths[group, kind] = half_width(others)
+    return widths
 
 
 # Devices in the picture: pattern of a name -> series.

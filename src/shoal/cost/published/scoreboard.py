@@ -84,20 +84,21 @@ def _shipped() -> Scoreboard:
 
 def _score(rows: tuple[PublishedRow, ...]) -> Scoreboard:
     skipped: dict[str, str] = {}
-    found: list[tuple[TrainReplay, PublishedPrediction]] = []
+    results: list[tuple[TrainReplay, PublishedPrediction]] = []
     for row in rows:
         try:
             item = replay(row)
         except UnplayableError as cause:
             skipped[row.id] = str(cause)
             continue
-        found.append((item, predict(item, calibration_for(row.group, rows))))
+        results.append((item, predict(item, calibration_for(row.group, rows))))
     off = [
-        (item.row.group, _kind(item), abs(math.log(p.value / item.row.value))) for item, p in found
+        (item.row.group, _kind(item), abs(math.log(p.value / item.row.value)))
+        for item, p in results
     ]
     spreads = widths(off)
     scored = []
-    for item, p in found:
+    for item, p in results:
         row = item.row
         spread = math.exp(spreads[row.group, _kind(item)])
         peak = dict(item.gpu.peak)["bf16"]

@@ -82,8 +82,8 @@ class ServeRow:
 
     def of(self, key: str) -> float:
         """A number of the workload; 0 if it is not stated."""
-        found = re.search(rf"\b{key}=(\d+(?:\.\d+)?)", self.raw["workload"])
-        return float(found.group(1)) if found else 0.0
+        match = re.search(rf"\b{key}=(\d+(?:\.\d+)?)", self.raw["workload"])
+        return float(match.group(1)) if match else 0.0
 
 
 def read_serving(path: Path | None = None) -> tuple[ServeRow, ...]:
@@ -395,5 +395,5 @@ def _queued(replay: ServeReplay, k: ServeCalibration) -> float:
             done += 1
             whole.append(now - item[0])
             each.append((now - item[1]) / load.output)
-    found = {"ttft_ms_mean": first, "tpot_ms_mean": each, "latency_ms_mean": whole}[row.metric]
-    return 1e3 * sum(found) / len(found)
+    result = {"ttft_ms_mean": first, "tpot_ms_mean": each, "latency_ms_mean": whole}[row.metric]
+    return 1e3 * sum(result) / len(result)

@@ -63,17 +63,17 @@ def _run(item: ServeReplay) -> str:
 
 def _score(rows: tuple[ServeRow, ...]) -> Scoreboard:
     skipped: dict[str, str] = {}
-    found: list[tuple[ServeReplay, float]] = []
+    results: list[tuple[ServeReplay, float]] = []
     for row in rows:
         try:
             item = replay_serving(row)
         except UnplayableError as cause:
             skipped[row.id] = str(cause)
             continue
-        found.append((item, predict_serving(item, serving_calibration_for(row.group, rows))))
-    spreads = widths([(i.row.group, _kind(i), abs(math.log(p / i.row.value))) for i, p in found])
+        results.append((item, predict_serving(item, serving_calibration_for(row.group, rows))))
+    spreads = widths([(i.row.group, _kind(i), abs(math.log(p / i.row.value))) for i, p in results])
     scored = []
-    for item, value in found:
+    for item, value in results:
         row = item.row
         spread = math.exp(spreads[row.group, _kind(item)])
         far = abs(value / row.value - 1.0) > CLOSE

@@ -98,13 +98,13 @@ class FittedLaw(Value):
     def invert(self, target: float) -> Interval | None:
         """The size at which the law reaches ``target``; None if it never does."""
         law = self._law()
-        found = [invert(law, theta, target) for theta in self._thetas()]
-        if found[0] is None:
+        results = [invert(law, theta, target) for theta in self._thetas()]
+        if results[0] is None:
             return None
         # A replicate whose floor is above the target never reaches it.
-        reached = [math.inf if size is None else size for size in found]
+        reached = [math.inf if size is None else size for size in results]
         low, high = np.quantile(np.minimum(reached, 1e300), [0.025, 0.975], method="weibull")
-        return Interval(value=found[0], low=min(found[0], low), high=max(found[0], high))
+        return Interval(value=results[0], low=min(results[0], low), high=max(results[0], high))
 
 
 def invert(law: Law, theta_p: np.ndarray, target: float) -> float | None:
@@ -138,8 +138,8 @@ def _solve(
 
     def residual(at: np.ndarray, which: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            found = (law.log_value(at, x_nk) - logs_Rn[which]) * root_n
-        return np.asarray(np.nan_to_num(found, nan=1e6, posinf=1e6, neginf=-1e6))
+            result = (law.log_value(at, x_nk) - logs_Rn[which]) * root_n
+        return np.asarray(np.nan_to_num(result, nan=1e6, posinf=1e6, neginf=-1e6))
 
     r = residual(theta, np.arange(rows))
     cost = (r**2).sum(-1)

@@ -35,11 +35,11 @@ class JointLaw:
     def starts(self, x_nk: np.ndarray, y_n: np.ndarray) -> np.ndarray:
         """A grid of floors and exponents; factors so that each term explains half the rest."""
         least, middle = float(y_n.min()), np.exp(np.log(x_nk).mean(0))
-        found = []
+        results = []
         for share, a, b in itertools.product((0.3, 0.7, 0.95), (0.15, 0.4), (0.15, 0.4)):
             floor = share * least
             rest = max(float(np.median(y_n)) - floor, 1e-6 * least) / 2
-            found.append(
+            results.append(
                 [
                     np.log(floor),
                     np.log(rest) + a * np.log(middle[0]),
@@ -48,7 +48,7 @@ class JointLaw:
                     np.log(b),
                 ]
             )
-        return np.array(found)
+        return np.array(results)
 
     def values(self, theta_p: np.ndarray) -> dict[str, float]:
         """Signed parameters."""

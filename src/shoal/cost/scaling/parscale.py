@@ -154,17 +154,17 @@ def fit_parscale(points: Sequence[StreamPoint]) -> ParallelLaw:
     def logs(theta: np.ndarray) -> np.ndarray:
         log_e, log_a, alpha, k = theta
         grown = alpha * (log_a - log_n - np.log1p(k * log_p))
-        found: np.ndarray = np.logaddexp(log_e, grown)
-        return found
+        logs: np.ndarray = np.logaddexp(log_e, grown)
+        return logs
 
     def lost(theta: np.ndarray) -> tuple[float, np.ndarray]:
         """The loss in units of delta, so that the optimizer's tolerances mean something."""
         log_e, log_a, alpha, k = theta
-        found = logs(theta)
-        error = (found - wanted) / _DELTA
+        result = logs(theta)
+        error = (result - wanted) / _DELTA
         size = np.abs(error)
         slope = np.clip(error, -1, 1) / _DELTA
-        share = -np.expm1(np.minimum(log_e - found, 0.0))  # of the loss above the floor
+        share = -np.expm1(np.minimum(log_e - result, 0.0))  # of the loss above the floor
         grown = log_a - log_n - np.log1p(k * log_p)
         steps = (1 - share, share * alpha, share * grown, -share * alpha * log_p / (1 + k * log_p))
         value = float(np.where(size <= 1, size**2 / 2, size - 0.5).sum())
@@ -187,7 +187,7 @@ def fit_parscale(points: Sequence[StreamPoint]) -> ParallelLaw:
         ),
         key=lambda one: float(one.fun),
     )
-    losses, found = np.exp(wanted), np.exp(logs(best.x))
+    losses, result = np.exp(wanted), np.exp(logs(best.x))
     spread = float(((losses - losses.mean()) ** 2).sum())
     log_e, log_a, alpha, k = (float(one) for one in best.x)
     return ParallelLaw(
@@ -195,7 +195,7 @@ def fit_parscale(points: Sequence[StreamPoint]) -> ParallelLaw:
         scale=math.exp(log_a),
         exponent=alpha,
         k=k,
-        r2=1 - float(((losses - found) ** 2).sum()) / spread if spread else 1.0,
+        r2=1 - float(((losses - result) ** 2).sum()) / spread if spread else 1.0,
     )
 
 

@@ -32,11 +32,11 @@ class PowerFloor:
     def starts(self, x_nk: np.ndarray, y_n: np.ndarray) -> np.ndarray:
         """Regression lines over several guesses of the floor."""
         log_m, least = np.log(x_nk[:, 0]), float(y_n.min())
-        found = []
+        results = []
         for share in (0.02, 0.3, 0.6, 0.85, 0.97):
             slope, offset = np.polyfit(log_m, np.log(y_n - share * least), 1)
-            found.append([offset, np.log(max(-slope, 1e-3)), np.log(share * least)])
-        return np.array(found)
+            results.append([offset, np.log(max(-slope, 1e-3)), np.log(share * least)])
+        return np.array(results)
 
     def values(self, theta_p: np.ndarray) -> dict[str, float]:
         """Signed parameters."""

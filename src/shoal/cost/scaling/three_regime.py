@@ -43,11 +43,11 @@ class ThreeRegime:
         order = np.argsort(log_m)
         log_m, y = log_m[order], y_n[order]
         slope = -np.polyfit(log_m, np.log(y), 1)[0]
-        found = []
+        results = []
         for quantile in (0.1, 0.3, 0.5):
             for share in (0.05, 0.6, 0.9):
                 floor = share * float(y.min())
-                found.append(
+                results.append(
                     [
                         np.log(y[0] - floor),
                         float(np.quantile(log_m, quantile)),
@@ -56,7 +56,7 @@ class ThreeRegime:
                         np.log(floor),
                     ]
                 )
-        return np.array(found)
+        return np.array(results)
 
     def values(self, theta_p: np.ndarray) -> dict[str, float]:
         """Signed parameters."""

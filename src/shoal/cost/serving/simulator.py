@@ -410,7 +410,7 @@ def quantities(served: Sequence[ServedRequest]) -> dict[str, float]:
     )
     total = max(one.finish for one in ended) - min(one.arrival for one in ended)
     total = max(total, 1e-12)
-    found = {
+    quantities = {
         "tokens_per_s": sum(one.n_output for one in ended) / total,
         "requests_per_s": len(ended) / total,
         "total_s": total,
@@ -419,8 +419,8 @@ def quantities(served: Sequence[ServedRequest]) -> dict[str, float]:
     rest = [one.tpot for one in ended if one.n_output > 1]
     whole = [one.finish - one.arrival for one in ended]
     for name, values in (("ttft", first), ("tpot", rest), ("e2e", whole)):
-        found |= summary(name, values)
-    return found
+        quantities |= summary(name, values)
+    return quantities
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -429,7 +429,7 @@ def summary(name: str, values: Sequence[float]) -> dict[str, float]:
 
     if not values:
         return {}
-    found = {f"{name}_mean_s": float(np.mean(values))}
+    summary = {f"{name}_mean_s": float(np.mean(values))}
     for share in (50, 95, 99):
-        found[f"{name}_p{share}_s"] = float(np.percentile(values, share))
-    return found
+        summary[f"{name}_p{share}_s"] = float(np.percentile(values, share))
+    return summary

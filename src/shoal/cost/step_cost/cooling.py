@@ -87,10 +87,10 @@ def fit_cooling(runs: Sequence[Sequence[StepSample]]) -> tuple[FittedStepCost, C
             weighted = np.column_stack([rows, cold]) / measured[:, None]
             size = np.abs(weighted).max(axis=0)
             size[size == 0] = 1.0
-            found, error = nnls(weighted / size, np.ones(len(steps)))
+            result, error = nnls(weighted / size, np.ones(len(steps)))
             if error < least:
                 least = error
-                *line, cold_s = map(float, found / size)
+                *line, cold_s = map(float, result / size)
                 best = (
                     FittedStepCost(**dict(zip(FEATURES, line, strict=True)), samples=len(steps)),
                     unit.model_copy(update={"cold_s": cold_s}),

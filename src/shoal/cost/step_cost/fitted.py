@@ -138,8 +138,8 @@ def fit(
     # Columns differ by many orders of magnitude; equal sizes condition the problem.
     size = np.abs(weighted).max(axis=0)
     size[size == 0] = 1.0
-    found, _ = nnls(weighted / size, np.ones(len(samples)))
-    coefficients = found / size
+    result, _ = nnls(weighted / size, np.ones(len(samples)))
+    coefficients = result / size
     errors = np.abs(rows @ coefficients / measured - 1)
     return FittedStepCost(
         **dict(zip(FEATURES, map(float, coefficients), strict=True)),

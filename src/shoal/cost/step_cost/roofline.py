@@ -250,8 +250,8 @@ class Roofline:
         return shape.num_layers * seconds
 
     def _main_bandwidth(self) -> float:
-        found = self.machine.device.main_memory.read_bandwidth
-        return found if found is not None else self._stream(2.0**30)
+        result = self.machine.device.main_memory.read_bandwidth
+        return result if result is not None else self._stream(2.0**30)
 
 
 # Operators of a training step that a serving step has not, or that are counted here.

@@ -44,19 +44,19 @@ class T3Study:
     def explain(self, machine: None, progress: Progress) -> Explanation:
         """The four products of a layer that end in an all-reduce."""
         layers = sublayers("", self.hidden, self.tokens, self.tp)
-        found = [compare(layer, self.device) for layer in layers]
+        results = [compare(layer, self.device) for layer in layers]
         shown = Table(
             title=f"hidden {self.hidden}, tp {self.tp}, {self.tokens} tokens",
             columns=(
                 *("sublayer", "product", "reduce-scatter", "all-gather", "sequential", "T3"),
                 *("ideal", "faster", "bytes moved"),
             ),
-            rows=tuple(_row(one) for one in found),
+            rows=tuple(_row(one) for one in results),
             right=" rrrrrrrr",
         )
         data = [
             {**one.model_dump(mode="json"), "speedup": one.speedup, "movement": one.movement}
-            for one in found
+            for one in results
         ]
         return Explanation(blocks=(shown,), data=data)
 

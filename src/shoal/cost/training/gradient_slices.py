@@ -23,15 +23,15 @@ def hidden_bytes(job: TrainJob, shape: ModelShape) -> float:
         return 0.0
     block = _BYTES * (block_parameters(shape) - expert_parameters(shape)) / shape.num_layers
     table = 0 if shape.tied else shape.vocab_size
-    waiting, found = _BYTES * shape.hidden * (1 + table) / split.tp, 0.0
+    waiting, hidden_bytes = _BYTES * shape.hidden * (1 + table) / split.tp, 0.0
     for number in reversed(range(shape.num_layers)):
         if number >= shape.num_dense_layers:
             pairs = split.slices
             size = min(waiting, sum(pairs[number if len(pairs) > 1 else 0]))
-            found += size
+            hidden_bytes += size
             waiting -= size
         waiting += block / split.tp
-    return found
+    return hidden_bytes
 
 
 def hidden_share(job: TrainJob, shape: ModelShape, whole: float) -> float:

@@ -135,8 +135,8 @@ def fit_pass(points: Sequence[tuple[float, float, float]]) -> PassFit:
     seconds = np.array([s for *_, s in points])
     design = np.array(columns)[:, used] / seconds[:, None]
     scale = design.max(axis=0)
-    found, _ = nnls(design / scale, np.ones(len(points)))
-    values = dict(zip(used, (found / scale).tolist(), strict=True))
+    result, _ = nnls(design / scale, np.ones(len(points)))
+    values = dict(zip(used, (result / scale).tolist(), strict=True))
     return PassFit(
         constant=values.get(0, 0.0), per_token=values.get(1, 0.0), per_pair=values.get(2, 0.0)
     )
@@ -165,8 +165,8 @@ def fit_link(
     seconds = np.array([s for _, s in points])
     design = np.array([[1.0, sent] for sent, _ in points]) / seconds[:, None]
     scale = design.max(axis=0)
-    found, _ = nnls(design / scale, np.ones(len(points)))
-    latency, rate = (found / scale).tolist()
+    result, _ = nnls(design / scale, np.ones(len(points)))
+    latency, rate = (result / scale).tolist()
     require(
         rate > 0,
         f"{op} among {group} ranks",

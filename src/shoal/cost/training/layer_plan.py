@@ -106,13 +106,13 @@ class StageCost:
     @property
     def memory_bytes(self) -> dict[str, float]:
         """Bytes of one rank, by cause."""
-        found = {
+        memory_bytes = {
             cause: sum(cost.states_bytes[cause] for cost in self.layers)
             for cause in ("weights", "gradients", "optimizer")
         }
-        found["activations"] = self.in_flight * sum(cost.held_bytes for cost in self.layers)
-        found["logits"] = max(cost.transient_bytes for cost in self.layers)
-        return found
+        memory_bytes["activations"] = self.in_flight * sum(cost.held_bytes for cost in self.layers)
+        memory_bytes["logits"] = max(cost.transient_bytes for cost in self.layers)
+        return memory_bytes
 
     def total_bytes(self, device: str) -> float:
         """Bytes of one rank's process."""

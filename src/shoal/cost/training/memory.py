@@ -174,8 +174,8 @@ def tier_bytes(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> 
     away = {"disk"}
     if job.offload is not None and machine.device.kind == "gpu":
         away.add("host")
-    found = {"device": sum(size for cause, size in causes.items() if cause not in away)}
-    return found | {tier: causes[tier] for tier in sorted(away, reverse=True) if causes.get(tier)}
+    result = {"device": sum(size for cause, size in causes.items() if cause not in away)}
+    return result | {tier: causes[tier] for tier in sorted(away, reverse=True) if causes.get(tier)}
 
 
 def tuned_memory(

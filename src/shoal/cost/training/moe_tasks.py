@@ -218,8 +218,8 @@ def layer_of(
 
     def product(m: float, n: float, k: float, groups: int = 1) -> float:
         if isinstance(curve, KernelRates):
-            found: float = gemm_s(m, n, k, curve.gpu, CALIBRATED, curve.dtype, groups)
-            return found + machine.device.op_overhead_s
+            value: float = gemm_s(m, n, k, curve.gpu, CALIBRATED, curve.dtype, groups)
+            return value + machine.device.op_overhead_s
         return groups * 2.0 * m * n * k / curve((m * n * k) ** (1 / 3))
 
     def multiplied(flops: float) -> float:

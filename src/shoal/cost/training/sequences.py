@@ -149,8 +149,8 @@ class SequenceCost:
 
     def compute_s(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds of each sequence on one rank, without what a pass takes beside."""
-        found: np.ndarray = lengths * (self.quadratic_s * lengths + self.linear_s)
-        return found
+        array: np.ndarray = lengths * (self.quadratic_s * lengths + self.linear_s)
+        return array
 
     def bandwidth(self, ranks: Sequence[int]) -> float:
         """Byte/s of one rank over the slowest link between these, which are in rising order."""
@@ -205,6 +205,6 @@ class SequenceCost:
 def _traffic(cost: SequenceCost, degree: int, how: Exchange) -> tuple[int, int, bool]:
     """Bytes of one token of each rank in one layer, messages, and whether they are hidden."""
     closed = ring_traffic if how == "ring" else ulysses_traffic
-    found = closed(1, cost.heads, cost.kv_heads, cost.head_dim, degree)
-    each = found.forward.num_bytes(cost.itemsize) + found.backward.num_bytes(cost.itemsize)
-    return each, found.messages, found.hidden
+    result = closed(1, cost.heads, cost.kv_heads, cost.head_dim, degree)
+    each = result.forward.num_bytes(cost.itemsize) + result.backward.num_bytes(cost.itemsize)
+    return each, result.messages, result.hidden

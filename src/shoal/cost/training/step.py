@@ -442,21 +442,21 @@ class Pricer:
         if job.offload is not None:
             tiers = self._part("offload", job.offload).estimate(work, self.machine).memory_bytes
             return {**tiers, "runtime": RUNTIME_BYTES[self.machine.device.kind]}
-        found = self.plain_memory(work, microbatch, job.recompute)
+        result = self.plain_memory(work, microbatch, job.recompute)
         if "local_updates" in traits("sync", job.sync):
             outer = self._part("sync", job.sync).kept_bytes(work)
-            found["optimizer"] = found.get("optimizer", 0.0) + outer
+            result["optimizer"] = result.get("optimizer", 0.0) + outer
         if "experts_stay" not in traits("placer", split.placer):
             copied = self._part("placer", split.placer).estimate(work, self.machine).memory_bytes
-            found["activations"] += copied.get("activations", 0.0)
+            result["activations"] += copied.get("activations", 0.0)
         leaving = 0.0
         if "moves_activations" in traits("activation", job.activation):
             saved = self._part("activation", job.activation).estimate(work, self.machine)
-            leaving = min(found["activations"], saved.memory_bytes.get("disk", 0.0))
-            found["activations"] -= leaving
+            leaving = min(result["activations"], saved.memory_bytes.get("disk", 0.0))
+            result["activations"] -= leaving
         if job.finetune is not None:
-            found = tuned_memory(work, found, self._part("peft", job.finetune), microbatch)
-        return {**found, "disk": leaving} if leaving else found
+            result = tuned_memory(work, result, self._part("peft", job.finetune), microbatch)
+        return {**result, "disk": leaving} if leaving else result
 
     def is_plain(self, job: TrainJob) -> bool:
         """Whether :meth:`plain_memory` is all that a rank of such a job needs."""
@@ -533,9 +533,9 @@ class Pricer:
         ):
             where = {"embedding": "embed", "logits": "head", "loss": "head", "final_norm": "norm"}
             for late in (False, True):
-                found = op_pass(op, late, matmul, stream, job.precision, rates.is_cpu)
+                result = op_pass(op, late, matmul, stream, job.precision, rates.is_cpu)
                 key = (where.get(op.name, "body"), late)
-                own = found.device / split.cp + found.calls * launch
+                own = result.device / split.cp + result.calls * launch
                 seconds[key] = seconds.get(key, 0.0) + own
         tensor = tensor_parallel_s(work, self.machine, microbatch, {}) / 2
         tensor += dispatch(job, shape, self.machine, microbatch, {}) / 2

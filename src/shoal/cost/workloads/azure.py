@@ -65,20 +65,20 @@ class Azure:
         """
         check_sizes(count, vocab_size, max_position)
         path = find_data("workload.azure.path", self.path, SOURCE)
-        found = []
+        results = []
         for index, (at, context, generated) in enumerate(_rows(path, count or self.requests)):
             size, output = clipped(
                 round(context / self.scale), round(generated / self.scale), max_position
             )
             prompt = token_ids(size, vocab_size, seed, purpose="azure", index=index)
-            found.append(Arrival(at, prompt, output))
-        found.sort(key=lambda arrival: arrival.at)
-        return retimed(found, self.rate)
+            results.append(Arrival(at, prompt, output))
+        results.sort(key=lambda arrival: arrival.at)
+        return retimed(results, self.rate)
 
 
 def _rows(path: Path, most: int | None) -> list[tuple[float, int, int]]:
     """(time in s, prompt tokens, generated tokens) of the first ``most`` rows."""
-    found: list[tuple[float, int, int]] = []
+    results: list[tuple[float, int, int]] = []
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file)
@@ -89,16 +89,16 @@ def _rows(path: Path, most: int | None) -> list[tuple[float, int, int]]:
                     f"get the file from {SOURCE}"
                 )
             for row in rows:
-                if most is not None and len(found) >= most:
+                if most is not None and len(results) >= most:
                     break
-                found.append(_row(f"{path}, line {rows.line_num}", row))
+                results.append(_row(f"{path}, line {rows.line_num}", row))
     except UnicodeDecodeError as cause:
         raise DataError(f"{path}: not text in UTF-8 ({cause}); expected a CSV file") from None
     except (OSError, csv.Error) as cause:
         raise DataError(f"{path}: cannot be read ({cause})") from None
-    if not found:
+    if not results:
         raise DataError(f"{path}: no request in it; get the file from {SOURCE}")
-    return found
+    return results
 
 
 def _row(where: str, row: dict[str, str]) -> tuple[float, int, int]:

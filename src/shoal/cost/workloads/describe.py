@@ -19,29 +19,30 @@ def describe(arrivals: Sequence[Arrival]) -> dict[str, float]:
     """
     import numpy as np
 
-    found: dict[str, float] = {"requests": len(arrivals)}
+    values: dict[str, float] = {"requests": len(arrivals)}
     span = arrivals[-1].at - arrivals[0].at if arrivals else 0.0
-    found["span_s"] = span
-    found["rate"] = (len(arrivals) - 1) / span if span > 0 else 0.0
-    found["sessions"] = len({one.session for one in arrivals if one.session})
+    values["span_s"] = span
+    values["rate"] = (len(arrivals) - 1) / span if span > 0 else 0.0
+    values["sessions"] = len({one.session for one in arrivals if one.session})
     for name, lengths in (
         ("prompt", [len(one.prompt) for one in arrivals] or [0]),
         ("output", [one.output_tokens for one in arrivals] or [0]),
     ):
-        found[f"{name}_p50"] = float(np.percentile(lengths, 50))
-        found[f"{name}_p95"] = float(np.percentile(lengths, 95))
-        found[f"{name}_max"] = float(max(lengths))
-        found[f"{name}_total"] = float(sum(lengths))
-    return found
+        values[f"{name}_p50"] = float(np.percentile(lengths, 50))
+        values[f"{name}_p95"] = float(np.percentile(lengths, 95))
+        values[f"{name}_max"] = float(max(lengths))
+        values[f"{name}_total"] = float(sum(lengths))
+    return values
 
 
 def sentence(arrivals: Sequence[Arrival], *, seed: int) -> str:
     """The same in a line for people, with the seed."""
-    found = describe(arrivals)
-    pace = f"{found['rate']:.3g} a second" if found["rate"] else "all at once"
+    result = describe(arrivals)
+    pace = f"{result['rate']:.3g} a second" if result["rate"] else "all at once"
     return (
-        f"{len(arrivals)} requests, {pace}; prompt tokens: median {found['prompt_p50']:.0f}, "
-        f"95 % {found['prompt_p95']:.0f}, longest {found['prompt_max']:.0f}; output tokens: median "
-        f"{found['output_p50']:.0f}, 95 % {found['output_p95']:.0f}, longest "
-        f"{found['output_max']:.0f}; seed {seed}"
+        f"{len(arrivals)} requests, {pace}; prompt tokens: median {result['prompt_p50']:.0f}, "
+        f"95 % {result['prompt_p95']:.0f}, longest {result['prompt_max']:.0f}; output tokens: "
+        "median "
+        f"{result['output_p50']:.0f}, 95 % {result['output_p95']:.0f}, longest "
+        f"{result['output_max']:.0f}; seed {seed}"
     )

@@ -124,8 +124,8 @@ def token_ids(
     """``number`` uniform token ids, the same for the same key."""
     random = generator(seed, purpose=f"workload {purpose}", index=index)
     drawn = random.integers(0, vocab_size, number)
-    found: tuple[int, ...] = tuple(_integers(vocab_size)[drawn].tolist())
-    return found
+    token_ids: tuple[int, ...] = tuple(_integers(vocab_size)[drawn].tolist())
+    return token_ids
 
 
 def times(count: int, rate: float | None, burstiness: float, seed: int) -> list[float]:
@@ -173,7 +173,7 @@ def independent(
     """
     check_sizes(count, vocab_size, max_position)
     number = count or options.requests
-    found = []
+    results = []
     for index, at in enumerate(times(number, options.rate, options.burstiness, seed)):
         random = generator(seed, purpose=f"workload {purpose} lengths", index=index)
         wanted = prompts.draw(random, options.scale), outputs.draw(random, options.scale)
@@ -181,5 +181,5 @@ def independent(
         size, output = clipped(len(start) + wanted[0], wanted[1], max_position)
         own = max(1, size - len(start))
         tail = token_ids(own, vocab_size, seed, purpose=purpose, index=index)
-        found.append(Arrival(at, start[: size - own] + tail, output))
-    return found
+        results.append(Arrival(at, start[: size - own] + tail, output))
+    return results

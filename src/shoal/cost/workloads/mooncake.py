@@ -67,7 +67,7 @@ class Mooncake:
         path = find_data("workload.mooncake.path", self.path, SOURCE)
         block = max(1, round(HASHED_TOKENS / self.scale))
         blocks: dict[int, tuple[int, ...]] = {}
-        found = []
+        results = []
         for where, row in read_lines(path, count or self.requests):
             at, length, generated, hashes = _row(where, row)
             size, output = clipped(
@@ -80,11 +80,11 @@ class Mooncake:
                         block, vocab_size, seed, purpose="mooncake", index=number
                     )
                 prompt.extend(blocks[number])
-            found.append(Arrival(at / 1000, tuple(prompt[:size]), output))
-        if not found:
+            results.append(Arrival(at / 1000, tuple(prompt[:size]), output))
+        if not results:
             raise DataError(f"{path}: no request in it; get the file from {SOURCE}")
-        found.sort(key=lambda arrival: arrival.at)
-        return retimed(found, self.rate)
+        results.sort(key=lambda arrival: arrival.at)
+        return retimed(results, self.rate)
 
 
 def _row(where: str, row: dict[str, Any]) -> tuple[float, int, int, list[int]]:

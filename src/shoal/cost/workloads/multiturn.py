@@ -60,15 +60,15 @@ class Multiturn:
         """See :class:`~shoal.cost.workloads.protocols.Workload`."""
         check_sizes(count, vocab_size, max_position)
         number = count or self.requests
-        found: list[Arrival] = []
+        arrivals: list[Arrival] = []
         # Every conversation has at least one turn, so there are enough of them.
         rate = None if self.rate is None else self.rate / self.turns
         for session, start in enumerate(times(number, rate, self.burstiness, seed)):
-            if rate is None and len(found) >= number:
+            if rate is None and len(arrivals) >= number:
                 break
-            found.extend(self._talk(session, start, vocab_size, max_position, seed))
-        found.sort(key=lambda arrival: arrival.at)
-        return found[:number]
+            arrivals.extend(self._talk(session, start, vocab_size, max_position, seed))
+        arrivals.sort(key=lambda arrival: arrival.at)
+        return arrivals[:number]
 
     def _talk(
         self, session: int, start: float, vocab_size: int, max_position: int, seed: int

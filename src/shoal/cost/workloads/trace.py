@@ -47,7 +47,7 @@ class TraceWorkload:
             DataError: the file is missing, or a line is wrong; names the line and the fix.
         """
         check_sizes(count, vocab_size, max_position)
-        found = []
+        results = []
         path = Path(self.path).expanduser()
         if not path.is_file():
             raise DataError(
@@ -55,16 +55,17 @@ class TraceWorkload:
                 "trace in JSONL, or choose a workload that needs no file, such as chat"
             )
         for where, row in read_lines(path, count or self.requests):
-            found.append(_arrival(where, row, vocab_size, max_position))
-        if not found:
+            results.append(_arrival(where, row, vocab_size, max_position))
+        if not results:
             raise DataError(f"{path}: no request in it; expected one a line")
-        for index in range(1, len(found)):
-            if found[index].at < found[index - 1].at:
+        for index in range(1, len(results)):
+            if results[index].at < results[index - 1].at:
                 raise DataError(
-                    f"{path}, request {index + 1}: at = {found[index].at} is before the one above "
-                    f"it, {found[index - 1].at}; sort the lines by time"
+                    f"{path}, request {index + 1}: at = {results[index].at} is before the one "
+                    "above "
+                    f"it, {results[index - 1].at}; sort the lines by time"
                 )
-        return retimed(found, self.rate)
+        return retimed(results, self.rate)
 
 
 def check_rate(where: str, rate: float | None) -> None:
@@ -122,11 +123,11 @@ def read_lines(path: Path, most: int | None) -> list[tuple[str, dict[str, Any]]]
     Raises:
         DataError: a line that is not a JSON object, or bytes that are not text.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
+    results: list[tuple[str, dict[str, Any]]] = []
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if most is not None and len(found) >= most:
+                if most is not None and len(results) >= most:
                     break
                 if not line.strip():
                     continue
@@ -139,12 +140,12 @@ def read_lines(path: Path, most: int | None) -> list[tuple[str, dict[str, Any]]]
                     raise DataError(
                         f"{where}: expected an object of keys, found {type(row).__name__}"
                     )
-                found.append((where, row))
+                results.append((where, row))
     except UnicodeDecodeError as cause:
         raise DataError(f"{path}: not text in UTF-8 ({cause}); expected a JSONL file") from None
     except OSError as cause:
         raise DataError(f"{path}: cannot be read ({cause.strerror})") from None
-    return found
+    return results
 
 
 def number_of(where: str, row: dict[str, Any], key: str, *, least: float) -> float:

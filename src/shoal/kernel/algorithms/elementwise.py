@@ -146,9 +146,9 @@ def for_loop(
     read = {name: x for name, x in arrays.items() if name not in write}
     written: dict[str, ArrayView] = {name: arrays[name] for name in write}
     count = n if n is not None else length
-    found = loop(where, policy, count, read, written, numbers, write, sums)
+    result = loop(where, policy, count, read, written, numbers, write, sums)
     results: dict[str, float | int] = {}
-    for name, value in zip(reduce, found, strict=True):
+    for name, value in zip(reduce, result, strict=True):
         if value is None:
             raise KernelError(f"{where} {name}: nothing to reduce in an empty range")
         results[name] = value

@@ -168,28 +168,28 @@ def call(
     whole = (ctypes.c_int64 * max(1, len(numbers)))(
         *(number if isinstance(number, int) else 0 for number in numbers)
     )
-    found = (_Answer * max(1, answers))()
+    result = (_Answer * max(1, answers))()
     text = ctypes.create_string_buffer(_TEXT)
-    told = _Call(
+    outcome = _Call(
         (ctypes.c_int64 * 5)(*policy.plan()),
         n,
         ctypes.addressof(at),
         ctypes.addressof(step),
         ctypes.addressof(real),
         ctypes.addressof(whole),
-        ctypes.addressof(found),
+        ctypes.addressof(result),
         ctypes.addressof(text),
         len(text),
     )
     sizes = () if made.size is None else (made.size,)
-    failed = made.run(ctypes.addressof(told), *made.addresses, *sizes)
+    failed = made.run(ctypes.addressof(outcome), *made.addresses, *sizes)
     if failed:
         lines = text.value.decode(errors="replace").splitlines()
         shown = "; ".join(lines[:8]) + ("; ..." if failed > len(lines[:8]) else "")
         raise KernelError(f"{where}: {failed} of its tasks failed: {shown}")
     return [
         None if not answer.any else (answer.integer if answer.whole else answer.real)
-        for answer in found[:answers]
+        for answer in result[:answers]
     ]
 
 
@@ -220,8 +220,8 @@ def names_of(
     """
     lengths = {name: array.n for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {n}" for name, n in lengths.items())
-        raise KernelError(f"{where}: elements of {told}; expected equally many")
+        text = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        raise KernelError(f"{where}: elements of {text}; expected equally many")
     checked: dict[str, float | int] = {}
     for name in (*arrays, *numbers):
         require(

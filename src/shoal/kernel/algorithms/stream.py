@@ -93,13 +93,13 @@ def rates(
         rates: kernel -> ``algorithms`` and ``openmp_c`` in B/s, and their ``ratio``.
     """
     held = arrays(n, policy)
-    found: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, float]] = {}
     for name, (_, _, moved) in KERNELS.items():
         timed = interleave(
             {"algorithms": own(name, held, policy), "openmp_c": native(name, held)}, pairs
         )
-        found[name] = {
+        rates[name] = {
             who: moved * n / timed.median(who).value for who in ("algorithms", "openmp_c")
         }
-        found[name]["ratio"] = timed.ratio("openmp_c", "algorithms").value
-    return found
+        rates[name]["ratio"] = timed.ratio("openmp_c", "algorithms").value
+    return rates

@@ -46,7 +46,7 @@ class StreamStudy:
 
         if not self.anyway:
             check_quiet(wait_s=60.0)
-        found = rates(self.elements, pairs=3 if self.quick else 15)
+        result = rates(self.elements, pairs=3 if self.quick else 15)
         probed = here().device.main_memory.read_bandwidth
         return Explanation(
             blocks=(
@@ -61,13 +61,13 @@ class StreamStudy:
                             f"{of['ratio']:.2f}",
                             "" if not probed else f"{of['algorithms'] / probed:.0%}",
                         )
-                        for name, of in found.items()
+                        for name, of in result.items()
                     ),
                     right=" rrrr",
                 ),
             ),
             data={
-                "bytes_per_s": found,
+                "bytes_per_s": result,
                 "probed_bytes_per_s": probed,
                 "elements": self.elements,
             },

@@ -42,18 +42,18 @@ def weight_format(text: str) -> BaseFormat:
         KernelError: no such format, width or group; the message says what there is.
     """
     parts = table("weight_format")
-    found = re.fullmatch(r"([a-z]+)([0-9_a-z]*)((?:-[a-z0-9:]+)*)", text)
-    if found is None or found[1] not in parts:
+    match = re.fullmatch(r"([a-z]+)([0-9_a-z]*)((?:-[a-z0-9:]+)*)", text)
+    if match is None or match[1] not in parts:
         hint = nearest(text.split("-")[0].rstrip("0123456789"), parts)
         raise KernelError(
             f"weight format {text!r}: expected one of {', '.join(parts)} with its bits and what "
             f"shares a scale, such as {_EXAMPLES}" + (f"; {hint}" if hint else "")
         )
-    cls = parts.load(found[1])
-    options = cls.read(found[2], text)
+    cls = parts.load(match[1])
+    options = cls.read(match[2], text)
     half = False
     shared: list[int | None] = []
-    for word in found[3].split("-")[1:]:
+    for word in match[3].split("-")[1:]:
         if word == "2:4":
             half = True
         elif word == "channel":
@@ -65,12 +65,12 @@ def weight_format(text: str) -> BaseFormat:
                 f"weight format {text!r}: {word!r}: expected g and a number of weights such as "
                 "g128, channel, or 2:4"
             )
-    if len(shared) > 1 or (half and found[1] != "int"):
+    if len(shared) > 1 or (half and match[1] != "int"):
         raise KernelError(
             f"weight format {text!r}: expected one of -gN and -channel, and -2:4 with int only"
         )
     options["group"] = shared[0] if shared else (128 if half else None)
     if half:
         options["half"] = True
-    made: BaseFormat = parts.build({"name": found[1], **options})
+    made: BaseFormat = parts.build({"name": match[1], **options})
     return made

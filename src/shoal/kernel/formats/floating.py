@@ -48,7 +48,7 @@ def magnitudes(exponent: int, mantissa: int) -> tuple[float, ...]:
             "mantissa, with the sign at most 8 together; such as e2m1 or e4m3"
         )
     bias = 2 ** (exponent - 1) - 1
-    found = []
+    magnitudes = []
     for code in range(2 ** (exponent + mantissa)):
         power, fraction = code >> mantissa, Fraction(code % 2**mantissa, 2**mantissa)
         # The topmost exponent, or in e4m3 only its last code, is none.
@@ -57,8 +57,8 @@ def magnitudes(exponent: int, mantissa: int) -> tuple[float, ...]:
         if (exponent, mantissa) == (4, 3) and code == 2**7 - 1:
             break
         scale = Fraction(2) ** (max(power, 1) - bias)
-        found.append(float(scale * (fraction + (power > 0))))
-    return tuple(found)
+        magnitudes.append(float(scale * (fraction + (power > 0))))
+    return tuple(magnitudes)
 
 
 @functools.cache
@@ -117,13 +117,13 @@ class Float(BaseFormat):
         Raises:
             KernelError: not of that form, or the bits do not add up.
         """
-        found = re.fullmatch(r"(\d)_e(\d)m(\d)", digits)
-        if found is None:
+        match = re.fullmatch(r"(\d)_e(\d)m(\d)", digits)
+        if match is None:
             raise KernelError(
                 f"weight format {text!r}: expected float, bits, exponent and mantissa, such as "
                 "float4_e2m1-g128"
             )
-        width, exponent, mantissa = map(int, found.groups())
+        width, exponent, mantissa = map(int, match.groups())
         magnitudes(exponent, mantissa)
         if width != 1 + exponent + mantissa:
             raise KernelError(

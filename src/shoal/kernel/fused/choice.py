@@ -75,13 +75,13 @@ def choose(
                 f"kernel.{op} = {backend!r}: with compile = true the compiler fuses, and it cannot "
                 f"look into {backend}; set compile: false, or take {' or '.join(_PLAIN)}"
             )
-    found = {}
+    result = {}
     for op in OPERATORS:
-        asked = wanted.get(op, "torch" if compiled else None)
+        value = wanted.get(op, "torch" if compiled else None)
         call = call_of(op, shape, rows, dtype, device)
-        found[op] = dispatch(call, wanted=asked, machine=machine).backend
+        result[op] = dispatch(call, wanted=value, machine=machine).backend
     if _EXPERTS in wanted:
         of = GroupedLinear(rows, shape.num_experts, shape.expert_hidden, shape.hidden, dtype=dtype,
                            device=device)  # fmt: skip
-        found[_EXPERTS] = dispatch(of, wanted=wanted[_EXPERTS], machine=machine).backend
-    return found
+        result[_EXPERTS] = dispatch(of, wanted=wanted[_EXPERTS], machine=machine).backend
+    return result

@@ -55,9 +55,9 @@ class GroupedKernel(BaseKernel):
 
     def estimate(self, call: GroupedLinear, machine: Machine) -> Estimate:
         """Time of one call, and a little for each product that it is made of."""
-        found = super().estimate(call, machine)
+        estimate = super().estimate(call, machine)
         begun_s = self.launch_s * call.launches
-        return found.model_copy(update={"step_s": found.step_s.shifted(begun_s)})
+        return estimate.model_copy(update={"step_s": estimate.step_s.shifted(begun_s)})
 
     def _prepare(self, call: GroupedLinear) -> Ready:
         from shoal.kernel.grouped.product import multiply

@@ -64,29 +64,29 @@ def chosen_kernel(
         return next(iter(able.values()))
     rows, one = sum(counts), float(n * k)
     busy = len(counts) - counts.count(0)
-    begins, asked = _BEGINS[dtype], _ASKED[dtype]
-    costs = {"loop": busy * (begins + asked) + rows * one}
+    begins, request = _BEGINS[dtype], _ASKED[dtype]
+    costs = {"loop": busy * (begins + request) + rows * one}
     if "torch" in able:
-        costs["torch"] = asked + busy * begins + rows * one
-    found = min(costs, key=costs.__getitem__)
+        costs["torch"] = request + busy * begins + rows * one
+    best = min(costs, key=costs.__getitem__)
     level, cost = _level(counts, one, dtype)
-    return _padded(level) if cost < costs[found] else able[found]
+    return _padded(level) if cost < costs[best] else able[best]
 
 
 def _level(counts: Sequence[int], one: float, dtype: Dtype) -> tuple[int, float]:
     """Rows of every expert that are best multiplied at once, 0 for all, and what that costs."""
-    begins, asked, pads = _BEGINS[dtype], _ASKED[dtype], _PADS[dtype]
+    begins, request, pads = _BEGINS[dtype], _ASKED[dtype], _PADS[dtype]
     rising = sorted(counts)
     rows, most, whole = sum(rising), rising[-1], len(rising) * rising[-1]
-    best = 0, asked + begins + whole * one + (pads if whole > rows else 0.0)
+    best = 0, request + begins + whole * one + (pads if whole > rows else 0.0)
     # Where a product begins at once, more of them are no reason to pad.
-    level = _LEAST if begins > asked else most
+    level = _LEAST if begins > request else most
     while level < most:
         over = len(rising) - bisect_right(rising, level)
         beyond = sum(rising[-over:]) - over * level
-        cost = asked + begins + pads + (len(rising) * level + beyond) * one
+        cost = request + begins + pads + (len(rising) * level + beyond) * one
         # Each reads and writes what the batched one did already.
-        cost += over * 2 * (begins + asked)
+        cost += over * 2 * (begins + request)
         if cost < best[1]:
             best = level, cost
         level *= 2

@@ -134,8 +134,8 @@ class _Grouped(torch.autograd.Function):
 
         def of_weight() -> Tensor:
             with torch.no_grad():  # it may be asked for later, outside of this pass
-                found: Tensor = kernel.gradient(grad, x, counts)
-            return found
+                tensor: Tensor = kernel.gradient(grad, x, counts)
+            return tensor
 
         if not ctx.needs_input_grad[1] or (
             ctx.later is not None and ctx.weight is not None and ctx.later(ctx.weight, of_weight)

@@ -79,12 +79,12 @@ def _tiles(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
     """[T, 3] expert, first row, end of the expert's rows."""
     import torch
 
-    found, start = [], 0
+    result, start = [], 0
     for expert, count in enumerate(counts):
         stop = start + count
-        found += [(expert, first, stop) for first in range(start, stop, rows)]
+        result += [(expert, first, stop) for first in range(start, stop, rows)]
         start = stop
-    return torch.tensor(found, dtype=torch.int32, device=device)
+    return torch.tensor(result, dtype=torch.int32, device=device)
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -33,10 +33,10 @@ def kv_format(text: str) -> KVFormat:
         return Plain()
     if text == "int8":
         return Int8()
-    found = re.fullmatch(r"bfp(\d+)-b(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"bfp(\d+)-b(\d+)", text)
+    if match is None:
         raise KernelError(
             f"cache format {text!r}: expected plain, int8, or block floats such as bfp12-b32 "
             "(bits, then numbers that share an exponent)"
         )
-    return BfpKVFormat(bits=int(found[1]), block=int(found[2]))
+    return BfpKVFormat(bits=int(match[1]), block=int(match[2]))

@@ -36,8 +36,8 @@ _ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096)
 
 def _family(call: LowbitLinearCall) -> str:
     """``int`` of ``int4-g128``."""
-    found = re.match(r"[a-z]+", call.format)
-    return found[0] if found else ""
+    match = re.match(r"[a-z]+", call.format)
+    return match[0] if match else ""
 
 
 @part

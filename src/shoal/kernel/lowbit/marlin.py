@@ -102,9 +102,9 @@ def blocks(weight: PackedMatrix) -> Blocks:
     codes = weight.tensors["codes"]
     if codes.is_inference():  # nobody counts their changes
         return _repacked(weight)
-    found = _MADE.get(codes)
-    if found is not None and found[0] == codes._version:
-        return found[1]
+    value = _MADE.get(codes)
+    if value is not None and value[0] == codes._version:
+        return value[1]
     made = _repacked(weight)
     _MADE[codes] = (codes._version, made)
     return made

@@ -50,9 +50,9 @@ def w4a16(
             even, odd = even.to(tl.float32), odd.to(tl.float32)
         low = ((byte & 15).to(tl.int32) - 8).to(even.dtype)
         high = ((byte >> 4).to(tl.int32) - 8).to(even.dtype)
-        found = tl.dot(even, tl.trans(low), input_precision="ieee")
-        found += tl.dot(odd, tl.trans(high), input_precision="ieee")
+        result = tl.dot(even, tl.trans(low), input_precision="ieee")
+        result += tl.dot(odd, tl.trans(high), input_precision="ieee")
         scale = tl.load(scales + columns * groups + group, mask=columns < n, other=0.0)
-        total += found * scale.to(tl.float32)[None, :]
+        total += result * scale.to(tl.float32)[None, :]
     out = sums + part * m * n + rows[:, None] * n + columns[None, :]
     tl.store(out, total, mask=some_rows & (columns[None, :] < n))

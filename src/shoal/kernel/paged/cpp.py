@@ -91,7 +91,7 @@ class CppPagedAttention(BaseKernel):
 
         def side(name: str, cached: Cached) -> tuple[int, ...]:
             """Addresses of codes and scales, and their strides in bytes."""
-            found: list[int] = []
+            numbers: list[int] = []
             strides: list[int] = []
             for tensor in stored(cached):
                 slot, head, number = tensor.stride()
@@ -101,11 +101,11 @@ class CppPagedAttention(BaseKernel):
                         "numbers of a head side by side (a last stride of 1)"
                     )
                 width = tensor.element_size()
-                found.append(tensor.data_ptr())
+                numbers.append(tensor.data_ptr())
                 strides += [slot * width, head * width]
-            if len(found) == 1:
-                found, strides = [*found, 0], [*strides, 0, 0]
-            return *found, *strides
+            if len(numbers) == 1:
+                numbers, strides = [*numbers, 0], [*strides, 0, 0]
+            return *numbers, *strides
 
         def run(
             q_NHd: Tensor,

@@ -49,15 +49,15 @@ class LibraryPagedAttention(BaseKernel):
 
         def gathered(side: Cached, blocks_NW: Tensor, dtype: torch.dtype) -> Tensor:
             rows, width = blocks_NW.shape
-            found = [
+            results = [
                 part.view(-1, size, *part.shape[1:])
                 .index_select(0, blocks_NW.reshape(-1))
                 .view(rows, width * size, kv_heads, -1)
                 for part in stored(side)
             ]
             if call.format == "plain":
-                return found[0].transpose(1, 2)
-            return form.decode(*found).to(dtype).transpose(1, 2)
+                return results[0].transpose(1, 2)
+            return form.decode(*results).to(dtype).transpose(1, 2)
 
         def run(
             q_NHd: Tensor,

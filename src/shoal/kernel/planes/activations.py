@@ -28,10 +28,10 @@ def bits_of(activations: str) -> int:
     Raises:
         KernelError: anything else than bipolar1 to bipolar8.
     """
-    found = re.fullmatch(r"bipolar([1-8])", activations)
-    if found is None:
+    match = re.fullmatch(r"bipolar([1-8])", activations)
+    if match is None:
         raise KernelError(f"activations: {activations!r}: expected bipolar1 to bipolar8")
-    return int(found[1])
+    return int(match[1])
 
 
 def quantize(x_MK: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,7 @@ def table(
     """
     codes = [torch.randint(0, 256, (size, size), dtype=torch.uint8) for _ in range(buffers)]
     dense = [(torch.rand(size, size) - 0.5).to(torch.bfloat16) for _ in range(buffers)]
-    found = []
+    table = []
     for index, (w, a) in enumerate(widths):
         few = [code & (2**w - 1) for code in codes]
         made: dict[bool, list[PlanesWeights]] = {}
@@ -131,7 +131,7 @@ def table(
                 methods[name] = turning([lambda r=r, x=x: r(x) for r in layers], 1)  # type: ignore[misc]
             seconds = interleave(methods, pairs, warmup=1)
             for name in methods:
-                found.append(
+                table.append(
                     TimedEngine(
                         m,
                         w,
@@ -143,4 +143,4 @@ def table(
                         best is not None and best.name == name,
                     )
                 )
-    return found
+    return table

@@ -58,12 +58,12 @@ class PlanesEngine:
 
     def seconds(self, m: int, n: int, k: int, w: int, a: int, machine: Machine) -> float:
         """Of one product whose weights lie in main memory, on all cores."""
-        found = _units(machine)
+        units = _units(machine)
         cores = machine.device.num_cores or 1
-        compute = self.cycles(m, n, k, w, a, found) / (found["clock"] * cores)
+        compute = self.cycles(m, n, k, w, a, units) / (units["clock"] * cores)
         memory = n * k * w / 8 / (machine.device.main_memory.read_bandwidth or _BANDWIDTH)
         # The input is made codes, the result written, by all cores in their own caches.
-        around = m * (k * (1 + a) + 4 * n) / (32 * found["clock"] * cores)
+        around = m * (k * (1 + a) + 4 * n) / (32 * units["clock"] * cores)
         # What is computed while memory is waited for is not quite for nothing.
         return max(compute, memory) + 0.2 * min(compute, memory) + around
 
@@ -142,7 +142,7 @@ def _units(machine: Machine) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=64)
 def _units_of(measurements: tuple[Measurement, ...]) -> dict[str, float]:
-    found = {m.quantity: m.median for m in measurements if m.probe == "units"}
-    return {"clock": found.get("clock", _CLOCK)} | {
-        name: found.get(name, usual) for name, usual in _UNITS.items()
+    result = {m.quantity: m.median for m in measurements if m.probe == "units"}
+    return {"clock": result.get("clock", _CLOCK)} | {
+        name: result.get(name, usual) for name, usual in _UNITS.items()
     }

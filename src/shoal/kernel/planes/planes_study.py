@@ -65,7 +65,7 @@ class PlanesStudy:
 
         if not self.anyway:
             check_quiet(wait_s=60.0)
-        found = bench.table(
+        table = bench.table(
             machine,
             size=self.size,
             rows=[int(word) for word in counts],
@@ -87,8 +87,8 @@ class PlanesStudy:
                     f"{line.speedup:.2f}",
                     "chosen" if line.chosen else "",
                 )
-                for line in found
+                for line in table
             ),
             right="r  rrr ",
         )
-        return Explanation(blocks=(lines,), data=[dataclasses.asdict(line) for line in found])
+        return Explanation(blocks=(lines,), data=[dataclasses.asdict(line) for line in table])

@@ -68,12 +68,12 @@ class RecurrenceKernel(BaseKernel):
 
     def estimate(self, call: Any, machine: Machine) -> Estimate:
         """Time of one call: what :class:`BaseKernel` says, and every step's own."""
-        found = super().estimate(call, machine)
-        seconds = found.step_s.value + call.steps * self._step_s(call, machine)
-        return found.model_copy(
+        estimate = super().estimate(call, machine)
+        seconds = estimate.step_s.value + call.steps * self._step_s(call, machine)
+        return estimate.model_copy(
             update={
                 "step_s": Interval.around(seconds, 0.6),
-                "terms_s": {**found.terms_s, "steps": seconds - found.step_s.value},
+                "terms_s": {**estimate.terms_s, "steps": seconds - estimate.step_s.value},
             }
         )
 
@@ -131,10 +131,10 @@ class RecurrenceKernel(BaseKernel):
             dlast: of the last states [S, B, 1, N, D].
             clip: bound of what the product sends back to a state, at every step; 0: none.
         """
-        found: RecurrenceGradients = load_object(f"{self.calls}:backward")(
+        recurrence_gradients: RecurrenceGradients = load_object(f"{self.calls}:backward")(
             call, wx, R, states, trace, dh, drest, dlast, clip
         )
-        return found
+        return recurrence_gradients
 
     def _step_s(self, call: Recurrence, machine: Machine) -> float:
         # Every step reads the matrices again, from the nearest level that holds them all.

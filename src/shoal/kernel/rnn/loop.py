@@ -44,7 +44,7 @@ def loop(
     gates, heads, units, _ = R.shape
     # [N, D inputs, products x D outputs]
     matrix_NDE = R.to(dtype).permute(1, 3, 0, 2).reshape(heads, units, gates * units)
-    found = []
+    results = []
     # Views made together: the gradient of a view by itself is a tensor of all steps, each time.
     for wx_BGND in wx.unbind(1):
         h_NBD = now_SBND[0].transpose(0, 1)
@@ -52,5 +52,5 @@ def loop(
             h_NBD = _Clip.apply(h_NBD, clip)  # type: ignore[no-untyped-call]
         product = torch.bmm(h_NBD, matrix_NDE).view(heads, -1, gates, units)
         now_SBND = what.step(wx_BGND, product.permute(1, 2, 0, 3), bias, now_SBND)
-        found.append(now_SBND)
-    return torch.stack(found, 2)
+        results.append(now_SBND)
+    return torch.stack(results, 2)

@@ -40,5 +40,5 @@ class ReferenceRecurrence(RecurrenceKernel):
         """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
         from shoal.kernel.rnn.loop import loop
 
-        found = loop(call.function, wx, R, bias, states)
-        return RecurrenceTrace(found[0], found[1:])
+        result = loop(call.function, wx, R, bias, states)
+        return RecurrenceTrace(result[0], result[1:])

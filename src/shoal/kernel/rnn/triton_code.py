@@ -37,10 +37,10 @@ def _matrix(
     """[inputs, outputs] of gate g, or the other way round; in fp32 if WIDEN."""
     a, b = tl.arange(0, DP)[:, None], tl.arange(0, DP)[None, :]
     out, inner = (b, a) if across else (a, b)
-    found = tl.load(r + ((g * N + n) * D + out) * D + inner, mask=(a < D) & (b < D), other=0.0)
+    matrix = tl.load(r + ((g * N + n) * D + out) * D + inner, mask=(a < D) & (b < D), other=0.0)
     if WIDEN:
-        found = found.to(tl.float32)
-    return found
+        matrix = matrix.to(tl.float32)
+    return matrix
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -149,10 +149,10 @@ def _before(
 ) -> tl.tensor:
     """A state before step t."""
     if t == 0:
-        found = tl.load(s0 + (s * B + rows) * ND + at, mask=real, other=0.0)
+        loaded = tl.load(s0 + (s * B + rows) * ND + at, mask=real, other=0.0)
     else:
-        found = tl.load(all_states + (rows * T + t - 1) * ND + at, mask=real, other=0.0)
-    return found
+        loaded = tl.load(all_states + (rows * T + t - 1) * ND + at, mask=real, other=0.0)
+    return loaded
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -134,21 +134,21 @@ def from_any(name: str, matrix: Any) -> Csr:
         KernelError: it is none of these, or its entries are out of range or out of order.
     """
     if isinstance(matrix, Csr):
-        found = matrix
+        result = matrix
     elif scipy.sparse.issparse(matrix):
         given: Any = matrix
         rows = given.tocsr()
         values = _shared(rows.data)
         if values.dtype not in _NAMES and not values.dtype.is_complex:
             values = values.to(torch.int64)
-        found = Csr(
+        result = Csr(
             _shape(name, rows.shape),
             _shared(rows.indptr).to(torch.int64),
             _narrow(name, _shared(rows.indices), rows.shape),
             values,
         )
     elif isinstance(matrix, Tensor) and matrix.layout == torch.sparse_csr:
-        found = Csr(
+        result = Csr(
             _shape(name, matrix.shape),
             matrix.crow_indices().to(torch.int64).contiguous(),
             _narrow(name, matrix.col_indices(), matrix.shape),
@@ -159,9 +159,9 @@ def from_any(name: str, matrix: Any) -> Csr:
             f"kernel.spgemm {name}: {type(matrix).__name__}; expected a scipy.sparse array or a "
             "torch sparse CSR tensor (tensor.to_sparse_csr())"
         )
-    dtype_name(found.val.dtype)
-    _check(name, found)
-    return found
+    dtype_name(result.val.dtype)
+    _check(name, result)
+    return result
 
 
 def to_like(result: Csr, like: Any) -> Any:

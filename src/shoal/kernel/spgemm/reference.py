@@ -70,8 +70,8 @@ def _rows(A: Csr) -> Tensor:
 def _distinct(place_P: Tensor) -> Tensor:
     import torch
 
-    found: Tensor = torch.unique(place_P)
-    return found
+    values: Tensor = torch.unique(place_P)
+    return values
 
 
 def _products(
@@ -109,9 +109,9 @@ def _merged(
     if semiring == "plus_times":
         return place_E, val_P.new_zeros(place_E.numel()).index_add(0, at_P, val_P)
     if semiring == "or_and":
-        found = torch.zeros(place_E.numel(), dtype=torch.uint8)
-        return place_E, found.scatter_reduce(0, at_P, val_P.to(torch.uint8), "amax").to(torch.bool)
+        array = torch.zeros(place_E.numel(), dtype=torch.uint8)
+        return place_E, array.scatter_reduce(0, at_P, val_P.to(torch.uint8), "amax").to(torch.bool)
     limits = torch.finfo if val_P.is_floating_point() else torch.iinfo
     none = float("inf") if val_P.is_floating_point() else limits(val_P.dtype).max
-    found = torch.full((place_E.numel(),), none, dtype=val_P.dtype)
-    return place_E, found.scatter_reduce(0, at_P, val_P, "amin")
+    array = torch.full((place_E.numel(),), none, dtype=val_P.dtype)
+    return place_E, array.scatter_reduce(0, at_P, val_P, "amin")

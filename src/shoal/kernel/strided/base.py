@@ -35,11 +35,11 @@ class StridedKernel(BaseKernel):
 
     def estimate(self, call: Any, machine: Machine) -> Estimate:
         """Memory's time for the lines that hold the bytes, or the blocks' own."""
-        found = super().estimate(call, machine)
+        estimate = super().estimate(call, machine)
         blocks = self.call_s + self.block_s * call.layout.runs
-        if blocks <= found.step_s.value:
-            return found
-        return found.model_copy(
+        if blocks <= estimate.step_s.value:
+            return estimate
+        return estimate.model_copy(
             update={
                 "step_s": Interval.around(blocks, 0.6),
                 "terms_s": {"blocks": blocks},
@@ -109,7 +109,7 @@ def offsets_of(layout: Layout, device: torch.device) -> Tensor:
     if isinstance(layout, BlockList):
         parts = [at + steps(n) for at, n in zip(layout.offsets, layout.lengths, strict=True)]
         return torch.cat(parts)
-    found = steps(1)
+    result = steps(1)
     for count, stride in zip(layout.counts, layout.strides, strict=True):
-        found = (steps(count, stride)[:, None] + found[None, :]).reshape(-1)
-    return layout.start + found
+        result = (steps(count, stride)[:, None] + result[None, :]).reshape(-1)
+    return layout.start + result

@@ -203,9 +203,9 @@ def rewritten(
     if isinstance(leaf, Dense):
         return _strided(start, streams, leaf.extent, extent, order_free)
     offsets, lengths = _merged(*_listed(start, streams, leaf))
-    found = _recognised(offsets, lengths)
-    if found is not None:
-        return _strided(offsets[0].item(), found[0], found[1], extent, order_free)
+    result = _recognised(offsets, lengths)
+    if result is not None:
+        return _strided(offsets[0].item(), result[0], result[1], extent, order_free)
     if order_free:
         order = np.argsort(offsets, kind="stable")
         offsets, lengths = offsets[order], lengths[order]
@@ -242,8 +242,8 @@ def _strided(
     start: int, streams: list[tuple[int, int]], dense: int, extent: int, order_free: bool
 ) -> tuple[StridedBlock, tuple[RewriteStep, ...]]:
     steps = [RewriteStep("given", tuple(streams), dense)]
-    while (found := _apply(start, streams, dense, order_free)) is not None:
-        rule, start, streams, dense = found
+    while (result := _apply(start, streams, dense, order_free)) is not None:
+        rule, start, streams, dense = result
         steps.append(RewriteStep(rule, tuple(streams), dense))
     counts = (dense, *(n for n, _ in reversed(streams)))
     strides = (1, *(s for _, s in reversed(streams)))

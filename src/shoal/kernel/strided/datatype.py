@@ -321,9 +321,9 @@ def from_tensor_view(view: Tensor, base: Tensor | None = None) -> Datatype:
         KernelError: the two do not share memory.
     """
     item = view.element_size()
-    found = from_strides(view.shape, [stride * item for stride in view.stride()], item)
+    strides = from_strides(view.shape, [stride * item for stride in view.stride()], item)
     if base is None:
-        return found
+        return strides
     require(
         view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr(),
         "strided.from_tensor_view",
@@ -333,11 +333,11 @@ def from_tensor_view(view: Tensor, base: Tensor | None = None) -> Datatype:
     )
     at = view.data_ptr() - base.data_ptr()
     return Datatype(
-        StridedStream(at, 1, 0, found.node),
-        found.lower + at,
-        found.extent,
-        found.size,
-        found.depth + 1,
+        StridedStream(at, 1, 0, strides.node),
+        strides.lower + at,
+        strides.extent,
+        strides.size,
+        strides.depth + 1,
     )
 
 

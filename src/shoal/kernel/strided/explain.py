@@ -66,12 +66,12 @@ def parse(text: str) -> Datatype:
             f"strided type {text!r}: not an expression ({cause}); write for instance "
             "vector(13, 100, 128, float32) or float32[256, 256][:, 0]"
         ) from cause
-    found = _value(tree)
-    if not isinstance(found, Datatype):
+    result = _value(tree)
+    if not isinstance(result, Datatype):
         raise KernelError(
             f"strided type {text!r}: expected a type, such as vector(13, 100, 128, float32)"
         )
-    return found
+    return result
 
 
 def explain(text: str, *, count: int = 1) -> str:
@@ -110,8 +110,8 @@ def _kernels(layout: Layout) -> list[tuple[str, str]]:
     for call in (Pack(layout), Unpack(layout)):
         if call.op == "unpack" and layout.overlaps:
             continue
-        told = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in candidates(call))
-        rows.append((call.op, f"predicted here: {told}"))
+        text = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in candidates(call))
+        rows.append((call.op, f"predicted here: {text}"))
     return rows
 
 
@@ -178,10 +178,10 @@ def _all(value: Any, kind: type) -> bool:
 
 
 def _whole(node: ast.expr) -> int:
-    found = _value(node)
-    if not isinstance(found, int):
+    result = _value(node)
+    if not isinstance(result, int):
         raise _wrong(node, "a whole number")
-    return found
+    return result
 
 
 def _sliced(node: ast.Subscript) -> Datatype:

@@ -38,11 +38,11 @@ class ReferencePack(StridedKernel):
         def pack(buffer: Tensor, out: Tensor | None = None) -> Tensor:
             checked_room(span, buffer)
             here = buffer.storage_offset() * buffer.element_size()
-            found = byte_tensor(buffer)[here + offsets_of(layout, buffer.device)]
+            result = byte_tensor(buffer)[here + offsets_of(layout, buffer.device)]
             if out is None:
-                return found
+                return result
             checked_out(layout.size, out, buffer)
-            out.view(-1).view(found.dtype).copy_(found)
+            out.view(-1).view(result.dtype).copy_(result)
             return out
 
         return pack

@@ -58,9 +58,9 @@ class Builder:
 
     def pointer(self, name: str, dtype: str | TileType) -> ir.Pointer:
         """An address the program is given."""
-        found = ir.Pointer(name, tile_type(dtype))
-        self.program.pointers += (found,)
-        return found
+        pointer = ir.Pointer(name, tile_type(dtype))
+        self.program.pointers += (pointer,)
+        return pointer
 
     def scalars(self, *names: str) -> tuple[Expr, ...]:
         """Whole numbers the program is given."""
@@ -322,12 +322,12 @@ class Builder:
     ) -> tuple[Value, ...]:
         outer, self._block = self._block, block
         try:
-            found = body(*arguments)
+            result = body(*arguments)
         finally:
             self._block = outer
-        if found is None:
+        if result is None:
             return ()
-        return tuple(found) if isinstance(found, tuple) else (found,)
+        return tuple(result) if isinstance(result, tuple) else (result,)
 
     def _like(self, value: Value) -> Value:
         if isinstance(value, Register):

@@ -32,15 +32,15 @@ def compile_kernel(name: str | TileKernel, emit: Emit = "cpp", **options: Any) -
         expected="ir, cpp or cuda",
         error=KernelError,
     )
-    found = name if isinstance(name, TileKernel) else program(name)
-    known = found.options()
+    result = name if isinstance(name, TileKernel) else program(name)
+    known = result.options()
     if emit == "cuda":
         options.setdefault("target", "cuda")
         if "step" in known and "columns" in known:
             options = {"step": 32, "columns": 32} | options
         if "rows" in known and "step" in known:
             options = {"rows": 16} | options
-    traced = found.trace(**options)
+    traced = result.trace(**options)
     if emit == "ir":
         return str(traced)
     if emit == "cpp":

@@ -50,8 +50,8 @@ class CompileStudy:
 
     def explain(self, machine: Machine | None, progress: Progress) -> Explanation:
         """The program's text."""
-        found = program(self.program)
-        options = _checked(found, self.settings)
+        result = program(self.program)
+        options = _checked(result, self.settings)
         if self.target is not None:
             require(
                 self.emit in ("ir", "layout"),
@@ -62,10 +62,10 @@ class CompileStudy:
             )
             options["target"] = self.target
             if self.target == "cuda":
-                known = found.options()
+                known = result.options()
                 options = {key: size for key, size in _LEAST.items() if key in known} | options
         text = (
-            _layouts(found, options)
+            _layouts(result, options)
             if self.emit == "layout"
             else compile_kernel(self.program, self.emit, **options)
         )

@@ -208,9 +208,9 @@ class _Emit:
         if len(self.program.grid) > 3:
             raise KernelError(f"tile program {self.program.name}: a GPU's grid has 3 dimensions")
         for one in body:
-            found = getattr(self, f"on_{type(one).__name__.lower()}", None)
-            if found is not None:
-                found(one)
+            value = getattr(self, f"on_{type(one).__name__.lower()}", None)
+            if value is not None:
+                value(one)
 
     def inside(self, body: list[ir.Instruction]) -> None:
         indent, self.indent = self.indent, self.indent + "  "

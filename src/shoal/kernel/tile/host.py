@@ -60,9 +60,9 @@ class _Emit(ProductWriter):
         for one in body:
             if id(one) in self.fused:
                 continue
-            found = getattr(self, f"on_{type(one).__name__.lower()}", None)
-            if found is not None:
-                found(one)
+            value = getattr(self, f"on_{type(one).__name__.lower()}", None)
+            if value is not None:
+                value(one)
 
     def inside(self, body: list[ir.Instruction]) -> None:
         indent, self.indent = self.indent, self.indent + "  "

@@ -385,8 +385,8 @@ class ProgramWriter:
                 m, k = one.a.shape
                 high = max(h for h in range(1, 17) if k // 4 % h == 0)
                 shapes.add((2 * m, high))
-        found = shapes.pop() if len(shapes) == 1 else (0, 0)
-        return found if 0 < found[0] <= 16 and found[1] % 4 == 0 else None
+        value = shapes.pop() if len(shapes) == 1 else (0, 0)
+        return value if 0 < value[0] <= 16 and value[1] % 4 == 0 else None
 
     def _may_run_ahead(self, one: ir.Dot) -> bool:
         """Whether the operands of the next round are known in this one."""

@@ -94,8 +94,8 @@ class TileLayout:
 
     def holders(self, index: Sequence[int]) -> list[tuple[int, int]]:
         """Every (thread, place) that holds an index."""
-        found = np.argwhere((_table(self) == np.asarray(index)).all(-1))
-        return [(int(thread), int(place)) for thread, place in found]
+        result = np.argwhere((_table(self) == np.asarray(index)).all(-1))
+        return [(int(thread), int(place)) for thread, place in result]
 
     def canonical(self) -> TileLayout:
         """The same map with as few modes as possible; equal maps have equal canonical forms."""
@@ -160,16 +160,16 @@ def _bad(layout: TileLayout, expected: str) -> NoReturn:
 
 @functools.cache
 def _dims(layout: TileLayout) -> tuple[int, ...]:
-    found: list[int] = []
+    dims: list[int] = []
     left = list(layout.mode_shape)
     for dim, size in enumerate(layout.shape):
         have = 1
         while have < size and left:
             have *= left.pop(0)
-            found.append(dim)
+            dims.append(dim)
         if have != size:
             _bad(layout, f"the modes of dimension {dim} to have the product {size}")
-    return tuple(found)
+    return tuple(dims)
 
 
 @functools.lru_cache(maxsize=512)

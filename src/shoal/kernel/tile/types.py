@@ -165,13 +165,13 @@ def tile_type(name: str | TileType) -> TileType:
     if name in _WIDE:
         kind, bits, exponent, mantissa = _WIDE[name]
         return TileType(kind, bits, exponent, mantissa)  # type: ignore[arg-type]
-    found = re.fullmatch(r"(?:float(\d))?_?e(\d)m(\d)", name)
-    if found:
-        exponent, mantissa = int(found[2]), int(found[3])
-        return TileType("float", int(found[1] or 1 + exponent + mantissa), exponent, mantissa)
-    found = re.fullmatch(r"(uint|int)(\d+)", name)
-    if found:
-        return TileType(found[1], int(found[2]))  # type: ignore[arg-type]
+    match = re.fullmatch(r"(?:float(\d))?_?e(\d)m(\d)", name)
+    if match:
+        exponent, mantissa = int(match[2]), int(match[3])
+        return TileType("float", int(match[1] or 1 + exponent + mantissa), exponent, mantissa)
+    match = re.fullmatch(r"(uint|int)(\d+)", name)
+    if match:
+        return TileType(match[1], int(match[2]))  # type: ignore[arg-type]
     raise KernelError(
         f"type {name!r}: expected uint1 to uint8, int1 to int8, a float such as e2m1 or "
         f"float6_e3m2, or one of {', '.join(_WIDE)}"

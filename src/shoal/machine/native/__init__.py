@@ -50,9 +50,9 @@ def library(name: str) -> ctypes.CDLL:
         BuildError: there is no compiler, or it refuses the source.
     """
     source = (Path(__file__).parent / f"{name}.cpp").read_text(encoding="utf-8")
-    found = build(source, name=name)
+    part = build(source, name=name)
     for function, (result, arguments) in _SIGNATURES.items():
         if function.startswith({"units": "unit"}.get(name, name) + "_"):
-            declared = getattr(found, function)
+            declared = getattr(part, function)
             declared.restype, declared.argtypes = result, arguments
-    return found
+    return part

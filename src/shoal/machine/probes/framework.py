@@ -46,17 +46,17 @@ class Framework:
             context.skip("framework", str(cause))
             return []
         train = overheads.pop("train")
-        found = [
+        results = [
             context.measured("framework", f"overhead.{name}", "s", seconds)
             for name, seconds in overheads.items()
         ]
         mean = [sum(turn) / len(turn) for turn in zip(*overheads.values(), strict=True)]
-        found.append(context.measured("framework", "op_overhead", "s", mean))
-        found.append(context.measured("framework", "op_overhead_train", "s", train))
+        results.append(context.measured("framework", "op_overhead", "s", mean))
+        results.append(context.measured("framework", "op_overhead_train", "s", train))
         for threads in sorted({1, len(context.cpus)}):
             for size in (2**16, 2**20, self.bytes_each):
                 seconds = worker.call("elementwise", bytes_=size, threads=threads, repeats=repeats)
-                found.append(
+                results.append(
                     context.measured(
                         "framework",
                         "elementwise_bandwidth",
@@ -66,4 +66,4 @@ class Framework:
                         note=f"threads={threads}",
                     )
                 )
-        return found
+        return results

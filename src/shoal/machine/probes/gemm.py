@@ -179,15 +179,17 @@ class Gemm:
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``sweep_DTYPE`` in FLOP/s: the best rate of torch's products of the sweep."""
         table = self.sweep(context)
-        found = []
+        results = []
         for dtype in DTYPE_BYTES:
             points = [p for p in table.points if p.dtype == dtype and p.tile == 0]
             if points:
                 best = max(points, key=lambda p: p.flops / p.seconds)
                 rates = [best.flops / s for s in (best.high, best.seconds, best.low)]
                 note = f"threads={best.threads}, {len(points)} products in all"
-                found.append(context.measured("gemm", f"sweep_{dtype}", "FLOP/s", rates, note=note))
-        return found
+                results.append(
+                    context.measured("gemm", f"sweep_{dtype}", "FLOP/s", rates, note=note)
+                )
+        return results
 
     def sweep(
         self,

@@ -35,10 +35,10 @@ class Sensor:
 
     def _read(self) -> list[float] | None:
         try:
-            found = [1e-6 * float(path.read_text()) for path in self._files]
+            results = [1e-6 * float(path.read_text()) for path in self._files]
         except (OSError, ValueError):  # counters that only root, or no guest, may read
             return None
-        return found or None
+        return results or None
 
     def start(self) -> None:
         """Take the counters."""

@@ -20,15 +20,15 @@ def _buffer(role: str, dtype: str, number: int) -> Any:
     """A flat buffer of at least ``number`` random elements, kept from call to call."""
     import torch
 
-    found = _BUFFERS.get((role, dtype, 0))
-    if found is None or found.numel() < number:
+    value = _BUFFERS.get((role, dtype, 0))
+    if value is None or value.numel() < number:
         kind = getattr(torch, _DTYPES[dtype])
         if dtype == "int8":
-            found = torch.randint(-127, 128, (number,), dtype=torch.int32).to(kind)
+            value = torch.randint(-127, 128, (number,), dtype=torch.int32).to(kind)
         else:
-            found = torch.rand(number).sub_(0.5).to(kind)
-        _BUFFERS[role, dtype, 0] = found
-    return found
+            value = torch.rand(number).sub_(0.5).to(kind)
+        _BUFFERS[role, dtype, 0] = value
+    return value
 
 
 def gemm(

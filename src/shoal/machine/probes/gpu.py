@@ -56,7 +56,7 @@ class GpuProbe:
             context.skip("gpu", "torch sees no CUDA device; install a CUDA build of torch")
             return []
         context.facts["gpu"] = {**facts, **_nvml(context)}
-        found = []
+        results = []
         for dtype in ("fp32", "bf16", "fp16"):
             for size in self.sizes:
                 seconds = worker.call(
@@ -70,21 +70,21 @@ class GpuProbe:
                     device="cuda",
                 )
                 rates = [2 * size**3 / s for s in seconds]
-                found.append(context.measured("gpu", f"matmul_{dtype}", "FLOP/s", rates, at=size))
+                results.append(context.measured("gpu", f"matmul_{dtype}", "FLOP/s", rates, at=size))
         size = 2**30
         seconds = worker.call("elementwise", bytes_=size, threads=1, repeats=repeats, device="cuda")
         rates = [3 * size / s for s in seconds]
-        found.append(context.measured("gpu", "memory", "B/s", rates, at=size))
+        results.append(context.measured("gpu", "memory", "B/s", rates, at=size))
         for name, there in (("host_to_device", True), ("device_to_host", False)):
             seconds = worker.call("copy", bytes_=2**28, to_device=there, repeats=repeats)
             rates = [2**28 / s for s in seconds]
-            found.append(context.measured("gpu", name, "B/s", rates, at=2**28))
+            results.append(context.measured("gpu", name, "B/s", rates, at=2**28))
         overheads = worker.call("overhead", threads=1, repeats=repeats, device="cuda")
         train = overheads.pop("train")
         mean = [sum(turn) / len(turn) for turn in zip(*overheads.values(), strict=True)]
-        found.append(context.measured("gpu", "op_overhead", "s", mean))
-        found.append(context.measured("gpu", "op_overhead_train", "s", train))
-        return found
+        results.append(context.measured("gpu", "op_overhead", "s", mean))
+        results.append(context.measured("gpu", "op_overhead_train", "s", train))
+        return results
 
 
 def _nvml(context: ProbeContext) -> dict[str, Any]:
@@ -99,13 +99,13 @@ def _nvml(context: ProbeContext) -> dict[str, Any]:
     except pynvml.NVMLError as cause:
         context.skip("gpu.nvml", str(cause))
         return {}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        result["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
         # Some virtual GPUs do not tell their power limit.
         with contextlib.suppress(pynvml.NVMLError):
-            found["power_watts"] = pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000
+            result["power_watts"] = pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000
     finally:
         pynvml.nvmlShutdown()
-    return found
+    return result

@@ -61,7 +61,7 @@ class Matmul:
         except MachineError as cause:
             context.skip("matmul.torch", str(cause))
             return []
-        found = []
+        results = []
         counts = {"": len(context.cpus)}
         if len(context.cpus) > 1:
             counts["_1core"] = 1
@@ -74,7 +74,7 @@ class Matmul:
                     seconds = worker.call(
                         "matmul", m=size, n=size, k=size, dtype=dtype, threads=threads, repeats=few
                     )
-                    found.append(
+                    results.append(
                         context.measured(
                             "matmul",
                             f"matmul_{dtype}{suffix}",
@@ -84,14 +84,14 @@ class Matmul:
                             note=f"threads={threads}",
                         )
                     )
-        return found
+        return results
 
     def _numpy(
         self, context: ProbeContext, sizes: tuple[int, ...], repeats: int
     ) -> list[Measurement]:
         import numpy as np
 
-        found = []
+        results = []
         for size in sizes:
             a = np.ones((size, size), dtype=np.float32)
             out = np.empty_like(a)
@@ -103,9 +103,9 @@ class Matmul:
                 for _ in range(batch):
                     np.matmul(a, a, out=out)
                 rates.append(2 * size**3 * batch / (time.perf_counter() - begin))
-            found.append(
+            results.append(
                 context.measured(
                     "matmul", "matmul_fp32", "FLOP/s", rates, at=size, note="numpy, without torch"
                 )
             )
-        return found
+        return results

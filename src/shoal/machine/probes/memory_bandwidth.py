@@ -114,7 +114,7 @@ class MemoryBandwidth:
             counts = sorted({*counts, *(2**i for i in range(len(all_cpus).bit_length()))})
             counts = [count for count in counts if count <= len(all_cpus)]
         moved = 24e6 if context.fast else 64e6
-        found = []
+        results = []
         for kernel in KERNELS:
             if not library("bandwidth").bandwidth_has(KERNELS.index(kernel)):
                 context.skip(f"memory_bandwidth.{kernel}", "no non-temporal stores on this CPU")
@@ -125,7 +125,7 @@ class MemoryBandwidth:
                         kernel, at, all_cpus[:count], repeats=repeats, sample_bytes=moved
                     )
                     fine = sorted(rates)[len(rates) // 2] <= CORE_LIMIT * count
-                    found.append(
+                    results.append(
                         context.measured(
                             "memory_bandwidth",
                             f"{kernel}_{count}threads",
@@ -136,4 +136,4 @@ class MemoryBandwidth:
                             note="" if fine else "above what cores can load and store",
                         )
                     )
-        return found
+        return results

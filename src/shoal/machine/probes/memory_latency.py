@@ -157,7 +157,7 @@ class MemoryLatency:
             wanted = 2**28 if context.fast else 2**30
             largest = int(min(wanted, max(2**20, 0.25 * host.memory_available())))
         sizes = footprints(self.smallest_bytes, largest)
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
         curves: dict[bool, list[float]] = {}
         for huge in (True, False):
             if self.huge_pages == ("off" if huge else "on"):
@@ -165,9 +165,9 @@ class MemoryLatency:
             curve = self._curve(context, sizes, huge=huge)
             if curve:
                 curves[huge] = [item.median for item in curve]
-                found += curve
+                measurements += curve
         if not curves:
-            return found
+            return measurements
         curve_s = curves.get(True) or curves[False]
         caches = len(host.caches())
         plateaus = levels(sizes, curve_s, most=caches + 1 if caches else len(NAMES))
@@ -176,7 +176,7 @@ class MemoryLatency:
             place = [
                 i for i, size in enumerate(sizes) if level.first_bytes <= size <= level.last_bytes
             ]
-            found.append(
+            measurements.append(
                 context.measured(
                     "memory_latency",
                     f"{name}.latency",
@@ -187,7 +187,7 @@ class MemoryLatency:
             )
             if level.capacity_bytes is not None and level.next_bytes is not None:
                 knee = (level.last_bytes, level.capacity_bytes, level.next_bytes)
-                found.append(
+                measurements.append(
                     context.measured(
                         "memory_latency",
                         f"{name}.capacity",
@@ -196,26 +196,26 @@ class MemoryLatency:
                         note="the knee lies between low and high",
                     )
                 )
-        return found
+        return measurements
 
     def _curve(self, context: ProbeContext, sizes: list[int], *, huge: bool) -> list[Measurement]:
         repeats = self.repeats or (7 if context.fast else 15)
         most = 2**16 if context.fast else 2**18
         quantity = "latency" if huge else "latency_small_pages"
-        found: list[Measurement] = []
+        curve: list[Measurement] = []
         for size in sizes:
             with PointerChain(
-                size, huge=huge, seed=len(found), random=self.order == "random"
+                size, huge=huge, seed=len(curve), random=self.order == "random"
             ) as chain:
                 if not chain.granted and huge:
                     context.skip("memory_latency.latency", "the system grants no huge pages")
                     return []
                 values = chain.samples(max(2**14, min(chain.lines, most)), repeats)
             middle = sorted(values)[len(values) // 2]
-            previous = found[-1].median if found else 0.0
+            previous = curve[-1].median if curve else 0.0
             # Noise apart, a larger footprint is not faster, and no load takes under 0.1 ns.
             fine = middle > 1e-10 and middle > 0.6 * previous
-            found.append(
+            curve.append(
                 context.measured(
                     "memory_latency",
                     quantity,
@@ -226,4 +226,4 @@ class MemoryLatency:
                     note="" if fine else "faster than a smaller footprint",
                 )
             )
-        return found
+        return curve

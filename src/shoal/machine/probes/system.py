@@ -49,7 +49,7 @@ class SystemProbe:
         """
         repeats = self.repeats or (5 if context.fast else 15)
         system = library("system")
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
 
         def add(
             quantity: str, unit: str, call: Callable[[], float], at: float | None = None
@@ -63,7 +63,7 @@ class SystemProbe:
                     context.skip(f"system.{quantity}", reason)
                     return
                 values.append(value)
-            found.append(context.measured("system", quantity, unit, values, at=at))
+            measurements.append(context.measured("system", quantity, unit, values, at=at))
 
         if len(context.cpus) > 1:
             a, b = context.cpus[0], context.cpus[-1]
@@ -89,7 +89,7 @@ class SystemProbe:
                 at=size,
             )
         self._files(context, add)
-        return found
+        return measurements
 
     def _files(self, context: ProbeContext, add: Callable[..., None]) -> None:
         system = library("system")

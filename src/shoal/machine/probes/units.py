@@ -104,7 +104,7 @@ class Units:
         repeats = self.repeats or (9 if context.fast else 25)
         units = library("units")
         clocks = clock_samples(max(repeats, 9))
-        found = [
+        results = [
             context.measured(
                 "units",
                 "clock",
@@ -123,8 +123,8 @@ class Units:
             if unit.quantity in done:  # the widest form that this CPU has came first
                 continue
             done.add(unit.quantity)
-            found += self._measure(context, units, unit, repeats)
-        return found
+            results += self._measure(context, units, unit, repeats)
+        return results
 
     def _measure(
         self, context: ProbeContext, units: ctypes.CDLL, unit: InstructionTest, repeats: int

@@ -258,13 +258,13 @@ class TensorCache(StepHook):
         if handle.asked != task:
             handle.asked = task
             entry.left -= 1
-        found = torch.empty(0, dtype=handle.dtype, device=entry.device)
+        array = torch.empty(0, dtype=handle.dtype, device=entry.device)
         offset = entry.first // handle.dtype.itemsize + handle.offset
         with torch.no_grad():
-            found.set_(storage, offset, handle.shape, handle.stride)
+            array.set_(storage, offset, handle.shape, handle.stride)
         if entry.left <= 0:
             entry.loaded = None  # autograd holds what it still needs
-        return found
+        return array
 
     def close(self) -> None:
         """End the transfers and give the file back; the handles that are left are worth nothing."""

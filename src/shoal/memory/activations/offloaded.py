@@ -122,8 +122,8 @@ class StorageOffload(ABC, Generic[_A]):
                 away.coming = None
             assert away.fetched is not None
             storage = away.fetched.untyped_storage()
-        found = torch.empty(0, dtype=slip.dtype, device=self._tiers.device.device)
-        return found.set_(storage, slip.offset, slip.shape, slip.stride)
+        array = torch.empty(0, dtype=slip.dtype, device=self._tiers.device.device)
+        return array.set_(storage, slip.offset, slip.shape, slip.stride)
 
     def make_room(self) -> None:
         """Return when everything that leaves the device has left."""

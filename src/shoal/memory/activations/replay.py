@@ -110,11 +110,11 @@ class ActivationReplay:
         alike: dict[tuple[str, ...], list[list[Operator]]] = {}
         for operators in self.operators:
             alike.setdefault(tuple(one.name for one in operators), []).append(operators)
-        found: list[list[float]] = []
+        seconds: list[list[float]] = []
         for operators in self.operators:
             same = alike[tuple(one.name for one in operators)]
-            found.append([_middle([unit[n] for unit in same]) for n in range(len(operators))])
-        return found
+            seconds.append([_middle([unit[n] for unit in same]) for n in range(len(operators))])
+        return seconds
 
     def begin(self) -> None:
         """A micro-batch begins."""
@@ -147,7 +147,7 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         ModelError: the model has no chain of blocks.
     """
-    found = []
+    units = []
     for name, block in find_blocks(model)[1]:
         total = sum(p.numel() for p in block.parameters())
         parts = [
@@ -157,8 +157,8 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
             and not isinstance(child, nn.ModuleList | nn.ModuleDict)
             and sum(p.numel() for p in child.parameters()) * _LARGE >= total
         ]
-        found += parts if len(parts) > 1 else [(name, block)]
-    return found
+        units += parts if len(parts) > 1 else [(name, block)]
+    return units
 
 
 class _Pass:

@@ -154,9 +154,9 @@ class ActivationSwapping(StorageOffload[_Swapped]):
         assert disk is not None
         block = away.block
         for first, count in chunks(block.nbytes, ring.nbytes):
-            found: list[Tensor] = []
+            tensors: list[Tensor] = []
 
-            def down(first: int = first, count: int = count, found: list[Tensor] = found) -> None:
+            def down(first: int = first, count: int = count, found: list[Tensor] = tensors) -> None:
                 slot = ring.get()
                 slot[:count].copy_(source[first : first + count])
                 found.append(slot)
@@ -166,7 +166,7 @@ class ActivationSwapping(StorageOffload[_Swapped]):
             def write(
                 first: int = first,
                 count: int = count,
-                found: list[Tensor] = found,
+                found: list[Tensor] = tensors,
                 leaving: Ticket = leaving,
             ) -> None:
                 leaving.wait()
@@ -192,9 +192,9 @@ class ActivationSwapping(StorageOffload[_Swapped]):
         assert disk is not None
         block = away.block
         for first, count in chunks(block.nbytes, ring.nbytes):
-            found: list[Tensor] = []
+            tensors: list[Tensor] = []
 
-            def read(first: int = first, count: int = count, found: list[Tensor] = found) -> None:
+            def read(first: int = first, count: int = count, found: list[Tensor] = tensors) -> None:
                 stored.wait()
                 slot = ring.get()
                 try:
@@ -210,7 +210,7 @@ class ActivationSwapping(StorageOffload[_Swapped]):
             def up(
                 first: int = first,
                 count: int = count,
-                found: list[Tensor] = found,
+                found: list[Tensor] = tensors,
                 reading: Ticket = reading,
             ) -> None:
                 reading.wait()
@@ -226,9 +226,9 @@ class ActivationSwapping(StorageOffload[_Swapped]):
         """What is wanted after this: the rest of its block, and the blocks before it."""
         for group in range(away.group, max(-1, away.group - _AHEAD), -1):
             for known in self._groups.get(group, ()):
-                found = known()
-                if found is not None:
-                    yield found
+                result = known()
+                if result is not None:
+                    yield result
 
     def _ahead(self, away: _Swapped) -> None:
         """Start to fetch what is wanted next, as far as the device has room."""

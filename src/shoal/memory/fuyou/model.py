@@ -135,8 +135,8 @@ class FuyouModel(OffloadedModel):
             count, _ = choose(self.iteration, self.ordered)
             self.use(self.ordered.nbytes[count])
         else:
-            asked = {"all": self.ordered.nbytes[-1], "none": 0}
-            self.use(asked[self._swap] if isinstance(self._swap, str) else self._swap)
+            requests = {"all": self.ordered.nbytes[-1], "none": 0}
+            self.use(requests[self._swap] if isinstance(self._swap, str) else self._swap)
 
     def use(self, nbytes: float) -> Times:
         """Send so many bytes away from the next step on; what it is expected to take.

@@ -179,8 +179,8 @@ def predicted(part: Fuyou, work: Work, machine: Machine) -> FuyouPrediction:
     if part.swap == "auto":
         _, times = choose(iteration, ordered)
     else:
-        asked = {"all": ordered.nbytes[-1], "none": 0}
-        count = ordered.first(asked[part.swap] if isinstance(part.swap, str) else part.swap)
+        requests = {"all": ordered.nbytes[-1], "none": 0}
+        count = ordered.first(requests[part.swap] if isinstance(part.swap, str) else part.swap)
         times = iteration.times(ordered.nbytes[count], ordered.again_s[count])
     computed = (iteration.before + 1) * (iteration.forward_s + iteration.backward_s)
     seconds = max(0.0, times.seconds - computed)

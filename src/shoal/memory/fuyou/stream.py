@@ -159,7 +159,7 @@ class ConsumedStream(ParameterStream):
             return super()._copy_down(home, part, first, fresh)
         if self.ready is not None:
             self.ready()  # what is still being saved lies where the update writes
-        count, found = part.numel(), list[int]()
+        count, result = part.numel(), list[int]()
 
         def down() -> None:
             slot = self.consumer.slot()
@@ -167,14 +167,14 @@ class ConsumedStream(ParameterStream):
             if fresh:
                 self._consume(home, first, count, slot)
             else:
-                found.append(slot)
+                result.append(slot)
 
         leaving = self.tiers.down.submit(down, part.nbytes)
         if not fresh:
 
             def add() -> None:
                 leaving.wait()
-                slot = found.pop()
+                slot = result.pop()
                 second = self._scratch.get()
                 try:
                     values = self.consumer.gradient(slot, count, home.dtype)

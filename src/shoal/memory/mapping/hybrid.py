@@ -55,7 +55,7 @@ class HybridMapper(MuZero):
         if self.changes:
             # From nothing, and hotter than alone: it has to leave what greedy would find.
             search = Anneal(rounds=self.changes, hot=HOT)
-            found = search.improved(compiled, np.zeros(compiled.decisions, np.int8), seed)
+            result = search.improved(compiled, np.zeros(compiled.decisions, np.int8), seed)
             play = replayer(compiled)
-            known = min(known, found, key=lambda actions: play(actions)[1])
+            known = min(known, result, key=lambda actions: play(actions)[1])
         return self.improve(compiled, known, seed=seed, name="hybrid")

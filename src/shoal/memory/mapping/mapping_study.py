@@ -84,14 +84,14 @@ class MappingStudy:
         )
         program = self._program(1e12 if flops is None else flops)
         choices = list(dict.fromkeys([self.mapper, Choice(name="greedy")]))
-        found = []
+        results = []
         for index, choice in enumerate(choices):
             progress(index, len(choices), choice.name)
-            found.append(MAPPERS.build(choice).map(program, tiers, seed=self.seed))
+            results.append(MAPPERS.build(choice).map(program, tiers, seed=self.seed))
         return Explanation(
-            blocks=tuple(_blocks(found)),
-            data=_record(found),
-            picture=lambda: picture(found[0]),
+            blocks=tuple(_blocks(results)),
+            data=_record(results),
+            picture=lambda: picture(results[0]),
             files={
                 "program.yaml": lambda: program.as_yaml(
                     "A program of memory, by `shoal explain mapping`."

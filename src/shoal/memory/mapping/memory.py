@@ -46,10 +46,10 @@ class Games:
 
     def returns(self, game: GameRecord) -> np.ndarray:
         """Discounted rewards from every decision on, [D]: values where no search was."""
-        found = np.zeros(len(game.rewards) + 1)
+        array = np.zeros(len(game.rewards) + 1)
         for i in range(len(game.rewards) - 1, -1, -1):
-            found[i] = game.rewards[i] / self.unit + self.discount * found[i + 1]
-        return found[:-1].astype(np.float32)
+            array[i] = game.rewards[i] / self.unit + self.discount * array[i + 1]
+        return array[:-1].astype(np.float32)
 
     def _values(self, game: GameRecord) -> np.ndarray:
         """n-step targets [D]."""

@@ -116,9 +116,9 @@ class MuZero:
             if cause.name != "torch":
                 raise
             raise MissingExtraError("torch", "run", f"mapper {name}") from None
-        found = MuZeroLearner(self, native, seed).run(known)
+        result = MuZeroLearner(self, native, seed).run(known)
         return replace(
-            mapping_of(compiled, found.best.actions, name),
-            notes=(found.note(),),
-            details={"rounds": found.curve, "games": found.played},
+            mapping_of(compiled, result.best.actions, name),
+            notes=(result.note(),),
+            details={"rounds": result.curve, "games": result.played},
         )

@@ -156,8 +156,8 @@ def is_view(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns:
         return False
-    found = schema.returns[0].alias_info
-    return found is not None and not found.is_write
+    result = schema.returns[0].alias_info
+    return result is not None and not result.is_write
 
 
 def is_item(node: Node) -> bool:

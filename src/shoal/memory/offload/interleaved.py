@@ -198,12 +198,12 @@ class InterleavedUpdater:
     def gradient_of(self, name: str) -> Tensor:
         """A gradient that has left, once more on the device."""
         parameter = self._parameters[name]
-        found = torch.empty(parameter.numel(), dtype=self._dtype, device=parameter.device)
+        array = torch.empty(parameter.numel(), dtype=self._dtype, device=parameter.device)
         for number, _, here, there in self._overlaps(name):
             for ticket in self._arrived[number]:
                 ticket.wait()
-            found[here].copy_(self._gradient[number][there])
-        return found.view(parameter.shape).to(parameter.dtype)
+            array[here].copy_(self._gradient[number][there])
+        return array.view(parameter.shape).to(parameter.dtype)
 
     def zero_gradients(self) -> None:
         """Make every gradient zero where it is needed."""
@@ -339,14 +339,14 @@ class InterleavedUpdater:
     def _overlaps(self, name: str) -> list[tuple[int, _Group, slice, slice]]:
         """(number, sub-group, part of the parameter, part of the sub-group) of each it lies in."""
         start, parameter = self._places[name]
-        found = []
+        overlaps = []
         for number, group in enumerate(self._groups):
             there = _inside(group, start, parameter.numel())
             if there is not None:
                 first = group.start + there.start - start
                 here = slice(first, first + there.stop - there.start)
-                found.append((number, group, here, there))
-        return found
+                overlaps.append((number, group, here, there))
+        return overlaps
 
     @torch.no_grad()
     def _scattered(self, group: _Group, values: Tensor) -> None:
@@ -378,7 +378,7 @@ class InterleavedUpdater:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Parameter name -> state name -> tensor on the host; ``step`` counts updates."""
         self.settle()
-        found: dict[str, dict[str, Tensor]] = {}
+        state: dict[str, dict[str, Tensor]] = {}
         for name, (_, parameter) in self._places.items():
             entries = {
                 key: torch.empty(parameter.numel(), dtype=self._dtype) for key in self._rule.states
@@ -387,8 +387,8 @@ class InterleavedUpdater:
                 for word, key in enumerate(self._rule.states, 1):
                     entries[key][here].copy_(self._state[number][word][there])
             shaped = {key: value.view(parameter.shape) for key, value in entries.items()}
-            found[name] = {**shaped, "step": torch.tensor(float(self.steps))}
-        return found
+            state[name] = {**shaped, "step": torch.tensor(float(self.steps))}
+        return state
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -415,11 +415,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _places(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
-    found, start = {}, 0
+    places, start = {}, 0
     for name, parameter in parameters.items():
-        found[name] = (start, parameter)
+        places[name] = (start, parameter)
         start += parameter.numel()
-    return found
+    return places
 
 
 def _inside(group: _Group, start: int, count: int) -> slice | None:
@@ -453,7 +453,7 @@ def rates_of(
     Raises:
         TierFullError: the device has no room for one sub-group.
     """
-    found = {}
+    result = {}
     wide = _wide(dtype)
     room = 16 * ALIGNMENT + 8 * wide.itemsize * sub_group
     for name, pattern in (
@@ -471,7 +471,7 @@ def rates_of(
             workers=replace(workers, link=None),
         )
         made.zero_gradients()
-        found[name] = sub_group / min(_seconds(made.step) for _ in range(_TRIES))
+        result[name] = sub_group / min(_seconds(made.step) for _ in range(_TRIES))
         made.close()
     source, narrow = torch.zeros(sub_group, dtype=wide), torch.zeros(sub_group, dtype=dtype)
     target = torch.zeros(sub_group, dtype=wide, device=device)
@@ -482,8 +482,8 @@ def rates_of(
     if dtype == source.dtype:
         convert = _NO_TIME  # nothing is converted
     return UpdateRates(
-        host=found["host"],
-        device=found["device"],
+        host=result["host"],
+        device=result["device"],
         convert=convert,
         link=words,
         push=dtype.itemsize / wide.itemsize,

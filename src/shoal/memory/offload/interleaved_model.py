@@ -84,10 +84,10 @@ class InterleavedModel(WholeModel):
 
     def lend(self, names: Collection[str]) -> dict[str, Tensor]:
         """Parameters of these names, with their gradients, for who must change these."""
-        found = {name: p for name, p in self._names.items() if name in names}
-        for name, parameter in found.items():
+        result = {name: p for name, p in self._names.items() if name in names}
+        for name, parameter in result.items():
             parameter.grad = self.update.gradient_of(name)
-        return dict(found)
+        return dict(result)
 
     def take_back(self, lent: Mapping[str, Tensor]) -> None:
         """Keep the gradients of what was lent."""

@@ -95,8 +95,8 @@ class WindowedModel(WholeModel):
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Parameter name -> state name -> tensor."""
-        found: dict[str, dict[str, Tensor]] = self._updater.state()
-        return found
+        state: dict[str, dict[str, Tensor]] = self._updater.state()
+        return state
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over a state with the same names and shapes."""

@@ -169,7 +169,7 @@ class ZeroInfinity:
     def notes(self, work: Work, machine: Machine) -> tuple[str, ...]:
         """What a plan should say: budgets that are too small, tiers that are too slow."""
         need, job = self._needs(work), work.job
-        found = [*short_budgets(self, {"device": need.device, "host": need.host})]
+        notes = [*short_budgets(self, {"device": need.device, "host": need.host})]
         tokens = job.seq_len * job.global_batch / job.parallel.dp
         for what, intensity, tier in (
             ("parameters and gradients", tokens, self.param),
@@ -177,12 +177,12 @@ class ZeroInfinity:
         ):
             share = efficiency(intensity, disk_bandwidth(machine), peak_flops(work, machine))
             if tier == "disk" and share < self.min_efficiency:
-                found.append(
+                notes.append(
                     f"offload: with {what} on disk at most {share:.0%} of a step computes, below "
                     f"min_efficiency {self.min_efficiency:.0%}; use a larger batch, a faster disk "
                     "or host memory"
                 )
-        return tuple(found)
+        return tuple(notes)
 
     def apply(
         self,

@@ -249,8 +249,8 @@ def move(
     if parameter.is_meta:
         fresh = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
         for module in model.modules():
-            for leaf, found in module._parameters.items():
-                if found is parameter:
+            for leaf, result in module._parameters.items():
+                if result is parameter:
                     module._parameters[leaf] = fresh
         parameter = fresh
     else:

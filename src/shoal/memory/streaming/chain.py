@@ -149,10 +149,10 @@ def _traced(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
     except Exception as cause:  # whatever a forward method does with a value that is not there
         return [], f"it cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
     order = dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "call_module")
-    found = [(name, model.get_submodule(name)) for name in order]
+    results = [(name, model.get_submodule(name)) for name in order]
     kept = [
         (name, module)
-        for name, module in found
+        for name, module in results
         if id(module) in held and any(True for _ in module.parameters())
     ]
     return kept, ""
@@ -165,20 +165,20 @@ def _chain(model: nn.Module, blocks: list[tuple[str, nn.Module]], how: str) -> B
     for name, parameter in model.named_parameters(remove_duplicate=False):
         place = next((i for i, span in enumerate(spans) if name.startswith(span + ".")), None)
         users.setdefault(id(parameter), set()).add("" if place is None else str(place))
-    found: list[tuple[str, nn.Module, tuple[nn.Parameter, ...]]] = []
+    results: list[tuple[str, nn.Module, tuple[nn.Parameter, ...]]] = []
     shared: dict[str, None] = {}
     for name, block in blocks:
         mine = dict.fromkeys(block.parameters())
         alone = tuple(p for p in mine if len(users[id(p)]) == 1)
         shared |= {names[id(p)]: None for p in mine if len(users[id(p)]) > 1}
         if alone:
-            found.append((name, block, alone))
+            results.append((name, block, alone))
     require(
-        len(found) > 1,
+        len(results) > 1,
         "chain",
-        f"{len(found)} of {len(blocks)} blocks with weights of their own",
+        f"{len(results)} of {len(blocks)} blocks with weights of their own",
         expected="at least two; weights that several blocks share cannot come and go",
         error=ModelError,
     )
-    chosen, modules, streamed = zip(*found, strict=True)
+    chosen, modules, streamed = zip(*results, strict=True)
     return BlockChain(chosen, modules, streamed, tuple(shared), how)

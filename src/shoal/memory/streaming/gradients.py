@@ -111,19 +111,19 @@ class GradientStream:
         row, ring, last = home.gradient, self._outgoing, self.last
         assert row is not None
         nbytes = part.nbytes
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
 
         def down() -> None:
             slot = ring.get()
             values = slot[:nbytes].view(part.dtype)
             copied(part, values)
-            found.extend((values, slot))
+            tensors.extend((values, slot))
 
         leaving = self.tiers.down.submit(down, nbytes)
 
         def write() -> None:
             leaving.wait()
-            values, slot = found
+            values, slot = tensors
             try:
                 if not fresh:
                     second = self._scratch.get()

@@ -38,8 +38,8 @@ class PartialParameter:
 
 def part_of(parameter: nn.Parameter) -> PartialParameter | None:
     """The part that :func:`init_sharded` has kept."""
-    found: PartialParameter | None = getattr(parameter, "_shoal_part", None)
-    return found
+    value: PartialParameter | None = getattr(parameter, "_shoal_part", None)
+    return value
 
 
 @contextlib.contextmanager

@@ -288,5 +288,5 @@ def peak_flops(work: Work, machine: Machine) -> float:
     """Operations per second of a rank's matrix products."""
     device = machine.device
     rates = {**device.peak_flops, **device.matmul_flops}
-    found = rates.get(work.job.precision) or rates.get("fp32") or 1e11
-    return found / (work.job.parallel.world if device.kind == "cpu" else 1)
+    value = rates.get(work.job.precision) or rates.get("fp32") or 1e11
+    return value / (work.job.parallel.world if device.kind == "cpu" else 1)

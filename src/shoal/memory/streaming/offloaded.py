@@ -74,7 +74,7 @@ class OffloadedModel:
 
     def held(self) -> dict[str, LocalParameter]:
         """Slices along the first dimension; what lies on disk is read as it is looked at."""
-        found: dict[str, LocalParameter] = {}
+        parameters: dict[str, LocalParameter] = {}
         for name, home in self._homes.items():
             if home.cut.numel:
                 part = home.cut.held(home.weight.shown())
@@ -82,8 +82,8 @@ class OffloadedModel:
                     box = self.tiles[name]
                     offset = tuple(a + b for a, b in zip(part.offset, box.offset, strict=True))
                     part = LocalParameter(part.tensor, offset, box.shape)
-                found[name] = part
-        return found
+                parameters[name] = part
+        return parameters
 
     def lend(self, names: Collection[str]) -> dict[str, Tensor]:
         """Parameters of these names, empty, with their gradients on the device."""

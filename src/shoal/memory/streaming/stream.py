@@ -402,12 +402,12 @@ class ParameterStream(GradientStream):
             return tiers.up.submit(
                 lambda: copied(row.take(first, count, None), target), target.nbytes
             )
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
 
         def read() -> None:
             slot = ring.get()
             try:
-                found.extend((row.take(first, count, slot), slot))
+                tensors.extend((row.take(first, count, slot), slot))
             except BaseException:
                 ring.put(slot)
                 raise
@@ -415,8 +415,8 @@ class ParameterStream(GradientStream):
         reading = tiers.read.submit(read, target.nbytes)
 
         def up() -> None:
-            copied(found[0], target)
-            ring.put(found[1])
+            copied(tensors[0], target)
+            ring.put(tensors[1])
 
         return tiers.up.submit(up, target.nbytes, after=reading)
 

@@ -198,11 +198,11 @@ class SubGroups:
         """Parameter name -> state name -> tensor, as :class:`torch.optim` names them."""
         import torch
 
-        found: dict[str, dict[str, Tensor]] = {}
+        state: dict[str, dict[str, Tensor]] = {}
         for home in self.homes:
             entries = {n: home.cut.held(row.shown()).tensor for n, row in home.states.items()}
-            found[home.name] = {"step": torch.tensor(float(home.steps)), **entries}
-        return found
+            state[home.name] = {"step": torch.tensor(float(home.steps)), **entries}
+        return state
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over a state with the same names and shapes."""

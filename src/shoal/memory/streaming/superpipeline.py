@@ -116,13 +116,13 @@ def wrap(
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = find_chain(model, chain)
+    result = find_chain(model, chain)
     if k != "auto":
-        Slide(len(found), k, k_prime or max(1, k // 2))
+        Slide(len(result), k, k_prime or max(1, k // 2))
     require(goal >= 1, "superpipeline.goal", goal, expected="at least 1")
     return SuperpipelineModel(
         model,
-        found,
+        result,
         k=None if k == "auto" else k,
         k_prime=k_prime,
         tier=tier,
@@ -384,8 +384,8 @@ class SuperpipelineModel:
         def unpack(kept: Any) -> Tensor:
             if isinstance(kept, _Outer):
                 assert outer is not None
-                found: Tensor = outer[1](kept.kept)
-                return found
+                tensor: Tensor = outer[1](kept.kept)
+                return tensor
             if isinstance(kept, ResidentTensor):
                 return kept.get()
             self._fetch(kept.block)

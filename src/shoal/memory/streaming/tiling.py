@@ -112,15 +112,15 @@ class TiledLinear(nn.Module):
 
     def _leaves(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """Name of each tile's parameter, its offset and its shape."""
-        found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        leaves: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         places = [(r0, c0) for r0, _ in self._outs for c0, _ in self._ins]
         for number, ((row, column), linear) in enumerate(zip(places, self.tiles, strict=True)):
             assert isinstance(linear, nn.Linear)
             shape = (linear.out_features, linear.in_features)
-            found.append((f"tiles.{number}.weight", (row, column), shape))
+            leaves.append((f"tiles.{number}.weight", (row, column), shape))
             if linear.bias is not None:
-                found.append((f"tiles.{number}.bias", (row,), shape[:1]))
-        return found
+                leaves.append((f"tiles.{number}.bias", (row,), shape[:1]))
+        return leaves
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -154,7 +154,7 @@ def tile(
     Returns:
         Parameter of a tile -> the box of the parameter that it is cut from.
     """
-    found: dict[str, Tile] = {}
+    result: dict[str, Tile] = {}
     for name, module in list(model.named_modules()):
         # Of a class of its own, a layer may be used in ways that tiles have not.
         if type(module) is not nn.Linear or name.rpartition(".")[2] in keep:
@@ -166,5 +166,5 @@ def tile(
             made = TiledLinear.of(module, out_splits=splits)
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, made)
-            found |= made.boxes(name)
-    return found
+            result |= made.boxes(name)
+    return result

@@ -89,6 +89,6 @@ def replace_parameter(model: nn.Module, name: str, values: Tensor, *, requires_g
     old = model.get_parameter(name)
     fresh = torch.nn.Parameter(values, requires_grad=requires_grad)
     for module in model.modules():
-        for leaf, found in module._parameters.items():
-            if found is old:
+        for leaf, result in module._parameters.items():
+            if result is old:
                 module._parameters[leaf] = fresh

@@ -299,11 +299,11 @@ class Window:
         """The tensor at a place, now."""
         block = self._there(place.block).block
         with torch.inference_mode(False), torch.no_grad():
-            found = _view(self.tier, block, place.offset, place.dtype, place.shape, place.stride)
+            result = _view(self.tier, block, place.offset, place.dtype, place.shape, place.stride)
             if place.cast is None:
-                return found
+                return result
             dtype, offset, shape, stride = place.cast
-            return found.to(dtype).as_strided(shape, stride, offset)
+            return result.to(dtype).as_strided(shape, stride, offset)
 
     def set_gradients_aside(self) -> None:
         """Before a backward pass: gradients so far are on the host, those to come are not."""
@@ -422,12 +422,12 @@ def pin(
     Raises:
         TierFullError: there is no room.
     """
-    found: dict[str, tuple[Tensor, TierBlock]] = {}
+    result: dict[str, tuple[Tensor, TierBlock]] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in tensors:
             block = tier.alloc(tensor.nbytes, name)
             before = tensor.data
             view = _view(tier, block, 0, tensor.dtype, tensor.shape, _dense_stride(tensor))
             tensor.data = view.copy_(before)
-            found[name] = (before, block)
-    return found
+            result[name] = (before, block)
+    return result

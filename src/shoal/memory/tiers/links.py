@@ -30,7 +30,7 @@ def rates_of(tiers: Tiers) -> dict[str, float]:
     assert disk is not None
     block = disk.alloc(PROBED * BOUNCE, "probe")
     here, there = staging(BOUNCE).fill_(1), torch.ones(BOUNCE, dtype=torch.uint8, device=device)
-    found = {}
+    rates = {}
 
     def copy(source: Tensor, target: Tensor, at: int) -> None:
         target.copy_(source)
@@ -46,6 +46,6 @@ def rates_of(tiers: Tiers) -> dict[str, float]:
         for number in range(PROBED):
             last = mover.submit(functools.partial(work, number * BOUNCE), BOUNCE)
         last.wait()
-        found[name] = PROBED * BOUNCE / (time.perf_counter() - begin)
+        rates[name] = PROBED * BOUNCE / (time.perf_counter() - begin)
     disk.free(block)
-    return found
+    return rates

@@ -222,21 +222,21 @@ class Tiers:
 
     def used(self) -> dict[str, int]:
         """Tier -> bytes in use now."""
-        found = {"device": self.device.capacity - self.scope.room, "host": self.host.stats.used}
+        result = {"device": self.device.capacity - self.scope.room, "host": self.host.stats.used}
         if self.device.device.type == "cuda":
             import torch
 
-            found["device"] = torch.cuda.memory_allocated(self.device.device)
-        return found | ({"disk": self.disk.stats.used} if self.disk is not None else {})
+            result["device"] = torch.cuda.memory_allocated(self.device.device)
+        return result | ({"disk": self.disk.stats.used} if self.disk is not None else {})
 
     def peaks(self) -> dict[str, int]:
         """Tier -> most bytes in use at one time."""
-        found = {"device": self.device.stats.peak, "host": self.host.stats.peak}
+        result = {"device": self.device.stats.peak, "host": self.host.stats.peak}
         if self.device.device.type == "cuda":
             import torch
 
-            found["device"] = torch.cuda.max_memory_allocated(self.device.device)
-        return found | ({"disk": self.disk.stats.peak} if self.disk is not None else {})
+            result["device"] = torch.cuda.max_memory_allocated(self.device.device)
+        return result | ({"disk": self.disk.stats.peak} if self.disk is not None else {})
 
     def close(self) -> None:
         """End the movers and give the disk's file back."""

@@ -47,11 +47,11 @@ class UpdatedRow:
 
     def take(self, first: int, count: int, slot: Tensor | None) -> Tensor:
         """The elements, updated."""
-        found = self.early.pop(first, None)
-        if found is None:
+        value = self.early.pop(first, None)
+        if value is None:
             self.settle()
             return self._row.take(first, count, slot)
-        values, buffer = found
+        values, buffer = value
         assert slot is not None
         assert self.done is not None
         here = slot[: values.nbytes].view(values.dtype).copy_(values)

@@ -306,10 +306,10 @@ class DecodeStudy:
 
 def _configs(drafters: Sequence[str], shape: ModelShape, model: str) -> dict[str, DrafterConfig]:
     """What each drafter is, by its directory; all for this target."""
-    found: dict[str, DrafterConfig] = {}
+    configs: dict[str, DrafterConfig] = {}
     tokenizer = tokenizer_hash(Path(model)) if Path(model).is_dir() else ""
     for path in drafters:
-        config = found[path] = read_config(Path(path))
+        config = configs[path] = read_config(Path(path))
         if config.name != "dovetail":
             raise ModelError(
                 f"{path}: a drafter of kind {config.name}, and --hetero places those of kind "
@@ -320,7 +320,7 @@ def _configs(drafters: Sequence[str], shape: ModelShape, model: str) -> dict[str
                 f"{path}: no calibration, so nobody knows how often it is right; train it again "
                 "with job: drafter, which judges it"
             )
-        first = next(iter(found.values()))
+        first = next(iter(configs.values()))
         for what, given, wanted in (
             ("vocab_size", config.vocab_size, shape.vocab_size),
             ("hidden", config.hidden, shape.hidden),
@@ -332,21 +332,21 @@ def _configs(drafters: Sequence[str], shape: ModelShape, model: str) -> dict[str
                     f"{path}: trained for the {what} {given or 'none'}, and the target's is "
                     f"{wanted or 'none'}; give --model and drafters of one target"
                 )
-    return found
+    return configs
 
 
 def _shown(ranked: Iterable[HeterogeneousPlacement]) -> list[HeterogeneousPlacement]:
     """The best of every drafter, with layers of the target and without, and of some trees."""
     seen: set[tuple[object, ...]] = set()
-    found = []
+    results = []
     for one in ranked:
         keys: set[tuple[object, ...]] = {(one.name, one.target_layers > 0)}
         if one.nodes in _NODES:
             keys.add((one.name, "nodes", one.nodes))
         if not keys <= seen:
-            found.append(one)
+            results.append(one)
         seen |= keys
-    return found
+    return results
 
 
 def _table(title: str, ranked: Sequence[HeterogeneousPlacement], plain: float, cap: int) -> Table:

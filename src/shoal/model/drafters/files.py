@@ -127,10 +127,10 @@ def tokenizer_hash(path: Path) -> str:
         return ""
     try:
         raw = json.loads(file.read_bytes())
-        told = json.dumps([raw.get(key) for key in _TELLING], sort_keys=True)
+        text = json.dumps([raw.get(key) for key in _TELLING], sort_keys=True)
     except (OSError, ValueError, AttributeError, RecursionError) as cause:
         raise ModelError(f"{file}: no tokenizer ({cause}); fetch it again") from cause
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def write(directory: Path, config: DrafterConfig, state: Mapping[str, Tensor]) -> None:

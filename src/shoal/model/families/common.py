@@ -107,14 +107,14 @@ def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Base and scaling from either spelling: rope_theta + rope_scaling, or rope_parameters."""
     given = dict(raw.get("rope_parameters") or {})
     given.update(raw.get("rope_scaling") or {})
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     theta = given.get("rope_theta", raw.get("rope_theta"))
     if theta is not None:
-        found["rope_theta"] = theta
+        result["rope_theta"] = theta
     kind = given.get("rope_type", given.get("type", "default"))
     refuse(given, "partial_rotary_factor", (None, 1, 1.0), f"{where}: rope_scaling")
     if kind in (None, "default"):
-        return found
+        return result
     if kind not in _SCALING_KEYS:
         raise ModelError(
             f"{where}: rope_scaling.rope_type = {kind!r}: expected one of default, "
@@ -122,8 +122,8 @@ def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     keys = _SCALING_KEYS[kind]
     scaling = {key: given[key] for key in keys if given.get(key) is not None}
-    found["rope_scaling"] = {"rope_type": kind, **scaling}
-    return found
+    result["rope_scaling"] = {"rope_type": kind, **scaling}
+    return result
 
 
 def read_common(

@@ -82,11 +82,11 @@ def _stages(block: TransformerBlock) -> list[list[_Site]]:
 @contextmanager
 def _watched(sites: list[_Site]) -> Iterator[list[Inputs]]:
     """While open, what the matrices are given is summed."""
-    found = [Inputs(site.weight.shape[1], site.weight.device) for site in sites]
+    results = [Inputs(site.weight.shape[1], site.weight.device) for site in sites]
     handles = []
     experts: dict[str, list[Inputs]] = {}
     owner: Any = None
-    for site, inputs in zip(sites, found, strict=True):
+    for site, inputs in zip(sites, results, strict=True):
         if isinstance(site.owner, Experts):
             owner = site.owner
             experts.setdefault(site.parameter.rpartition(".")[2], []).append(inputs)
@@ -105,7 +105,7 @@ def _watched(sites: list[_Site]) -> Iterator[list[Inputs]]:
 
         owner.product = watched
     try:
-        yield found
+        yield results
     finally:
         for handle in handles:
             handle.remove()
@@ -173,9 +173,9 @@ def quantize(
         for stage in _stages(module):
             watched: list[Inputs] | list[None] = [None] * len(stage)
             if text is not None:
-                with _watched(stage) as found:
+                with _watched(stage) as result:
                     text.through(module)
-                watched = found
+                watched = result
             parts: dict[str, list[PackedMatrix]] = {}
             for site, inputs in zip(stage, watched, strict=True):
                 codes = quantizer.quantize(site.weight, fmt, inputs)
@@ -196,10 +196,10 @@ def _rescale(
     """Let the quantizer move factors from what makes a matrix' inputs into the matrix."""
     config = model.config
     for made_by, takers in _links(block, grouped=config.num_heads != config.num_kv_heads):
-        with _watched(takers[:1]) as found:
+        with _watched(takers[:1]) as result:
             text.through(block)
         weight = torch.cat([site.weight for site in takers])
-        factor_K = quantizer.rescale(weight, fmt, found[0])
+        factor_K = quantizer.rescale(weight, fmt, result[0])
         if factor_K is None:
             continue
         for site in takers:

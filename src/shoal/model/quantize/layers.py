@@ -88,13 +88,13 @@ def pack(model: Transformer, text: str) -> Transformer:
     fmt = weight_format(text)
     matrices: dict[str, PackedMatrix] = {}
     for name, module in model.blocks.named_modules(prefix="blocks"):
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if isinstance(module, nn.Linear) and not name.endswith(".router"):
-            found[f"{name}.weight"] = module.weight
+            tensors[f"{name}.weight"] = module.weight
         elif isinstance(module, Experts) and not isinstance(module, LowBitExperts):
             for leaf in ("gate_up_proj", "down_proj"):
-                found[f"{name}.{leaf}"] = getattr(module, leaf).flatten(0, 1)
-        for parameter, weight in found.items():
+                tensors[f"{name}.{leaf}"] = getattr(module, leaf).flatten(0, 1)
+        for parameter, weight in tensors.items():
             try:
                 matrices[parameter] = fmt.quantize(weight)
             except KernelError as cause:
@@ -105,19 +105,19 @@ def pack(model: Transformer, text: str) -> Transformer:
 
 def packed_of(model: Transformer) -> dict[str, PackedMatrix]:
     """The packed matrices of a model, by the names of the parameters that they replace."""
-    found: dict[str, PackedMatrix] = {}
+    packed: dict[str, PackedMatrix] = {}
     inside: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, LowBitExperts):
             for leaf in ("gate_up_proj", "down_proj"):
                 layers = getattr(module, leaf)
                 if isinstance(layers, nn.ModuleList):
-                    found[f"{name}.{leaf}"] = stack(
+                    packed[f"{name}.{leaf}"] = stack(
                         [layer.packed for layer in layers if isinstance(layer, LowBitLinear)]
                     )
             inside.add(name)
         elif isinstance(module, LowBitLinear) and not any(
             name.startswith(f"{experts}.") for experts in inside
         ):
-            found[f"{name}.weight"] = module.packed
-    return found
+            packed[f"{name}.weight"] = module.packed
+    return packed

@@ -102,13 +102,13 @@ class _Ours:
     def tensors(self, n: int, k: int) -> dict[str, tuple[tuple[str, ...], Shape]]:
         fmt, kinds = self._format, {"scales": "F16", "exponents": "I8"}
         groups = k // fmt.group_of(k)
-        found: dict[str, tuple[tuple[str, ...], Shape]] = {
+        result: dict[str, tuple[tuple[str, ...], Shape]] = {
             name: ((kinds.get(name, "U8"),), (n, groups)) for name in fmt.grid_bits
         }
         if fmt.keeps_half:
-            found["places"] = (("U8",), (n, row_bytes(k // 4, 4)))
+            result["places"] = (("U8",), (n, row_bytes(k // 4, 4)))
         kept = k // 2 if fmt.keeps_half else k
-        return {"codes": (("U8",), (n, row_bytes(kept, fmt.code_bits))), **found}
+        return {"codes": (("U8",), (n, row_bytes(kept, fmt.code_bits))), **result}
 
     def packed(self, n: int, k: int, tensors: Mapping[str, Tensor]) -> PackedMatrix:
         made = PackedMatrix(str(self._format), (n, k), dict(tensors))

@@ -81,8 +81,8 @@ def read_config(path: Path) -> dict[str, Any]:
         expected="a mapping with the key model_type",
         error=ModelError,
     )
-    found: dict[str, Any] = raw
-    return found
+    config: dict[str, Any] = raw
+    return config
 
 
 def from_config(options: dict[str, Any], *, device: str = "meta", seed: int = 0) -> nn.Module:

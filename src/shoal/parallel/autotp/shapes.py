@@ -62,9 +62,9 @@ class AutoSplit(nn.Module):
             model = self._empty[0].train(self.training)
             # Ranks that are threads: nobody may call a module while another one traces.
             self.comm.barrier()
-            found = discover(model, args, kwargs, tp=self.comm.world, fallback="refuse")
+            result = discover(model, args, kwargs, tp=self.comm.world, fallback="refuse")
             self.comm.barrier()
-            part = found.parts[0]
+            part = result.parts[0]
             self._made[key] = SplitModel(
                 part.traced, part.plan, part.flow, model, self.comm, share=self.first
             )

@@ -147,8 +147,8 @@ class SplitModel(nn.Module):
     def parameter_of(self, target: str) -> nn.Parameter:
         """This rank's part of a parameter, by its name in the model."""
         value = next(v for v, name in self.traced.params.items() if name == target)
-        found: nn.Parameter = getattr(self, self.names[value])
-        return found
+        parameter: nn.Parameter = getattr(self, self.names[value])
+        return parameter
 
     @property
     def names_of(self) -> list[str]:
@@ -206,14 +206,14 @@ class SplitModel(nn.Module):
         raise AssertionError("a graph ends in its output")
 
     def _result(self, node: fx.Node, env: dict[str, Any]) -> Any:
-        found = []
+        results = []
         for item in node.args[0]:  # type: ignore[union-attr]
             x = env[item.name] if isinstance(item, fx.Node) else item
             split = self.flow.gathered.get(item.name) if isinstance(item, fx.Node) else None
             if split is not None:
                 x = _Gather.apply(x, split, self.comm)  # type: ignore[no-untyped-call]
-            found.append(x)
-        return pytree.tree_unflatten(found, self.traced.result)
+            results.append(x)
+        return pytree.tree_unflatten(results, self.traced.result)
 
     def _call(self, node: fx.Node, env: dict[str, Any]) -> Any:
         op, flow = operator_name(node.target), self.flow
@@ -264,8 +264,8 @@ class SplitModel(nn.Module):
         here = (index >= begin) & (index < begin + len(weight))
         padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
         own = padding - begin if begin <= padding < begin + len(weight) else None
-        found = F.embedding(torch.where(here, index - begin, 0), weight, own)
-        return reduce_from(found * here.unsqueeze(-1).to(found.dtype), self.comm)
+        result = F.embedding(torch.where(here, index - begin, 0), weight, own)
+        return reduce_from(result * here.unsqueeze(-1).to(result.dtype), self.comm)
 
     def _sizes(self, node: fx.Node) -> list[int]:
         split = self.flow.states[node.name]

@@ -443,7 +443,7 @@ class TorchComm:
             self.guard("all_gather", lambda: dist.all_gather_into_tensor(rows, row))
             listed = rows.view(len(row), -1).tolist()
             groups = sorted({tuple(rank for rank in one if rank >= 0) for one in listed})
-        found: ProcessGroup | None = None
+        new_groups: ProcessGroup | None = None
         limit = timedelta(seconds=self.timeout_s + 30)
         for group in groups:
             if len(group) > 1:
@@ -451,8 +451,8 @@ class TorchComm:
                 made = self.guard(
                     "new_group", functools.partial(dist.new_group, ranks, timeout=limit)
                 )
-                found = made if group == own else found
-        return found
+                new_groups = made if group == own else new_groups
+        return new_groups
 
     def _shared(self) -> SharedMemory | None:
         """The memory that these ranks share; the first call of all of them makes it."""
@@ -482,12 +482,12 @@ class TorchComm:
     def _suspect(self) -> str:
         if self.beats is None:
             return ""
-        found = [
+        results = [
             Heartbeat.read(self.beats / f"rank-{rank}.beat", rank)
             for rank in self.ranks
             if rank != self.ranks[self.rank]
         ]
-        present = [beat for beat in found if beat is not None]
+        present = [beat for beat in results if beat is not None]
         if not present:
             # Ranks of another host keep their hearts there.
             return f" waiting for rank {self.ranks[1 - self.rank]}" if self.world == 2 else ""
@@ -506,5 +506,5 @@ def _undisturbed() -> AbstractContextManager[object]:
 @functools.lru_cache(maxsize=4096)
 def _stream(path: str, tag: str) -> int:
     """Number of a stream of messages inside one communicator, the same on both ends."""
-    found = hashlib.blake2b(f"{path}#{tag}".encode(), digest_size=8).digest()
-    return int.from_bytes(found, "little") >> 1
+    digest = hashlib.blake2b(f"{path}#{tag}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -62,9 +62,9 @@ def pack(x_Pn: Tensor, bits: int) -> Tensor:
     if bits == 4:
         halves = (codes + 8).view(torch.uint8)
         codes = halves[:, 0::2] | (halves[:, 1::2] << 4)
-    found = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
-    assert found.shape[1] == packed_bytes(n, bits)
-    return found
+    joined = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
+    assert joined.shape[1] == packed_bytes(n, bits)
+    return joined
 
 
 def unpack(packed_Pb: Tensor, n: int, bits: int) -> Tensor:

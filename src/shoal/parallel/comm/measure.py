@@ -105,7 +105,7 @@ def all_reduce(
         comm = TorchComm(
             meter, rank=rank, world=world, rendezvous=f"file://{store}", timeout_s=30.0
         )
-        found = {}
+        result = {}
         try:
             for size in sizes:
                 data = torch.zeros(max(1, size // 4))
@@ -119,7 +119,7 @@ def all_reduce(
                     for _ in range(batch):
                         comm.all_reduce(data, tag="probe").wait()
                     samples.append((time.perf_counter() - begin) / batch)
-                found[str(size)] = samples
+                result[str(size)] = samples
         finally:
             comm.close()
-    return found
+    return result

@@ -231,16 +231,16 @@ class _Processes:
         causes: list[tuple[int, float, int]] = []
         for rank, process in enumerate(self.processes):
             code = process.poll() or 0
-            told = self._report_of(rank)
+            result = self._report_of(rank)
             if code < 0:
                 causes.append((0, 0.0, rank))
-            elif told is not None:
-                causes.append((2 if told["type"] == "RankError" else 1, told["time"], rank))
+            elif result is not None:
+                causes.append((2 if result["type"] == "RankError" else 1, result["time"], rank))
             elif code > 0:
                 causes.append((1, float("inf"), rank))
         kind, _, rank = min(causes)
-        told = self._report_of(rank)
-        if kind == 0 or told is None:
+        result = self._report_of(rank)
+        if kind == 0 or result is None:
             code = self.processes[rank].poll() or 0
             how = (
                 f"was killed by {signal.Signals(-code).name}"
@@ -248,10 +248,12 @@ class _Processes:
                 else f"ended with status {code}"
             )
             raise RankError(f"{self._named(rank)}, {how}{self._printed(rank)}")
-        cls = getattr(errors, told["type"], None)
+        cls = getattr(errors, result["type"], None)
         if cls is not None:
-            raise _rebuild(cls, f"{self._named(rank)}: {told['message']}")
-        raise RankError(f"{self._named(rank)}: {told['type']}: {told['message']} ({told['where']})")
+            raise _rebuild(cls, f"{self._named(rank)}: {result['message']}")
+        raise RankError(
+            f"{self._named(rank)}: {result['type']}: {result['message']} ({result['where']})"
+        )
 
     def _explain_hang(self) -> None:
         running = [rank for rank, p in enumerate(self.processes) if p.poll() is None]
@@ -314,12 +316,12 @@ def _function(target: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-        found: Callable[..., Any] = getattr(module, name)
+        value: Callable[..., Any] = getattr(module, name)
     except (ImportError, OSError, AttributeError) as cause:
         raise ConfigError(
             f"processes.target = {target!r}: {cause}; name a function that a new process can import"
         ) from cause
-    return found
+    return value
 
 
 def _call(folder: Path, rank: int) -> Any:
@@ -363,13 +365,13 @@ def main() -> int:
         # Whatever went wrong, the parent tells it.
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            told = {
+            fields = {
                 "type": type(error).__name__,
                 "message": str(error),
                 "where": f"{frame.filename}:{frame.lineno}",
                 "time": time.monotonic(),
             }
-            write_json(folder / f"error-{rank}.json", told)
+            write_json(folder / f"error-{rank}.json", fields)
             traceback.print_exc()
             return 1
         finally:

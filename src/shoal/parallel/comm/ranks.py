@@ -62,18 +62,18 @@ def ranks_of(world: Comm, parallel: Parallel, workers: int | None = None) -> Ran
         return of(tuple(layout.groups(*axes)))
 
     layout = parallel.attention()
-    found = {name: along(layout, axes) for name, axes in _AXES.items()}
+    result = {name: along(layout, axes) for name, axes in _AXES.items()}
     outer = worker = None
     if workers is not None:
         groups = _groups(layout, workers)
-        found["data"], worker, outer = of(groups.data), of(groups.worker), of(groups.outer)
+        result["data"], worker, outer = of(groups.data), of(groups.worker), of(groups.outer)
     ranks = Ranks(
         world=world,
-        tp=found["tp"],
-        cp=found["cp"],
-        pp=found["pp"],
-        data=found["data"],
-        model=found["model"],
+        tp=result["tp"],
+        cp=result["cp"],
+        pp=result["pp"],
+        data=result["data"],
+        model=result["model"],
         outer=outer,
         worker=worker,
     )
@@ -104,14 +104,14 @@ def _groups(layout: Layout, workers: int) -> _Groups:
 
     def partition(*axes: str, inside: bool) -> tuple[tuple[int, ...], ...]:
         """Ranks that differ in these axes alone, of one worker or of different ones."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        result: dict[tuple[int, ...], list[int]] = {}
         for rank, at in enumerate(coords):
             place = {axis: 0 if axis in axes else size for axis, size in at.items()}
             if not inside:
                 place["dp"] = at["dp"] % within
             key = (number[rank] if inside else 0, *place.values())
-            found.setdefault(key, []).append(rank)
-        return tuple(tuple(group) for group in found.values())
+            result.setdefault(key, []).append(rank)
+        return tuple(tuple(group) for group in result.values())
 
     return _Groups(
         partition("dp", "cp", inside=True),

@@ -299,13 +299,13 @@ def join_file(
         file, name = _create(size, reserve)
     names: list[Any] = [(name, _namespace())]
     dist.broadcast_object_list(names, group=group, group_src=0)
-    found, namespace = names[0]
-    if rank and found and namespace == _namespace():
-        file = _open(found, size)
+    result, namespace = names[0]
+    if rank and result and namespace == _namespace():
+        file = _open(result, size)
     able = torch.tensor([int(file >= 0)])
     dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-    if rank == 0 and found:
-        os.unlink(found)
+    if rank == 0 and result:
+        os.unlink(result)
     if able.item():
         return file
     if file >= 0:

@@ -55,14 +55,14 @@ def silent_links(pids: Mapping[int, int]) -> list[SilentLink]:
     """
     tables = {rank: _sockets(pid) for rank, pid in pids.items()}
     owner = {(one.local, one.remote): rank for rank, table in tables.items() for one in table}
-    found: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     for rank, table in tables.items():
         for one in table:
             peer = owner.get((one.remote, one.local))
             if one.again and one.unacknowledged and peer is not None:
                 pair = (rank, peer)
-                found[pair] = found.get(pair, 0) + one.unacknowledged
-    return [SilentLink(*pair, nbytes) for pair, nbytes in sorted(found.items())]
+                numbers[pair] = numbers.get(pair, 0) + one.unacknowledged
+    return [SilentLink(*pair, nbytes) for pair, nbytes in sorted(numbers.items())]
 
 
 def said(links: Sequence[SilentLink], silent_s: float, where: str) -> str:

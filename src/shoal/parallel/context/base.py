@@ -74,8 +74,8 @@ class ContextAttention:
         self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
     ) -> tuple[int, int]:
         """Elements that one rank sends in the forward and in the backward pass of a layer."""
-        found = self.traffic(tokens, heads, kv_heads, head_dim, world)
-        return found.forward.elements, found.backward.elements
+        result = self.traffic(tokens, heads, kv_heads, head_dim, world)
+        return result.forward.elements, result.backward.elements
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], comm: Comm) -> Tensor:
         """Softmax attention of this rank's queries over every rank's keys; has a gradient.

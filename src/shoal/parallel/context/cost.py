@@ -55,19 +55,19 @@ def context_estimate(
     itemsize = 2 if job.precision == "bf16" else 4
     wire: dict[str, float] = {}
     total = hidden = latest = 0.0
-    for found, among in routes(
+    for result, among in routes(
         sequences * job.seq_len // ranks, heads, kv_heads, shape.head_dim, ranks
     ):
         link = context_link(machine, split.model_copy(update={"cp": among}))
         if link is None or among == 1:
             continue
         if job.recompute != "none":
-            found = found._replace(backward=_sum(found.backward, found.forward))
-        sent = layers * (found.forward.num_bytes(itemsize) + found.backward.num_bytes(itemsize))
+            result = result._replace(backward=_sum(result.backward, result.forward))
+        sent = layers * (result.forward.num_bytes(itemsize) + result.backward.num_bytes(itemsize))
         wire[link.scope] = wire.get(link.scope, 0.0) + sent
         # A link's bandwidth is that of one device, whichever way its messages go.
-        seconds = sent / link.bandwidth + layers * passes * found.messages * link.latency_s
-        if found.hidden and machine.device.kind != "cpu":
+        seconds = sent / link.bandwidth + layers * passes * result.messages * link.latency_s
+        if result.hidden and machine.device.kind != "cpu":
             hidden += seconds
             latest = max(latest, layers * link.latency_s)
         else:
@@ -87,10 +87,10 @@ def context_estimate(
 
 def waits(work: Work, machine: Machine) -> bool:
     """Whether a ring of keys and values is waited for: where not, no other way is worth trying."""
-    found = context_estimate(
+    result = context_estimate(
         lambda *sizes: [Route(ring_traffic(*sizes), sizes[-1])], True, work, machine
     )
-    share = found.terms_s.get("collective", 0.0)
+    share = result.terms_s.get("collective", 0.0)
     link = context_link(machine, work.job.parallel)
     layers = work.shape.num_layers / work.job.parallel.pp
     return link is not None and share > layers * link.latency_s

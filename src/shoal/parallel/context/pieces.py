@@ -73,9 +73,9 @@ def _pieces(
     known = _CACHE.setdefault(mask, {})
     key = (q_positions.tobytes(), k_positions.tobytes())
     if key not in known:
-        found: list[AttentionPiece] = []
-        _cut(mask, q_positions, k_positions, 0, 0, found)
-        known[key] = tuple(found)
+        pieces: list[AttentionPiece] = []
+        _cut(mask, q_positions, k_positions, 0, 0, pieces)
+        known[key] = tuple(pieces)
     return known[key]
 
 

@@ -35,8 +35,8 @@ class RSA(ContextAttention):
         self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
     ) -> ContextTraffic:
         """Elements that one rank sends for one layer."""
-        found = ring_traffic(tokens, heads, kv_heads, head_dim, world)
-        return found._replace(messages=2 * found.messages)
+        result = ring_traffic(tokens, heads, kv_heads, head_dim, world)
+        return result._replace(messages=2 * result.messages)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
         from shoal.parallel.context.run.peers import ContextPeers

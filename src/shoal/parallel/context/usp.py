@@ -108,12 +108,12 @@ class USP(ContextAttention):
         """Heads are swapped inside groups, then keys and values go round these."""
         group = self._group(world)
         swap = ulysses_traffic(tokens, heads, kv_heads, head_dim, group)
-        found = [Route(swap, group)]
+        routes = [Route(swap, group)]
         if world > group:
             each = (heads // group, max(1, kv_heads // group))
             ring = ring_traffic(tokens * group, *each, head_dim, world // group)
-            found.append(Route(ring, world))
-        return found
+            routes.append(Route(ring, world))
+        return routes
 
     def _group(self, world: int) -> int:
         return group_of(self.ulysses, world, where="context.usp.ulysses")

@@ -83,8 +83,8 @@ class Routers(StepHook):
         device = None if comm is None else comm.device
         table_LC = torch.zeros(self._layers, experts + 3, dtype=torch.float64, device=device)
         for layer, one in self._experts.items():
-            for found in one.tallies.values():
-                table_LC[layer] += found / one.copies
+            for result in one.tallies.values():
+                table_LC[layer] += result / one.copies
             one.tallies.clear()
         if comm is not None:
             comm.all_reduce(table_LC, tag=_TAG).wait()

@@ -187,8 +187,8 @@ def _travel(
             # While a chunk is computed, the next one is in its last hop, or on its only way.
             for later, chunk in enumerate(coming[step : step + 3]):
                 chunk.go_on(chunk.count + 1 - max(1, later))
-            found = coming[step].rows()
-            gathered.append(_Coming([found] * etp.world, cut[step].each, etp))
+            rows = coming[step].rows()
+            gathered.append(_Coming([rows] * etp.world, cut[step].each, etp))
         if step < ahead:
             continue
         one = cut[step - ahead]
@@ -269,10 +269,10 @@ class _Chunked(torch.autograd.Function):
                     if not ctx.needs_input_grad[1 + number]:
                         continue
                     if store is None:
-                        found, total = of_weight(grad, x, counts), totals[number]
+                        result, total = of_weight(grad, x, counts), totals[number]
                         # In the parameter's type, which may be wider than that of the products.
-                        found = found.to(ctx.weights[number].dtype)
-                        totals[number] = found if total is None else total.add_(found)
+                        result = result.to(ctx.weights[number].dtype)
+                        totals[number] = result if total is None else total.add_(result)
                     else:
                         store.put_off(
                             partial(_owed, ctx.weights[number], of_weight, grad, x, counts)
@@ -282,11 +282,11 @@ class _Chunked(torch.autograd.Function):
         cut = [_chunk(ctx.counts, i, count, layer.ranks.etp) for i in range(count)]
         out = torch.empty_like(grad_MD, dtype=ctx.dtype)
         hole = None if layer.holes is None else partial(layer.holes, 0)
-        found = _travel(grad_MD.contiguous(), cut, layer.ranks, work, hole)
+        result = _travel(grad_MD.contiguous(), cut, layer.ranks, work, hole)
         if layer.holes is not None:
             layer.holes(1)
         pay()
-        for one, made in zip(cut, found, strict=True):
+        for one, made in zip(cut, result, strict=True):
             out[one.own] = made
         return out, *totals, None, None
 

@@ -74,12 +74,12 @@ class ExpertCopies:
 def sent_copies(owner_E: Ints, held_EN: Flags, devices: Devices) -> list[tuple[int, int, int, int]]:
     """(leg, expert, from, to) of every copy that travels, in order."""
     have_EN = only_owners(owner_E, devices)
-    found = []
+    sent_copies = []
     for expert, device in zip(*np.nonzero(held_EN & ~have_EN), strict=True):
         source = sender(int(expert), int(device), owner_E, have_EN, devices)
-        found.append((int(source != owner_E[expert]), int(expert), source, int(device)))
+        sent_copies.append((int(source != owner_E[expert]), int(expert), source, int(device)))
         have_EN[expert, device] = True
-    return sorted(found)
+    return sorted(sent_copies)
 
 
 def copies_of(owner_E: Ints, held_EN: Flags, devices: Devices, rank: int) -> ExpertCopies:

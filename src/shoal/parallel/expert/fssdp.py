@@ -75,19 +75,19 @@ def lending(model: nn.Module, work: Work, machine: Machine | None) -> CopyMeter 
     Returns:
         Where copies are counted; None where there are none.
     """
-    found = {one.layer: one for one in model.modules() if isinstance(one, CopiedExperts)}
-    if not found:
+    result = {one.layer: one for one in model.modules() if isinstance(one, CopiedExperts)}
+    if not result:
         return None
     ledger, job = CopyMeter(), work.job
-    placer = next(iter(found.values())).placer
+    placer = next(iter(result.values())).placer
     free = None if machine is None else budget(work, machine)
     hidden = machine is not None and hidden_again(work, machine, placer.slots)
     # Whatever is computed again gathers again as it does.
-    twice = set(found) if job.recompute == "stage" else job.recomputed(work.shape.num_layers)
-    for layer, one in found.items():
+    twice = set(result) if job.recompute == "stage" else job.recomputed(work.shape.num_layers)
+    for layer, one in result.items():
         one.meter, one.budget = ledger, free
         # Copies of a stage's last layer are needed again at once.
-        auto = placer.rematerialize == "auto" and hidden and layer + 1 in found
+        auto = placer.rematerialize == "auto" and hidden and layer + 1 in result
         one.again = (auto or placer.rematerialize == "on") and layer not in twice
     return ledger
 

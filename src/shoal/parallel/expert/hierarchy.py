@@ -56,7 +56,7 @@ def _hops(dispatch: str, far: int, local: int, number: int) -> tuple[_Hop, ...]:
     # The ranks of a hop: of this rank's node, or with its place.
     near = [number // local * local + place for place in range(local)]
     others = [number % local + node * local for node in range(far)]
-    found, before = [], source_RR
+    hops, before = [], source_RR
     for hop, after in enumerate(holders(dispatch, far, local)):
 
         def pieces(
@@ -69,14 +69,14 @@ def _hops(dispatch: str, far: int, local: int, number: int) -> tuple[_Hop, ...]:
             return tuple((int(a), int(b)) for a, b in held)
 
         peers = others if hop == 1 else near
-        found.append(
+        hops.append(
             _Hop(
                 tuple(pieces(number, peer) for peer in peers),
                 tuple(pieces(peer, number) for peer in peers),
             )
         )
         before = after
-    return tuple(found)
+    return tuple(hops)
 
 
 class Hops:

@@ -195,12 +195,12 @@ def _of(
     prefix: str, owned: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]
 ) -> list[Tensor]:
     """Weights of a layer's experts that this rank updates, and what the optimizer keeps of them."""
-    found = []
+    results = []
     for leaf in ("gate_up_proj", "down_proj"):
         name = f"{prefix}{leaf}"
         if name not in owned:
             continue
-        found.append(owned[name].detach())
+        results.append(owned[name].detach())
         for key, value in sorted(state.get(name, {}).items()):
             if not value.dim():
                 continue
@@ -212,5 +212,5 @@ def _of(
                 hint="use optimizer adamw, or placer: {name: fssdp, resharding_every: null}",
                 error=PlanError,
             )
-            found.append(value)
-    return found
+            results.append(value)
+    return results

@@ -139,8 +139,8 @@ class HostShare:
             alike = number in weights or any(number == one._cdata for one in self._given)
             if not self._inside or alike or weight_of_cast(tensor) is not None:
                 return ResidentTensor(tensor)
-            found = share.pack(tensor)
-            return found if isinstance(found, TensorPlaceholder) else ResidentTensor(found)
+            result = share.pack(tensor)
+            return result if isinstance(result, TensorPlaceholder) else ResidentTensor(result)
 
         def unpack(found: TensorPlaceholder | ResidentTensor) -> Tensor:
             return found.get() if isinstance(found, ResidentTensor) else share.unpack(found)

@@ -121,7 +121,7 @@ class HybridRuntime(StepHook):
             PlanError: the plan does not compute every sequence once.
         """
         device = rows.inputs.device
-        found = sequences_of(rows)
+        sequences = sequences_of(rows)
         self.plan = plan = self._agreed(rows)
         plan.check()
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -132,7 +132,7 @@ class HybridRuntime(StepHook):
             with self.around(True):
                 pass  # zeros to add to the others' gradients
         for number, step in enumerate(mine):
-            batch = self.microbatch(rows, [found[n] for n in step.sequences], step, plan)
+            batch = self.microbatch(rows, [sequences[n] for n in step.sequences], step, plan)
             away = nullcontext() if self.host is None else self.host.during(step.offloaded)
             with self.span("forward"), self.autocast(), away:
                 loss = self.stage(None, batch, recompute=self.recompute)
@@ -194,11 +194,11 @@ def sequences_of(rows: ReplicaSequences) -> list[SequenceSegment]:
 
 
 def _words(plan: Assignment) -> list[int]:
-    found = [plan.ranks, _EXCHANGES.index(plan.exchange)]
+    words = [plan.ranks, _EXCHANGES.index(plan.exchange)]
     for step in plan.steps:
         share = round(step.offloaded * _WHOLE)
-        found += [len(step.sequences), len(step.ranks), share, *step.sequences, *step.ranks]
-    return found
+        words += [len(step.sequences), len(step.ranks), share, *step.sequences, *step.ranks]
+    return words
 
 
 def _read(words: list[int], lengths: tuple[int, ...]) -> Assignment:

@@ -46,15 +46,15 @@ def segments(documents: np.ndarray | None, rows: int, length: int) -> list[Seque
     """
     if documents is None:
         return [SequenceSegment(row, 0, length) for row in range(rows)]
-    found = []
+    segments = []
     for row, ids in enumerate(documents):
         cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), length]
-        found += [
+        segments += [
             SequenceSegment(row, start, stop)
             for start, stop in itertools.pairwise(cuts)
             if ids[start] >= 0
         ]
-    return found
+    return segments
 
 
 def shares(tokens: int, degree: int, exchange: Exchange) -> list[np.ndarray]:

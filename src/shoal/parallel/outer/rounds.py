@@ -95,11 +95,11 @@ class Rounds(StepHook, ABC):
         self.settled = step.last or (step.number + 1) % self.tau == 0
         self.loss, self._before_s = None, self.exposed_s
         if self.settled:
-            told = self._sent.new_tensor(
+            vector = self._sent.new_tensor(
                 [sum(self._losses) / len(self._losses), float(self._asked)]
             )
             self._losses, self._asked = [], False
-            self._turn(told, last=step.last)
+            self._turn(vector, last=step.last)
         elif (step.number % self.tau) + 1 == -(-self.tau // 2):
             self._halfway()
         step.stop = self.settled and self.stop
@@ -120,9 +120,9 @@ class Rounds(StepHook, ABC):
     def _timed(self, call: Callable[[], _T]) -> _T:
         """Count the seconds in which this rank does nothing else."""
         begin = time.perf_counter()
-        found = call()
+        result = call()
         self.exposed_s += time.perf_counter() - begin
-        return found
+        return result
 
     def _hear(self, summary: Tensor) -> None:
         """What the workers told each other: a mean loss, and how many wish to stop."""

@@ -59,15 +59,15 @@ class Segments:
         """L2 norm of every parameter's part of some tensors [P]: [len(flats), number]."""
         import torch
 
-        found = flats[0].new_zeros(len(flats), self.number)
-        for row, flat in zip(found, flats, strict=True):
+        norms = flats[0].new_zeros(len(flats), self.number)
+        for row, flat in zip(norms, flats, strict=True):
             for number, first, last in self._bounds:
                 row[number] = torch.linalg.vector_norm(flat[first:last])
         if self._comm is None or self._comm.world == 1:
-            return found
-        found.square_()
-        self._comm.all_reduce(found, tag=TAG).wait()
-        return found.sqrt_()
+            return norms
+        norms.square_()
+        self._comm.all_reduce(norms, tag=TAG).wait()
+        return norms.sqrt_()
 
     def divide(self, flat: Tensor, by: Tensor) -> None:
         """Divide every parameter's part [P] by its own number [number], in place."""

@@ -447,12 +447,12 @@ class PrefetchQueue(Generic[_T]):
         return self
 
     def __next__(self) -> _T:
-        found = next(self._items)
+        item = next(self._items)
         self.step += 1
-        if isinstance(found, _Failed):
+        if isinstance(item, _Failed):
             self.close()
-            raise found.error
-        value: _T = found
+            raise item.error
+        value: _T = item
         return value
 
     def get(self, step: int) -> _T:

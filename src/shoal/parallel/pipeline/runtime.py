@@ -343,8 +343,8 @@ class Runtime:
     def _forward(self, state: _Step, op: Op) -> None:
         entry = state.handed.pop(op, None)
         if self.vocab is not None and self._neighbour(op, -1) is None:
-            found = self.boundary.share(self.vocab.take_embedded(op.mb))
-            entry = found.to(self.boundary.dtype, copy=True)
+            result = self.boundary.share(self.vocab.take_embedded(op.mb))
+            entry = result.to(self.boundary.dtype, copy=True)
         flight = state.flights[op.stage, op.mb] = _Flight(entry)
         if entry is not None:
             entry.requires_grad_(True)
@@ -433,7 +433,7 @@ class Runtime:
 
 def _messages(schedule: Schedule, rank: int) -> dict[int, list[Op]]:
     """Source rank -> passes of ``rank`` that wait for its messages, in the order it sends them."""
-    found: dict[int, list[Op]] = {}
+    messages: dict[int, list[Op]] = {}
     for source, program in enumerate(schedule.ops):
         if source == rank:
             continue
@@ -446,5 +446,5 @@ def _messages(schedule: Schedule, rank: int) -> dict[int, list[Op]]:
                 continue
             stage = route[at]
             need = Op("F", stage, op.mb) if op.kind == "F" else schedule.backward(stage, op.mb)
-            found.setdefault(source, []).append(need)
-    return found
+            messages.setdefault(source, []).append(need)
+    return messages

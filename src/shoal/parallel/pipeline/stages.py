@@ -59,5 +59,5 @@ class HintedStage:
         """What the stage gives, of the micro-batch that is named to who keeps what it saves."""
         if torch.is_grad_enabled():
             self._saved.microbatch(mb.row)
-        found: Tensor = self._stage(x, mb, recompute=recompute)
-        return found
+        tensor: Tensor = self._stage(x, mb, recompute=recompute)
+        return tensor

@@ -52,9 +52,9 @@ def load(path: Path) -> TracedGraph:
         built,
         expected="(module, [shape of each input]), such as (Mlp(), [(8, 128, 512)])",
     )
-    found, inputs = built
+    result, inputs = built
     examples = [_example(path, item) for item in inputs]
-    return trace(found, examples)
+    return trace(result, examples)
 
 
 def _example(path: Path, item: Any) -> Any:

@@ -245,13 +245,13 @@ class _Reader:
             return self._add(node, "gelu", [x], approximate=module.approximate)
         if isinstance(module, nn.Softmax) and module.dim is not None:
             return self._add(node, "softmax", [x], dim=module.dim)
-        for kind, found in (
+        for kind, result in (
             ("relu", nn.ReLU),
             ("silu", nn.SiLU),
             ("sigmoid", nn.Sigmoid),
             ("tanh", nn.Tanh),
         ):
-            if isinstance(module, found):
+            if isinstance(module, result):
                 return self._add(node, kind, [x])
         raise self._unknown(node)
 
@@ -369,5 +369,5 @@ def _one(value: Any) -> Tensor:
         expected="one tensor",
         error=PlanError,
     )
-    found: Tensor = value
-    return found
+    tensor: Tensor = value
+    return tensor

@@ -40,7 +40,7 @@ def folded(
         )
         return FoldedModel(model, rest, experts)
     check_divided(max(data, edp, key=lambda comm: comm.world), whole_matrices=whole_matrices)
-    found: list[ShardedModel] = []
+    sharded_models: list[ShardedModel] = []
     for which, comm in ((False, data), (True, edp)):
         if comm.world == 1:
             part = ReplicatedShard().apply(
@@ -54,8 +54,8 @@ def folded(
                 whole_matrices=whole_matrices,
                 of=is_expert if which else _of_rest,
             )
-        found.append(part)
-    return FoldedModel(model, *found)
+        sharded_models.append(part)
+    return FoldedModel(model, *sharded_models)
 
 
 def _of_rest(name: str) -> bool:

@@ -221,14 +221,16 @@ class FsdpModel:
 
     def held(self) -> dict[str, LocalParameter]:
         """Slices along the first dimension."""
-        found: dict[str, LocalParameter] = {}
+        parameters: dict[str, LocalParameter] = {}
         for name, parameter in self.owned().items():
             dtensor: Any = parameter
             # FSDP2 gives every rank ceil(rows / ranks) rows until none are left.
             rows = -(-dtensor.shape[0] // self.comm.world) * self.comm.rank
             offset = (rows, *(0,) * (dtensor.dim() - 1))
-            found[name] = LocalParameter(dtensor.to_local().detach(), offset, tuple(dtensor.shape))
-        return found
+            parameters[name] = LocalParameter(
+                dtensor.to_local().detach(), offset, tuple(dtensor.shape)
+            )
+        return parameters
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters, over the ranks."""

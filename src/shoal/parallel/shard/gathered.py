@@ -85,24 +85,24 @@ class Unit:
     def gather(self) -> list[Tensor]:
         """The whole parameters."""
         everything = self.everything()
-        found = []
+        results = []
         for shape, (start, size), width in zip(self.shapes, self.places, self.widths, strict=True):
             rows = shape[0] if shape else 1
             padded = everything[:, start : start + size].reshape(-1)
             # A tensor of its own: autograd may keep it, and its counter of versions.
-            found.append(padded[: rows * width].clone().view(shape))
-        return found
+            results.append(padded[: rows * width].clone().view(shape))
+        return results
 
     def everything(self) -> Tensor:
         """Every rank's part, in their order: [ranks, part]."""
         if self.kept is not None:
             return self.kept
         comm = self.owner.comm
-        found = self.flat.new_empty(comm.world, self.flat.numel())
-        comm.all_gather(found.view(-1), self.flat, tag="parameters").wait()
+        result = self.flat.new_empty(comm.world, self.flat.numel())
+        comm.all_gather(result.view(-1), self.flat, tag="parameters").wait()
         if not self.owner.reshard:
-            self.kept = found
-        return found
+            self.kept = result
+        return result
 
     def forget(self) -> None:
         """The parts have changed, or may: what was gathered of them is no longer true."""
@@ -116,12 +116,12 @@ class Unit:
 
     def padded(self, gradients: Sequence[Tensor]) -> Tensor:
         """Gradients of the whole parameters, as parts: [ranks, part]."""
-        found = self.flat.new_zeros(self.owner.comm.world, self.flat.numel())
+        result = self.flat.new_zeros(self.owner.comm.world, self.flat.numel())
         for gradient, (start, size) in zip(gradients, self.places, strict=True):
             padded = gradient.new_zeros(self.owner.comm.world * size)
             padded[: gradient.numel()] = gradient.reshape(-1)
-            found[:, start : start + size] = padded.view(-1, size)
-        return found
+            result[:, start : start + size] = padded.view(-1, size)
+        return result
 
     def scatter(self) -> None:
         """Sum the gradients over the ranks; each keeps those of its part."""
@@ -242,8 +242,8 @@ class GatheredModel:
     ) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             with ExitStack() as stack:
-                for unit, found in places.items():
-                    stack.enter_context(self._shown(unit, found))
+                for unit, result in places.items():
+                    stack.enter_context(self._shown(unit, result))
                 return method(*args, **options)
 
         return call
@@ -284,19 +284,19 @@ class GatheredModel:
 
     def owned(self) -> dict[str, Tensor]:
         """This rank's rows of every parameter that has some here."""
-        found = {name: unit.parts[index] for name, (unit, index) in self._names.items()}
-        return {name: part for name, part in found.items() if part.numel()}
+        result = {name: unit.parts[index] for name, (unit, index) in self._names.items()}
+        return {name: part for name, part in result.items() if part.numel()}
 
     def held(self) -> dict[str, LocalParameter]:
         """Slices along the first dimension."""
-        found: dict[str, LocalParameter] = {}
+        parameters: dict[str, LocalParameter] = {}
         for name in self.owned():
             unit, index = self._names[name]
             unit.forget()  # whoever asks may write
             shape = unit.shapes[index]
             offset = (unit.row(index), *(0,) * (len(shape) - 1)) if shape else ()
-            found[name] = LocalParameter(unit.parts[index].detach(), offset, shape)
-        return found
+            parameters[name] = LocalParameter(unit.parts[index].detach(), offset, shape)
+        return parameters
 
     def squared_norm(self, counts: Callable[[str], bool]) -> Tensor:
         """Sum of the squares of the gradients of chosen parameters, over the ranks."""

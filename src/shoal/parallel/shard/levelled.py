@@ -130,26 +130,26 @@ class _LevelledUnit(Unit):
         """Every rank's part, as its neighbours' copies have it: [n, part]."""
         levels, bits = self.owner.levels, self.width.weights
         if levels.second is not None and self.second is not None and in_backward():
-            found = _assembled(levels.second, self.second)
+            result = _assembled(levels.second, self.second)
         else:
-            found = _assembled(levels.package, self._own_copy())
+            result = _assembled(levels.package, self._own_copy())
             if levels.second is not None:
-                shares = found.reshape(-1, levels.second.world, found.shape[1])
+                shares = result.reshape(-1, levels.second.world, result.shape[1])
                 self.second = shares[:, levels.second.rank].clone()
         if bits is not None:
-            found = unpack(found, self.flat.numel(), bits)
-        return found.to(self.flat.dtype)
+            result = unpack(result, self.flat.numel(), bits)
+        return result.to(self.flat.dtype)
 
     def _own_copy(self) -> Tensor:
         """The parts of all ranks with this one's place in their package."""
         if self.copy is None:
             levels, bits = self.owner.levels, self.width.weights
             mine = self.flat.to(self._dtype) if bits is None else pack(self.flat[None], bits)[0]
-            found = mine[None, None]
+            result = mine[None, None]
             if levels.package.world < self.owner.comm.world:
-                found = gather_packed(levels.across, mine, tag="parameters")
-                found = gather_packed(levels.peers, found, tag="parameters")
-            self.copy = found.transpose(0, 1).flatten(0, 1).clone()
+                result = gather_packed(levels.across, mine, tag="parameters")
+                result = gather_packed(levels.peers, result, tag="parameters")
+            self.copy = result.transpose(0, 1).flatten(0, 1).clone()
         return self.copy
 
     def forget(self) -> None:
@@ -231,12 +231,12 @@ class LevelledModel(GatheredModel):
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds now of weights (copies), gradients and masters."""
-        found = {"weights": 0, "gradients": 0, "masters": 0}
+        held_bytes = {"weights": 0, "gradients": 0, "masters": 0}
         for unit in self._units:
             assert isinstance(unit, _LevelledUnit)
             copies = [x for x in (unit.copy, unit.second) if x is not None]
             sums = [x for x in (unit.sums, *(p.grad for p in unit.parts)) if x is not None]
-            found["weights"] += sum(x.untyped_storage().nbytes() for x in copies)
-            found["gradients"] += sum(x.untyped_storage().nbytes() for x in sums)
-            found["masters"] += unit.flat.untyped_storage().nbytes()
-        return found
+            held_bytes["weights"] += sum(x.untyped_storage().nbytes() for x in copies)
+            held_bytes["gradients"] += sum(x.untyped_storage().nbytes() for x in sums)
+            held_bytes["masters"] += unit.flat.untyped_storage().nbytes()
+        return held_bytes

@@ -238,8 +238,8 @@ class LayerRanks:
             try:
                 one = next(program)
             except StopIteration as end:
-                found: tuple[Tensor, Tensor] = end.value
-                return found
+                tensors: tuple[Tensor, Tensor] = end.value
+                return tensors
             meet(self.comm, one)
 
     def whole(

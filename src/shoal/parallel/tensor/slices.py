@@ -85,7 +85,7 @@ class Slices:
             (box of the local tensor inside ``part``, the same elements in the whole one); nothing
             for padding.
         """
-        found = []
+        results = []
         for local, whole in self.placed():
             common = local.intersect(part)
             if common is not None:
@@ -93,8 +93,8 @@ class Slices:
                     w + c - o
                     for w, c, o in zip(whole.offset, common.offset, local.offset, strict=True)
                 )
-                found.append((common, Box(offset, common.shape)))
-        return found
+                results.append((common, Box(offset, common.shape)))
+        return results
 
 
 def take(whole: Tensor, part: Slices) -> Tensor:
@@ -146,17 +146,20 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         block["mlp.small.gate_up_proj.weight"] = (2 * width, dim)
         block["mlp.small.down_proj.weight"] = (dim, width)
         block["mlp.router.weight"], block["mlp.router.bias"] = (3, dim), (3,)
-    found: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, dim)}
+    whole_shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, dim)}
     for layer in range(config.num_layers):
-        found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
-    found["norm.weight"] = (dim,)
+        whole_shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    whole_shapes["norm.weight"] = (dim,)
     if not config.tied:
-        found["output.weight"] = (config.vocab_size, dim)
+        whole_shapes["output.weight"] = (config.vocab_size, dim)
     if streams.num > 1:
-        found["aggregate.up.weight"], found["aggregate.up.bias"] = (dim, streams.num * dim), (dim,)
-        found["aggregate.down.weight"] = (streams.num, dim)
-        found["aggregate.down.bias"] = (streams.num,)
-    return found
+        whole_shapes["aggregate.up.weight"], whole_shapes["aggregate.up.bias"] = (
+            (dim, streams.num * dim),
+            (dim,),
+        )
+        whole_shapes["aggregate.down.weight"] = (streams.num, dim)
+        whole_shapes["aggregate.down.bias"] = (streams.num,)
+    return whole_shapes
 
 
 def check_split(config: ModelConfig, parallel: Parallel, *, copy_kv: bool = False) -> None:

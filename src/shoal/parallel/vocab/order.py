@@ -86,7 +86,7 @@ def arrived(schedule: Schedule, rank: int) -> dict[int, list[int]]:
                 moving = True
     number = [{op: i for i, op in enumerate(ops, 1)} for ops in schedule.ops]
     own = [op for op in schedule.ops[rank] if op.kind == "EB"]
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     waiting = [op.mb for op in own]
     for op in own:
         reach = known.get(op, nothing)
@@ -96,5 +96,5 @@ def arrived(schedule: Schedule, rank: int) -> dict[int, list[int]]:
             if all(number[r][Op("EB", r, mb)] <= reach[r] for r in range(schedule.ranks))
         ]
         waiting = [mb for mb in waiting if mb not in done]
-        found[op.mb] = done
-    return found
+        result[op.mb] = done
+    return result

@@ -206,11 +206,11 @@ class VocabShard(nn.Module):
     @torch.no_grad()
     def take_embedded(self, mb: int) -> Tensor:
         """The embedded tokens [N, D]: for the first stage's forward pass, once."""
-        found = self._lookups.pop(mb)
-        for places, rows, arriving in found.parts:
+        value = self._lookups.pop(mb)
+        for places, rows, arriving in value.parts:
             arriving.wait()
-            found.out[places] = rows
-        return found.out
+            value.out[places] = rows
+        return value.out
 
     @torch.no_grad()
     def give_hidden(self, mb: int, x_ND: Tensor, targets: Tensor) -> None:

@@ -107,24 +107,24 @@ def travel(
 
 def _origin(node: GraphNode, states: States) -> str:
     for name in node.uses:
-        found = states.get(name)
-        if found is not None:
-            return (found if isinstance(found, SplitDimension) else found[0]).origin
+        value = states.get(name)
+        if value is not None:
+            return (value if isinstance(value, SplitDimension) else value[0]).origin
     raise AssertionError("a call without a split argument")
 
 
 def _of(value: Any, states: States) -> SplitDimension | None:
-    found = states.get(value.name) if isinstance(value, Ref) else None
-    return found if isinstance(found, SplitDimension) else None
+    result = states.get(value.name) if isinstance(value, Ref) else None
+    return result if isinstance(result, SplitDimension) else None
 
 
 def _first(node: GraphNode, states: States) -> SplitDimension:
     """The split of the first argument, which is the only one that may be split."""
-    found = _of(node.args[0], states)
+    result = _of(node.args[0], states)
     others = [name for name in node.uses[1:] if name in states]
-    if found is None or others:
+    if result is None or others:
         raise Stop(f"{node.op} has a split operand other than its first", _origin(node, states))
-    return found
+    return result
 
 
 def joined(
@@ -142,33 +142,36 @@ def joined(
     skip = upto or 0
     refs_ = [value for value in operands if isinstance(value, Ref)]
     rank = max(len(graph.shape(value)) for value in refs_)
-    found: SplitDimension | None = None
+    split_dimension: SplitDimension | None = None
     for value in refs_:
         state = _of(value, states)
         if state is None:
             continue
         here = state.at(state.dim + rank - len(graph.shape(value)))
-        if found is not None and (found.dim, found.segments) != (here.dim, here.segments):
+        if split_dimension is not None and (split_dimension.dim, split_dimension.segments) != (
+            here.dim,
+            here.segments,
+        ):
             raise Stop(
                 f"{node.op} joins values that are split differently",
                 here.origin,
-                segments=found.segments if found.dim == here.dim else None,
+                segments=split_dimension.segments if split_dimension.dim == here.dim else None,
             )
-        found = here
-    assert found is not None
-    if found.dim >= rank - skip:
-        raise Stop(f"{node.op} works along the split dimension", found.origin)
+        split_dimension = here
+    assert split_dimension is not None
+    if split_dimension.dim >= rank - skip:
+        raise Stop(f"{node.op} works along the split dimension", split_dimension.origin)
     for value in refs_:
         shape = graph.shape(value)
-        place = found.dim - (rank - len(shape))
+        place = split_dimension.dim - (rank - len(shape))
         if _of(value, states) is None and place >= 0 and shape[place] > 1:
             raise Stop(
                 f"{node.op} joins a split value with a whole one",
-                found.origin,
+                split_dimension.origin,
                 needs=value.name,
                 dim=place,
             )
-    return found
+    return split_dimension
 
 
 def _dim(value: int, rank: int) -> int:
@@ -372,19 +375,19 @@ def _pieces(graph: Graph, node: GraphNode, states: States, tp: int) -> tuple[Spl
 
 
 def _getitem(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
-    found = states[node.args[0].name]
-    if isinstance(found, SplitDimension):
-        raise Stop("an item of a split value", found.origin)
-    return found[int(node.args[1])]
+    result = states[node.args[0].name]
+    if isinstance(result, SplitDimension):
+        raise Stop("an item of a split value", result.origin)
+    return result[int(node.args[1])]
 
 
 def _cat(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     parts = list(refs(node.args[0]))
     rank = len(graph.shape(parts[0]))
     at = _dim(int(node.arg(1, "dim", 0)), rank + (node.op == "stack"))
-    found = [_of(part, states) for part in parts]
-    whole = next((p for p, state in zip(parts, found, strict=True) if state is None), None)
-    first = next(state for state in found if state is not None)
+    results = [_of(part, states) for part in parts]
+    whole = next((p for p, state in zip(parts, results, strict=True) if state is None), None)
+    first = next(state for state in results if state is not None)
     if whole is not None:
         raise Stop(
             f"{node.op} of a split value and a whole one",
@@ -392,7 +395,7 @@ def _cat(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimensi
             needs=whole.name,
             dim=first.dim,
         )
-    own = [state for state in found if state is not None]
+    own = [state for state in results if state is not None]
     if node.op == "stack":
         if any((s.dim, s.segments) != (first.dim, first.segments) for s in own):
             raise Stop("stack of values that are split differently", first.origin)
@@ -442,11 +445,11 @@ def _matmul(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDime
 def _attention(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitDimension:
     parts = node.args[:3]
     rank = len(graph.shape(parts[0]))
-    found: SplitDimension | None = None
+    split_dimension: SplitDimension | None = None
     for part in parts:
-        found = found or _of(part, states)
+        split_dimension = split_dimension or _of(part, states)
     mask = node.arg(3, "attn_mask")
-    if found is None:
+    if split_dimension is None:
         mask_state = _of(mask, states)
         assert mask_state is not None
         raise Stop(
@@ -455,12 +458,17 @@ def _attention(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitD
             needs=parts[0].name,
             dim=mask_state.dim,
         )
-    if found.dim != rank - 3:
-        raise Stop("attention that is split other than by heads", found.origin)
+    if split_dimension.dim != rank - 3:
+        raise Stop("attention that is split other than by heads", split_dimension.origin)
     for part in parts:
         state = _of(part, states)
         if state is None:
-            raise Stop("attention of split and whole", found.origin, needs=part.name, dim=rank - 3)
+            raise Stop(
+                "attention of split and whole",
+                split_dimension.origin,
+                needs=part.name,
+                dim=rank - 3,
+            )
         if state.dim != rank - 3 or len(state.segments) > 1:
             raise Stop("attention that is split other than by heads", state.origin)
     if isinstance(mask, Ref) and _of(mask, states) is None:
@@ -468,11 +476,11 @@ def _attention(graph: Graph, node: GraphNode, states: States, tp: int) -> SplitD
         if len(shape) >= 3 and shape[-3] > 1:
             raise Stop(
                 "attention with a whole mask of every head",
-                found.origin,
+                split_dimension.origin,
                 needs=mask.name,
                 dim=len(shape) - 3,
             )
-    return found
+    return split_dimension
 
 
 _RULES: dict[str, _Rule] = {

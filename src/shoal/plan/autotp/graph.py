@@ -51,8 +51,8 @@ class GraphNode:
     @property
     def uses(self) -> list[str]:
         """Names of the values that it needs, in order."""
-        found = [ref.name for arg in self.args for ref in refs(arg)]
-        return found + [ref.name for _, value in self.kwargs for ref in refs(value)]
+        results = [ref.name for arg in self.args for ref in refs(arg)]
+        return results + [ref.name for _, value in self.kwargs for ref in refs(value)]
 
     def arg(self, place: int, name: str, default: Any = None) -> Any:
         """An argument by place or by name."""

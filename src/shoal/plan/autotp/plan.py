@@ -163,10 +163,10 @@ class _Search:
         """
         while True:
             self._search()
-            found = self._disagreeing()
-            if found is None:
+            result = self._disagreeing()
+            if result is None:
                 return
-            name, user = found
+            name, user = result
             where = user.module or user.name
             self.whole[name] = f"{self.graph[name].target} is tied to {where}, which needs it whole"
             self.flow, self.why = Flow(), {}
@@ -192,14 +192,14 @@ class _Search:
 
     def _params_of(self, node: GraphNode, segments: tuple[int, ...]) -> dict[str, tuple[int, Any]]:
         """Split of the parameters of a product or table that is split by outputs."""
-        found = {}
+        params = {}
         if node.op == "embedding":
             return {node.args[0].name: (1, segments)}
         weight, bias = (1, node.arg(2, "bias")) if node.op == "linear" else (2, node.args[0])
-        found[node.args[weight].name] = (0 if node.op == "linear" else 1, segments)
+        params[node.args[weight].name] = (0 if node.op == "linear" else 1, segments)
         if isinstance(bias, Ref):
-            found[bias.name] = (len(self.graph.shape(bias)) - 1, segments)
-        return found
+            params[bias.name] = (len(self.graph.shape(bias)) - 1, segments)
+        return params
 
     def _attempt(self, node: GraphNode) -> None:
         """Split a product by its outputs, with all that must be split with it."""
@@ -208,7 +208,7 @@ class _Search:
         for _ in range(64):
             held = next((why for n, sizes in seeds.items() if (why := self._held(n, sizes))), "")
             try:
-                found = self._spread(seeds)
+                result = self._spread(seeds)
             except Stop as stop:
                 heads = stop if stop.heads else heads
                 if not held and self._answer(stop, seeds):
@@ -217,7 +217,7 @@ class _Search:
             if held:
                 reason = held
                 break
-            self._accept(seeds, found)
+            self._accept(seeds, result)
             return
         else:
             reason = "too many values would have to be split together"
@@ -271,17 +271,17 @@ class _Search:
 
     def _roots(self, name: str) -> list[str]:
         """Products and tables that a value was made by, through shapes and elementwise calls."""
-        found, seen, stack = [], set(), [name]
+        roots, seen, stack = [], set(), [name]
         while stack:
             node = self.graph[stack.pop()]
             if node.name in seen:
                 continue
             seen.add(node.name)
             if node.op in (*PRODUCTS, "embedding"):
-                found.append(node.name)
+                roots.append(node.name)
             elif node.kind == "call" and (node.op in _CARRIES or node.op == "matmul"):
                 stack += node.uses
-        return found
+        return roots
 
     def _learned(self, name: str) -> bool:
         """Whether a parameter has any part in a value."""

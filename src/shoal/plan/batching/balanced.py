@@ -33,10 +33,10 @@ class Balanced:
 
     def prompt(self, request_id: str, n_tokens: int) -> int:
         """See :class:`~shoal.ir.phases.Dispatcher`."""
-        found = self._balancer.choose(self._arrivals[int(request_id)].prompt, self._loads)
-        self._loads[found] += 1
-        self._open[request_id] = found
-        return found
+        result = self._balancer.choose(self._arrivals[int(request_id)].prompt, self._loads)
+        self._loads[result] += 1
+        self._open[request_id] = result
+        return result
 
     def prompted(self, request_id: str) -> None:
         """It is open until it ends."""

@@ -281,23 +281,23 @@ class Queues:
         nodes = min(drafting.nodes(together), max(0, room) // len(chunks))
         if nodes < 1:
             return chunks
-        found = []
+        results = []
         for chunk in chunks:
             request = chunk.request
             # The last token is never computed, so no guess is made for it.
             left = self.most_cached(request) - chunk.stop
             drafts = min(nodes, self.limits.max_position - chunk.stop - 1)
             if left < 1 or drafts < 1 or not guessable(request.params):
-                found.append(chunk)
+                results.append(chunk)
                 continue
             held = len(request.blocks)
             if not kv.allocate(request, chunk.stop + drafts):
-                found.append(chunk)
+                results.append(chunk)
                 continue
             if len(request.blocks) > held:
                 self.preemption.wait(request.blocks[held:])
-            found.append(chunk._replace(drafts=drafts))
-        return found
+            results.append(chunk._replace(drafts=drafts))
+        return results
 
     def lose(self, request: Request) -> None:
         """What the cache held of a request is gone: it waits again, before all others."""

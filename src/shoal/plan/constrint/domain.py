@@ -138,14 +138,14 @@ def _smooth(value: int, primes: frozenset[int]) -> bool:
 
 def _products(primes: frozenset[int], low: int, high: int, factor: int) -> tuple[int, ...] | None:
     """All products of the primes between the bounds, or None if they are too many."""
-    found = [1]
+    results = [1]
     for prime in sorted(primes):
-        for value in found:
+        for value in results:
             if value * prime <= high:
-                found.append(value * prime)
-            if len(found) > 64 * EXPLICIT:
+                results.append(value * prime)
+            if len(results) > 64 * EXPLICIT:
                 return None
-    kept = sorted(v for v in found if v >= low and v % factor == 0)
+    kept = sorted(v for v in results if v >= low and v % factor == 0)
     if not kept:
         raise Empty
     return tuple(kept) if len(kept) <= EXPLICIT else None
@@ -154,12 +154,12 @@ def _products(primes: frozenset[int], low: int, high: int, factor: int) -> tuple
 @functools.lru_cache(maxsize=4096)
 def prime_factors(value: int) -> frozenset[int]:
     """The primes that divide a number."""
-    value, found, prime = abs(value), set[int](), 2
+    value, prime_factors, prime = abs(value), set[int](), 2
     while prime * prime <= value:
         while value % prime == 0:
-            found.add(prime)
+            prime_factors.add(prime)
             value //= prime
         prime += 1
     if value > 1:
-        found.add(value)
-    return frozenset(found)
+        prime_factors.add(value)
+    return frozenset(prime_factors)

@@ -95,11 +95,11 @@ def solve(text: str | Sequence[str], *, max_nodes: int | None = None) -> Solutio
     """
     system = parse(text)
     search = _Search(max_nodes)
-    found = search.best(system.domains, system.constraints, system)
-    if found is None:
+    result = search.best(system.domains, system.constraints, system)
+    if result is None:
         conflict = _conflict(system)
         raise _explained(system, conflict, search.nodes)
-    return Solution(found, system.score(found), search.nodes)
+    return Solution(result, system.score(result), search.nodes)
 
 
 def brute_force(
@@ -238,12 +238,12 @@ def _conflict(system: ConstraintSystem) -> tuple[ConstraintText, ...]:
     for one in list(kept):
         rest = [other for other in kept if other is not one]
         try:
-            found = _Search(budget).best(
+            result = _Search(budget).best(
                 system.domains, rest, ConstraintSystem(system.domains, tuple(rest))
             )
         except PlanError:
             continue
-        if found is None:
+        if result is None:
             kept = rest
     return tuple(kept)
 
@@ -258,9 +258,9 @@ def _explained(
     free = ", ".join(
         f"{name} in {system.domains[name]}" for name in names if name not in system.facts
     )
-    told = "; ".join(one.text for one in conflict)
+    text = "; ".join(one.text for one in conflict)
     which = "this constraint cannot hold" if len(conflict) == 1 else "these constraints conflict"
-    message = f"constrint: no solution: {which}: {told}"
+    message = f"constrint: no solution: {which}: {text}"
     if free:
         message += f" (where {free})"
     if facts:

@@ -198,10 +198,10 @@ class Product(Expression):
 
     def range(self, box: Box) -> Interval:
         """See :class:`Expression`."""
-        found = (1, 1)
+        result = (1, 1)
         for factor in self.factors:
-            found = _times(found, factor.range(box))
-        return found
+            result = _times(result, factor.range(box))
+        return result
 
     def factor(self, box: Box) -> int:
         """See :class:`Expression`."""
@@ -209,13 +209,13 @@ class Product(Expression):
 
     def primes(self, box: Box) -> frozenset[int] | None:
         """See :class:`Expression`."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         for factor in self.factors:
             primes = factor.primes(box)
             if primes is None:
                 return None
-            found |= primes
-        return frozenset(found)
+            numbers |= primes
+        return frozenset(numbers)
 
     def within(self, box: Box, low: int, high: int) -> None:
         """See :class:`Expression`."""
@@ -316,8 +316,8 @@ def _root(value: int, exponent: int) -> int:
 
 
 def _root_up(value: int, exponent: int) -> int:
-    found = _root(value, exponent)
-    return found if found**exponent == value else found + 1
+    result = _root(value, exponent)
+    return result if result**exponent == value else result + 1
 
 
 def _times(a: Interval, b: Interval) -> Interval:

@@ -85,11 +85,11 @@ def parse(text: str | Sequence[str]) -> ConstraintSystem:
     later: list[str] = []
     for statement in _statements(text):
         reader = _Reader(statement, domains)
-        found = reader.domain()
-        if found is None:
+        result = reader.domain()
+        if result is None:
             later.append(statement)
             continue
-        name, domain, fact = found
+        name, domain, fact = result
         if name in domains:
             raise ConfigError(f"constrint: {statement!r}: {name} is declared twice; keep one")
         domains[name] = domain
@@ -142,14 +142,14 @@ class _Reader:
         self.tokens: list[str] = []
         place = 0
         while place < len(text.rstrip()):
-            found = _TOKEN.match(text, place)
-            if found is None:
+            match = _TOKEN.match(text, place)
+            if match is None:
                 raise ConfigError(
                     f"constrint: {text!r}: {text[place:].split()[0]!r} is no number, name or sign; "
                     "there are + - * ** % == <= >= < > | ; ( ) in primes maximize minimize"
                 )
-            self.tokens.append(found[0].strip())
-            place = found.end()
+            self.tokens.append(match[0].strip())
+            place = match.end()
         self.place = 0
 
     def word(self, ahead: int = 0) -> str:
@@ -232,21 +232,21 @@ class _Reader:
 
     def _set(self) -> list[int]:
         self.take("{")
-        found = [self.integer()]
+        results = [self.integer()]
         while self.word() == ",":
             self.take()
-            found.append(self.integer())
+            results.append(self.integer())
         self.take("}")
-        return found
+        return results
 
     def statement(self) -> Constraint:
         """A constraint, with a name or without."""
         if self.word(1) == ":":
             self.take()
             self.take()
-        found = self.either()
+        result = self.either()
         self.end()
-        return found
+        return result
 
     def either(self) -> Constraint:
         """Branches between ``|``."""
@@ -342,9 +342,9 @@ class _Reader:
         """A number, a variable, or a sum in brackets."""
         word = self.take()
         if word == "(":
-            found = self.sum()
+            total = self.sum()
             self.take(")")
-            return found
+            return total
         if word.isdigit():
             return Number(int(word))
         if not word.isidentifier():

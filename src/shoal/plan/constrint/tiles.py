@@ -162,14 +162,14 @@ def facts_of(machine: Machine) -> Facts:
     known = _GPU if device.kind == "gpu" else Facts()
     if machine.provenance == "probed" and device.kind == "cpu":
         known = here()
-    found = {
+    result = {
         f"{tier.name[:2]}_bytes": tier.capacity_bytes
         for tier in device.memory
         if tier.name in ("l1d", "l2")
     }
     if device.num_cores is not None:
-        found["cores"] = device.num_cores
-    return known.model_copy(update=found)
+        result["cores"] = device.num_cores
+    return known.model_copy(update=result)
 
 
 def recurrence_system(shape: RecurrenceShape, facts: Facts) -> str:

@@ -91,8 +91,8 @@ class TilesStudy:
                     else recurrence_system(shape, facts)
                 )
                 return Explanation(blocks=(text.rstrip(),), data=text)
-            found = tiling(shape, facts)
-            solution, meanings = found.solution, found.meanings
+            result = tiling(shape, facts)
+            solution, meanings = result.solution, result.meanings
         else:
             path = Path(self.kernel)
             require(path.is_file(), "tiles", self.kernel, expected="recurrence, linear, or a file")

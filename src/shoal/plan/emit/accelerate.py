@@ -44,22 +44,24 @@ class Accelerate:
         if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
-        found = refuses_train(plan, EXPRESSES)
+        result = refuses_train(plan, EXPRESSES)
         if split.pp > 1:
-            found.append(f"parallel.pp = {split.pp}: it trains without pipelines; use 1")
+            result.append(f"parallel.pp = {split.pp}: it trains without pipelines; use 1")
         if split.ep > 1:
-            found.append(f"parallel.ep = {split.ep}: use 1")
+            result.append(f"parallel.ep = {split.ep}: use 1")
         if split.sp:
-            found.append("parallel.sp: its tensor parallelism follows the model's plan; use false")
+            result.append("parallel.sp: its tensor parallelism follows the model's plan; use false")
         mixed = split.tp > 1 or split.cp > 1
         divided = traits("shard", job.shard)
         if mixed and "shards_gradients" not in divided:
-            found.append(f"shard = {job.shard.name} with tp or cp > 1: use zero2, zero3 or hybrid")
+            result.append(f"shard = {job.shard.name} with tp or cp > 1: use zero2, zero3 or hybrid")
         if plan.machine.device.kind == "cpu" and (mixed or divided):
-            found.append(f"shard = {job.shard.name} on {plan.machine.name}: use replicated on CPUs")
+            result.append(
+                f"shard = {job.shard.name} on {plan.machine.name}: use replicated on CPUs"
+            )
         if job.dropout:
-            found.append(f"dropout = {job.dropout:g}: the training script decides it; use 0")
-        return tuple(found)
+            result.append(f"dropout = {job.dropout:g}: the training script decides it; use 0")
+        return tuple(result)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
@@ -103,7 +105,7 @@ def _config(plan: TrainPlan) -> dict[str, Any]:
     job, split = plan.job, plan.job.parallel
     nodes, _ = nodes_of(plan)
     kind = _kind(plan)
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind,
         "mixed_precision": "bf16" if job.precision == "bf16" else "no",
@@ -117,18 +119,18 @@ def _config(plan: TrainPlan) -> dict[str, Any]:
         "debug": False,
     }
     if nodes > 1:
-        found["main_process_port"] = 29500
+        config["main_process_port"] = 29500
     if job.compile:
-        found["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     if kind == "DEEPSPEED":
-        found["deepspeed_config"] = {
+        config["deepspeed_config"] = {
             "zero_stage": 1,
             "gradient_accumulation_steps": accumulation(job),
             "gradient_clipping": job.grad_clip,
             "zero3_init_flag": False,
         }
     if kind == "FSDP":
-        found["fsdp_config"] = {
+        config["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": "shards_weights" in traits("shard", job.shard),
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -149,5 +151,5 @@ def _config(plan: TrainPlan) -> dict[str, Any]:
         }
         if split.cp > 1:
             degrees[f"{PREFIX}cp_comm_strategy"] = CONTEXTS[split.context.name]
-        found["parallelism_config"] = degrees
-    return found
+        config["parallelism_config"] = degrees
+    return config

@@ -41,20 +41,20 @@ class DeepSpeed:
         if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
-        found = refuses_train(plan, {"shard": tuple(STAGES)})
+        result = refuses_train(plan, {"shard": tuple(STAGES)})
         if plan.machine.device.kind == "cpu":
-            found.append(f"machine = {plan.machine.name}: it trains on accelerators")
+            result.append(f"machine = {plan.machine.name}: it trains on accelerators")
         if split.pp > 1:
-            found.append(f"parallel.pp = {split.pp}: its pipelines are written in code; use 1")
+            result.append(f"parallel.pp = {split.pp}: its pipelines are written in code; use 1")
         if split.ep > 1:
-            found.append(f"parallel.ep = {split.ep}: its experts are written in code; use 1")
+            result.append(f"parallel.ep = {split.ep}: its experts are written in code; use 1")
         if split.sp:
-            found.append("parallel.sp: its tensor parallelism keeps whole sequences; use false")
+            result.append("parallel.sp: its tensor parallelism keeps whole sequences; use false")
         if job.dropout:
-            found.append(f"dropout = {job.dropout:g}: the training script decides it; use 0")
+            result.append(f"dropout = {job.dropout:g}: the training script decides it; use 0")
         if job.compile:
-            found.append("compile = true: the training script decides it; use false")
-        return tuple(found)
+            result.append("compile = true: the training script decides it; use false")
+        return tuple(result)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
@@ -89,7 +89,7 @@ def _config(plan: TrainPlan) -> dict[str, Any]:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
     if stage in (1, 2):
         zero["reduce_scatter"] = True
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "train_batch_size": job.global_batch,
         "train_micro_batch_size_per_gpu": microbatch_of(job),
         "gradient_accumulation_steps": accumulation(job),
@@ -111,7 +111,7 @@ def _config(plan: TrainPlan) -> dict[str, Any]:
     }
     steps = steps_of(job)
     if steps is not None and rate_course(job)["name"] == "cosine":
-        found["scheduler"] = {
+        config["scheduler"] = {
             "type": "WarmupCosineLR",
             "params": {
                 "total_num_steps": steps,
@@ -120,5 +120,5 @@ def _config(plan: TrainPlan) -> dict[str, Any]:
             },
         }
     if split.tp > 1:
-        found["tensor_parallel"] = {"autotp_size": split.tp}
-    return found
+        config["tensor_parallel"] = {"autotp_size": split.tp}
+    return config

@@ -43,21 +43,21 @@ class LlamaCpp:
         if not isinstance(plan, ServePlan):
             return ("a training plan",)
         job = plan.job
-        found = []
+        results = []
         if job.disagg is not None:
-            found.append("disagg: one server does both phases; plan without --slo")
+            results.append("disagg: one server does both phases; plan without --slo")
         if job.parallel.world > 1:
             split = f"tp = {job.parallel.tp}, pp = {job.parallel.pp}"
-            found.append(f"parallel {split}: it is one process; use vllm or sglang")
+            results.append(f"parallel {split}: it is one process; use vllm or sglang")
         if "prompts_apart" in traits("scheduler", job.scheduler):
-            found.append(
+            results.append(
                 f"scheduler = {job.scheduler.name}: it mixes prompts and answers; use fcfs"
             )
         if job.max_running > MOST_SLOTS:
-            found.append(f"max_running = {job.max_running}: it has at most {MOST_SLOTS} slots")
+            results.append(f"max_running = {job.max_running}: it has at most {MOST_SLOTS} slots")
         if not job.scheduler.options.get("chunked", True):
-            found.append("scheduler.chunked = false: it cuts long prompts; use true")
-        return tuple(found)
+            results.append("scheduler.chunked = false: it cuts long prompts; use true")
+        return tuple(results)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""

@@ -54,29 +54,29 @@ class Megatron:
         if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split, shape = plan.job, plan.job.parallel, plan.shape
-        found = refuses_train(plan, EXPRESSES)
+        result = refuses_train(plan, EXPRESSES)
         if plan.machine.device.kind == "cpu":
-            found.append(f"machine = {plan.machine.name}: it trains on GPUs")
+            result.append(f"machine = {plan.machine.name}: it trains on GPUs")
         if shape.attention not in ATTENTIONS:
-            found.append(
+            result.append(
                 f"model = {shape.name}: its {shape.attention} attention needs more numbers than "
                 "a plan holds"
             )
         micros = accumulation(job)
         if split.vpp > 1 and micros % split.pp:
-            found.append(
+            result.append(
                 f"{micros} micro-batches with parallel.vpp = {split.vpp}: use a multiple of pp = "
                 f"{split.pp}"
             )
         if job.shard.name in SHARDING and split.pp > 1:
-            found.append(f"shard = {job.shard.name} with pp > 1: use zero1")
+            result.append(f"shard = {job.shard.name} with pp > 1: use zero1")
         if split.order not in ORDERS:
-            found.append(f"parallel.order = {split.order}: use {' or '.join(ORDERS)}")
+            result.append(f"parallel.order = {split.order}: use {' or '.join(ORDERS)}")
         if job.compile:
-            found.append("compile = true: it has its own fused kernels; use false")
+            result.append("compile = true: it has its own fused kernels; use false")
         if split.sp and split.tp == 1:
-            found.append("parallel.sp with tp = 1: use false")
-        return tuple(found)
+            result.append("parallel.sp with tp = 1: use false")
+        return tuple(result)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
@@ -99,7 +99,7 @@ class Megatron:
 
 
 def _model(shape: ModelShape) -> list[str]:
-    found = [
+    model = [
         option("--num-layers", shape.num_layers),
         option("--hidden-size", shape.hidden),
         option("--ffn-hidden-size", shape.ffn_hidden),
@@ -109,21 +109,21 @@ def _model(shape: ModelShape) -> list[str]:
         option("--vocab-size", shape.vocab_size),
     ]
     if shape.num_kv_heads != shape.num_heads:
-        found += ["--group-query-attention", option("--num-query-groups", shape.num_kv_heads)]
+        model += ["--group-query-attention", option("--num-query-groups", shape.num_kv_heads)]
     if shape.gated:
-        found += ["--swiglu", "--disable-bias-linear", option("--normalization", "RMSNorm")]
-        found += [option("--position-embedding-type", "rope")]
-        found += ['--rotary-base "${ROTARY_BASE:-10000}"']
+        model += ["--swiglu", "--disable-bias-linear", option("--normalization", "RMSNorm")]
+        model += [option("--position-embedding-type", "rope")]
+        model += ['--rotary-base "${ROTARY_BASE:-10000}"']
     else:
-        found.append(option("--position-embedding-type", "learned_absolute"))
+        model.append(option("--position-embedding-type", "learned_absolute"))
     if shape.attention_bias and shape.gated:
-        found.append("--add-qkv-bias")
+        model.append("--add-qkv-bias")
     if shape.qk_norm:
-        found.append("--qk-layernorm")
+        model.append("--qk-layernorm")
     if not shape.tied:
-        found.append("--untie-embeddings-and-output-weights")
+        model.append("--untie-embeddings-and-output-weights")
     if shape.num_experts:
-        found += [
+        model += [
             option("--num-experts", shape.num_experts),
             option("--moe-router-topk", shape.top_k),
             option("--moe-ffn-hidden-size", shape.expert_hidden),
@@ -132,18 +132,18 @@ def _model(shape: ModelShape) -> list[str]:
         ]
         if shape.num_shared_experts:
             width = shape.num_shared_experts * shape.expert_hidden
-            found.append(option("--moe-shared-expert-intermediate-size", width))
+            model.append(option("--moe-shared-expert-intermediate-size", width))
         if shape.num_dense_layers:
             rest = shape.num_layers - shape.num_dense_layers
             frequency = f"[0]*{shape.num_dense_layers}+[1]*{rest}"
-            found.append(option("--moe-layer-freq", frequency))
-    return found
+            model.append(option("--moe-layer-freq", frequency))
+    return model
 
 
 def _training(job: TrainJob) -> list[str]:
     own, course = adamw(job), rate_course(job)
     steps, warm = steps_of(job), warmup_steps(job)
-    found = [
+    results = [
         option("--seq-length", job.seq_len),
         option("--micro-batch-size", microbatch_of(job)),
         option("--global-batch-size", job.global_batch),
@@ -160,59 +160,63 @@ def _training(job: TrainJob) -> list[str]:
         option("--seed", job.seed + 1),  # it wants one above 0
     ]
     if course["name"] == "wsd":
-        found += [option("--lr-decay-style", "WSD"), option("--lr-wsd-decay-style", "linear")]
+        results += [option("--lr-decay-style", "WSD"), option("--lr-wsd-decay-style", "linear")]
         if steps is not None:
-            found.append(option("--lr-wsd-decay-iters", round(float(course["decay"]) * steps)))
+            results.append(option("--lr-wsd-decay-iters", round(float(course["decay"]) * steps)))
     else:
-        found.append(option("--lr-decay-style", "cosine"))
+        results.append(option("--lr-decay-style", "cosine"))
     if steps is not None:
-        found += [option("--train-iters", steps), option("--lr-decay-iters", steps)]
-        found.append(option("--lr-warmup-iters", warm))
+        results += [option("--train-iters", steps), option("--lr-decay-iters", steps)]
+        results.append(option("--lr-warmup-iters", warm))
     if job.precision == "bf16":
-        found.append("--bf16")
+        results.append("--bf16")
     if job.recompute == "full":
-        found += [
+        results += [
             option("--recompute-granularity", "full"),
             option("--recompute-method", "uniform"),
             option("--recompute-num-layers", 1),
         ]
-    found += [option("--log-interval", job.log_every), "--log-throughput"]
+    results += [option("--log-interval", job.log_every), "--log-throughput"]
     every = job.checkpoint.fixed_every("Megatron")
     if every:
-        found.append(option("--save-interval", every))
-    return found
+        results.append(option("--save-interval", every))
+    return results
 
 
 def _parallel(plan: TrainPlan) -> list[str]:
     job, split, shape = plan.job, plan.job.parallel, plan.shape
-    found = [
+    results = [
         option("--tensor-model-parallel-size", split.tp),
         option("--pipeline-model-parallel-size", split.pp),
     ]
     if split.cp > 1:
-        found.append(option("--context-parallel-size", split.cp))
-        found.append(option("--cp-comm-type", CONTEXTS[split.context.name]))
+        results.append(option("--context-parallel-size", split.cp))
+        results.append(option("--cp-comm-type", CONTEXTS[split.context.name]))
     if split.cp > 1 and CONTEXTS[split.context.name] == "a2a+p2p":
         within = int(split.context.options.get("ulysses", 2))
-        found.append(f"--hierarchical-context-parallel-sizes {within} {split.cp // within}")
+        results.append(f"--hierarchical-context-parallel-sizes {within} {split.cp // within}")
     if shape.num_experts:
-        found.append(option("--expert-model-parallel-size", split.ep))
-        found.append(option("--expert-tensor-parallel-size", split.etp))
+        results.append(option("--expert-model-parallel-size", split.ep))
+        results.append(option("--expert-tensor-parallel-size", split.etp))
     if split.sp:
-        found.append("--sequence-parallel")
+        results.append("--sequence-parallel")
     chunks = split.pp * split.vpp
     if split.stages or shape.num_layers % chunks:
         stages = split.stages or even_stages(shape.num_layers, chunks)
-        found.append(option("--pipeline-model-parallel-layout", _layout(stages)))
+        results.append(option("--pipeline-model-parallel-layout", _layout(stages)))
     elif split.vpp > 1:
-        found.append(option("--num-virtual-stages-per-pipeline-rank", split.vpp))
+        results.append(option("--num-virtual-stages-per-pipeline-rank", split.vpp))
     order = ORDERS[split.order]
-    found += [] if order is None else [order]
+    results += [] if order is None else [order]
     divided = traits("shard", job.shard)
     if "shards_optimizer" in divided and "shards_gradients" not in divided:
-        found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+        results += [
+            "--use-distributed-optimizer",
+            "--overlap-grad-reduce",
+            "--overlap-param-gather",
+        ]
     elif job.shard.name in SHARDING:
-        found += [
+        results += [
             "--use-megatron-fsdp",
             "--use-distributed-optimizer",
             option("--data-parallel-sharding-strategy", SHARDING[job.shard.name]),
@@ -220,8 +224,8 @@ def _parallel(plan: TrainPlan) -> list[str]:
             option("--ckpt-format", "fsdp_dtensor"),
         ]
     elif split.dp > 1:
-        found.append("--overlap-grad-reduce")
-    return found
+        results.append("--overlap-grad-reduce")
+    return results
 
 
 def _layout(stages: tuple[int, ...]) -> str:

@@ -55,8 +55,10 @@ def phase_files(
     plan: ServePlan, configs: Mapping[str, dict[str, Any]], commands: Mapping[str, list[str]]
 ) -> dict[str, str]:
     """Name of a file -> its text: configuration and script of each phase."""
-    found = {}
+    phase_files = {}
     for name, phase in phases_of(plan).items():
-        found[f"{name}.yaml"] = header(plan) + to_yaml(configs[name])
-        found[f"{name}.sh"] = script(header(plan), commands[name], before=instance_number(phase))
-    return found
+        phase_files[f"{name}.yaml"] = header(plan) + to_yaml(configs[name])
+        phase_files[f"{name}.sh"] = script(
+            header(plan), commands[name], before=instance_number(phase)
+        )
+    return phase_files

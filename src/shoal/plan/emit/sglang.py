@@ -52,13 +52,15 @@ class SGLang:
         if not isinstance(plan, ServePlan):
             return ("a training plan",)
         job = plan.job
-        found = []
+        results = []
         if plan.machine.device.kind == "cpu":
-            found.append(f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp")
+            results.append(
+                f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp"
+            )
         expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
         expresses["kv"] = ("paged",)
-        found += unexpressed(job, expresses, WHY)
-        return tuple(found)
+        results += unexpressed(job, expresses, WHY)
+        return tuple(results)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
@@ -111,7 +113,7 @@ class SGLang:
         job = plan.job
         kv = table("kv").build(job.kv)
         chunked = bool(job.scheduler.options.get("chunked", True))
-        found: dict[str, Any] = {
+        config: dict[str, Any] = {
             "host": self.host,
             "port": self.port,
             "tp-size": job.parallel.tp,
@@ -128,7 +130,7 @@ class SGLang:
             "random-seed": job.seed,
         }
         if job.kv_tokens is not None:
-            found["max-total-tokens"] = job.kv_tokens
+            config["max-total-tokens"] = job.kv_tokens
         if not kv.prefix_reuse:
-            found["disable-radix-cache"] = True
-        return found
+            config["disable-radix-cache"] = True
+        return config

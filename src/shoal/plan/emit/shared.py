@@ -50,11 +50,11 @@ def allowed(plan: TrainPlan | ServePlan, kind: type[_P], name: str, reasons: Ite
             "torchtitan, megatron, deepspeed and accelerate, shoal plan serve vllm, sglang and "
             "llamacpp"
         )
-    found = list(reasons)
+    result = list(reasons)
     if not plan.fits:
-        found.append("fits = False: no rank has the memory; see the plan's notes for what would")
-    if found:
-        raise PlanError(f"--emit {name}: {name} cannot run this plan: {'; '.join(found)}")
+        result.append("fits = False: no rank has the memory; see the plan's notes for what would")
+    if result:
+        raise PlanError(f"--emit {name}: {name} cannot run this plan: {'; '.join(result)}")
     return plan
 
 
@@ -82,14 +82,14 @@ def unexpressed(
         expresses: path of a choice of the job -> parts that the engine has a word for.
         reasons: path -> why it has these alone.
     """
-    found = []
+    results = []
     for path, names in expresses.items():
         chosen: Choice = functools.reduce(getattr, path.split("."), job)  # type: ignore[assignment]
         if chosen.name not in names:
             because = f"{reasons[path]}; " if reasons and path in reasons else ""
             others = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-            found.append(f"{path} = {chosen.name}: {because}use {others}")
-    return found
+            results.append(f"{path} = {chosen.name}: {because}use {others}")
+    return results
 
 
 def refuses_train(plan: TrainPlan, expresses: Mapping[str, Sequence[str]]) -> list[str]:
@@ -101,36 +101,36 @@ def refuses_train(plan: TrainPlan, expresses: Mapping[str, Sequence[str]]) -> li
             shared sequences.
     """
     job, split = plan.job, plan.job.parallel
-    found = []
+    results = []
     if plan.shape.architecture.says:
         kind = plan.shape.architecture.name or "moe"
-        found.append(f"architecture: {kind}: use a plain model of its family")
+        results.append(f"architecture: {kind}: use a plain model of its family")
     if job.layers:
-        found.append("layers: groups of blocks with their own layout; plan without them")
-    asked = {"sync": ("every_step",), "optimizer": ("adamw",), **expresses}
+        results.append("layers: groups of blocks with their own layout; plan without them")
+    requests = {"sync": ("every_step",), "optimizer": ("adamw",), **expresses}
     if split.pp == 1:
-        asked.pop("parallel.schedule", None)
+        requests.pop("parallel.schedule", None)
     if split.cp == 1:
-        asked.pop("parallel.context", None)
-    elif "parallel.context" not in asked:
-        found.append(f"parallel.cp = {split.cp}: use 1")
+        requests.pop("parallel.context", None)
+    elif "parallel.context" not in requests:
+        results.append(f"parallel.cp = {split.cp}: use 1")
     if job.batching is not None:
-        found.append(f"batching = {job.batching.name}: leave it out")
+        results.append(f"batching = {job.batching.name}: leave it out")
     if split.vocab_split == "pp":
-        found.append("parallel.vocab = pp: use tp or none")
+        results.append("parallel.vocab = pp: use tp or none")
     if job.recompute == "stage":
-        found.append("recompute = stage: use full or none")
-    found += unexpressed(job, asked)
+        results.append("recompute = stage: use full or none")
+    results += unexpressed(job, requests)
     if max(split.chunks) > 1:
-        found.append(f"parallel.expert_chunks = {split.chunks}: use 1")
+        results.append(f"parallel.expert_chunks = {split.chunks}: use 1")
     if split.expert_dispatch != "flat":
-        found.append(f"parallel.expert_dispatch = {split.expert_dispatch}: use flat")
+        results.append(f"parallel.expert_dispatch = {split.expert_dispatch}: use flat")
     if split.slices:
-        found.append("parallel.gradient_slices: leave them out")
+        results.append("parallel.gradient_slices: leave them out")
     if split.tp > 1 and split.vocab_split != "tp":
-        found.append("parallel.vocab = none with tp > 1: use tp")
-    found += _refuses_chunks(plan)
-    return found
+        results.append("parallel.vocab = none with tp > 1: use tp")
+    results += _refuses_chunks(plan)
+    return results
 
 
 def _refuses_chunks(plan: TrainPlan) -> list[str]:
@@ -140,17 +140,17 @@ def _refuses_chunks(plan: TrainPlan) -> list[str]:
         return [] if split.vpp == 1 else [f"parallel.vpp = {split.vpp} with pp = 1: use 1"]
     # A part that is registered elsewhere may not say how many stages of a rank it orders.
     chunks = getattr(table("schedule").build(split.schedule), "chunks", None)
-    found = []
+    result = []
     if chunks is not None and split.vpp != chunks:
-        found.append(
+        result.append(
             f"parallel.vpp = {split.vpp} with schedule = {split.schedule.name}: use {chunks}"
             + (", or schedule = interleaved" if chunks == 1 else "")
         )
     if split.stages and len(split.stages) != split.pp * split.vpp:
-        found.append(
+        result.append(
             f"parallel.stages = {len(split.stages)} numbers: give pp vpp = {split.pp * split.vpp}"
         )
-    return found
+    return result
 
 
 def adamw(job: TrainJob) -> dict[str, float]:

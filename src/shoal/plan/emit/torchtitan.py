@@ -81,27 +81,27 @@ class Torchtitan:
         if not isinstance(plan, TrainPlan):
             return ("a serving plan",)
         job, split = plan.job, plan.job.parallel
-        found = refuses_train(plan, EXPRESSES)
+        result = refuses_train(plan, EXPRESSES)
         divided = traits("shard", job.shard)
         if plan.shape.name not in MODELS:
-            found.append(f"model = {plan.shape.name}: it has {', '.join(MODELS)}")
+            result.append(f"model = {plan.shape.name}: it has {', '.join(MODELS)}")
         if plan.machine.device.kind == "cpu":
-            found.append(f"machine = {plan.machine.name}: it trains on accelerators")
+            result.append(f"machine = {plan.machine.name}: it trains on accelerators")
         if split.etp not in (1, split.tp):
-            found.append(f"parallel.etp = {split.etp}: use 1")
+            result.append(f"parallel.etp = {split.etp}: use 1")
         if split.ep > 1 and not divided:
-            found.append("parallel.ep with shard = replicated: use zero2 or zero3")
+            result.append("parallel.ep with shard = replicated: use zero2 or zero3")
         if split.order != "pp-dp-cp-tp":
-            found.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
+            result.append(f"parallel.order = {split.order}: use pp-dp-cp-tp")
         if split.overlap != "none":
-            found.append(f"parallel.overlap = {split.overlap}: use none")
+            result.append(f"parallel.overlap = {split.overlap}: use none")
         if split.stages and "splits_backward" in traits("schedule", split.schedule):
-            found.append("parallel.stages with zbv: leave the stages out")
+            result.append("parallel.stages with zbv: leave the stages out")
         if split.pp > 1:
-            found += _refuses_pipeline(plan)
+            result += _refuses_pipeline(plan)
         if job.dropout:
-            found.append(f"dropout = {job.dropout:g}: use 0")
-        return tuple(found)
+            result.append(f"dropout = {job.dropout:g}: use 0")
+        return tuple(result)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
@@ -123,18 +123,18 @@ def _refuses_pipeline(plan: TrainPlan) -> list[str]:
     """What its pipelines, and the schedules of torch that they use, refuse."""
     split, micros = plan.job.parallel, accumulation(plan.job)
     name = split.schedule.name
-    found = []
+    results = []
     if name == "interleaved" and split.vpp == 1:
-        found.append("parallel.vpp = 1 with schedule = interleaved: use 1f1b, which is the same")
+        results.append("parallel.vpp = 1 with schedule = interleaved: use 1f1b, which is the same")
     if name == "1f1b" and micros < split.pp:
-        found.append(f"{micros} micro-batches with schedule = 1f1b: use at least pp = {split.pp}")
+        results.append(f"{micros} micro-batches with schedule = 1f1b: use at least pp = {split.pp}")
     rounds = max(1, micros // split.pp)
     if name == "interleaved" and micros % rounds:
-        found.append(
+        results.append(
             f"{micros} micro-batches with schedule = interleaved: use a multiple of their "
             f"{rounds} rounds"
         )
-    return found
+    return results
 
 
 def _divides(layers: int, chunks: int) -> bool:
@@ -273,10 +273,10 @@ def _data_parallel(plan: TrainPlan) -> tuple[int, int]:
 
 def _stages(stages: tuple[int, ...]) -> list[list[str]]:
     """Names of the modules of each stage."""
-    found, first = [], 0
+    result, first = [], 0
     for blocks in stages:
-        found.append([f"layers.{i}" for i in range(first, first + blocks)])
+        result.append([f"layers.{i}" for i in range(first, first + blocks)])
         first += blocks
-    found[0].insert(0, "tok_embeddings")
-    found[-1] += ["norm", "lm_head"]
-    return found
+    result[0].insert(0, "tok_embeddings")
+    result[-1] += ["norm", "lm_head"]
+    return result

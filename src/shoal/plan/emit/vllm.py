@@ -52,23 +52,25 @@ class VLLM:
         if not isinstance(plan, ServePlan):
             return ("a training plan",)
         job = plan.job
-        found = []
+        results = []
         if plan.machine.device.kind == "cpu":
-            found.append(f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp")
+            results.append(
+                f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp"
+            )
         expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
         expresses["kv"] = ("paged",)
-        found += unexpressed(job, expresses, WHY)
+        results += unexpressed(job, expresses, WHY)
         block = getattr(table("kv").build(job.kv), "block_size", BLOCKS[0])
         if job.kv.name in expresses["kv"] and block not in BLOCKS:
             words = ", ".join(map(str, BLOCKS))
-            found.append(f"kv.paged.block_size = {block}: use {words}")
+            results.append(f"kv.paged.block_size = {block}: use {words}")
         most = job.max_position or plan.shape.max_position
         if not _chunked(job.scheduler.options) and job.max_step_tokens < most:
-            found.append(
+            results.append(
                 f"scheduler.chunked = false with max_step_tokens = {job.max_step_tokens} below "
                 f"max_position = {most}: raise the first or cut prompts"
             )
-        return tuple(found)
+        return tuple(results)
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
@@ -118,7 +120,7 @@ class VLLM:
     def _config(self, plan: ServePlan) -> dict[str, Any]:
         job = plan.job
         kv = table("kv").build(job.kv)
-        found: dict[str, Any] = {
+        config: dict[str, Any] = {
             "host": self.host,
             "port": self.port,
             "tensor-parallel-size": job.parallel.tp,
@@ -132,12 +134,12 @@ class VLLM:
             "seed": job.seed,
         }
         if job.kv_tokens is not None:
-            found["num-gpu-blocks-override"] = job.kv_tokens // kv.block_size
+            config["num-gpu-blocks-override"] = job.kv_tokens // kv.block_size
         # A switch of its configuration file can be set, not unset: the other one is.
-        found["enable-prefix-caching" if kv.prefix_reuse else "no-enable-prefix-caching"] = True
+        config["enable-prefix-caching" if kv.prefix_reuse else "no-enable-prefix-caching"] = True
         chunked = _chunked(job.scheduler.options)
-        found["enable-chunked-prefill" if chunked else "no-enable-chunked-prefill"] = True
-        return found
+        config["enable-chunked-prefill" if chunked else "no-enable-chunked-prefill"] = True
+        return config
 
 
 def _chunked(options: dict[str, Any]) -> bool:

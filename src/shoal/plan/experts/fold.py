@@ -60,7 +60,7 @@ def folds(job: TrainJob, machine: Machine, *, pp: int = 1, inside: bool = False)
         expected="a mixture of experts, such as Mixtral-8x7B-v0.1",
         error=PlanError,
     )
-    pricer, found = Pricer(machine), []
+    pricer, folds = Pricer(machine), []
     seen: set[tuple[int, ...]] = set()
     open_job = job.model_copy(update={"shard": Choice(name="zero1"), "microbatch": 1})
     for one in candidates(open_job, machine, shape=shape):
@@ -81,13 +81,13 @@ def folds(job: TrainJob, machine: Machine, *, pp: int = 1, inside: bool = False)
             dispatch(own, shape, machine, microbatch_of(own), wire)
             far = wire.pop("node", 0.0)
             fits = sum(estimate.memory_bytes.values()) <= usable_bytes(own, machine)
-            found.append(Fold(grids, estimate, sum(wire.values()), far, fits))
+            folds.append(Fold(grids, estimate, sum(wire.values()), far, fits))
     require(
-        bool(found),
+        bool(folds),
         "pp",
         pp,
         expected=f"stages with which {machine.num_devices} ranks and {shape.num_experts} experts "
         "have a grid each; give another number of stages, or a batch that more ranks divide",
         error=PlanError,
     )
-    return sorted(found, key=lambda fold: (not fold.fits, fold.estimate.step_s.value))
+    return sorted(folds, key=lambda fold: (not fold.fits, fold.estimate.step_s.value))

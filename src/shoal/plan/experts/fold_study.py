@@ -56,13 +56,13 @@ class FoldStudy:
     def explain(self, machine: Machine, progress: Progress) -> Explanation:
         """Every legal pair of grids, fastest first, and the groups of the best one."""
         job = TrainJob(model=self.model, seq_len=self.seq_len, global_batch=self.global_batch)
-        found = folds(job, machine, pp=self.pp, inside=self.inside)
-        best = found[0].parallel
+        result = folds(job, machine, pp=self.pp, inside=self.inside)
+        best = result[0].parallel
         pairs = Table(
-            title=f"{self.model} on {machine.name}: {len(found)} pairs of grids, sequences of "
+            title=f"{self.model} on {machine.name}: {len(result)} pairs of grids, sequences of "
             f"{self.seq_len}",
             columns=("attention", "experts", "step", "memory/rank", "near", "far", "fits"),
-            rows=tuple(_row(one) for one in found[: self.rows]),
+            rows=tuple(_row(one) for one in result[: self.rows]),
             right="  rrrr ",
         )
         groups = [
@@ -76,7 +76,7 @@ class FoldStudy:
         ]
         return Explanation(
             blocks=(pairs, _NEAR, *groups),
-            data=[_record(one) for one in found[: self.rows]],
+            data=[_record(one) for one in result[: self.rows]],
             picture=grids(best, machine.devices_per_node),
         )
 

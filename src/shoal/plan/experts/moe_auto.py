@@ -26,10 +26,10 @@ AUTO = "auto"
 def slices_of(layer: MoeLayer, shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """Bytes beside the experts and beside the rest of each block's backward pass."""
     blocks = mixture_layers(shape)
-    found = [[0, 0] for _ in range(shape.num_layers)]
+    results = [[0, 0] for _ in range(shape.num_layers)]
     for one in partition([layer] * blocks).slices:
-        found[shape.num_layers - blocks + one.layer][one.where == "dense"] = int(one.bytes)
-    return tuple((beside, rest) for beside, rest in found)
+        results[shape.num_layers - blocks + one.layer][one.where == "dense"] = int(one.bytes)
+    return tuple((beside, rest) for beside, rest in results)
 
 
 class ChunkChooser:
@@ -71,9 +71,9 @@ class ChunkChooser:
             layer = layer_of(self._shape, self._machine, split, tokens, seq_len)
         except PlanError as cause:
             raise PlanError(f"parallel.{where} = auto: {cause}; or give numbers") from cause
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         if split.expert_chunks == AUTO:
-            found["expert_chunks"] = (choose(layer.forward).r, choose(layer.backward).r)
+            result["expert_chunks"] = (choose(layer.forward).r, choose(layer.backward).r)
         if split.gradient_slices == AUTO:
-            found["gradient_slices"] = slices_of(layer, self._shape)
-        return found
+            result["gradient_slices"] = slices_of(layer, self._shape)
+        return result

@@ -129,7 +129,7 @@ def partition(layers: Sequence[MoeLayer], *, most: int = MOST, seed: int = 0) ->
         return walk(shares.tolist(), exact=False).seconds
 
     none = [0.0] * len(layers)
-    greedy = found = walk(none, exact=True)
+    greedy = result = walk(none, exact=True)
     # The first block's own gradients are ready at the end: they never travel sooner.
     if greedy.tail > layers[0].gradient and len(layers) > 1:
         end = differential_evolution(
@@ -141,9 +141,9 @@ def partition(layers: Sequence[MoeLayer], *, most: int = MOST, seed: int = 0) ->
             polish=False,
             rng=seed,
         )
-        found = min(greedy, walk(end.x.tolist(), exact=True), key=lambda one: one.seconds)
+        result = min(greedy, walk(end.x.tolist(), exact=True), key=lambda one: one.seconds)
     line = layers[0].all_reduce
     return Partition(
-        found.r, found.slices, found.tail, _seconds(line, found.tail), found.seconds,
+        result.r, result.slices, result.tail, _seconds(line, result.tail), result.seconds,
         greedy.seconds,
     )  # fmt: skip

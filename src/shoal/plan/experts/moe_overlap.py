@@ -98,11 +98,11 @@ def schedule(r: int, ahead: int = 1, *, slice_: bool = False, one_link: bool = F
 
     def woven(before: tuple[int, ...], after: tuple[int, ...]) -> list[Op]:
         """Tasks before the experts, so many chunks ahead of those after them."""
-        found: list[Op] = []
+        ops: list[Op] = []
         for step in range(r + ahead):
-            found += [Op("F", stage, step) for stage in before if step < r]
-            found += [Op("F", stage, step - ahead) for stage in after if step >= ahead]
-        return found
+            ops += [Op("F", stage, step) for stage in before if step < r]
+            ops += [Op("F", stage, step - ahead) for stage in after if step >= ahead]
+        return ops
 
     extra = [Op("F", _SLICE, r)] if slice_ else []
     if one_link:
@@ -194,8 +194,8 @@ def relaxed(pass_: MoePass, slice_s: float = 0.0, ahead: int = 1, *, most: int =
 
     def spare(x: np.ndarray) -> np.ndarray:
         r = min(max(math.exp(x[0]), 1.0), top)
-        found: np.ndarray = x[1] - np.array(list(cases(pass_, r, slice_s, ahead).values())) / unit
-        return found
+        array: np.ndarray = x[1] - np.array(list(cases(pass_, r, slice_s, ahead).values())) / unit
+        return array
 
     # The logarithm of r: chunks matter as shares of what there is.
     end = minimize(
@@ -243,8 +243,8 @@ def choose(pass_: MoePass, slice_s: float = 0.0, *, most: int = MOST) -> PassChu
     while r > 1 and simulated(r - 1) <= most_s:
         r -= 1
     seconds, ahead = tried[r]
-    found = cases(pass_, r, slice_s, ahead)
-    bound = max(found, key=lambda name: found[name])
+    result = cases(pass_, r, slice_s, ahead)
+    bound = max(result, key=lambda name: result[name])
     return PassChunks(r, ahead, seconds, bound, min(reals, key=lambda real: abs(real - r)))
 
 

@@ -79,8 +79,8 @@ def _panel(
         out.append(f'<text x="4" y="{y}">{escape(name)}</text>')
     start = 0.0
     for which, (pass_, cut) in enumerate(zip(both, chunks, strict=True)):
-        found = timeline(pass_, cut.r, slice_s * which, ahead=cut.ahead)
-        for event in found.events():
+        result = timeline(pass_, cut.r, slice_s * which, ahead=cut.ahead)
+        for event in result.events():
             width = scale * (event.end - event.start)
             if not width:
                 continue
@@ -97,7 +97,7 @@ def _panel(
                     f'<text class="n" x="{x + width / 2:.2f}" y="{y + 15}" '
                     f'text-anchor="middle">{event.op.mb}</text>'
                 )
-        start += found.makespan
+        start += result.makespan
         if not which:
             x = _LEFT + scale * start
             end = top + _TITLE + len(STREAMS) * (_ROW + _GAP)

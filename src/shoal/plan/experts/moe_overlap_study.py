@@ -59,7 +59,7 @@ class MoeOverlapStudy:
 
     def explain(self, machine: Machine, progress: Progress) -> Explanation:
         """The chunks of both passes, what one takes, and a layer's streams uncut and as chosen."""
-        found = planned(
+        result = planned(
             self.model,
             machine,
             tokens=self.tokens,
@@ -69,7 +69,7 @@ class MoeOverlapStudy:
             dispatch=self.dispatch,
             most=self.most,
         )
-        split, layer = found.parallel, found.layer
+        split, layer = result.parallel, result.layer
         passes = Table(
             title=f"{self.model} on {machine.name}: ep {split.ep}, etp {split.etp}, "
             f"{self.tokens} tokens of a rank",
@@ -84,13 +84,13 @@ class MoeOverlapStudy:
                     f"{uncut / one.seconds:.2f}x",
                     one.bound,
                 )
-                for name, one, uncut in found.rows()
+                for name, one, uncut in result.rows()
             ),
             right=" rrrrr ",
         )
         return Explanation(
-            blocks=(passes, _tasks(found), *_sentences(found)),
-            data=found.as_record(),
+            blocks=(passes, _tasks(result), *_sentences(result)),
+            data=result.as_record(),
             picture=lambda: streams(layer.forward, layer.backward),
         )
 

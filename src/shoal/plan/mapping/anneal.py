@@ -50,12 +50,12 @@ class Anneal:
         """
         compiled = Compiled(program, tiers)
         wanted = np.zeros(compiled.decisions, np.int8)
-        found = mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
+        result = mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
         greedy = GreedyMapper().map(program, tiers)
-        if found.ticks > greedy.ticks:
+        if result.ticks > greedy.ticks:
             wanted = np.array(greedy.actions, np.int8)
-            found = mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
-        return found
+            result = mapping_of(compiled, self.improved(compiled, wanted, seed), "anneal")
+        return result
 
     def improved(self, compiled: Compiled, wanted: np.ndarray, seed: int) -> np.ndarray:
         """The best actions [D] that were seen; never worse than what was given.

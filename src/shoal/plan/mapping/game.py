@@ -184,9 +184,9 @@ class Game:
 
     def _fetched(self, k: int) -> None:
         b, slot = self._buffer[k], self._slot[k]
-        found = self._fetch(b, slot)
-        assert found is not None
-        address, pieces = found
+        result = self._fetch(b, slot)
+        assert result is not None
+        address, pieces = result
         for at, ticks in pieces:
             self.busy[at] += ticks
             self.moved.append(CopyTime(b, at, ticks, k))

@@ -69,8 +69,8 @@ def greedy_actions(compiled: Compiled, retries: int, replay: _Replay | None = No
     # From nothing, and from what comes of first come, first served, which wastes less of the link
     # where there is room for much.
     starts = (np.full(compiled.decisions, want, np.int8) for want in (DROP, FAST))
-    found = [_placed(play, candidates, *play(start), retries) for start in starts]
-    return min(found, key=lambda one: one[1])[0]
+    results = [_placed(play, candidates, *play(start), retries) for start in starts]
+    return min(results, key=lambda one: one[1])[0]
 
 
 def _placed(
@@ -115,7 +115,7 @@ def _candidates(compiled: Compiled) -> list[_Candidate]:
     # What an access saves by itself: no more than what its instruction waits for memory.
     alone = np.minimum(c.slow - c.fast, np.maximum(0, memory - c.compute)[c.slot]).tolist()
     slot, write = c.slot.tolist(), c.write.tolist()
-    found: list[_Candidate] = []
+    candidates: list[_Candidate] = []
     for b in range(len(c.names)):
         uses = np.flatnonzero(c.buffer == b).tolist()
         size = int(c.size[b])
@@ -137,7 +137,7 @@ def _candidates(compiled: Compiled) -> list[_Candidate]:
                 wants = ((first, action), *((k, NO_COPY) for k in uses[i + 1 : j + 1]))
                 length = slot[last] - begin + 1
                 if saves > 0:
-                    found.append(
+                    candidates.append(
                         _Candidate(wants, begin, slot[last], saves, saves / (size * length))
                     )
-    return sorted(found, key=lambda one: (-one.density, one.start, one.wants))
+    return sorted(candidates, key=lambda one: (-one.density, one.start, one.wants))

@@ -140,8 +140,8 @@ class _Programme:
                 self._row([(1.0, serves), (-1.0, self.there[k, int(c.slot[at])])], -1.0, 0.0)
                 serving[at].append(serves)
                 at = int(c.following[at])
-        for k, found in serving.items():
-            self._row([(1.0, self.fast[k]), *((-1.0, one) for one in found)], -np.inf, 0.0)
+        for k, result in serving.items():
+            self._row([(1.0, self.fast[k]), *((-1.0, one) for one in result)], -np.inf, 0.0)
             if k in self.begins:
                 # A stay serves the use that it begins with.
                 self._row([(1.0, self.begins[k]), (-1.0, self.fast[k])], -1.0, 0.0)
@@ -253,7 +253,7 @@ class _Programme:
                 columns.append(index)
                 factors.append(factor)
         matrix = csr_array((factors, (lines, columns)), shape=(len(self.rows), len(self.low)))
-        found = milp(
+        result = milp(
             np.array(self.cost),
             constraints=LinearConstraint(
                 matrix,
@@ -264,12 +264,12 @@ class _Programme:
             integrality=np.array(self.whole),
             options={"time_limit": seconds, "mip_rel_gap": 1e-6},
         )
-        if found.status != 0:
+        if result.status != 0:
             raise PlanError(
                 f"mapper.milp: no proof of an optimum of {self.c.program.name} in {seconds:g} s "
-                f"({found.message}); give mapper.milp.seconds more, or use hybrid"
+                f"({result.message}); give mapper.milp.seconds more, or use hybrid"
             )
-        return self._mapping(np.asarray(found.x))
+        return self._mapping(np.asarray(result.x))
 
     def _mapping(self, x: np.ndarray) -> Mapping:
         c = self.c

@@ -59,12 +59,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def _library() -> ctypes.CDLL:
     source = Path(__file__).with_name("game.cpp").read_text(encoding="utf-8")
     # Products and sums are rounded one by one, so that every machine plays the same game.
-    found = build(source, name="mapping", flags=("-ffp-contract=off",))
+    part = build(source, name="mapping", flags=("-ffp-contract=off",))
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(found, name)
+        function = getattr(part, name)
         function.restype, function.argtypes = result, arguments
-    assert found.mapping_observed() == OBSERVED
-    return found
+    assert part.mapping_observed() == OBSERVED
+    return part
 
 
 @dataclass
@@ -141,10 +141,10 @@ class Native:
 
     def replay(self, wanted: np.ndarray) -> tuple[np.ndarray, int]:
         """Play what is wanted where it is legal; see :func:`replay`."""
-        asked = np.ascontiguousarray(wanted, np.int8)
+        request = np.ascontiguousarray(wanted, np.int8)
         played = np.empty(self.compiled.decisions, np.int8)
         ticks = self._code.mapping_replay(
-            ctypes.byref(self._problem), asked.ctypes.data, played.ctypes.data
+            ctypes.byref(self._problem), request.ctypes.data, played.ctypes.data
         )
         return played, int(ticks)
 

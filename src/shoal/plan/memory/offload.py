@@ -52,7 +52,7 @@ def budgets_of(text: str) -> dict[str, int]:
     Raises:
         ConfigError: a tier or a size that is none.
     """
-    found: dict[str, int] = {}
+    budgets: dict[str, int] = {}
     for item in filter(None, text.split(",")):
         tier, _, size = (part.strip() for part in item.partition("="))
         require(tier in TIERS, "--budget", tier, expected=f"tier=size of {', '.join(TIERS)}")
@@ -66,8 +66,8 @@ def budgets_of(text: str) -> dict[str, int]:
             size,
             expected="a size such as 64MiB",
         )
-        found[tier] = number
-    return found
+        budgets[tier] = number
+    return budgets
 
 
 def ways(
@@ -103,12 +103,12 @@ def ways(
         }
         choices.append(Choice(name=choice.name, options={**given, **choice.options}))
     pricer = Pricer(machine)
-    found = [
+    ways = [
         _priced(job, shape, pricer, choice, recompute, budgets)
         for choice in choices
         for recompute in ("none", "full")
     ]
-    return sorted(found, key=lambda way: (bool(way.refused), bool(way.beyond), way.step_s))
+    return sorted(ways, key=lambda way: (bool(way.refused), bool(way.beyond), way.step_s))
 
 
 def _priced(

@@ -119,7 +119,7 @@ def _one_colour(count_AB: np.ndarray, colours: int) -> np.ndarray:
     size = A + B + 4
     rooms = np.concatenate(room).astype(np.int32)
     graph = csr_array(coo_array((rooms, (head, tail)), shape=(size, size)))
-    found = maximum_flow(graph, give, take)
-    assert found.flow_value == low_A.sum() + low_B.sum(), "the fractional flow is feasible"
-    flow = found.flow.toarray()[:A, A : A + B]
+    result = maximum_flow(graph, give, take)
+    assert result.flow_value == low_A.sum() + low_B.sum(), "the fractional flow is feasible"
+    flow = result.flow.toarray()[:A, A : A + B]
     return np.asarray(np.maximum(flow, 0), np.int64)

@@ -126,13 +126,13 @@ def compare(
         up, down = link_bytes(whole, paths, fabric)
         pinned = paths.spine != -1
         leaving = len(np.unique(paths.flow[pinned]))
-        found = simulate(happened, paths, fabric, resolution=resolution)
+        result = simulate(happened, paths, fabric, resolution=resolution)
         spread = fabric.spines * int((paths.spine == SPRAYED).sum())
         pieces = int((paths.spine >= 0).sum()) + spread
         out.append(
             PathPlannerResult(
                 planner=str(policy),
-                seconds=job.seconds(found.phase_s),
+                seconds=job.seconds(result.phase_s),
                 bound_s=job.seconds(bound),
                 congestion=float((worst[crossing] / sprayed[crossing]).max(initial=0.0)),
                 connections=pieces / leaving if leaving else 1.0,

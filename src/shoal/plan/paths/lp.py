@@ -141,7 +141,7 @@ def least_worst(bytes_LL: np.ndarray, fabric: LeafSpine) -> tuple[float, np.ndar
     whole = csr_array(coo_array((np.ones(count), (pair, variable)), shape=(len(a), count + 1)))
     cost = np.zeros(count + 1)
     cost[count] = 1.0
-    found = linprog(  # type: ignore[call-overload]
+    result = linprog(  # type: ignore[call-overload]
         cost,
         A_ub=bounded,
         b_ub=np.zeros(rows),
@@ -149,10 +149,10 @@ def least_worst(bytes_LL: np.ndarray, fabric: LeafSpine) -> tuple[float, np.ndar
         b_eq=bytes_LL[a, b] / bytes_1,
         method="highs",
     )
-    if found.x is None:
-        raise PlanError(f"the linear programme of paths was not solved: {found.message}")
-    out[a[pair], b[pair], spine] = np.maximum(found.x[:count], 0.0) * bytes_1
-    return float(found.x[count]) * bytes_1 / rate_1, out
+    if result.x is None:
+        raise PlanError(f"the linear programme of paths was not solved: {result.message}")
+    out[a[pair], b[pair], spine] = np.maximum(result.x[:count], 0.0) * bytes_1
+    return float(result.x[count]) * bytes_1 / rate_1, out
 
 
 def _round(

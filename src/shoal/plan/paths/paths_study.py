@@ -107,7 +107,7 @@ class PathsStudy:
         if "all" in self.policy:
             # The colouring behind split is about equal links; asked for by name, it says so.
             policies = [name for name in PATH_PLANNERS if name != "split" or fabric.uniform]
-        found = compare(
+        result = compare(
             job,
             fabric,
             policies,
@@ -118,9 +118,9 @@ class PathsStudy:
             progress=lambda text, share: progress(share, 1.0, text),
         )
         return Explanation(
-            blocks=tuple(_blocks(fabric, job, found)),
-            data=_record(fabric, job, found),
-            picture=lambda: _picture(job, found),
+            blocks=tuple(_blocks(fabric, job, result)),
+            data=_record(fabric, job, result),
+            picture=lambda: _picture(job, result),
         )
 
     def _fabric(self, machine: Machine | None) -> LeafSpine:
@@ -153,16 +153,16 @@ class PathsStudy:
 
 
 def _broken(word: str) -> dict[str, float]:
-    found = _HEALTH.fullmatch(word)
+    match = _HEALTH.fullmatch(word)
     require(
-        found is not None,
+        match is not None,
         "--broken",
         word,
         expected="LEAF-SPINE for links that are down, or LEAF-SPINE=SHARE for slow ones",
         hint="such as 3-0 or 3-0=0.5",
     )
-    assert found is not None
-    return {"leaf": int(found[1]), "spine": int(found[2]), "share": float(found[3] or 0.0)}
+    assert match is not None
+    return {"leaf": int(match[1]), "spine": int(match[2]), "share": float(match[3] or 0.0)}
 
 
 def _record(

@@ -78,10 +78,10 @@ def assign_phases(
     chosen, share, spine = [], [], []
     for begin, end in zip(borders, [*borders[1:], len(phase)], strict=True):
         rows = crossing[begin:end]
-        found = _assign_one(cut.first[rows], cut.last[rows], fabric, pieces)
-        chosen.append(rows[found[0]])
-        share.append(found[1])
-        spine.append(found[2])
+        result = _assign_one(cut.first[rows], cut.last[rows], fabric, pieces)
+        chosen.append(rows[result[0]])
+        share.append(result[1])
+        spine.append(result[2])
     empty = np.zeros(0)
     return cut.paths(
         np.concatenate(chosen) if chosen else empty.astype(np.int64),
@@ -101,10 +101,10 @@ def _assign_one(
     count_LL = np.bincount(pair, minlength=L * L).reshape(L, L)
     most = int(max(count_LL.sum(0).max(), count_LL.sum(1).max()))
     k = pieces or n // math.gcd(most, n)
-    dealt = assign(count_LL * k, n).reshape(n, L * L)
+    assigned = assign(count_LL * k, n).reshape(n, L * L)
     # Rows sorted by pair meet colours sorted by pair. Pieces that meet on a spine stay
     # connections of their own: equal pieces at fair rates are what keeps the bound.
     row = np.argsort(pair, kind="stable")
-    colour_pair, colour = np.nonzero(dealt.T)
-    colours = np.repeat(colour, dealt.T[colour_pair, colour])
+    colour_pair, colour = np.nonzero(assigned.T)
+    colours = np.repeat(colour, assigned.T[colour_pair, colour])
     return np.repeat(row, k), np.full(len(row) * k, 1.0 / k), colours

@@ -90,10 +90,10 @@ class FSSDP:
         most = (1 + self.slack) * expected_E.sum() / devices.count
         share_EN = balanced(expected_E, held_EN)
         while share_EN.sum(0).max() > most:
-            found = _copy(expected_E, owner_E, held_EN, share_EN, room_N, links)
-            if found is None:
+            result = _copy(expected_E, owner_E, held_EN, share_EN, room_N, links)
+            if result is None:
                 break
-            expert, device, source = found
+            expert, device, source = result
             links.take(source, device)
             room_N[device] -= 1
             held_EN[expert, device] = True

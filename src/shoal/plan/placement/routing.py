@@ -97,10 +97,10 @@ def routed(counts_DE: Ints, held_EN: Flags, devices: Devices) -> Ints:
 
 def _whole(share: Floats, total: int) -> Ints:
     """Whole numbers near these, with this sum."""
-    found = np.floor(share).astype(np.int64)
-    rest = np.argsort(found - share, kind="stable")[: total - int(found.sum())]
-    found[rest] += 1
-    return found
+    values = np.floor(share).astype(np.int64)
+    rest = np.argsort(values - share, kind="stable")[: total - int(values.sum())]
+    values[rest] += 1
+    return values
 
 
 def _pour(table_DN: Ints, left_D: Ints, room_N: Ints, among: Ints | None) -> None:

@@ -196,8 +196,8 @@ def _evolve(cost: object, genes: list[int], seed: int) -> tuple[int, ...]:
         for gene in child:
             if gene >= 0:
                 rest.remove(gene)
-        dealt = iter(np.array(rest, int)[random.permutation(len(rest))].tolist())
-        made = tuple(gene if gene >= 0 else next(dealt) for gene in child)
+        assigned = iter(np.array(rest, int)[random.permutation(len(rest))].tolist())
+        made = tuple(gene if gene >= 0 else next(assigned) for gene in child)
         made = climbed(shuffled() if first == second else made)
         if cost(made) < cost(population[0]):
             idle = -1

@@ -80,13 +80,13 @@ def plan_routes(problem: RouteProblem, *, effort: int = 100, seed: int = 0) -> R
     """
     _check(problem)
     plain = _plain(problem)
-    found = [_improved(problem, routes, effort, seed) for routes in plain]
+    results = [_improved(problem, routes, effort, seed) for routes in plain]
     ordered = [
         routes
-        for one in found
+        for one in results
         for routes in _scheduled(problem, [one.nodes(mb) for mb in range(problem.microbatches)])
     ]
-    best = min((*plain, *found, *ordered), key=lambda routes: routes.key)
+    best = min((*plain, *results, *ordered), key=lambda routes: routes.key)
     return search(problem, most=effort, known=best)
 
 
@@ -143,12 +143,12 @@ def random_routes(problem: RouteProblem, *, seed: int = 0) -> Routes:
                 start,
                 *(int(random.choice(problem.stages[stage])) for stage in sorted(chosen)),
             )
-            found = _after(problem, mb, passes, route=route)
-            if found is not None:
+            result = _after(problem, mb, passes, route=route)
+            if result is not None:
                 break
         else:
             raise PlanError(f"micro-batch {mb}: no linked nodes in stages {sorted(chosen)}")
-        passes[mb] = found
+        passes[mb] = result
     return Routes(tuple(passes[mb] for mb in range(problem.microbatches)))
 
 
@@ -260,12 +260,12 @@ def _after(
     """The best route around those of others; where none is found soon, behind all of them."""
     busy, full = _reserved(problem, passes)
     start = problem.start(mb)
-    found = best_route(problem, start, RouteLimits(busy, full), allowed=allowed, route=route)
-    if found is None:
+    result = best_route(problem, start, RouteLimits(busy, full), allowed=allowed, route=route)
+    if result is None:
         end = max((one[-1].end for one in passes.values()), default=0)
         alone = RouteLimits({("F", start): [(0, end)]})
-        found = best_route(problem, start, alone, allowed=allowed, route=route)
-    return found
+        result = best_route(problem, start, alone, allowed=allowed, route=route)
+    return result
 
 
 def _placed(
@@ -278,11 +278,11 @@ def _placed(
         for one in route:
             counts[problem.stage_of[one.node]] += one.kind == "F"
     for at, mb in enumerate(order):
-        found = _after(problem, mb, placed, allowed=_even(problem, counts, len(order) - at - 1))
-        if found is None:
+        result = _after(problem, mb, placed, allowed=_even(problem, counts, len(order) - at - 1))
+        if result is None:
             return None
-        placed[mb] = found
-        for one in found:
+        placed[mb] = result
+        for one in result:
             counts[problem.stage_of[one.node]] += one.kind == "F"
     return placed
 
@@ -300,9 +300,9 @@ def _improved(problem: RouteProblem, routes: Routes, effort: int, seed: int) -> 
         fixed = {mb: best.passes[mb] for mb in range(count) if mb not in chosen}
         passes = _placed(problem, [int(mb) for mb in chosen], fixed)
         if passes is not None:
-            found = Routes(tuple(passes[mb] for mb in range(count)))
-            if found.key <= best.key:
-                best = found
+            result = Routes(tuple(passes[mb] for mb in range(count)))
+            if result.key <= best.key:
+                best = result
     return best
 
 
@@ -321,10 +321,10 @@ def search(problem: RouteProblem, *, most: int, known: Routes | None = None) -> 
     limits = RouteLimits()
     first: list[tuple[RoutePass, ...]] = []
     for mb in mbs:
-        found = best_route(problem, problem.start(mb), limits)
-        if found is None:
+        result = best_route(problem, problem.start(mb), limits)
+        if result is None:
             break
-        first.append(found)
+        first.append(result)
     tree: list[tuple[tuple[int, int], int, Routes, tuple[RouteLimits, ...]]] = []
     if len(first) == len(mbs):
         root = Routes(tuple(first))
@@ -339,10 +339,10 @@ def search(problem: RouteProblem, *, most: int, known: Routes | None = None) -> 
         if not split:
             return Routes(routes.passes, True, expanded)
         for mb, stricter in split:
-            found = best_route(problem, problem.start(mb), stricter)
-            if found is None:
+            result = best_route(problem, problem.start(mb), stricter)
+            if result is None:
                 continue
-            passes = (*routes.passes[:mb], found, *routes.passes[mb + 1 :])
+            passes = (*routes.passes[:mb], result, *routes.passes[mb + 1 :])
             child = Routes(passes)
             if known is None or child.makespan < known.makespan:
                 heapq.heappush(
@@ -389,7 +389,7 @@ def _split(
 
 def _crowd(problem: RouteProblem, routes: Routes) -> tuple[int, int, list[int]] | None:
     """(node, tick, micro-batches) of the first activations too many."""
-    found: tuple[int, int, list[int]] | None = None
+    numbers: tuple[int, int, list[int]] | None = None
     held: dict[int, list[tuple[int, int, int]]] = {}
     for mb, route in enumerate(routes.passes):
         opened = {one.node: one.start for one in route if one.kind == "F"}
@@ -403,10 +403,10 @@ def _crowd(problem: RouteProblem, routes: Routes) -> tuple[int, int, list[int]] 
             if len(inside) > room:
                 chosen = sorted(inside)[-(room + 1) :]
                 tick = chosen[0][0] - 1
-                if found is None or tick < found[1]:
-                    found = node, tick, [mb for _, mb in chosen]
+                if numbers is None or tick < numbers[1]:
+                    numbers = node, tick, [mb for _, mb in chosen]
                 break
-    return found
+    return numbers
 
 
 def _meeting(routes: Routes) -> tuple[tuple[int, RoutePass], tuple[int, RoutePass]] | None:

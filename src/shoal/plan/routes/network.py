@@ -182,7 +182,7 @@ class WanNetwork(Value):
     @cached_property
     def _links(self) -> dict[tuple[int, int], tuple[float, float]]:
         """(node, node) -> (s, byte/s) of those that are linked."""
-        found: dict[tuple[int, int], tuple[float, float]] = {}
+        links: dict[tuple[int, int], tuple[float, float]] = {}
         for a, one in enumerate(self.nodes):
             for b, other in enumerate(self.nodes):
                 if a == b or one.region is None or other.region is None:
@@ -191,12 +191,12 @@ class WanNetwork(Value):
                 delay, rate = (
                     _WITHIN if pair[0] == pair[1] else WAN.get(pair) or WAN[pair[1], pair[0]]
                 )
-                found[a, b] = (1e-3 * delay, rate * _BYTES)
+                links[a, b] = (1e-3 * delay, rate * _BYTES)
         numbers = {node.name: i for i, node in enumerate(self.nodes)}
         for link in self.links:
             a, b = (numbers[end] for end in link.between)
-            found[a, b] = found[b, a] = (link.latency_s, link.bandwidth)
-        return found
+            links[a, b] = links[b, a] = (link.latency_s, link.bandwidth)
+        return links
 
     def seconds(self, source: int, target: int, nbytes: float) -> float:
         """Latency and bytes over bandwidth; 0 within a node, infinite where there is no link."""

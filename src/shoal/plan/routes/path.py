@@ -81,10 +81,10 @@ class RouteProblem:
     def _bounds(self, start: int) -> list[dict[int, float]]:
         nodes = [n for stage in self.stages for n in stage]
         last = {n: self.hop(n, start) + self.head[start] for n in nodes}
-        found: list[dict[int, float]] = [last]
+        bounds: list[dict[int, float]] = [last]
         lowest = -1 if self.swap else 1
         for _ in range(self.keep - 1):
-            after, row = found[-1], {}
+            after, row = bounds[-1], {}
             for a in nodes:
                 at = self.stage_of[a]
                 row[a] = min(
@@ -95,8 +95,8 @@ class RouteProblem:
                     ),
                     default=math.inf,
                 )
-            found.append(row)
-        return found
+            bounds.append(row)
+        return bounds
 
     def hop(self, a: int, b: int) -> float:
         """Ticks there and back."""

@@ -94,18 +94,18 @@ class RoutesStudy:
             "seed": self.seed,
         }
         network = WanNetwork.load(self.network)
-        found = plan(network, parse(RouteTask, task, where="explain routes"))
+        plans = plan(network, parse(RouteTask, task, where="explain routes"))
         title = (
-            f"{network.name}: {found.task.kept} of {self.stages} stages, "
+            f"{network.name}: {plans.task.kept} of {self.stages} stages, "
             f"{self.microbatches} micro-batches"
         )
-        timelines = {"predicted": found.timeline}
+        timelines = {"predicted": plans.timeline}
         files: dict[str, Text] = {"routes.json": lambda: to_json(trace(timelines))}
-        if len(found.timeline) <= MOST_BOXES:
+        if len(plans.timeline) <= MOST_BOXES:
             files["routes.html"] = lambda: page(timelines, title=title, unit="s")
         return Explanation(
-            blocks=tuple(_blocks(found)),
-            data=_record(found),
+            blocks=tuple(_blocks(plans)),
+            data=_record(plans),
             picture=lambda: svg(timelines, title=title, unit="s"),
             files=files,
         )

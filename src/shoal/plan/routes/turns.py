@@ -140,8 +140,8 @@ def scheduled(
                 if len(leaving) >= room:
                     tick = max(tick, leaving[room - 1])
             if tick < math.inf and (best is None or tick <= best[0]):
-                found = (tick, priority(kind, mb, len(ahead) - len(behind)), mb)
-                best = found if best is None else min(best, found)
+                result = (tick, priority(kind, mb, len(ahead) - len(behind)), mb)
+                best = result if best is None else min(best, result)
         if best is None:
             return None
         begin, mb = int(best[0]), best[2]

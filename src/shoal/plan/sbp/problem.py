@@ -131,25 +131,25 @@ class OpGraph(Value):
         Raises:
             PlanError: an operation does not take what it is given; names it.
         """
-        found = {leaf.name: tuple(leaf.shape) for leaf in self.leaves}
+        shapes = {leaf.name: tuple(leaf.shape) for leaf in self.leaves}
         for op in self.ops:
             try:
-                found[op.name] = result_shape(
-                    op.kind, [found[name] for name in op.inputs], op.attributes
+                shapes[op.name] = result_shape(
+                    op.kind, [shapes[name] for name in op.inputs], op.attributes
                 )
             except PlanError as cause:
                 raise PlanError(f"{op.name}: {cause}") from cause
-        return found
+        return shapes
 
     @cached_property
     def itemsizes(self) -> dict[str, int]:
         """Bytes of an element of every tensor; a result has that of its widest input."""
-        found = {leaf.name: int(leaf.itemsize) for leaf in self.leaves}
+        itemsizes = {leaf.name: int(leaf.itemsize) for leaf in self.leaves}
         for op in self.ops:
             # Tokens are wide integers, what is looked up for them is not.
             inputs = op.inputs[1:] if op.kind == "embedding" else op.inputs
-            found[op.name] = max(found[name] for name in inputs)
-        return found
+            itemsizes[op.name] = max(itemsizes[name] for name in inputs)
+        return itemsizes
 
     @property
     def bytes_alone(self) -> int:
@@ -286,8 +286,8 @@ class SbpProblem:
         """[n, n]: seconds from each placement to each other one."""
         size = self.graph.itemsizes[tensor]
         rate = self.world * self.rates.bytes_per_s
-        found = self.boxing(tensor)
-        return found.elements * (size / rate) + found.sends * self.rates.latency_s
+        result = self.boxing(tensor)
+        return result.elements * (size / rate) + result.sends * self.rates.latency_s
 
     def read_s(self, leaf: str) -> NDArray[np.float64]:
         """[n]: seconds to read a leaf from memory, in each placement; 0 if nobody takes it."""
@@ -296,10 +296,10 @@ class SbpProblem:
 
     def given(self, leaf: str) -> NDArray[np.int64]:
         """Numbers of the placements that a leaf can be given in."""
-        found = self.boxing(leaf)
+        result = self.boxing(leaf)
         if leaf in self.tensors:
-            return np.array([found.index[self.tensors[leaf]]])
-        return np.arange(len(found.placements))
+            return np.array([result.index[self.tensors[leaf]]])
+        return np.arange(len(result.placements))
 
     def wanted(self, op: OpNode, tensor: str) -> list[tuple[int, ...]]:
         """Numbers of the placements in which each signature takes ``tensor``."""
@@ -434,13 +434,13 @@ class SbpProblem:
                 )
             )
         ]
-        found = everything
+        result = everything
         for i, name in enumerate(op.inputs):
             pin = self.uses.get((op.name, i))
             if pin is None:
                 continue
-            found = [signature for signature in found if signature.inputs[i] == pin]
-            if not found:
+            result = [signature for signature in result if signature.inputs[i] == pin]
+            if not result:
                 accepted = sorted({show_placement(s.inputs[i]) for s in everything})
                 raise PlanError(
                     f"pins: {op.name}:{i} = {show_placement(pin)!r}: {op.kind} cannot take "
@@ -448,10 +448,10 @@ class SbpProblem:
                     f"pin the tensor {name!r} instead, and it is boxed for this operation"
                 )
         index = self.boxing(op.name).index
-        seconds = np.array([self._flops(op, s) / self.rates.flops_per_s for s in found])
-        output = np.array([index[s.output] for s in found])
+        seconds = np.array([self._flops(op, s) / self.rates.flops_per_s for s in result])
+        output = np.array([index[s.output] for s in result])
         if op.name in self.tensors:
             pinned = index[self.tensors[op.name]]
             seconds = seconds + self.transit_s(op.name)[output, pinned]
-            output = np.full(len(found), pinned)
-        return OpOptions(found, seconds, output)
+            output = np.full(len(result), pinned)
+        return OpOptions(result, seconds, output)

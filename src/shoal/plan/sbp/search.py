@@ -217,21 +217,21 @@ def _integer(
     if memory_limit is not None:
         scaled = {v: size / memory_limit for v, size in memory.items() if size}
         program.row(scaled, -np.inf, 1.0)
-    found = program.solve(time_limit_s)
-    if found.x is None:
-        _unsolved(problem, memory_limit, found, time_limit_s)
-    if found.status != 0:
+    result = program.solve(time_limit_s)
+    if result.x is None:
+        _unsolved(problem, memory_limit, result, time_limit_s)
+    if result.status != 0:
         raise PlanError(
             f"the integer program was not solved within {time_limit_s:g} s; pin some "
             "tensors, or allow more time"
         )
     chosen = {
-        op.name: problem.options[op.name].legal[int(found.x[binaries[op.name]].argmax())]
+        op.name: problem.options[op.name].legal[int(result.x[binaries[op.name]].argmax())]
         for op in graph.ops
     }
     given = {
         leaf.name: problem.boxing(leaf.name).placements[
-            int(problem.given(leaf.name)[int(found.x[binaries[leaf.name]].argmax())])
+            int(problem.given(leaf.name)[int(result.x[binaries[leaf.name]].argmax())])
         ]
         for leaf in graph.leaves
     }

@@ -216,7 +216,7 @@ def _text(path: Path) -> str:
 
 def _summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     """The schedule and its timeline as plain values; events only of fewer than 100,000 passes."""
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "name": schedule.name,
         "pp": schedule.ranks,
         "microbatches": schedule.microbatches,
@@ -229,11 +229,11 @@ def _summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         "passes": len(timeline),
     }
     if len(timeline) < _MOST_EVENTS:
-        found["events"] = [
+        summary["events"] = [
             {"rank": rank, "pass": str(op), "start": start, "end": end}
             for rank, op, start, end in timeline.events()
         ]
-    return found
+    return summary
 
 
 def _shown(ranks: int) -> list[int]:

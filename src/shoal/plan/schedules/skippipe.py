@@ -171,8 +171,8 @@ class SkipPipe:
         schedule = self.build(pp, microbatches, vpp)
         head = schedule.num_cells - 1
         ones = tuple(float(cell != head) for cell in schedule.cell_of)
-        found = simulate(schedule, OpCosts(seconds={"F": ones, "B": tuple(2 * n for n in ones)}))
-        return found.makespan / (3 * microbatches * head / pp) - 1.0
+        result = simulate(schedule, OpCosts(seconds={"F": ones, "B": tuple(2 * n for n in ones)}))
+        return result.makespan / (3 * microbatches * head / pp) - 1.0
 
     def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """The most of any rank."""

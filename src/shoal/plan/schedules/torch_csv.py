@@ -60,17 +60,17 @@ def from_torch_csv(text: str, *, name: str = "torch_csv") -> Schedule:
             word = cell.strip()
             if not word or _OF_SHARDING.fullmatch(word):
                 continue
-            found = _PASS.fullmatch(word)
+            match = _PASS.fullmatch(word)
             require(
-                found is not None,
+                match is not None,
                 f"{name}, line {rank + 1}, column {column + 1}",
                 word,
                 expected="a pass such as 1F0, 1B0, 1I0 or 1W0; write the compute_only form",
                 error=PlanError,
             )
-            assert found is not None
-            program.append(Op(found[2], int(found[1]), int(found[3])))
-            place.setdefault(int(found[1]), rank)
+            assert match is not None
+            program.append(Op(match[2], int(match[1]), int(match[3])))
+            place.setdefault(int(match[1]), rank)
         programs.append(tuple(program))
     missing = next((stage for stage in range(len(place)) if stage not in place), None)
     require(

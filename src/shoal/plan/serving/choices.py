@@ -26,7 +26,7 @@ def splits(job: ServeJob, machine: Machine) -> list[ServeJob]:
         job: that they compete with.
         machine: whose devices there are.
     """
-    shape, found = resolve(job.model), []
+    shape, splits = resolve(job.model), []
     if machine.device.kind == "cpu":
         return []
     degrees = [2**n for n in range(machine.num_devices.bit_length())]
@@ -38,8 +38,8 @@ def splits(job: ServeJob, machine: Machine) -> list[ServeJob]:
             check_split(other, shape, machine)
         except PlanError:
             continue
-        found.append(other)
-    return found
+        splits.append(other)
+    return splits
 
 
 def offered(kind: str, work: ServeWork, machine: Machine) -> Iterator[Choice]:
@@ -61,7 +61,7 @@ def alternatives(work: ServeWork, machine: Machine) -> list[ServeJob]:
         work: the job that they compete with, and what it serves.
         machine: where it is served.
     """
-    job, found = work.job, []
+    job, alternatives = work.job, []
     choices = []
     for key in _SEARCHED:
         own = getattr(job, key)
@@ -71,8 +71,8 @@ def alternatives(work: ServeWork, machine: Machine) -> list[ServeJob]:
         changes = {key: one for key, one in chosen if one != getattr(job, key)}
         if changes:
             with contextlib.suppress(ConfigError):  # parts that do not go with each other
-                found.append(ServeJob.model_validate({**job.model_dump(), **changes}))
-    return found
+                alternatives.append(ServeJob.model_validate({**job.model_dump(), **changes}))
+    return alternatives
 
 
 def check_split(job: ServeJob, shape: ModelShape, machine: Machine) -> None:

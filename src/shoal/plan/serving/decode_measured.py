@@ -155,11 +155,11 @@ def sentence(method: str, rows: Iterable[MeasuredRow]) -> str:
         rows: of it, at least one.
     """
     rows = list(rows)
-    told = ", ".join(
+    text = ", ".join(
         f"{one.speedup:.2f}x with {one.batch} request{'s' if one.batch > 1 else ''}" for one in rows
     )
     dates = sorted({one.date for one in rows})
-    return f"{method} over plain decoding, measured on this machine: {told} ({', '.join(dates)})"
+    return f"{method} over plain decoding, measured on this machine: {text} ({', '.join(dates)})"
 
 
 def how_to(method: str, model: str, path: str | None = None) -> str:

@@ -339,23 +339,23 @@ class _Search:
                 rows.append(one)
         rows.sort(key=lambda one: -one.goodput)
         best = rows[0]
-        found = best.setting
-        both = found.both or Phase()
+        result = best.setting
+        both = result.both or Phase()
         job = self.job.model_copy(
             update={
                 "parallel": ServeParallel(tp=both.tp, pp=both.pp),
-                "scheduler": found.scheduler or self.job.scheduler,
+                "scheduler": result.scheduler or self.job.scheduler,
                 "disagg": None
-                if found.prefill is None or found.decode is None
-                else Disagg(prefill=found.prefill, decode=found.decode),
+                if result.prefill is None or result.decode is None
+                else Disagg(prefill=result.prefill, decode=result.decode),
             }
         )
         other = next(
-            (r for r in rows if (r.setting.both is None) != (found.both is None) and r.goodput),
+            (r for r in rows if (r.setting.both is None) != (result.both is None) and r.goodput),
             None,
         )
         kinds = ("one engine for both phases", "instances for each phase")
-        apart = found.both is None
+        apart = result.both is None
         why = f"{kinds[apart]} serve {best.goodput:.3g} requests/s"
         if other is not None:
             why += f", {best.goodput / other.goodput:.2f} times the best of {kinds[not apart]}"
@@ -505,15 +505,15 @@ class _Search:
         used = setting.devices // copies
         count = self.requests * min(2, sum(counts) // copies)
         rates = Goodput(serve, poisson(self.lengths, count, self.job.seed), used)
-        found = rates.find(
+        position = rates.find(
             self.slo,
             tolerance=self.tolerance,
             relative=_FINE,
             start=self._guess or 1.0,
             near=near or self._guess or self._near,
         )
-        self._guess = found or self._guess
-        total = found * setting.devices
+        self._guess = position or self._guess
+        total = position * setting.devices
         return SettingResult(setting=setting, goodput=total, per_device=total / self.devices), rates
 
     def _prompts(self, tp: int, pp: int) -> float:
@@ -566,18 +566,18 @@ class _Search:
         for (front, ftp, fpp), (back, btp, bpp) in itertools.product(fronts, backs):
             if not front or not back:
                 continue
-            most, found = 0.0, None
+            most, disagg_setting = 0.0, None
             for prompts in range(1, self.devices // (ftp * fpp) + 1):
                 decodes = (self.devices - prompts * ftp * fpp) // (btp * bpp)
                 rate = min(prompts * ftp * fpp * front, decodes * btp * bpp * back)
                 if rate > most:
                     most = rate
-                    found = DisaggSetting(
+                    disagg_setting = DisaggSetting(
                         prefill=Phase(count=prompts, tp=ftp, pp=fpp),
                         decode=Phase(count=decodes, tp=btp, pp=bpp),
                     )
-            if found is not None:
-                made.append((most, found))
+            if disagg_setting is not None:
+                made.append((most, disagg_setting))
         made.sort(key=lambda one: -one[0])
         yield from made[:_KEPT]
 

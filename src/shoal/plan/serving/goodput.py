@@ -59,11 +59,11 @@ def poisson(requests: Sequence[Arrival], count: int, seed: int) -> list[Arrival]
     """
     require(bool(requests), "requests", 0, expected="at least one", hint="give a workload with one")
     at = times(count, 1.0, 1.0, seed)
-    found = []
+    results = []
     for index in range(count):
         one = requests[index % len(requests)]
-        found.append(Arrival(at[index], one.prompt, one.output_tokens, one.session))
-    return found
+        results.append(Arrival(at[index], one.prompt, one.output_tokens, one.session))
+    return results
 
 
 def replicas(rate: float, goodput: float) -> int:
@@ -117,12 +117,12 @@ class Goodput:
     def curve(self, slo: Slo, rates: Sequence[float]) -> list[tuple[float, float]]:
         """(rate, attainment) of each rate, lowest first; below one that all meet, all meet it."""
         whole = max((one for one in self._seen if self.attained(one, slo) == 1), default=0.0)
-        found = []
+        results = []
         for rate in sorted(rates, reverse=True):
             share = self.attained(rate, slo) if rate > whole else 1.0
             whole = max(whole, rate) if share == 1 else whole
-            found.append((rate, share))
-        return found[::-1]
+            results.append((rate, share))
+        return results[::-1]
 
     def load(self, rate: float, slo: Slo) -> float:
         """How much of its targets the worst request of the wanted share takes; more than 1 fails.
@@ -164,7 +164,7 @@ class Goodput:
         require(start > 0, "goodput.start", start, expected="more than 0")
         passed, failed = 0.0, start * 2.0**_MOST_DOUBLINGS if most is None else most
         guess = start if near is None else near
-        for asked in itertools.count():
+        for request in itertools.count():
             guess = min(max(guess, passed), failed)
             low, high = _between(guess, start, tolerance, relative)
             if low > passed:
@@ -179,7 +179,7 @@ class Goodput:
                 failed = rate
             if passed >= failed:
                 break
-            guess = self._next(slo, passed, failed, halve=asked >= _GUESSES)
+            guess = self._next(slo, passed, failed, halve=request >= _GUESSES)
         return max(low, passed)
 
     def _next(self, slo: Slo, passed: float, failed: float, *, halve: bool) -> float:

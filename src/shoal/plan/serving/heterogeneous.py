@@ -139,7 +139,7 @@ class Heterogeneous:
                 f"memory_cap = {self.memory_cap}: the smallest drafter takes {smallest} bytes with "
                 "the target's embedding and head; give at least that, or decode without a drafter"
             )
-        found = []
+        results = []
         for option in options:
             if option.nbytes > self.memory_cap:
                 continue
@@ -148,8 +148,8 @@ class Heterogeneous:
             expected = tree.expected()
             for count in nodes:
                 if count < len(expected):
-                    found += self._placed(option, count, tree.first(count).depth, expected[count])
-        return sorted(found, key=lambda one: (-one.tokens_per_s, one.nbytes))
+                    results += self._placed(option, count, tree.first(count).depth, expected[count])
+        return sorted(results, key=lambda one: (-one.tokens_per_s, one.nbytes))
 
     def _placed(
         self, option: DraftOption, nodes: int, depth: int, tokens: float
@@ -168,7 +168,7 @@ class Heterogeneous:
         boundary = 2 * self.link_s + states / self.link_bytes_per_s
         whole_s = self.verify.seconds(rows)
         head_s = min(self.head_s, whole_s)
-        found = []
+        results = []
         for count in range(most + 1):
             host_s, link_s, verify_s, link_bytes = whole_s, there, whole_s, crossed
             if count and self.layer is not None:
@@ -180,13 +180,13 @@ class Heterogeneous:
             draft_s = self._draft_s(option, depth, host_s)
             nbytes = option.nbytes + count * self.layer_bytes
             rate = tokens / (draft_s + link_s + verify_s + self.round_s)
-            found.append(
+            results.append(
                 HeterogeneousPlacement(
                     option.layers, nodes, count, tokens, draft_s, link_s, verify_s, link_bytes,
                     nbytes, rate, option.name,
                 )
             )  # fmt: skip
-        return found
+        return results
 
     def _draft_s(self, option: DraftOption, depth: int, verify_s: float) -> float:
         """Expected s for which the target waits for guesses of so many levels."""

@@ -126,7 +126,7 @@ def arrivals_of(job: ServeJob, shape: ModelShape, *, count: int | None = None) -
         DataError: a trace that cannot be read.
         ConfigError: a workload that does not go with the model.
     """
-    found: list[Arrival] = (
+    arrivals: list[Arrival] = (
         table("workload")
         .build(job.workload, where="workload")
         .arrivals(
@@ -136,7 +136,7 @@ def arrivals_of(job: ServeJob, shape: ModelShape, *, count: int | None = None) -
             seed=job.seed,
         )
     )
-    return found
+    return arrivals
 
 
 def positions(job: ServeJob, shape: ModelShape) -> int:
@@ -186,8 +186,8 @@ def build_scheduler(
         .build(kv, limits, host_tokens=job.host_tokens_of(job.kv_tokens), link=link, cost=cost)
     )
     part = table("scheduler").build(job.scheduler, where="scheduler")
-    found: Scheduler = part.build(kv, limits, preemption)
-    return found
+    scheduler: Scheduler = part.build(kv, limits, preemption)
+    return scheduler
 
 
 def simulate_plan(
@@ -240,10 +240,10 @@ def guessing(job: ServeJob, machine: Machine) -> Speculation | None:
     """
     if job.speculative is None:
         return None
-    found = expectation(job)
-    assert found is not None
-    rate = RankRates(machine, Parallel(), job.threads).stream_curve()(max(1.0, found.weight_bytes))
-    return Speculation(found.tokens, found.reads * found.weight_bytes / rate)
+    result = expectation(job)
+    assert result is not None
+    rate = RankRates(machine, Parallel(), job.threads).stream_curve()(max(1.0, result.weight_bytes))
+    return Speculation(result.tokens, result.reads * result.weight_bytes / rate)
 
 
 def plan_serve(
@@ -389,12 +389,12 @@ def competing(
             error=PlanError,
         )
     others = [*alternatives(work, machine), *(splits(job, machine) if divide else ())]
-    found = [asked]
+    results = [asked]
     for other in others:
         # What a combination cannot serve, such as a request that its cache never holds.
         with contextlib.suppress(PlanError, ServeError):
-            found.append(plan_serve(other, machine))
-    return rank(found)
+            results.append(plan_serve(other, machine))
+    return rank(results)
 
 
 def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], ShardedStepCost]:
@@ -546,18 +546,18 @@ def _backlog(seen: Simulation, arrivals: Sequence[Arrival]) -> int:
 
 def _seen(job: ServeJob, seen: Simulation) -> tuple[str, ...]:
     """What the simulation saw that a reader should know."""
-    found = []
+    results = []
     cached = sum(one.n_cached for one in seen.served)
     prompts = sum(one.n_prompt for one in seen.served)
     if cached:
-        found.append(f"{100 * cached / prompts:.0f} % of the prompt tokens were in the cache")
+        results.append(f"{100 * cached / prompts:.0f} % of the prompt tokens were in the cache")
     again = sum(one.preemptions for one in seen.served)
     if again:
-        found.append(
+        results.append(
             f"the cache of {job.kv_tokens} tokens was full: requests were preempted {again} "
             f"times, by {job.preempt}; more kv_tokens or a smaller max_running avoids it"
         )
-    return tuple(found)
+    return tuple(results)
 
 
 def _misfit(memory: dict[str, float], most: float) -> str:
@@ -576,13 +576,13 @@ def _remedies(
     key = "max_position" if job.kv_tokens is None else "kv_tokens"
     least = min(longest, SHORTEST)
     room = {dtype: free_tokens(job, shape, machine, dtype) for dtype in BYTES}
-    found = []
+    remedies = []
     if precision == "fp32" and memory_of(job, shape, machine, "bf16", longest)[2]:
-        found.append("precision = bf16 would fit")
+        remedies.append("precision = bf16 would fit")
     if room[precision] >= least:
-        found.append(f"{key} = {room[precision]} would fit")
-    elif not found and room["bf16"] >= least:
-        found.append(f"precision = bf16 with {key} = {room['bf16']} would fit")
+        remedies.append(f"{key} = {room[precision]} would fit")
+    elif not remedies and room["bf16"] >= least:
+        remedies.append(f"precision = bf16 with {key} = {room['bf16']} would fit")
     fitting = [
         other.parallel
         for other in splits(job, machine)
@@ -591,27 +591,27 @@ def _remedies(
     if fitting:
         split = min(fitting, key=lambda one: (one.world, one.pp))
         names = [f"parallel.{n} = {v}" for n, v in (("tp", split.tp), ("pp", split.pp)) if v > 1]
-        found.append(f"{' with '.join(names)} would fit")
+        remedies.append(f"{' with '.join(names)} would fit")
     if job.max_position is None:
         longest = min(longest, SHORTEST)
     needed = sum(memory_of(job, shape, machine, precision, longest)[0].values())
     have = machine.device.main_memory.capacity_bytes
-    found.append(
+    remedies.append(
         f"as it is, it needs a device with {needed / FILL[machine.device.kind] / 1e9:.1f} GB for "
         f"requests of {longest} tokens; one of {machine.name} has {have / 1e9:.1f} GB"
     )
-    return tuple(found)
+    return tuple(remedies)
 
 
 def _notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, ...]:
-    found = []
+    results = []
     world = job.parallel.world * job.replicas
     if machine.num_devices > world:
-        found.append(
+        results.append(
             f"{machine.num_devices - world} of the {machine.num_devices} devices of "
             f"{machine.name} are not used; parallel.tp and parallel.pp split a model over them, "
             "and --slo searches how to use all of them"
         )
     if shape.attention not in ("MHA", "GQA", "MQA"):
-        found.append(f"{shape.attention} attention is counted as grouped-query attention")
-    return (*found, *decoding_notes(job, machine))
+        results.append(f"{shape.attention} attention is counted as grouped-query attention")
+    return (*results, *decoding_notes(job, machine))

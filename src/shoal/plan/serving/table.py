@@ -38,14 +38,14 @@ def explain(plans: Sequence[ServePlan]) -> list[dict[str, str]]:
 
 
 def _row(plan: ServePlan) -> dict[str, str]:
-    found = plan.predicted
+    result = plan.predicted
     return {
         "plan": _name(plan.job),
         "fits": "yes" if plan.fits else "no",
-        "tokens/s": _shown(found.get("tokens_per_s"), 1.0, ""),
-        "ttft p50": _time(found.get("ttft_p50_s")),
-        "ttft p95": _time(found.get("ttft_p95_s")),
-        "tpot p50": _time(found.get("tpot_p50_s")),
+        "tokens/s": _shown(result.get("tokens_per_s"), 1.0, ""),
+        "ttft p50": _time(result.get("ttft_p50_s")),
+        "ttft p95": _time(result.get("ttft_p95_s")),
+        "tpot p50": _time(result.get("tpot_p50_s")),
         "cache": f"{plan.job.kv_tokens:,} tokens",
     }
 

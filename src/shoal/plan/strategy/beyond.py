@@ -60,10 +60,10 @@ class PartCandidate:
         if self.best is None:
             return self.name
         job = self.best[0]
-        told = [] if job.offload is None else [f"offload: {job.offload}"]
+        notes = [] if job.offload is None else [f"offload: {job.offload}"]
         if "moves_activations" in traits("activation", job.activation):
-            told.append(f"activation: {job.activation}")
-        return ", ".join([*told, f"recompute: {job.recompute}"])
+            notes.append(f"activation: {job.activation}")
+        return ", ".join([*notes, f"recompute: {job.recompute}"])
 
 
 def every_way() -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def ways(
 def _way(
     job: TrainJob, shape: ModelShape, machine: Machine, name: str, pricer: Pricer
 ) -> PartCandidate:
-    found: list[tuple[float, Work]] = []
+    results: list[tuple[float, Work]] = []
     refused = ""
     for variant in _variants(job, shape, machine, name):
         for candidate in candidates(variant, machine, shape=shape):
@@ -124,12 +124,12 @@ def _way(
                 continue
             concrete = _within(candidate, shape, machine)
             work = Work.model_construct(shape=shape, job=concrete)
-            found.append((excess(concrete, machine, pricer.memory(work)), work))
-    if not found:
+            results.append((excess(concrete, machine, pricer.memory(work)), work))
+    if not results:
         return PartCandidate(name=name, refused=refused or "no split is legal")
-    fitting = [work for needed, work in found if needed <= 1.0]
+    fitting = [work for needed, work in results if needed <= 1.0]
     # Where none fits, the one that misses by least says enough.
-    nearest = fitting or [min(found, key=lambda item: item[0])[1]]
+    nearest = fitting or [min(results, key=lambda item: item[0])[1]]
     priced = tuple((work.job, pricer.estimate(work)) for work in nearest)
     return PartCandidate(name=name, plans=priced, best=rank(priced, machine)[0], fits=bool(fitting))
 
@@ -221,18 +221,18 @@ def _stored(job: TrainJob, shape: ModelShape, machine: Machine) -> TrainJob:
 
 def refusal(job: TrainJob, machine: Machine, found: Sequence[PartCandidate]) -> PlanError:
     """Nothing fits: what each way needs, or why it cannot be had."""
-    told = []
+    notes = []
     for way in found:
         if way.best is None:
-            told.append(f"{way.name}: {way.refused}")
+            notes.append(f"{way.name}: {way.refused}")
             continue
         candidate, cost = way.best
         short = " and ".join(beyond_room(candidate, machine, cost.memory_bytes))
-        told.append(f"{way.name}: too little {short}, {filled(candidate, machine, cost)}")
+        notes.append(f"{way.name}: too little {short}, {filled(candidate, machine, cost)}")
     names = ", ".join(way.name for way in found)
     return PlanError(
         f"{job.model} on {machine.name}: nothing fits with offload {names} "
-        f"({'; '.join(told)}); give more devices, a shorter seq_len or a smaller model"
+        f"({'; '.join(notes)}); give more devices, a shorter seq_len or a smaller model"
     )
 
 
@@ -240,10 +240,10 @@ def all_ways(job: TrainJob, shape: ModelShape, machine: Machine) -> list[PartCan
     """Every way, those that fit before the others, fastest first; none if the job states one."""
     if _states(job):
         return []
-    found = ways(job, shape, machine, every_way(), Pricer(machine))
+    result = ways(job, shape, machine, every_way(), Pricer(machine))
 
     def order(way: PartCandidate) -> tuple[bool, bool, float]:
         seconds = way.best[1].step_s.value if way.best is not None else 0.0
         return not way.fits, way.best is None, seconds
 
-    return sorted(found, key=order)
+    return sorted(result, key=order)

@@ -80,7 +80,7 @@ def best_of(
     number = len(heap)
     heapq.heapify(heap)
     chooser = ChunkChooser(shape, machine)
-    found: list[tuple[tuple[int, ...], Judged]] = []
+    results: list[tuple[tuple[int, ...], Judged]] = []
     best: list[tuple[int, float]] = []
     while heap:
         one = heapq.heappop(heap)
@@ -88,11 +88,11 @@ def best_of(
             break
         candidate = chooser.planned(one.family.member(*one.choice))
         cost = pricer.estimate(Work.model_construct(shape=shape, job=candidate))
-        found.append((one.order, (candidate, cost)))
+        results.append((one.order, (candidate, cost)))
         bisect.insort(best, (one.missed, worth(candidate, machine, cost.step_s.value)))
         del best[keep:]
-    found.sort(key=lambda item: item[0])
-    return BoundedResult([item for _, item in found], number)
+    results.sort(key=lambda item: item[0])
+    return BoundedResult([item for _, item in results], number)
 
 
 def _fitting(space: list[PlanFamily], shape: ModelShape, pricer: Pricer) -> Iterator[_Member]:

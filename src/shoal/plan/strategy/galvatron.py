@@ -159,7 +159,7 @@ class Galvatron:
             PlanError: no split is legal.
         """
         next(candidates(job, machine, shape=shape), None)  # refuses what is stated wrongly
-        found: list[tuple[StageSearch, Option]] = []
+        results: list[tuple[StageSearch, Option]] = []
         best = math.inf
         for ranks in [world] if world else worlds(job, machine):
             for precision in self._precisions(job, machine):
@@ -180,16 +180,16 @@ class Galvatron:
                     option = self._one(search, best, precision)
                     if option is not None:
                         best = min(best, option.solution.seconds)
-                        found.append((search, option))
-            if found and machine.device.kind == "gpu":
+                        results.append((search, option))
+            if results and machine.device.kind == "gpu":
                 break
-        if not found:
+        if not results:
             raise PlanError(
                 f"{job.model} on {machine.name}: no split is legal for global_batch = "
                 f"{job.global_batch}: every dp has to divide it, and tp {shape.num_heads} heads "
                 f"and {shape.num_kv_heads} key/value heads; change global_batch"
             )
-        options = self._improved(found)
+        options = self._improved(results)
         good = [option for option in options if option.solution.plan is not None]
         bad = [option for option in options if option.solution.plan is None]
         good.sort(key=lambda option: option.solution.seconds)
@@ -234,9 +234,9 @@ class Galvatron:
                     if sequences % layout[0] == 0
                     and job.microbatch in (None, sequences // layout[0])
                 ]
-                found = [s for layout in legal for s in self._of_layout(job, layout)]
-                if found:
-                    yield pp, sequences, found
+                results = [s for layout in legal for s in self._of_layout(job, layout)]
+                if results:
+                    yield pp, sequences, results
 
     def _layouts(
         self, job: TrainJob, machine: Machine, shape: ModelShape, ranks: int
@@ -287,13 +287,13 @@ class Galvatron:
     def _run(self, search: StageSearch, precision: str, *, improve: bool) -> Option:
         if self.runnable:
             return self._runnable(search, precision, improve=improve)
-        found = search.run(improve=improve)
-        return Option(found, precision, search.pp, search.sequences, search.pricer)
+        result = search.run(improve=improve)
+        return Option(result, precision, search.pp, search.sequences, search.pricer)
 
     def _ranked(self, search: StageSearch) -> list[tuple[float, float, tuple[int, int, int]]]:
         """(least time of all layers, least memory, layout) of every layout."""
         kinds = Counter(layer for layer in search.layers)
-        found = []
+        results = []
         for layout, same in itertools.groupby(
             sorted(search.strategies, key=lambda s: s.layout), key=lambda s: s.layout
         ):
@@ -305,8 +305,8 @@ class Galvatron:
                 ]
                 seconds += count * min(search.microbatches * c.micro_s + c.once_s for c in costs)
                 memory += count * min(c.resident_bytes + c.held_bytes for c in costs)
-            found.append((seconds, memory, layout))
-        return found
+            results.append((seconds, memory, layout))
+        return results
 
     def _kept(
         self, ranked: list[tuple[float, float, tuple[int, int, int]]]
@@ -332,12 +332,12 @@ class Galvatron:
                 search.usable,
                 search.units,
             )
-            found = own.run(improve=improve)
-            if best is None or (found.seconds, found.missing_bytes) < (
+            result = own.run(improve=improve)
+            if best is None or (result.seconds, result.missing_bytes) < (
                 best.seconds,
                 best.missing_bytes,
             ):
-                best = found
+                best = result
         assert best is not None
         return Option(best, precision, search.pp, search.sequences, search.pricer)
 
@@ -363,7 +363,7 @@ class Galvatron:
             priced.append((concrete, cost, option.solution.plan))
         priced.sort(key=lambda row: row[1].step_s.value)
         best = priced[0]
-        found = []
+        plans = []
         for place, (concrete, cost, plan) in enumerate(priced[: self.keep], 1):
             first = f"best strategy of every layer, of {len(options)} stages and micro-batches"
             item = (concrete, cost)
@@ -371,8 +371,8 @@ class Galvatron:
             notes = group_words(plan)
             if not _runs(plan):
                 notes = (*notes, _PLANNED_ONLY)
-            found.append(to_plan(item, shape, machine, planner="galvatron", why=why, notes=notes))
-        return found
+            plans.append(to_plan(item, shape, machine, planner="galvatron", why=why, notes=notes))
+        return plans
 
     def _rejected(
         self,
@@ -465,9 +465,9 @@ class Galvatron:
             f"no layer-wise plan fits: with pp = {nearest.pp} stage {nearest.solution.stage} lacks "
             f"{nearest.solution.missing_bytes / 1e9:.1f} GB under its thriftiest strategies"
         )
-        found = SearchPlanner(keep=self.keep).plan(job, machine)
+        plans = SearchPlanner(keep=self.keep).plan(job, machine)
         changed = {"planner": "galvatron", "fits": False}
-        return [plan.model_copy(update={**changed, "notes": (note, *plan.notes)}) for plan in found]
+        return [plan.model_copy(update={**changed, "notes": (note, *plan.notes)}) for plan in plans]
 
 
 def _beyond(job: TrainJob) -> str:

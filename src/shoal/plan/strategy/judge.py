@@ -58,13 +58,13 @@ def tier_room(job: TrainJob, machine: Machine) -> dict[str, float]:
 
     ``device`` is the rank's own memory. Host and disk are their node's, and its ranks share them.
     """
-    found = {"device": usable_bytes(job, machine)}
+    result = {"device": usable_bytes(job, machine)}
     sharing, device = ranks_per_host(machine, job.parallel), machine.device
     for tier, name in (("host", "dram"), ("disk", "disk")):
         behind = device.beyond(name)
         if behind is not None:
-            found[tier] = FILL["cpu"] * behind.capacity_bytes / sharing
-    return found
+            result[tier] = FILL["cpu"] * behind.capacity_bytes / sharing
+    return result
 
 
 def beyond_room(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> tuple[str, ...]:
@@ -95,14 +95,14 @@ def filled(job: TrainJob, machine: Machine, cost: Estimate) -> str:
     """What a rank fills of each tier, in words."""
     room = tier_room(job, machine)
     needed = tier_bytes(job, machine, cost.memory_bytes)
-    told = [f"a rank fills {needed.pop('device') / 1e9:.1f} of {room['device'] / 1e9:.1f} GB"]
+    notes = [f"a rank fills {needed.pop('device') / 1e9:.1f} of {room['device'] / 1e9:.1f} GB"]
     for tier, size in needed.items():
-        told.append(
+        notes.append(
             f"{size / 1e9:.1f} of {room[tier] / 1e9:.1f} GB of the {tier}"
             if tier in room
             else f"{size / 1e9:.1f} GB of the {tier}, whose size {machine.name} does not say"
         )
-    return ", ".join(told)
+    return ", ".join(notes)
 
 
 def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Judged) -> str:
@@ -210,9 +210,9 @@ def to_plan(
 
 
 def _notes(job: TrainJob, shape: ModelShape, machine: Machine) -> tuple[str, ...]:
-    found: list[str] = []
+    notes: list[str] = []
     if job.offload is not None:
-        found += table("offload").build(job.offload).notes(Work(shape=shape, job=job), machine)
+        notes += table("offload").build(job.offload).notes(Work(shape=shape, job=job), machine)
     if shape.attention not in ("MHA", "GQA", "MQA"):
-        found.append(f"{shape.attention} attention is counted as grouped-query attention")
-    return tuple(found)
+        notes.append(f"{shape.attention} attention is counted as grouped-query attention")
+    return tuple(notes)

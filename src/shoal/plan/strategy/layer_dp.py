@@ -80,8 +80,8 @@ def cheapest_chain(
                 best[s, own:] = arrived[s, : budget + 1 - own] + seconds[layer, s]
         before.append(came)
     last = int(best[:, budget].argmin())
-    found = float(best[last, budget])
-    if found == math.inf:
+    result = float(best[last, budget])
+    if result == math.inf:
         return StrategyChain(math.inf, (), _least(seconds, units, change, own_group))
     choice, left = [last], budget
     for layer in range(layers - 1, 0, -1):
@@ -89,7 +89,7 @@ def cheapest_chain(
         choice.append(int(before[layer][choice[-1], left]))
     choice.reverse()
     filled = int(units[np.arange(layers), choice].sum())
-    return StrategyChain(found, tuple(choice), filled)
+    return StrategyChain(result, tuple(choice), filled)
 
 
 def _arrive(best: _Floats, change: _Floats, group: _Ints) -> tuple[_Floats, _Ints]:

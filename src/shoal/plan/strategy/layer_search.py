@@ -115,11 +115,11 @@ class StageSearch:
         """
         best = StageSolution(None, math.inf, missing_bytes=math.inf)
         for cut in self._starts():
-            found = self._improved(cut) if improve else self.of(cut)
-            if found.seconds < best.seconds or (
-                best.plan is None and found.missing_bytes < best.missing_bytes
+            result = self._improved(cut) if improve else self.of(cut)
+            if result.seconds < best.seconds or (
+                best.plan is None and result.missing_bytes < best.missing_bytes
             ):
-                best = found
+                best = result
         return best
 
     def of(self, sizes: Sequence[int]) -> StageSolution:
@@ -172,11 +172,11 @@ class StageSearch:
         for _ in range(_MOST_MOVES):
             better = None
             for moved in _moves(current, self._worst(best)):
-                found = self.of(moved)
-                gain = found.seconds < best.seconds * (1 - 1e-9)
-                fitter = best.plan is None and found.missing_bytes < best.missing_bytes
+                result = self.of(moved)
+                gain = result.seconds < best.seconds * (1 - 1e-9)
+                fitter = best.plan is None and result.missing_bytes < best.missing_bytes
                 if gain or fitter:
-                    best, better = found, moved
+                    best, better = result, moved
             if better is None:
                 break
             current = better
@@ -215,9 +215,9 @@ class StageSearch:
         free = cheapest_chain(seconds, none, change, 0, group)
         if not free.choice:
             return _Solved((), None, math.inf)
-        found = self._cost(layers, [kept[s] for s in free.choice], end, held)
-        if sum(found.memory_bytes.values()) <= room:
-            return _Solved(tuple(kept[s] for s in free.choice), found, 0.0)
+        cost = self._cost(layers, [kept[s] for s in free.choice], end, held)
+        if sum(cost.memory_bytes.values()) <= room:
+            return _Solved(tuple(kept[s] for s in free.choice), cost, 0.0)
         transient = np.array([[c.transient_bytes for c in row] for row in rows])
         filled = np.array([[c.resident_bytes + held * c.held_bytes for c in row] for row in rows])
         best, missing, chosen = math.inf, math.inf, None
@@ -246,18 +246,18 @@ class StageSearch:
         return _Solved(strategies, self._cost(layers, strategies, end, held), 0.0)
 
     def _table(self, layers: list[ModelLayer], end: str) -> list[dict[Strategy, LayerCost]]:
-        found = []
+        table = []
         for at, layer in enumerate(layers):
             here = "embed" if at == 0 and end in ("embed", "both") else ""
             if at == len(layers) - 1 and end in ("head", "both"):
                 here = "both" if here else "head"
-            found.append(
+            table.append(
                 {
                     s: self.pricer.layer(layer, s, self.sequences, self.pp, here)
                     for s in self.strategies
                 }
             )
-        return found
+        return table
 
     def _changes(
         self, layers: list[ModelLayer], kept: list[Strategy]
@@ -306,10 +306,10 @@ def _moves(sizes: tuple[int, ...], worst: int) -> Iterator[tuple[int, ...]]:
 
 def _distinct(rows: list[dict[Strategy, LayerCost]]) -> list[dict[Strategy, LayerCost]]:
     """One row of each kind of layer."""
-    found: dict[int, dict[Strategy, LayerCost]] = {}
+    result: dict[int, dict[Strategy, LayerCost]] = {}
     for row in rows:
-        found.setdefault(id(next(iter(row.values()))), row)
-    return list(found.values())
+        result.setdefault(id(next(iter(row.values()))), row)
+    return list(result.values())
 
 
 def _levels(transient: npt.NDArray[np.float64]) -> list[float]:

@@ -39,7 +39,7 @@ def remedies(
     room = usable_bytes(nearest[0], machine)
     largest = max(cost.memory_bytes, key=lambda cause: cost.memory_bytes[cause])
     need = tier_bytes(nearest[0], machine, cost.memory_bytes)["device"]
-    found = [
+    remedies = [
         f"it does not fit: a rank needs {need / 1e9:.1f} GB and may fill "
         f"{room / 1e9:.1f} GB; the largest part is {largest} with "
         f"{cost.memory_bytes[largest] / 1e9:.1f} GB"
@@ -51,19 +51,19 @@ def remedies(
         _smaller(job, shape, machine),
     ):
         if would:
-            found.append(f"this would: {would}")
-    if len(found) == 1:
-        found.append("nothing that was tried would fit; choose a smaller model")
-    return tuple(found)
+            remedies.append(f"this would: {would}")
+    if len(remedies) == 1:
+        remedies.append("nothing that was tried would fit; choose a smaller model")
+    return tuple(remedies)
 
 
 def _best(job: TrainJob, shape: ModelShape, machine: Machine) -> Judged | None:
     """The fastest plan that fits, or None."""
     try:
-        found = best_of(job, shape, machine, 1, Pricer(machine)).priced
+        result = best_of(job, shape, machine, 1, Pricer(machine)).priced
     except ShoalError:  # the change makes no legal job, so it is no remedy
         return None
-    best = rank(found, machine)[:1]
+    best = rank(result, machine)[:1]
     return best[0] if best and fits(best[0][0], machine, best[0][1]) else None
 
 

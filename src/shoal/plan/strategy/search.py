@@ -45,15 +45,15 @@ class SearchPlanner:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
         check_composition(job)
-        found = self._ranked(job, shape, machine)
-        if not found.priced:
+        result = self._ranked(job, shape, machine)
+        if not result.priced:
             raise PlanError(
                 f"{job.model} on {machine.name}: no split of {machine.num_devices} device(s) is "
                 f"legal for {shape.num_heads} heads, {shape.num_kv_heads} key/value heads, "
                 f"{shape.num_layers} blocks and global_batch = {job.global_batch}; change "
                 "global_batch or microbatch, or leave parallel open"
             )
-        ordered = rank(found.priced, machine)[: self.keep]
+        ordered = rank(result.priced, machine)[: self.keep]
         notes: tuple[str, ...] = ()
         if not fits(ordered[0][0], machine, ordered[0][1]):
             notes = remedies(job, shape, machine, ordered[0])
@@ -67,7 +67,7 @@ class SearchPlanner:
                     item,
                     machine,
                     place=place,
-                    first=f"{BEST[job.objective]} of {found.number} plans priced",
+                    first=f"{BEST[job.objective]} of {result.number} plans priced",
                     best=ordered[0],
                 ),
                 notes=notes,
@@ -114,7 +114,7 @@ class SearchPlanner:
             )
             return best_of(job, shape, machine, self.keep, pricer, syncs=syncs)
         tried = ways(job, shape, machine, names_of(self.offload), pricer)
-        found = [item for way in tried if way.fits for item in way.plans]
-        if not found:
+        results = [item for way in tried if way.fits for item in way.plans]
+        if not results:
             raise refusal(job, machine, tried)
-        return BoundedResult(found, len(found))
+        return BoundedResult(results, len(results))

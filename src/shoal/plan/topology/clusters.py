@@ -216,23 +216,23 @@ class Clusters(Value):
     @cached_property
     def _joined(self) -> dict[tuple[int, int], InterClusterLink]:
         number = {one.name: at for at, one in enumerate(self.clusters)}
-        found = {}
+        result = {}
         for joint in self.joints:
             a, b = sorted(number[end] for end in joint.between)
-            found[a, b] = joint
-        return found
+            result[a, b] = joint
+        return result
 
     @cached_property
     def places(self) -> tuple[DeviceLocation, ...]:
         """Of every device, by number."""
-        found, node = [], 0
+        places, node = [], 0
         for at, cluster in enumerate(self.clusters):
             for _ in range(cluster.nodes):
-                found += [
+                places += [
                     DeviceLocation(at, node, device) for device in range(self.devices_per_node)
                 ]
                 node += 1
-        return tuple(found)
+        return tuple(places)
 
     @property
     def num_devices(self) -> int:
@@ -246,26 +246,26 @@ class Clusters(Value):
         Raises:
             MachineError: a device that nobody described, or nodes whose devices nothing joins.
         """
-        found = []
+        machines = []
         for cluster in self.clusters:
             text = cluster.device or self.device
             if self.described is not None and cluster.device is None:
-                found.append(self.described)
+                machines.append(self.described)
                 continue
             one = load(text)
             if one.devices_per_node != self.devices_per_node:
                 one = load(f"1x{self.devices_per_node}x{text}")
-            found.append(one)
-        return tuple(found)
+            machines.append(one)
+        return tuple(machines)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         """FLOP/s of a device of each cluster."""
-        found = []
+        speeds = []
         for cluster, machine in zip(self.clusters, self.machines, strict=True):
             rates = machine.device.matmul_flops or machine.device.peak_flops
-            found.append(cluster.flops or rates.get("bf16") or max(rates.values()))
-        return tuple(found)
+            speeds.append(cluster.flops or rates.get("bf16") or max(rates.values()))
+        return tuple(speeds)
 
     def way(self, a: int, b: int) -> DevicePath:
         """How devices ``a`` and ``b`` reach each other."""

@@ -91,14 +91,14 @@ def groups(clusters: Clusters, devices: Sequence[int], grid: DegreeGrid, axis: s
         for (source, _), way in one:
             if way.nic != "device":
                 load[clusters.places[source].node, way.nic] += 1
-    found = []
+    groups = []
     for ranks, own, one in zip(grid.ranks(axis), members, ways, strict=True):
         rates = [
             (way.bandwidth / max(1, load[clusters.places[source].node, way.nic]), way)
             for (source, _), way in one
         ]
         rate, slowest = min(rates, key=lambda x: x[0], default=(float("inf"), None))
-        found.append(
+        groups.append(
             Group(
                 axis,
                 ranks,
@@ -109,7 +109,7 @@ def groups(clusters: Clusters, devices: Sequence[int], grid: DegreeGrid, axis: s
                 len({clusters.places[device].cluster for device in own}),
             )
         )
-    return found
+    return groups
 
 
 def _ways(

@@ -133,8 +133,8 @@ class _Links(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _schedule(pp: int, microbatches: int) -> Schedule:
-    found: Schedule = table("schedule").build("1f1b").build(pp, microbatches, 1)
-    return found
+    schedule: Schedule = table("schedule").build("1f1b").build(pp, microbatches, 1)
+    return schedule
 
 
 def step_of(
@@ -194,9 +194,9 @@ def _chains(clusters: Clusters, devices: Sequence[int], grid: DegreeGrid) -> _Li
     for one, other in pairwise(stages):
         # Two stages at a time: others send when these compute.
         pair = DegreeGrid(2, grid.dp, grid.tp)
-        found = groups(clusters, [*one, *other], pair, "pp")
-        rates.append(min(group.bandwidth for group in found))
-        latency = max(latency, *(group.latency_s for group in found))
+        result = groups(clusters, [*one, *other], pair, "pp")
+        rates.append(min(group.bandwidth for group in result))
+        latency = max(latency, *(group.latency_s for group in result))
     return _Links(latency, tuple(rates))
 
 

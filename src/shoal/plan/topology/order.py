@@ -199,8 +199,8 @@ def plan_order(
         f"{shape.num_layers} and dp a divisor of {job.global_batch} sequences",
         error=PlanError,
     )
-    found = [_best(job, shape, clusters, grid, overlap, alpha) for grid in legal]
-    return min(found, key=lambda x: (not x.fits, x.crossing > 0, x.step.seconds, x.grid))
+    results = [_best(job, shape, clusters, grid, overlap, alpha) for grid in legal]
+    return min(results, key=lambda x: (not x.fits, x.crossing > 0, x.step.seconds, x.grid))
 
 
 def _grids(
@@ -307,8 +307,8 @@ def brute(priced: Price) -> tuple[float, tuple[int, ...]]:
         apart = any(len({nodes[rank] for rank in ranks}) > 1 for ranks in grid.ranks("tp"))
         if apart:
             continue
-        found = priced(devices)[0].seconds, devices
-        if best is None or found < best:
-            best = found
+        result = priced(devices)[0].seconds, devices
+        if best is None or result < best:
+            best = result
     assert best is not None  # devices in their own order are one way
     return best

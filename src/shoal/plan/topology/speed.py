@@ -52,30 +52,30 @@ def adaptive(speeds: Sequence[float], layers: int, *, alpha: float = 1.05) -> tu
     # In exact arithmetic, so that a share of 21 layers is 21 and not 20.99...
     exactly, more = [Fraction(speed) for speed in speeds], Fraction(str(alpha))
     total = sum(exactly, Fraction(0))
-    found = [
+    results = [
         max(1, math.floor((more if speed * len(speeds) > total else 1) * speed / total * layers))
         for speed in exactly
     ]
-    while sum(found) != layers:
-        if sum(found) < layers:
-            stage = min(range(len(found)), key=lambda i: ((found[i] + 1) / speeds[i], i))
-            found[stage] += 1
+    while sum(results) != layers:
+        if sum(results) < layers:
+            stage = min(range(len(results)), key=lambda i: ((results[i] + 1) / speeds[i], i))
+            results[stage] += 1
         else:
             stage = max(
-                (i for i in range(len(found)) if found[i] > 1),
-                key=lambda i: (found[i] / speeds[i], i),
+                (i for i in range(len(results)) if results[i] > 1),
+                key=lambda i: (results[i] / speeds[i], i),
             )
-            found[stage] -= 1
-    return tuple(found)
+            results[stage] -= 1
+    return tuple(results)
 
 
 def slowest(given: Sequence[int], speeds: Sequence[float], costs: Sequence[float]) -> float:
     """Time of the slowest stage, in cost over speed."""
-    found, start = 0.0, 0
+    best, start = 0.0, 0
     for own, speed in zip(given, speeds, strict=True):
-        found = max(found, math.fsum(costs[start : start + own]) / speed)
+        best = max(best, math.fsum(costs[start : start + own]) / speed)
         start += own
-    return found
+    return best
 
 
 def exact(speeds: Sequence[float], costs: Sequence[float]) -> tuple[int, ...]:
@@ -109,8 +109,8 @@ def exact(speeds: Sequence[float], costs: Sequence[float]) -> tuple[int, ...]:
                 if rest is None:
                     continue
                 time = max(rest[0], (sums[start + own] - sums[start]) / Fraction(speed))
-                found = row[n]
-                if found is None or time < found[0]:
+                result = row[n]
+                if result is None or time < result[0]:
                     row[n] = time, own
         table.append(row)
         best = row

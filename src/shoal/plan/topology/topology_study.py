@@ -72,37 +72,37 @@ class TopologyStudy:
             global_batch=self.global_batch,
             microbatch=self.microbatch,
         )
-        found = plan_order(
+        result = plan_order(
             job, clusters, pp=self.pp, tp=self.tp, overlap=self.overlap, alpha=self.alpha
         )
-        split = found.parallel().model_dump(mode="json", exclude_defaults=True)
+        split = result.parallel().model_dump(mode="json", exclude_defaults=True)
         # Said even where it is the default: the hosts are listed for this order.
-        split["order"] = found.parallel().order
-        hosts = [found.host(node) for node in found.hosts]
+        split["order"] = result.parallel().order
+        hosts = [result.host(node) for node in result.hosts]
         listed = ", ".join(hosts)
-        grid = found.grid
+        grid = result.grid
         groups = Table(
             title=f"{self.model} on {clusters.name}: pp={grid.pp} dp={grid.dp} tp={grid.tp}, "
-            f"{found.step.seconds:.3g} s a step",
+            f"{result.step.seconds:.3g} s a step",
             columns=("groups", "members", "network", "GB/s", "clusters"),
-            rows=tuple(_row(found, axis, one) for axis in _AXES for one in _first(found, axis)),
+            rows=tuple(_row(result, axis, one) for axis in _AXES for one in _first(result, axis)),
             right="   rr",
         )
         blocks = [
             "one group of each kind and stage; GB/s of a member while all groups talk",
             f"hosts in this order: {listed}",
-            f"layers of the stages: {_numbers(found.step.stages)} (by speed "
-            f"{_numbers(found.rule)}, exact {_numbers(found.cut)})",
+            f"layers of the stages: {_numbers(result.step.stages)} (by speed "
+            f"{_numbers(result.rule)}, exact {_numbers(result.cut)})",
         ]
-        if found.reason:
-            blocks.append(f"{found.crossing} dp groups cross: {found.reason}")
-        if not found.fits:
-            blocks.append(f"does not fit: about {found.memory_bytes / 1e9:.3g} GB a rank")
+        if result.reason:
+            blocks.append(f"{result.crossing} dp groups cross: {result.reason}")
+        if not result.fits:
+            blocks.append(f"does not fit: about {result.memory_bytes / 1e9:.3g} GB a rank")
         written = {"microbatch": self.microbatch, "parallel": split}
         return Explanation(
             blocks=(groups, *blocks),
-            data=_record(found, split, hosts),
-            picture=lambda: picture(found),
+            data=_record(result, split, hosts),
+            picture=lambda: picture(result),
             files={"job.yaml": to_yaml(written, header=f"Hosts in this order: {listed}")},
         )
 

@@ -98,11 +98,11 @@ def _assigned(
 ) -> tuple[int, ...]:
     """Each stage the next ``size`` devices of its cluster."""
     taken = [0] * len(members)
-    found: list[int] = []
+    numbers: list[int] = []
     for cluster in sequence:
-        found += members[cluster][taken[cluster] : taken[cluster] + size]
+        numbers += members[cluster][taken[cluster] : taken[cluster] + size]
         taken[cluster] += size
-    return tuple(found)
+    return tuple(numbers)
 
 
 def improved(
@@ -116,10 +116,10 @@ def improved(
             stages = [devices[s : s + size] for s in range(0, grid.world, size)]
             stages[a], stages[b] = stages[b], stages[a]
             swaps.append(tuple(device for stage in stages for device in stage))
-        found = min(swaps, key=seconds, default=devices)
-        if seconds(found) >= seconds(devices):
+        best = min(swaps, key=seconds, default=devices)
+        if seconds(best) >= seconds(devices):
             break
-        devices = found
+        devices = best
     return devices
 
 
@@ -131,22 +131,22 @@ def interleaved(clusters: Clusters) -> tuple[int, ...]:
         if place.device == 0:
             of.append([])
         of[-1].append(number)
-    found: list[int] = []
+    numbers: list[int] = []
     for turn in range(max(len(of) for of in nodes.values())):
         for of in nodes.values():
             if turn < len(of):
-                found += of[turn]
-    return tuple(found)
+                numbers += of[turn]
+    return tuple(numbers)
 
 
 @lru_cache(maxsize=8)
 def _assignments_of(nodes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
     """Orders of nodes, one entry a device, in which the nodes of a cluster begin in turn."""
-    found = []
+    assignments = []
 
     def extend(order: list[int], left: dict[int, int], begun: dict[int, list[int]]) -> None:
         if not any(left.values()):
-            found.append(tuple(order))
+            assignments.append(tuple(order))
             return
         for cluster, node in dict.fromkeys(nodes):
             if not left[node]:
@@ -163,7 +163,7 @@ def _assignments_of(nodes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...]
 
     counts = {node: sum(n == node for _, n in nodes) for _, node in nodes}
     extend([], counts, {cluster: [] for cluster, _ in nodes})
-    return tuple(found)
+    return tuple(assignments)
 
 
 def assignments(clusters: Clusters) -> Iterator[tuple[int, ...]]:

@@ -104,9 +104,9 @@ def stationary(transitions_SS: np.ndarray) -> np.ndarray:
     states = len(transitions_SS)
     reached = np.linalg.matrix_power(np.eye(states) + transitions_SS, states)[0] > 0
     values, vectors = np.linalg.eig(transitions_SS[np.ix_(reached, reached)].T)
-    found = np.abs(vectors[:, np.argmin(np.abs(values - 1))].real)
+    result = np.abs(vectors[:, np.argmin(np.abs(values - 1))].real)
     shares = np.zeros(states)
-    shares[reached] = found / found.sum()
+    shares[reached] = result / result.sum()
     return shares
 
 
@@ -115,8 +115,8 @@ def last_of(spec: TreeSpec) -> np.ndarray:
     value = np.array([1.0, *spec.value])
     below = np.bincount(np.array(spec.parent, dtype=int) + 1, weights=value[1:],
                         minlength=len(value))  # fmt: skip
-    found: np.ndarray = np.maximum(value - below, 0.0)
-    return found
+    array: np.ndarray = np.maximum(value - below, 0.0)
+    return array
 
 
 class _Begun(NamedTuple):
@@ -234,10 +234,10 @@ class DynamicTrees:
         is never worth its rows: every number that is used is a kind of step to be made ready.
         """
         sizes = {self.fewest, self.most, *_SIZES}
-        found = [1.0] * (self.fewest - 1)
+        result = [1.0] * (self.fewest - 1)
         for rows in range(self.fewest, self.most + 1):
-            found.append(max(found[-1], self.of(rows).tokens) if rows in sizes else found[-1])
-        return tuple(found)
+            result.append(max(result[-1], self.of(rows).tokens) if rows in sizes else result[-1])
+        return tuple(result)
 
     def _best(self, rows: int) -> Dynamic:
         """Choose trees by the values of states, and values by the trees, until both stay.
@@ -248,12 +248,12 @@ class DynamicTrees:
         worth = np.array([of_state[:rows][-1].gain for of_state in self._first])
         best: Dynamic | None = None
         for _ in range(_ROUNDS):
-            found = Dynamic(rows, tuple(self._tree(one, rows, worth) for one in self._first))
-            if best is not None and found.tokens <= best.tokens + 1e-12:
+            result = Dynamic(rows, tuple(self._tree(one, rows, worth) for one in self._first))
+            if best is not None and result.tokens <= best.tokens + 1e-12:
                 break
-            best = found
-            gains = np.array([tree.gain for tree in found.trees])
-            worth = np.linalg.solve(np.eye(states) - _DISCOUNT * found.transitions, gains)
+            best = result
+            gains = np.array([tree.gain for tree in result.trees])
+            worth = np.linalg.solve(np.eye(states) - _DISCOUNT * result.transitions, gains)
         assert best is not None
         return best
 

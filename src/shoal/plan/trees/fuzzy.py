@@ -35,11 +35,11 @@ def spans(groups: Groups, num_layers: int, where: str = "group") -> list[range]:
             f"{where} = {list(groups)}: the first and the last layer must stand alone, "
             "their input changes most; begin and end with 1"
         )
-    found, first = [], 0
+    spans, first = [], 0
     for size in groups:
-        found.append(range(first, first + size))
+        spans.append(range(first, first + size))
         first += size
-    return found
+    return spans
 
 
 def even_groups(size: int, num_layers: int, where: str = "group") -> Groups:

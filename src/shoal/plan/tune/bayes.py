@@ -142,8 +142,8 @@ class Bayes:
             open_ = np.flatnonzero(free)
             if len(open_) > MOST_CANDIDATES:
                 open_ = random.choice(open_, MOST_CANDIDATES, replace=False)
-            asked = points[open_]
-            score = self._odds(points[at], works, need, asked, seed)
+            request = points[open_]
+            score = self._odds(points[at], works, need, request, seed)
             if works.any():
                 # What failed by its need is learnt there; its own value nobody saw.
                 doubt = np.where(works > 0, 0.0, np.where(need > 0, UNSEEN, FAILED))
@@ -154,10 +154,10 @@ class Bayes:
                 if noise.any():
                     # The largest of noisy values is too large; what is believed there is not.
                     best = surrogate.mean(points[at][works > 0])
-                gain = _improvement(surrogate, asked, float(best.max()) + step)
+                gain = _improvement(surrogate, request, float(best.max()) + step)
                 # Where nothing is expected to improve, doubt decides.
                 nothing = float(gain.max()) <= 1e-12 * float(values.std())
-                score = score * (surrogate.predict(asked)[1] if nothing else gain)
+                score = score * (surrogate.predict(request)[1] if nothing else gain)
             place = int(open_[int(np.argmax(score))])
             chosen.append(place)
             free[place] = False
@@ -178,13 +178,13 @@ class Bayes:
     ) -> np.ndarray:
         """Probability to work, [N]: of needing no more than there is, and of working else."""
         odds = np.ones(len(asked))
-        told = ~np.isnan(need)
-        if (need[told] > 0).any():
-            fitted = fit_surrogate(self.surrogate, points[told], need[told], seed)
+        result = ~np.isnan(need)
+        if (need[result] > 0).any():
+            fitted = fit_surrogate(self.surrogate, points[result], need[result], seed)
             middle, doubt = fitted.predict(asked)
             odds = odds * ndtr(-middle / np.maximum(doubt, 1e-9))
         # What failed by its need would have worked, had there been more.
-        able = np.where(told, 1.0, works)
+        able = np.where(result, 1.0, works)
         if able.min() < 1:
             fitted = fit_surrogate(self.surrogate, points, able, seed)
             middle, doubt = fitted.predict(asked)

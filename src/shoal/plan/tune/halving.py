@@ -65,28 +65,28 @@ class Halving:
         seen = check(space, trials, history)
         rows = space.indices()
         free = [row for row in order(space, seed, elsewhere) if tuple(rows[row]) not in seen]
-        found: dict[int, Trial] = {}
+        result: dict[int, Trial] = {}
         going = [int(row) for row in free[: max(0, trials - len(history))]]
-        asked: object = objective
-        partial = asked if isinstance(asked, PartialObjective) else None
+        request: object = objective
+        partial = request if isinstance(request, PartialObjective) else None
         share = self.least if partial is not None else 1.0
         while going:
             for row in going:
                 config = space.config(rows[row])
                 if partial is not None and share < 1:
                     outcome = partial.part(config, share)
-                    found[row] = Trial(config=config, **outcome.model_dump(exclude={"config"}))
+                    result[row] = Trial(config=config, **outcome.model_dump(exclude={"config"}))
                 else:
-                    found[row] = Trial.of(config, objective)
+                    result[row] = Trial.of(config, objective)
                 if progress is not None:
-                    progress(len(history) + len(found), trials, f"{share:.0%} of a measurement")
+                    progress(len(history) + len(result), trials, f"{share:.0%} of a measurement")
             if share >= 1:
                 break
             ranked = sorted(
-                (row for row in going if found[row].value is not None),
-                key=lambda row: -(found[row].value or 0.0),
+                (row for row in going if result[row].value is not None),
+                key=lambda row: -(result[row].value or 0.0),
             )
             going = ranked[: math.ceil(len(going) / self.factor)]
             share = min(1.0, share * self.factor)
-        made = (*history, *found.values())
+        made = (*history, *result.values())
         return TuningResult(tuner="halving", space=space, trials=made, seed=seed)

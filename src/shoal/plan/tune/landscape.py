@@ -130,13 +130,13 @@ class Landscape:
 
     def _neighbours(self, row: Row) -> list[Row]:
         """One step along an axis of numbers; any other value of an axis of words."""
-        found = []
+        neighbours = []
         for place, axis in enumerate(self.space.axes):
             ordered = all(isinstance(v, int | float) for v in axis.values)
             for at in range(len(axis.values)):
                 if at != row[place] and (not ordered or abs(at - row[place]) == 1):
-                    found.append((*row[:place], at, *row[place + 1 :]))
-        return found
+                    neighbours.append((*row[:place], at, *row[place + 1 :]))
+        return neighbours
 
     def peaks(self, alpha: float = 0.05) -> list[dict[str, Setting]]:
         """Local maxima: every neighbour failed or is significantly worse; best first.
@@ -147,15 +147,15 @@ class Landscape:
             alpha: chance that anything is reported which is none.
         """
         level = alpha / len(self.samples)
-        found = []
+        results = []
         for row in self.samples:
             beside = self._neighbours(row)
             worked = [other for other in beside if other not in self.failed]
             if worked and all(
                 other in self.samples and self.step(other, row, level) > 0 for other in worked
             ):
-                found.append(row)
-        return [self.space.config(row) for row in sorted(found, key=lambda r: -self.level[r])]
+                results.append(row)
+        return [self.space.config(row) for row in sorted(results, key=lambda r: -self.level[r])]
 
     def turns(self, alpha: float = 0.05) -> list[Turn]:
         """Where a line along an axis of numbers does not keep its direction.
@@ -172,16 +172,16 @@ class Landscape:
                 groups.setdefault((*row[:place], *row[place + 1 :]), []).append(row)
             lines += [(axis.name, line) for line in groups.values() if len(line) > 2]
         steps = sum(len(line) - 1 for _, line in lines)
-        found = []
+        turns = []
         for name, line in lines:
             before = 0
             for a, b in itertools.pairwise(line):
                 # Either direction of every step: twice as many comparisons.
                 now = self.step(a, b, alpha / (2 * steps))
                 if now and before == -now:
-                    found.append(Turn(name, self.space.config(a), peak=now < 0))
+                    turns.append(Turn(name, self.space.config(a), peak=now < 0))
                 before = now or before
-        return found
+        return turns
 
     def effects(self, *, seed: int = 0) -> dict[tuple[str, ...], float]:
         """Share of the variance, over the whole space, that each axis and each pair explains.
@@ -203,17 +203,17 @@ class Landscape:
         total = float((every**2).mean())
         axes = range(len(sizes))
         main = {n: every.mean(axis=tuple(m for m in axes if m != n), keepdims=True) for n in axes}
-        found: dict[tuple[str, ...], float] = {}
+        result: dict[tuple[str, ...], float] = {}
         names = self.space.names
         for n in axes:
             if sizes[n] > 1:
-                found[(names[n],)] = float((main[n] ** 2).mean()) / total if total else 0.0
+                result[(names[n],)] = float((main[n] ** 2).mean()) / total if total else 0.0
         for n, m in itertools.combinations(axes, 2):
             if sizes[n] > 1 and sizes[m] > 1:
                 both = every.mean(axis=tuple(o for o in axes if o not in (n, m)), keepdims=True)
                 rest = both - main[n] - main[m]
-                found[(names[n], names[m])] = float((rest**2).mean()) / total if total else 0.0
-        return dict(sorted(found.items(), key=lambda one: -one[1]))
+                result[(names[n], names[m])] = float((rest**2).mean()) / total if total else 0.0
+        return dict(sorted(result.items(), key=lambda one: -one[1]))
 
 
 def transfer_gain(home: Landscape, away: Landscape) -> list[float]:

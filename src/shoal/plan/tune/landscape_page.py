@@ -68,7 +68,7 @@ def page(study: TuningResult, *, title: str, unit: str) -> str:
 
 def _charts(study: TuningResult, unit: str) -> list[Chart]:
     """Every trial over each axis of numbers, and the best at each of its values."""
-    found = []
+    charts = []
     whole = [trial for trial in study.feasible if trial.share >= 1]
     for axis in study.space.axes:
         if len(axis.values) < 2:
@@ -77,7 +77,7 @@ def _charts(study: TuningResult, unit: str) -> list[Chart]:
         x = [places[trial.config[axis.name]] for trial in whole]
         y = [trial.value or 0.0 for trial in whole]
         best = {at: max(v for a, v in zip(x, y, strict=True) if a == at) for at in sorted(set(x))}
-        found.append(
+        charts.append(
             Chart(
                 title=axis.name,
                 description=f"{unit} of every trial over {axis.name}",
@@ -91,7 +91,7 @@ def _charts(study: TuningResult, unit: str) -> list[Chart]:
                 height=240,
             )
         )
-    return found
+    return charts
 
 
 def _numbers(axis: Axis) -> bool:

@@ -214,13 +214,13 @@ class Trial(TrialOutcome):
     @classmethod
     def of(cls, config: Config, objective: Objective) -> Trial:
         """Try a configuration; a number that is none is a failure, and is remembered as one."""
-        found = objective(config)
-        if not isinstance(found, TrialOutcome):
-            number = float(found)
+        result = objective(config)
+        if not isinstance(result, TrialOutcome):
+            number = float(result)
             if math.isfinite(number):
                 return cls(config=dict(config), value=number)
             return cls(config=dict(config), failure=f"the objective is {number}, no finite number")
-        return cls(config=dict(config), **found.model_dump(exclude={"config"}))
+        return cls(config=dict(config), **result.model_dump(exclude={"config"}))
 
 
 class TuningResult(Value):
@@ -250,8 +250,8 @@ class TuningResult(Value):
         Raises:
             PlanError: all failed; says why, most frequent reason first.
         """
-        found = self.feasible
-        if not found:
+        result = self.feasible
+        if not result:
             reasons = [trial.failure for trial in self.trials]
             ordered = sorted(set(reasons), key=lambda r: -reasons.count(r))
             why = "; ".join(f"{reasons.count(r)} times: {r}" for r in ordered[:3])
@@ -259,7 +259,7 @@ class TuningResult(Value):
                 f"tune: none of {len(self.trials)} trials is feasible ({why or 'none was made'}); "
                 "widen the space, use more devices, or try more"
             )
-        return max(found, key=lambda trial: (trial.share, trial.value or 0.0))
+        return max(result, key=lambda trial: (trial.share, trial.value or 0.0))
 
 
 @runtime_checkable

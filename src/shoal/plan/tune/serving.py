@@ -162,9 +162,9 @@ class ServingSample(Value):
         """
         if goal == "throughput":
             return self.throughput
-        found = self.latency_s if goal == "latency" else self.ttft_s
-        require("95" in found, "tune.goal", goal, expected="a goal that this engine measures")
-        return 1.0 / max(found["95"], 1e-9)
+        result = self.latency_s if goal == "latency" else self.ttft_s
+        require("95" in result, "tune.goal", goal, expected="a goal that this engine measures")
+        return 1.0 / max(result["95"], 1e-9)
 
 
 @runtime_checkable
@@ -243,12 +243,12 @@ class ServingObjective:
             failure = sample.failed
             return 0.0 if failure else sample.value(self.goal)
 
-        found = self.repeats.measure(once)
+        result = self.repeats.measure(once)
         share = number / len(self.workload)
         outcome = (
             TrialOutcome(failure=failure, share=share)
             if failure
-            else TrialOutcome(value=found.mean, samples=found.samples, share=share)
+            else TrialOutcome(value=result.mean, samples=result.samples, share=share)
         )
         self.trials.append(Trial(config=dict(config), **outcome.model_dump()))
         return outcome

@@ -72,15 +72,15 @@ def shapley(predict: Predict, points: np.ndarray, background: np.ndarray) -> np.
         inside = np.array([subset >> axis & 1 for axis in range(axes)], dtype=bool)
         mixed = np.where(inside, points[:, None], background[None])
         worth[subset] = predict(mixed.reshape(-1, axes)).reshape(N, -1).mean(axis=1)
-    found = np.zeros((N, axes))
+    array = np.zeros((N, axes))
     for axis in range(axes):
         for subset in range(2**axes):
             if subset >> axis & 1:
                 continue
             size = subset.bit_count()
             weight = math.factorial(size) * math.factorial(axes - size - 1) / math.factorial(axes)
-            found[:, axis] += weight * (worth[subset | 1 << axis] - worth[subset])
-    return found
+            array[:, axis] += weight * (worth[subset | 1 << axis] - worth[subset])
+    return array
 
 
 def explain(study: TuningResult, *, surrogate: Kind = "gp", seed: int = 0) -> list[Influence]:
@@ -100,7 +100,7 @@ def explain(study: TuningResult, *, surrogate: Kind = "gp", seed: int = 0) -> li
     order = generator(seed, purpose="shapley background").permutation(len(points))[:BACKGROUND]
     values = shapley(fitted.mean, points, points[order])
     place = study.trials.index(best)
-    found = []
+    results = []
     for column, number in enumerate(open_):
         axis = study.space.axes[number]
         by_value = {
@@ -108,7 +108,7 @@ def explain(study: TuningResult, *, surrogate: Kind = "gp", seed: int = 0) -> li
             for n, value in enumerate(axis.values)
             if (rows[:, number] == n).any()
         }
-        found.append(
+        results.append(
             Influence(
                 axis=axis.name,
                 influence=float(np.abs(values[:, column]).mean()),
@@ -116,4 +116,4 @@ def explain(study: TuningResult, *, surrogate: Kind = "gp", seed: int = 0) -> li
                 by_value=by_value,
             )
         )
-    return sorted(found, key=lambda one: -one.influence)
+    return sorted(results, key=lambda one: -one.influence)

@@ -95,18 +95,18 @@ class GaussianProcess:
         for draw in range(DRAWS):
             # First anywhere, then around the best.
             if draw == 0:
-                asked = centre
+                request = centre
             elif draw < DRAWS // 2:
-                asked = random.uniform(low, high)
+                request = random.uniform(low, high)
             else:
-                asked = np.clip(centre + 0.4 * random.standard_normal(axes + 1), low, high)
-            scales, noise = np.exp(asked[:-1]), float(np.exp(asked[-1]))
+                request = np.clip(centre + 0.4 * random.standard_normal(axes + 1), low, high)
+            scales, noise = np.exp(request[:-1]), float(np.exp(request[-1]))
             kernel = _matern(seen, seen, scales) + np.diag(noise + 1e-9 + doubt)
             factor = np.linalg.cholesky(kernel)
             weights = np.linalg.solve(factor.T, np.linalg.solve(factor, y))
             likelihood = -0.5 * float(y @ weights) - float(np.log(np.diag(factor)).sum())
             if best is None or likelihood > best[0]:
-                best, centre = (likelihood, scales, factor, weights), asked
+                best, centre = (likelihood, scales, factor, weights), request
         assert best is not None
         _, scales, factor, weights = best
         return cls(seen, weights, factor, scales, mean, deviation)
@@ -130,8 +130,8 @@ class _Trees:
 
     def predict(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See :class:`Surrogate`."""
-        told = self.forest.trees(points)[:, :, 0]
-        return told.mean(axis=0), np.maximum(told.std(axis=0), 1e-9)
+        trees = self.forest.trees(points)[:, :, 0]
+        return trees.mean(axis=0), np.maximum(trees.std(axis=0), 1e-9)
 
     def mean(self, points: np.ndarray) -> np.ndarray:
         """See :class:`Surrogate`."""

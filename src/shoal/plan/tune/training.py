@@ -89,8 +89,8 @@ class TrainingObjective:
             return self.model
         if "shape" not in self._kept:
             self._kept["shape"] = shape_of(self.job)
-        found: ModelShape = self._kept["shape"]
-        return found
+        shape: ModelShape = self._kept["shape"]
+        return shape
 
     def machine_of(self, nodes: int) -> Machine:
         """So many nodes of the machine.

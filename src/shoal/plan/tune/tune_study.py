@@ -76,7 +76,7 @@ class TuneStudy:
         best = study.best
         winner, cost = objective.price(best.config)
         utilisation = objective.utilisation(winner, cost)
-        found = influences(study, surrogate=self.surrogate, seed=self.seed) if self.why else []
+        result = influences(study, surrogate=self.surrogate, seed=self.seed) if self.why else []
         scaled = []
         if self.weak is not None:
             replicas = [int(value) for value in _values("--weak", self.weak)]
@@ -96,7 +96,7 @@ class TuneStudy:
             f"{100 * utilisation:.1f} % of the peak with {winner.global_batch} sequences a step of "
             f"{cost.step_s.value:.3g} s; {cost.bound} binds it",
         ]  # fmt: skip
-        if found:
+        if result:
             blocks.append(Table(
                 title="what made the difference, in TFLOP/s (Shapley values)",
                 columns=("axis", "influence", "in the best", "by value"),
@@ -107,7 +107,7 @@ class TuneStudy:
                         f"{one.best:+.2f}",
                         ", ".join(f"{value}: {mean:+.1f}" for value, mean in one.by_value.items()),
                     )
-                    for one in found
+                    for one in result
                 ),
                 right=" rr",
             ))  # fmt: skip
@@ -131,7 +131,7 @@ class TuneStudy:
                 "utilisation": utilisation,
                 "configurations": space.size,
                 "trials": [t.model_dump(mode="json", exclude_none=True) for t in study.trials],
-                "influence": [one.model_dump(mode="json") for one in found],
+                "influence": [one.model_dump(mode="json") for one in result],
                 "weak": [one.model_dump(mode="json") for one in scaled],
             },
             files={"trials.yaml": study.as_yaml("Trials of `shoal explain tune`.")},

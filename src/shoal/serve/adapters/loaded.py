@@ -83,7 +83,7 @@ def pairs_of(model: Transformer, directory: Path) -> Pairs:
     for site in sites:
         handle.sites[site.name] = site, part.place(handle, site, 0).eval()
     handle.load(stored.state)
-    found: Pairs = {}
+    pairs: Pairs = {}
     weight = model.weight
     with torch.no_grad():
         for site, made in handle.sites.values():
@@ -92,8 +92,8 @@ def pairs_of(model: Transformer, directory: Path) -> Pairs:
             down, up = down.to(weight), (up * scale).t().contiguous().to(weight)
             for value in (down, up):
                 check_finite(value, f"{directory}: adapter of {site.name}", error=ServeError)
-            found[site.name] = site, down, up
-    return found
+            pairs[site.name] = site, down, up
+    return pairs
 
 
 class AdapterBank:

@@ -157,12 +157,12 @@ class AdapterPlaces:
         Raises:
             ApiError: it is not allowed, or is not there, which the error does not tell apart.
         """
-        found = self._resolved(path) if isinstance(path, str) and 0 < len(path) <= _MOST else None
-        if found is None:
+        result = self._resolved(path) if isinstance(path, str) and 0 < len(path) <= _MOST else None
+        if result is None:
             wrong(
                 "lora_path", path, "a directory with an adapter below the server's --adapter-root"
             )
-        return str(found)
+        return str(result)
 
     def _resolved(self, path: str) -> Path | None:
         try:

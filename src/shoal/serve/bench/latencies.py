@@ -58,13 +58,13 @@ def measured_of(
     Raises:
         ConfigError: no request finished.
     """
-    found = quantities(served) | summary("itl", gaps)
+    result = quantities(served) | summary("itl", gaps)
     ended = [one for one in served if not math.isnan(one.finish)]
-    found["prompt_tokens_per_s"] = sum(one.n_prompt for one in ended) / found["total_s"]
+    result["prompt_tokens_per_s"] = sum(one.n_prompt for one in ended) / result["total_s"]
     if targets is not None:
-        found["slo_share"] = attainment(served, ttft=targets[0], tpot=targets[1])
-        found["goodput_per_s"] = found["slo_share"] * len(served) / found["total_s"]
-    return found
+        result["slo_share"] = attainment(served, ttft=targets[0], tpot=targets[1])
+        result["goodput_per_s"] = result["slo_share"] * len(served) / result["total_s"]
+    return result
 
 
 def draw(samples: Mapping[str, Sequence[float]], title: str) -> str:

@@ -242,7 +242,7 @@ async def _replay(
     progress: Callable[[float, float, str], None] | None,
 ) -> list[ReplayedRequest]:
     bodies = [remote.body(arrival) for arrival in arrivals]
-    found = [
+    results = [
         ReplayedRequest(ServedRequest(str(number), arrival.at, len(arrival.prompt)))
         for number, arrival in enumerate(arrivals)
     ]
@@ -251,7 +251,7 @@ async def _replay(
 
     async def one(number: int) -> None:
         nonlocal done
-        await _request(remote, bodies[number], found[number], began)
+        await _request(remote, bodies[number], results[number], began)
         done += 1
         if progress is not None:
             progress(done, len(arrivals), "")
@@ -260,7 +260,7 @@ async def _replay(
         for number, arrival in enumerate(arrivals):
             await asyncio.sleep(max(0.0, arrival.at - (time.perf_counter() - began)))
             group.create_task(one(number))
-    return found
+    return results
 
 
 async def _request(
@@ -276,8 +276,8 @@ async def _request(
             ask(remote.server, "POST", path, headers=remote.headers, body=body) as answered,
         ):
             if answered.status != 200:
-                told = (await _page(answered))[:_SHOWN]
-                raise _WrongError("refused", f"status {answered.status}: {told}")
+                page = (await _page(answered))[:_SHOWN]
+                raise _WrongError("refused", f"status {answered.status}: {page}")
             async for data in _events(answered):
                 now = time.perf_counter() - began
                 _take(data, replayed, now)
@@ -309,9 +309,9 @@ def _take(data: bytes, replayed: ReplayedRequest, now: float) -> None:
         if any(_says(choice) for choice in event.get("choices") or ()):
             replayed.times.append(now)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
-        told = data[:_SHOWN].decode(errors="replace")
+        text = data[:_SHOWN].decode(errors="replace")
         raise _WrongError(
-            "broken", f"an event that is none of OpenAI's ({cause!r}): {told}"
+            "broken", f"an event that is none of OpenAI's ({cause!r}): {text}"
         ) from cause
 
 
@@ -320,8 +320,8 @@ def _says(choice: Mapping[str, Any]) -> bool:
     delta = choice.get("delta")
     if delta is None:
         return bool(choice["text"]) or choice.get("finish_reason") is None
-    told = any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
-    return told or (choice.get("finish_reason") is None and delta.get("role") is None)
+    result = any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+    return result or (choice.get("finish_reason") is None and delta.get("role") is None)
 
 
 async def _events(answered: UpstreamResponse) -> AsyncGenerator[bytes, None]:

@@ -256,9 +256,9 @@ class PagedAttention:
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         bare = self._bare(contexts)
         if bare is not None:
-            found = bare
+            result = bare
             bare = bare.new_zeros(count)
-            bare[places] = found
+            bare[places] = result
         return _Dense(len(contexts), first, self._tensor(places), count, longest, mask, bare)
 
     def _prompt(self, row: int, context: RequestContext, dtype: torch.dtype) -> _Prompt:
@@ -383,13 +383,13 @@ def _root(context: RequestContext) -> int:
 
 def _groups(stops: Sequence[int]) -> list[tuple[int, int]]:
     """Cut requests, longest first, into groups that need little padding."""
-    found = []
+    groups = []
     first = spare = 0
     for place, stop in enumerate(stops):
         spare += stops[first] - stop
         if spare > max(_SPARE_TOKENS, (place - first) * stops[first] // 3):
-            found.append((first, place))
+            groups.append((first, place))
             first, spare = place, 0
     if stops:
-        found.append((first, len(stops)))
-    return found
+        groups.append((first, len(stops)))
+    return groups

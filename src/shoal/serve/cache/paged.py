@@ -181,14 +181,14 @@ class PagedCache:
         """Keys and values of the tokens in these blocks, each [B, W * block_size, K, d]."""
         batch, width = blocks_BW.shape
         places = blocks_BW.reshape(-1)
-        found = [
+        results = [
             blocks[layer].index_select(1, places).view(2, batch, -1, *store.shape[3:])
             for blocks, store in zip(self.blocks, self.stores, strict=True)
         ]
         if isinstance(self.form, Plain):
-            return found[0][0], found[0][1]
+            return results[0][0], results[0][1]
         keys, values = (
-            self.form.decode(*(tensor[side].flatten(0, 1) for tensor in found)).to(self.dtype)
+            self.form.decode(*(tensor[side].flatten(0, 1) for tensor in results)).to(self.dtype)
             for side in (0, 1)
         )
         shape = (batch, width * self.block_size, *keys.shape[1:])

@@ -264,16 +264,16 @@ def _linears(block: TransformerBlock) -> list[DispatchedLinear]:
     from shoal.model.feedforward import SwiGLU
     from shoal.model.linear import DispatchedLinear
 
-    found = [module for module in block.modules() if isinstance(module, DispatchedLinear)]
-    whole = isinstance(block.mlp, SwiGLU) and len(found) == 4
+    linears = [module for module in block.modules() if isinstance(module, DispatchedLinear)]
+    whole = isinstance(block.mlp, SwiGLU) and len(linears) == 4
     require(
-        whole and not found[0].kept().is_cuda,
+        whole and not linears[0].kept().is_cuda,
         "memory.peer",
         type(block.mlp).__name__,
         expected="a dense model with plain weights, on a CPU",
         hint="memory = resident keeps all layers where they are computed",
     )
-    return found
+    return linears
 
 
 def _flat(weight: Tensor) -> Tensor:

@@ -55,30 +55,30 @@ class _Copies:
         Raises:
             LenderLostError: one that cannot arrive; those before it are told first.
         """
-        found: list[BlockLoan] = []
-        while self._under_way and (self._under_way[0][0].done() or (wait and not found)):
+        loans: list[BlockLoan] = []
+        while self._under_way and (self._under_way[0][0].done() or (wait and not loans)):
             future, lends = self._under_way[0]
-            if found and future.exception() is not None:
+            if loans and future.exception() is not None:
                 break  # it is told by the next call: what has arrived is not forgotten
             del self._under_way[0]
             self.moved_bytes += future.result()
-            found += lends
-        return found
+            loans += lends
+        return loans
 
     def drop(self, instance: int) -> list[BlockLoan]:
         """Wait for what is under way; the others' copies, when those to an instance are lost."""
-        found: list[BlockLoan] = []
+        loans: list[BlockLoan] = []
         for future, lends in self._under_way:
             try:
                 self.moved_bytes += future.result()
-                found += lends
+                loans += lends
             except ServeError:
                 continue  # to this instance, or to one whose loss is told next
         self._under_way = []
         gone = self.creditors.pop(instance, None)
         if gone is not None:
             gone.close()
-        return [lend for lend in found if lend.instance != instance]
+        return [lend for lend in loans if lend.instance != instance]
 
     def close(self) -> None:
         """Finish what is under way, and leave all lenders."""

@@ -229,13 +229,13 @@ class DisaggEngine(EngineLike):
         chosen = self._children if together else self._children[:1]
         for child in chosen:
             child.send({"kind": "profile", "shapes": shapes, "seconds": seconds})
-        found = []
+        results = []
         for child in chosen:
             taken = child.answer("profiled")["seconds"]
-            found.append(
+            results.append(
                 tuple(StepSample(chunks=c, seconds=s) for c, s in zip(shapes, taken, strict=True))
             )
-        return found
+        return results
 
     def record(self, *, on: bool) -> list[tuple[StepSample, ...]]:
         """The steps of each instance since recording began, which begins anew or ends.
@@ -243,14 +243,14 @@ class DisaggEngine(EngineLike):
         Their seconds are those of the whole turn of its loop. No request may be open.
         """
         require(not self._open, "open requests", len(self._open), expected="none", error=ServeError)
-        found = []
+        results = []
         for child in self._children:
             child.send({"kind": "record", "on": on})
             steps = child.answer("recorded")["steps"]
-            found.append(
+            results.append(
                 tuple(StepSample(chunks=c, seconds=s, pause_s=p) for c, s, p in steps if c)
             )
-        return found
+        return results
 
     def _readable(self, timeout_s: float | None) -> list[socket.socket]:
         return select.select(self.sockets, [], [], timeout_s)[0]
@@ -289,16 +289,16 @@ class DisaggEngine(EngineLike):
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""
-        found = self._end(request_id)
-        if found is None:
+        result = self._end(request_id)
+        if result is None:
             return None
         message = {"kind": "abort", "id": request_id}
-        if found.back is None:
-            self._fronts[found.front].send(message)
+        if result.back is None:
+            self._fronts[result.front].send(message)
         else:
-            self._backs[found.back].send(message)
-            if found.held:
-                self._dropping[request_id] = found.front
+            self._backs[result.back].send(message)
+            if result.held:
+                self._dropping[request_id] = result.front
         return Output(request_id, (), finish="abort")
 
     def step(self, timeout_s: float = 0.0) -> list[Output]:
@@ -330,26 +330,26 @@ class DisaggEngine(EngineLike):
         if message["kind"] != "outputs":
             return []
         child.stats = message["stats"]
-        for told in message["told"]:
-            if told["id"] in self._open:
-                self._told.append(told)
-                if told["kind"] in ("refused", "error"):
-                    self._end(told["id"])
+        for result in message["told"]:
+            if result["id"] in self._open:
+                self._told.append(result)
+                if result["kind"] in ("refused", "error"):
+                    self._end(result["id"])
         held = message.get("held", {})
         outputs = []
         for raw in message["outputs"]:
             output = unpack_output(raw)
-            found = self._open.get(output.request_id)
-            if found is None:
+            value = self._open.get(output.request_id)
+            if value is None:
                 continue  # aborted while this was under way
-            found.request.tokens += output.tokens
+            value.request.tokens += output.tokens
             self._counts["new"] += len(output.tokens)
             self._dispatch.prompted(output.request_id)
             if output.finish is not None:
                 self._end(output.request_id)
-                found.request.state = "finished"
+                value.request.state = "finished"
             elif output.request_id in held:
-                self._migrate(found, held[output.request_id])
+                self._migrate(value, held[output.request_id])
             outputs.append(output)
         return outputs
 
@@ -368,10 +368,10 @@ class DisaggEngine(EngineLike):
         )
 
     def _fetched(self, message: Mapping[str, Any]) -> None:
-        found = self._open.get(message["id"])
-        if found is None:
+        value = self._open.get(message["id"])
+        if value is None:
             return  # aborted meanwhile: dropped, as the decode instance will say
-        request = found.request
+        request = value.request
         due = self.token_bytes * request.n_prompt
         if message["bytes"] != due:
             raise ServeError(
@@ -383,26 +383,26 @@ class DisaggEngine(EngineLike):
             self.moved.append(
                 MigratedRequest(request.id, request.n_prompt, due, message["seconds"])
             )
-        found.held = False
-        front = self._fronts[found.front]
+        value.held = False
+        front = self._fronts[value.front]
         front.open -= 1
         front.send({"kind": "release", "id": request.id})
 
     def _end(self, request_id: str) -> _Open | None:
-        found = self._open.pop(request_id, None)
-        if found is None:
+        value = self._open.pop(request_id, None)
+        if value is None:
             return None
         self._dispatch.ended(request_id)
-        if found.back is not None:
-            self._backs[found.back].open -= 1
-        if found.back is None or found.held:
-            self._fronts[found.front].open -= 1
-        return found
+        if value.back is not None:
+            self._backs[value.back].open -= 1
+        if value.back is None or value.held:
+            self._fronts[value.front].open -= 1
+        return value
 
     def drain_events(self) -> list[dict[str, Any]]:
         """What instances gave besides tokens; see :class:`~shoal.serve.engine.loop.Engine`."""
-        told, self._told = self._told, []
-        return told
+        drain_events, self._told = self._told, []
+        return drain_events
 
     def stats(self) -> dict[str, float]:
         """Gauges of now, and counters since the start, for metrics."""

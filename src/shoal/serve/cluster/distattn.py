@@ -102,18 +102,18 @@ class DistRunner(LocalRunner):
         single = sum(context.length == 1 for context in contexts)
         rows: list[int] = []
         tables: dict[int, list[list[int]]] = {}
-        asked: dict[int, list[int]] = {}
+        requests: dict[int, list[int]] = {}
         places: dict[int, list[int]] = {}
         first = 0
         for context, gone in zip(contexts, away, strict=True):
-            found: dict[int, list[int]] = {}
+            result: dict[int, list[int]] = {}
             for number in context.blocks[:gone]:
                 instance, block = place_of(number)
-                found.setdefault(instance, []).append(block)
-            for instance, table in found.items():
+                result.setdefault(instance, []).append(block)
+            for instance, table in result.items():
                 tables.setdefault(instance, []).append(table)
                 whose = len(tables[instance]) - 1
-                asked.setdefault(instance, []).extend([whose] * context.length)
+                requests.setdefault(instance, []).extend([whose] * context.length)
                 places.setdefault(instance, []).extend(range(len(rows), len(rows) + context.length))
             if gone:
                 rows.extend(range(first, first + context.length))
@@ -125,7 +125,7 @@ class DistRunner(LocalRunner):
             creditor = self.creditors.get(instance)
             if creditor is None:
                 raise ServeError(f"blocks of instance {instance}, which this one does not know")
-            creditor.plan(some, asked[instance])
+            creditor.plan(some, requests[instance])
             at = torch.tensor(places[instance])
             record = torch.empty((len(at), *shape), dtype=torch.float32)
             asks.append(_Ask(creditor, rows_B[at], at, record))
@@ -198,7 +198,7 @@ class _Part:
     def kernel(self, first: int) -> Ready:
         """For the step's tokens from ``first`` on, as a kernel of whole results."""
         # Which of the rows with something elsewhere are here, and where: the same in every layer.
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
 
         def run(
             q_NHd: Tensor,
@@ -210,11 +210,11 @@ class _Part:
         ) -> Tensor:
             record_NHr: Tensor = self._part(q_NHd, keys, values, blocks, lengths, requests)
             out_NHd = merge([record_NHr], self._dtype)
-            if not found:
+            if not tensors:
                 inside = (self._rows_B >= first) & (self._rows_B < first + len(q_NHd))
                 mine = inside.nonzero()[:, 0]
-                found.extend((mine, self._rows_B[mine] - first))
-            mine_B, at_b = found
+                tensors.extend((mine, self._rows_B[mine] - first))
+            mine_B, at_b = tensors
             self._answers()
             if not len(at_b):
                 return out_NHd

@@ -254,10 +254,10 @@ class DistKVEngine(EngineLike):
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request; None if there is none of that id (any more)."""
-        found = self._open.pop(request_id, None)
-        if found is None:
+        value = self._open.pop(request_id, None)
+        if value is None:
             return None
-        self._children[found[1]].send({"kind": "abort", "id": request_id})
+        self._children[value[1]].send({"kind": "abort", "id": request_id})
         return Output(request_id, (), finish="abort")
 
     def step(self, timeout_s: float = 0.0) -> list[Output]:
@@ -296,14 +296,14 @@ class DistKVEngine(EngineLike):
         outputs = []
         for packed_output in message["outputs"]:
             output = unpack_output(packed_output)
-            found = self._open.get(output.request_id)
-            if found is None or found[1] != number:
+            value = self._open.get(output.request_id)
+            if value is None or value[1] != number:
                 continue  # aborted while this was under way
-            found[0].tokens += output.tokens
+            value[0].tokens += output.tokens
             self._counts["new"] += len(output.tokens)
             if output.finish is not None:
                 del self._open[output.request_id]
-                found[0].state = "finished"
+                value[0].state = "finished"
             outputs.append(output)
         return outputs
 
@@ -378,8 +378,8 @@ class DistKVEngine(EngineLike):
 
     def drain_events(self) -> list[dict[str, Any]]:
         """Requests that cannot go on, once: ``refused`` and ``error`` (id, message)."""
-        told, self._told = self._told, []
-        return told
+        drain_events, self._told = self._told, []
+        return drain_events
 
     def stats(self) -> dict[str, float]:
         """Gauges of now, and counters since the start, for metrics."""

@@ -147,10 +147,10 @@ class DistKVInstance:
             pause = self.part.beat_s
             if engine is not None and engine.busy:
                 outputs = engine.step()
-                told = engine.drain_events()
+                drain_events = engine.drain_events()
                 pause = 0.0 if engine.last_chunks else _PAUSE_S
-                if outputs or told:
-                    self._tell(engine, outputs, told)
+                if outputs or drain_events:
+                    self._tell(engine, outputs, drain_events)
             if engine is not None and not engine.busy and self.lending.settle():
                 pause = _PAUSE_S
             self._beat()

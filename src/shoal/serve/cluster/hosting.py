@@ -104,9 +104,9 @@ class ReplicaProcess:
         """How it ended; None while it runs."""
         if self._process.poll() is None:
             return None
-        told = self._directory / FAILED
-        if told.exists():
-            return told.read_text(encoding="utf-8")
+        result = self._directory / FAILED
+        if result.exists():
+            return result.read_text(encoding="utf-8")
         return f"its process ended with status {self._process.returncode}"
 
     def terminate(self) -> None:
@@ -186,8 +186,8 @@ class PoolReplica:
     def __init__(self, pool: Pool, number: int, start: Mapping[str, Any]) -> None:
         key = secrets.token_hex(16)
         self.headers: Mapping[str, str] = {"Authorization": f"Bearer {key}"}
-        told = {**start, "options": {**start["options"], "key": key}}
-        self._actor: Actor = pool.actor(_Remote, number, told)
+        fields = {**start, "options": {**start["options"], "key": key}}
+        self._actor: Actor = pool.actor(_Remote, number, fields)
         try:
             host, port, self.pid = self._actor.call("where").result(_START_S)
         except BaseException as cause:

@@ -94,10 +94,10 @@ class FrameStream:
 
     def words(self, size: int) -> dict[str, Any]:
         """The words of a frame."""
-        found = json.loads(bytes(self.take(size)))
-        if not isinstance(found, dict):
+        words = json.loads(bytes(self.take(size)))
+        if not isinstance(words, dict):
             raise ServeError("frame between instances: expected a JSON object")
-        return found
+        return words
 
     def hear(self) -> dict[str, Any]:
         """The next frame, which has words."""
@@ -108,9 +108,9 @@ class FrameStream:
 
     def take(self, size: int) -> bytearray:
         """So many bytes."""
-        found = bytearray(size)
-        self.fill(memoryview(found))
-        return found
+        result = bytearray(size)
+        self.fill(memoryview(result))
+        return result
 
     def fill(self, view: memoryview) -> None:
         """As many bytes as there is room for; EOFError when there are no more."""
@@ -212,10 +212,10 @@ class _Session:
             if hello["form"].get(name) != value
         }
         if wrong:
-            told = ", ".join(
+            text = ", ".join(
                 f"{name} {theirs!r} (here {ours!r})" for name, (theirs, ours) in wrong.items()
             )
-            raise ServeError(f"a borrower has {told}: instances must be of one model and one cache")
+            raise ServeError(f"a borrower has {text}: instances must be of one model and one cache")
         self._debtor = int(hello["instance"])
         self._stream.say({"ok": True})
         while True:
@@ -273,15 +273,15 @@ class _Session:
             raise ServeError(f"{count} blocks in {size} B: expected {8 + count * (8 + one)} B")
         places = torch.empty(count, dtype=torch.int64)
         self._stream.fill(raw(places))
-        found = []
+        results = []
         for store in self._lender.cache.blocks:
             new = torch.empty((*store.shape[:2], count, store.shape[3]), dtype=store.dtype)
             self._stream.fill(raw(new))
-            found.append(new)
+            results.append(new)
         with self._lender.lock:
             if not self._lender.kv.lends(self._debtor, places.tolist()):
                 raise ServeError("copies to blocks that are not lent to who sends them")
-            for store, new in zip(self._lender.cache.blocks, found, strict=True):
+            for store, new in zip(self._lender.cache.blocks, results, strict=True):
                 store.index_copy_(2, places, new)
         self._stream.say({"ok": True})
 

@@ -46,16 +46,16 @@ def phase_choice(role: str, phase: Phase | None) -> Choice:
     Raises:
         ServeError: a scheduler of the other phase.
     """
-    found = phase.scheduler if phase is not None and phase.scheduler else Choice(name=role)
-    built = table("phase").load(found.name)
+    phase_choice = phase.scheduler if phase is not None and phase.scheduler else Choice(name=role)
+    built = table("phase").load(phase_choice.name)
     made = built.__name__
     other = {"prefill": "phase_decode", "decode": "phase_prefill"}[role]
-    if other in traits("phase", found):
+    if other in traits("phase", phase_choice):
         raise ServeError(
-            f"disagg.{role}.scheduler = {found.name} ({made}): expected a scheduler "
+            f"disagg.{role}.scheduler = {phase_choice.name} ({made}): expected a scheduler "
             f"of the {role} phase, such as {role}"
         )
-    return found
+    return phase_choice
 
 
 class FetchHook(EngineHook):
@@ -167,9 +167,9 @@ class PhaseInstance:
             if self._working:
                 outputs = engine.step()
                 # Not who began: the process before this one times requests.
-                told = [one for one in engine.drain_events() if one["kind"] != "began"]
-                if outputs or told:
-                    self._tell(outputs, told)
+                notes = [one for one in engine.drain_events() if one["kind"] != "began"]
+                if outputs or notes:
+                    self._tell(outputs, notes)
                 before, ended = ended, time.perf_counter()
                 if self._record is not None:
                     shape = [(chunk.start, chunk.length) for chunk in engine.last_chunks]

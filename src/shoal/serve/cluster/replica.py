@@ -32,7 +32,7 @@ __all__ = ["main", "start_message"]
 def start_message(job: ServeJob, options: ServerOptions) -> dict[str, Any]:
     """What a replica is told when it starts; it runs in a directory of its own."""
     job = job.model_copy(update={"model": str(Path(job.model).resolve())})
-    told = {
+    fields = {
         "name": options.name,
         "factory": options.factory,
         "grace_s": options.grace_s,
@@ -41,7 +41,7 @@ def start_message(job: ServeJob, options: ServerOptions) -> dict[str, Any]:
         "client": dataclasses.asdict(options.client),
     }
     raw = job.model_dump(mode="json", exclude_none=True)
-    return {"kind": "start", "job": raw, "options": told}
+    return {"kind": "start", "job": raw, "options": fields}
 
 
 def _options(raw: Mapping[str, Any]) -> ServerOptions:

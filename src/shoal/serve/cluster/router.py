@@ -179,8 +179,8 @@ class _Router:
     async def read(self, request: Request) -> Response:
         """Pass on what any replica can tell."""
         target = request.scope["raw_path"].decode("latin-1")
-        asked = _Asked("GET", target, _headers(request))
-        return await until_gone(request.receive, self._whole(asked))
+        result = _Asked("GET", target, _headers(request))
+        return await until_gone(request.receive, self._whole(result))
 
     async def write(self, request: Request) -> Response:
         """Pass on a request with a body."""
@@ -195,10 +195,10 @@ class _Router:
             # Drawn here, so that another replica can say the same.
             body["seed"] = secrets.randbits(62)
             data = json.dumps(body).encode()
-        asked = _Asked("POST", path, _headers(request), data, prompt, salt, key)
+        result = _Asked("POST", path, _headers(request), data, prompt, salt, key)
         if stream:
-            return EventStream(self._stream(asked, Progress(), resumable(body)))
-        return await until_gone(request.receive, self._whole(asked))
+            return EventStream(self._stream(result, Progress(), resumable(body)))
+        return await until_gone(request.receive, self._whole(result))
 
     async def _whole(self, asked: _Asked) -> Response:
         """An answer that is passed on when all of it is there."""

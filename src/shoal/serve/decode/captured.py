@@ -262,5 +262,5 @@ class CapturedRows(Recordings):
                 TreeRows(tokens, request.blocks, start, start, shape.depth, shape.seen, inputs)
             )
             rows += len(shape)
-        found = self.play(several)
-        return None if found is None else (*found, first)
+        result = self.play(several)
+        return None if result is None else (*result, first)

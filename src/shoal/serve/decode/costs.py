@@ -122,13 +122,13 @@ def measure_costs(
         whole.execute(Step(chunks))
 
     def guess(count: int, nodes: int = MAX_NODES) -> None:
-        asked = others[:count]
+        request = others[:count]
         needs = runner.drafter.needs
         of = {"nothing": None, "last": hidden[:1], "all": hidden[:1]}[needs]
         runner.drafter.observe(
-            [AcceptedTokens(one, context - 2, tokens[-2:-1], of, tokens[-1]) for one in asked]
+            [AcceptedTokens(one, context - 2, tokens[-2:-1], of, tokens[-1]) for one in request]
         )
-        runner.drafter.propose([Guess(one, nodes) for one in asked])
+        runner.drafter.propose([Guess(one, nodes) for one in request])
 
     if runner.drafter.needs == "all":
         runner.drafter.observe(

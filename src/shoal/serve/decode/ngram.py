@@ -98,9 +98,9 @@ class _Index:
         """Where what followed the last tokens begins; None if they are new."""
         for length in reversed(self._lengths):
             if len(tokens) > length:
-                found = self._ends.get(tuple(tokens[-length:]))
-                if found is not None:
-                    return found
+                value = self._ends.get(tuple(tokens[-length:]))
+                if value is not None:
+                    return value
         return None
 
 
@@ -128,19 +128,19 @@ class NgramDrafter:
 
         from shoal.serve.decode.protocols import TokenTree, branches
 
-        found: list[TokenTree | None] = []
+        results: list[TokenTree | None] = []
         known = self._known.of([guess.request for guess in guesses])
         for guess, one in zip(guesses, known, strict=True):
             tokens = guess.request.tokens
             one.index.extend(tokens)
             start = one.index.after(tokens)
             if start is None:
-                found.append(None)
+                results.append(None)
                 continue
             ahead = tokens[start : start + min(guess.nodes, self._nodes)]
             shape = branches(tuple(range(-1, len(ahead))))
-            found.append(TokenTree(np.array([tokens[-1], *ahead]), shape))
-        return found
+            results.append(TokenTree(np.array([tokens[-1], *ahead]), shape))
+        return results
 
     def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Nothing: the tokens are all there is."""

@@ -109,9 +109,9 @@ class SpeculativeRunner(LocalRunner):
         where the drafter needs them: scores are of the rows that end a chunk and of trees.
         """
         if self._recorded is not None:
-            found = self._recorded(chunks, trees)
-            if found is not None:
-                return found
+            result = self._recorded(chunks, trees)
+            if result is not None:
+                return result
         rows = FlatTokens(self.cache.block_size)
         for chunk in chunks:
             tree = trees.get(chunk.request.id)
@@ -155,16 +155,16 @@ class SpeculativeRunner(LocalRunner):
         trees: dict[str, TokenTree],
     ) -> Tensor | None:
         """What is fed [N, D], where some rows are no tokens."""
-        found: Tensor | None = None
+        tensor: Tensor | None = None
         for chunk, last in zip(chunks, rows.last, strict=True):
             tree = trees.get(chunk.request.id)
             if tree is not None and tree.asking is not None:
-                if found is None:
+                if tensor is None:
                     assert isinstance(self.model, Transformer)
-                    found = self.model.embed(tokens_N)
+                    tensor = self.model.embed(tokens_N)
                 inputs = tree.asking.inputs
-                found[last + 1 - len(inputs) : last + 1] = inputs
-        return found
+                tensor[last + 1 - len(inputs) : last + 1] = inputs
+        return tensor
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         logits = self.model.logits(hidden_RD)
@@ -207,9 +207,9 @@ class SpeculativeRunner(LocalRunner):
             tokens |= {name: path.tokens for name, path in paths.items()}
             infos |= self._infos(logits_RV, requests, paths, first)
             self._keep(guessed, paths)
-        asked = self._asked(trees, paths, logits_RV, first)
+        request = self._asked(trees, paths, logits_RV, first)
         ended = failed.keys() | errors.keys()
-        self._tell(chunks, trees, paths, tokens, hidden_ND, first, asked, ended)
+        self._tell(chunks, trees, paths, tokens, hidden_ND, first, request, ended)
         return StepResult(
             tokens=tokens,
             infos=infos,
@@ -244,15 +244,15 @@ class SpeculativeRunner(LocalRunner):
         first: dict[str, int],
     ) -> dict[str, tuple[TokenInfo, ...]]:
         """Log probabilities of accepted tokens, where they were asked for."""
-        found = {}
+        infos = {}
         for request in requests:
             if request.params.logprobs is None:
                 continue
             path = paths[request.id]
             rows = [first[request.id] + row for row in (0, *path.rows)]
             counts = [request.params.logprobs] * len(rows)
-            found[request.id] = tuple(log_probabilities(logits_RV[rows], path.tokens, counts))
-        return found
+            infos[request.id] = tuple(log_probabilities(logits_RV[rows], path.tokens, counts))
+        return infos
 
     @staticmethod
     def _asked(
@@ -262,14 +262,14 @@ class SpeculativeRunner(LocalRunner):
         first: dict[str, int],
     ) -> dict[str, Tensor]:
         """Scores of the rows that asked below the end of each path."""
-        found = {}
+        result = {}
         for name, path in paths.items():
             asking = trees[name].asking
             if asking is not None:
                 below = asking.below[(0, *path.rows)[-1]]
                 if below:
-                    found[name] = logits_RV[[first[name] + row for row in below]]
-        return found
+                    result[name] = logits_RV[[first[name] + row for row in below]]
+        return result
 
     def _keep(self, chunks: Sequence[Chunk], paths: dict[str, Path]) -> None:
         """Move the keys and values of accepted nodes to the places that their tokens have now."""

@@ -52,16 +52,16 @@ def stored(name: str, directory: Path, job: ServeJob) -> tuple[DrafterConfig, di
     """
     from shoal.model.drafters import files
 
-    found = files.read(directory)
-    _of_kind(found.config, name, directory)
+    result = files.read(directory)
+    _of_kind(result.config, name, directory)
     model = Path(job.model)
     files.check_target(
-        found.config,
+        result.config,
         target=files.fingerprint(model),
         tokenizer=files.tokenizer_hash(model),
         where=str(directory),
     )
-    return found.config, found.state
+    return result.config, result.state
 
 
 def _of_kind(config: DrafterConfig, name: str, directory: Path) -> DrafterConfig:

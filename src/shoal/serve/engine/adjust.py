@@ -49,10 +49,10 @@ class RequestHistory(Generic[_T]):
 
     def of(self, requests: Sequence[Request]) -> list[_T]:
         """What is known of these."""
-        found = [self._one(request) for request in requests]
+        results = [self._one(request) for request in requests]
         while len(self._known) > len(requests) + _REMEMBERED:
             self._known.popitem(last=False)
-        return found
+        return results
 
     def _one(self, request: Request) -> _T:
         known = self._known.get(request.id)
@@ -131,13 +131,13 @@ class PenaltyHook(EngineHook):
         self, scores_RV: Tensor, rows: Sequence[int], requests: Sequence[Request]
     ) -> Mapping[str, str]:
         """See :class:`~shoal.serve.engine.hooks.EngineHook`."""
-        asked = [(row, requests[row]) for row in rows]
-        scored = [(row, a) for row, a in asked if a.params.logit_bias or _counts(a.params)]
+        results = [(row, requests[row]) for row in rows]
+        scored = [(row, a) for row, a in results if a.params.logit_bias or _counts(a.params)]
         if scored:
             self._penalise(scores_RV, [row for row, _ in scored], [one for _, one in scored])
         early = [
             (row, token)
-            for row, one in asked
+            for row, one in results
             if one.n_generated < one.params.min_tokens
             for token in one.params.stop_ids
         ]

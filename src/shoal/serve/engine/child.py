@@ -107,11 +107,11 @@ class Child:
         if not data:
             raise self.died()
         self.heard = time.monotonic()
-        found = list(self.decoder.feed(data))
-        for message in found:
+        result = list(self.decoder.feed(data))
+        for message in result:
             if message["kind"] == "failed":
                 raise ServeError(f"the {self.name} failed: {message['message']}")
-        return found
+        return result
 
     def answer(self, kind: str) -> dict[str, Any]:
         """The next message of a kind; others, which are of requests that ended, are dropped."""

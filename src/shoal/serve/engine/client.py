@@ -206,9 +206,9 @@ class EngineClient:
         stream = self._streams.get(request_id)
         if stream is None:
             return
-        told = stream.ended
+        result = stream.ended
         self._fail(request_id, error or ServeError("the request was aborted"))
-        if not told and self._link is not None:
+        if not result and self._link is not None:
             self._link.send("abort", id=request_id)
 
     def end_all(self, reason: str | EngineDownError) -> None:

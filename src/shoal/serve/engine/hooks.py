@@ -313,14 +313,14 @@ class EngineHooks(Generic[_H]):
     def at(self, moment: Callable[Concatenate[_H, _P], _T]) -> tuple[Callable[_P, _T], ...]:
         """What hooks do at a moment, such as ``EngineHook.planned``; none that does nothing."""
         name = moment.__name__
-        found = self._acting.get(name)
-        if found is None:
-            found = self._acting[name] = tuple(
+        value = self._acting.get(name)
+        if value is None:
+            value = self._acting[name] = tuple(
                 getattr(hook, name)
                 for hook in self._hooks
                 if getattr(type(hook), name) is not moment
             )
-        return found
+        return value
 
     def __call__(
         self, moment: Callable[Concatenate[_H, _P], object], *args: _P.args, **kwargs: _P.kwargs
@@ -351,5 +351,5 @@ class EngineHooks(Generic[_H]):
 
 def beside(hooks: Iterable[EngineHook], cache: PagedCache) -> list[EngineHook]:
     """The hooks of a runner that computes in the same way on another cache."""
-    found = [hook.beside(cache) for hook in hooks]
-    return [hook for hook in found if hook is not None]
+    results = [hook.beside(cache) for hook in hooks]
+    return [hook for hook in results if hook is not None]

@@ -87,9 +87,9 @@ class EngineLink:
             for message in self._decoder.feed(data):
                 if message["kind"] == "failed":
                     raise ServeError(message["message"])
-                told = {**message, "eos_ids": frozenset(message["eos_ids"])}
-                names = [one.name for one in fields(ModelInfo) if one.name in told]
-                return ModelInfo(**{name: told[name] for name in names})
+                result = {**message, "eos_ids": frozenset(message["eos_ids"])}
+                names = [one.name for one in fields(ModelInfo) if one.name in result]
+                return ModelInfo(**{name: result[name] for name in names})
         self.launched.process.kill()
         await self._words.finish()
         raise ServeError(f"the engine died while it loaded{self._words.last}")

@@ -152,8 +152,8 @@ class Engine:
         ``refused`` and ``error`` (id, message), ``began`` (ids, at) or ``vector`` (id, values), as
         messages of the process.
         """
-        told, self._told = self._told, []
-        return told
+        drain_events, self._told = self._told, []
+        return drain_events
 
     def stats(self) -> dict[str, float]:
         """Gauges of now, and counters since the start, for metrics."""

@@ -215,13 +215,13 @@ class LocalRunner:
         for chunk in work.chunks:
             self._check(chunk)
         self.hooks(EngineHook.before_pass, work)
-        asked = [chunk.request for chunk in work.chunks if chunk.yields]
-        if work.plain and len(asked) == len(work.chunks):
+        requests = [chunk.request for chunk in work.chunks if chunk.yields]
+        if work.plain and len(requests) == len(work.chunks):
             for replay in self.hooks.at(EngineHook.replay):
                 logits_RV = replay(work)
                 if logits_RV is not None:
-                    return self._chosen(logits_RV, asked)
-        return self._passed(work, asked)
+                    return self._chosen(logits_RV, requests)
+        return self._passed(work, requests)
 
     def _passed(self, work: ForwardPass, asked: list[Request]) -> StepResult:
         """Compute a pass, and choose the tokens of those that are asked for one."""

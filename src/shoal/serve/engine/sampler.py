@@ -50,12 +50,12 @@ def choose(
     wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     infos: dict[str, tuple[TokenInfo, ...]] = {}
     if wanted:
-        found = log_probabilities(
+        result = log_probabilities(
             logits_RV[wanted],
             [tokens[row] for row in wanted],
             [requests[row].params.logprobs or 0 for row in wanted],
         )
-        infos = {requests[row].id: (info,) for row, info in zip(wanted, found, strict=True)}
+        infos = {requests[row].id: (info,) for row, info in zip(wanted, result, strict=True)}
     return tokens, infos, bad
 
 

@@ -61,13 +61,13 @@ def choose_rows(adjust: Adjuster, logits_RV: Tensor, requests: Sequence[Request]
             name = requests[0].id
             log.exception("no token could be chosen for request %s", name)
             return TokenChoice({name: (0,)}, errors={name: failure(cause)})
-    found = [
+    results = [
         choose_rows(adjust, logits_RV[row : row + 1], [request])
         for row, request in enumerate(requests)
     ]
     return TokenChoice(
         *(
-            {name: value for one in found for name, value in getattr(one, kind).items()}
+            {name: value for one in results for name, value in getattr(one, kind).items()}
             for kind in ("tokens", "infos", "failed", "errors")
         )
     )

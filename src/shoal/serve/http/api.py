@@ -306,22 +306,22 @@ class _Service:
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts."""
         body = await read_body(request, self._limits)
-        asked = read_embeddings(body, self._limits, self._client.model, (self._name,))
+        embeddings = read_embeddings(body, self._limits, self._client.model, (self._name,))
         prompts = [
             await asyncio.to_thread(self._encode, text, "input") if isinstance(text, str) else text
-            for text in asked.texts
+            for text in embeddings.texts
         ]
         for tokens in prompts:
             self._check_prompt(tokens, 1, "input")
         seat = self._answers.take(len(prompts))
         name = f"embd-{secrets.token_hex(12)}"
-        params = SamplingParams(max_tokens=1, pooling=asked.pooling)
+        params = SamplingParams(max_tokens=1, pooling=embeddings.pooling)
 
         async def one(place: int, tokens: Sequence[int]) -> list[float]:
             # The mean needs every token's state, so nothing of it may be found in the cache.
             own = f"{name}-{place}"
-            salt = own if asked.pooling == "mean" else ""
-            priority = asked.priority
+            salt = own if embeddings.pooling == "mean" else ""
+            priority = embeddings.priority
             return await self._client.embed(
                 Asked(own, [*tokens], len(tokens), params, priority=priority, salt=salt)
             )
@@ -333,7 +333,7 @@ class _Service:
         trace = self._traces.begin("embeddings", name, request.headers, num_prompt=total)
         with seat, trace.watch():
             vectors = await until_gone(request.receive, together())
-        return JSONResponse(written(vectors, asked, self._name, total))
+        return JSONResponse(written(vectors, embeddings, self._name, total))
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a chat."""
@@ -540,7 +540,7 @@ class _Service:
         async def one(index: int) -> AsyncGenerator[tuple[int, ResponseDelta], None]:
             timer, choice = timers[index], index % job.ask.best_of
             prompt = list(job.prompt_of(index).tokens)
-            asked = Asked(
+            request = Asked(
                 f"{job.id}-{index}",
                 prompt,
                 len(prompt),
@@ -551,7 +551,7 @@ class _Service:
                 # Other answers to the same prompt begin with the cache of the first.
                 fork_of=f"{job.id}-{index - choice}" if choice else None,
             )
-            source = pieces(self._client, asked, job.answers[index], timer.began)
+            source = pieces(self._client, request, job.answers[index], timer.began)
             try:
                 async with contextlib.aclosing(source):
                     async for piece in source:

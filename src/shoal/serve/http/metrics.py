@@ -243,18 +243,18 @@ class _EngineCollector(Collector):
         """Who uses how many cache blocks of whom, where instances lend each other memory."""
         labels = [_LABEL, "debtor", "creditor"]
         text = "Cache blocks that one instance uses of another."
-        found = GaugeMetricFamily(_PREFIX + _DEBTS, text, labels=labels)
+        debts = GaugeMetricFamily(_PREFIX + _DEBTS, text, labels=labels)
         for key, blocks in stats.items():
             if key.startswith(DEBT_KEY):
                 debtor, creditor = key.removeprefix(DEBT_KEY).split("_")
-                found.add_metric([self._model, debtor, creditor], float(blocks))
-        return found
+                debts.add_metric([self._model, debtor, creditor], float(blocks))
+        return debts
 
     def _one(self, name: str, kind: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-        found = family(_PREFIX + name, text, labels=[_LABEL])
-        found.add_metric([self._model], float(value))
-        return found
+        result = family(_PREFIX + name, text, labels=[_LABEL])
+        result.add_metric([self._model], float(value))
+        return result
 
 
 class Metrics:

@@ -230,7 +230,7 @@ def _bias(value: Any, limits: HttpLimits, model: ModelInfo) -> tuple[tuple[int, 
     if not isinstance(value, dict) or len(value) > limits.biases:
         given = f"{len(value)} tokens" if isinstance(value, dict) else value
         wrong("logit_bias", given, f"an object of up to {limits.biases} token ids")
-    found: dict[int, float] = {}
+    values: dict[int, float] = {}
     for name, bias in value.items():
         token = int(name) if name.isdecimal() and len(name) <= 9 else -1
         if not 0 <= token < model.vocab_size:
@@ -238,8 +238,8 @@ def _bias(value: Any, limits: HttpLimits, model: ModelInfo) -> tuple[tuple[int, 
         number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not number or not -100 <= bias <= 100:
             wrong(f"logit_bias.{token}", bias, "a number from -100 to 100")
-        found[token] = float(bias)
-    return tuple(found.items())
+        values[token] = float(bias)
+    return tuple(values.items())
 
 
 def _stops(value: Any, limits: HttpLimits) -> tuple[str, ...]:

@@ -250,11 +250,11 @@ class PartModel:
         assert isinstance(block, TransformerBlock)
         if self.tp.world == 1 or (block.ladder and self.tp.rank == 0):
             return None, None
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
         last = block.mlp.down_proj if isinstance(block.mlp, SwiGLU) else None
         for linear in (block.attention.o_proj, last):
             bias = None if linear is None else linear.bias
-            found.append(None if bias is None else bias.detach())
+            results.append(None if bias is None else bias.detach())
             if linear is not None:
                 linear.register_parameter("bias", None)
-        return found[0], found[1]
+        return results[0], results[1]

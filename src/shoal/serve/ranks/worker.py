@@ -215,18 +215,18 @@ def run(
 
     controller = _Controller(path)
     controller.send({"kind": "hello", "rank": comm.rank})
-    found = parse(ServeJob, job, where="job")
-    parameters = Parameters(Path(found.model), DTYPES[found.precision])
-    rank = Rank(comm, found, parameters, blocking=blocking, latency_s=latency_s, sums=sums)
+    result = parse(ServeJob, job, where="job")
+    parameters = Parameters(Path(result.model), DTYPES[result.precision])
+    rank = Rank(comm, result, parameters, blocking=blocking, latency_s=latency_s, sums=sums)
     controller.send({"kind": "loaded", "dtype": name_of(rank.model.weight.dtype)})
     cache = controller.receive()
-    found = parse(ServeJob, cache["job"], where="job")
+    result = parse(ServeJob, cache["job"], where="job")
     # The last command is one, too, beside those under way.
-    inbox = CommandQueue(found.parallel.depth + 1)
+    inbox = CommandQueue(result.parallel.depth + 1)
     threading.Thread(target=controller.fill, args=(inbox,), daemon=True).start()
     controller.send({"kind": "ready"})
 
     def tell(ticket: int, result: StepResult) -> None:
         controller.send(pack_result(ticket, result))
 
-    rank.serve(found, cache["num_blocks"], cache["block_size"], inbox, tell)
+    rank.serve(result, cache["num_blocks"], cache["block_size"], inbox, tell)

@@ -137,13 +137,13 @@ class RankedRunner:
                 listener.listen(job.parallel.world)
                 self._thread.start()
                 self._meet(listener, job.parallel.world, time.monotonic() + start_s)
-            found = self._hear("loaded", start_s)
+            result = self._hear("loaded", start_s)
         except BaseException:
             self.close()
             raise
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)  # all have connected, or never will
-        self.dtype: str = found[0]["dtype"]
+        self.dtype: str = result[0]["dtype"]
 
     def allocate(self, job: ServeJob, num_blocks: int, block_size: int) -> None:
         """Make the caches, each of a rank's own layers and heads; before the first step.

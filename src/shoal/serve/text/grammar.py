@@ -152,19 +152,19 @@ class _Wrapper:
     def __call__(self, text: str | bytes) -> list[int]:
         """Tokens of a text that a grammar leaves no choice about."""
         raw = text.encode() if isinstance(text, str) else text
-        found = list(self._encode(raw.decode(errors="replace")))
+        result = list(self._encode(raw.decode(errors="replace")))
         # Some tokenizers put a blank before a text, or know no single bytes.
-        if b"".join(self.tokens[token] for token in found) == raw:
-            return found
-        found, start = [], 0
+        if b"".join(self.tokens[token] for token in result) == raw:
+            return result
+        result, start = [], 0
         while start < len(raw):
             ends = range(min(len(raw), start + self._longest), start, -1)
             end = next((end for end in ends if raw[start:end] in self._ids), None)
             if end is None:
-                return found  # the model cannot spell the rest
-            found.append(self._ids[raw[start:end]])
+                return result  # the model cannot spell the rest
+            result.append(self._ids[raw[start:end]])
             start = end
-        return found
+        return result
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:

@@ -59,10 +59,10 @@ class GrammarCheck:
             finally:
                 self._waiting -= 1
         self._known.move_to_end(text)
-        found = self._known[text]
+        grammar = self._known[text]
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
-        return found
+        return grammar
 
     async def stop(self) -> None:
         """End the worker."""

@@ -23,10 +23,10 @@ def read_form(fields: Fields) -> Form | None:
     Raises:
         ApiError: it is not what it should be, or there are two.
     """
-    found: list[Form] = []
+    forms: list[Form] = []
     response = fields.get("response_format")
     if response is not None:
-        found += _response_format(response)
+        forms += _response_format(response)
     outputs = fields.get("structured_outputs")
     if outputs is not None:
         if not isinstance(outputs, dict):
@@ -36,17 +36,17 @@ def read_form(fields: Fields) -> Form | None:
                 where = f"structured_outputs.{kind[:40]}"
                 if kind not in _SHORT.values():
                     wrong(where, value, "json, regex or choice")
-                found.append((where, {kind: _value(kind, value, where)}))
+                forms.append((where, {kind: _value(kind, value, where)}))
     for name, value in (
         ("guided_json", fields.get("guided_json")),
         ("guided_regex", fields.get("guided_regex")),
         ("guided_choice", fields.get("guided_choice")),
     ):
         if value is not None:
-            found.append((name, {_SHORT[name]: _value(_SHORT[name], value, name)}))
-    if len(found) > 1:
-        wrong(found[1][0], "a second form of the answer", f"nothing beside {found[0][0]}")
-    return found[0] if found else None
+            forms.append((name, {_SHORT[name]: _value(_SHORT[name], value, name)}))
+    if len(forms) > 1:
+        wrong(forms[1][0], "a second form of the answer", f"nothing beside {forms[0][0]}")
+    return forms[0] if forms else None
 
 
 def _response_format(value: Any) -> list[Form]:

@@ -101,17 +101,17 @@ class Watch:
 
     def _values(self, now: float, page: Scrape) -> dict[str, float]:
         begin, old = self._pages[0]
-        found = {
+        result = {
             "running": page.value("num_requests_running"),
             "waiting": page.value("num_requests_waiting"),
             "cache": page.mean("kv_cache_usage_perc"),
         }
         if now > begin:
-            found["span"] = now - begin
+            result["span"] = now - begin
             for name, metric in (("ttft", _TTFT), ("gap", _GAP)):
                 came = page.since(old, metric)
-                found[f"{name}_p50"] = quantile(came, 0.5)
-                found[f"{name}_p99"] = quantile(came, 0.99)
+                result[f"{name}_p50"] = quantile(came, 0.5)
+                result[f"{name}_p99"] = quantile(came, 0.99)
             for name, metric in _CHANGES.items():
-                found[name] = page.value(metric) - old.sums.get(metric, 0.0)
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+                result[name] = page.value(metric) - old.sums.get(metric, 0.0)
+        return {name: value for name, value in result.items() if math.isfinite(value)}

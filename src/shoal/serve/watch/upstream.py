@@ -145,9 +145,9 @@ class Upstream:
         except ServeError as cause:
             return ServerHealth(answers=True, ready=False, message=str(cause))
         if status != 200:
-            told = self._complaint(status, text)
+            result = self._complaint(status, text)
             return ServerHealth(
-                answers=True, ready=health.ready, message=f"{health.message}; {told}"
+                answers=True, ready=health.ready, message=f"{health.message}; {result}"
             )
         try:
             models = tuple(str(model["id"]) for model in json.loads(text)["data"])
@@ -170,8 +170,8 @@ class Upstream:
             return ServerHealth(True, False, self._complaint(status, text)), None
         page = Scrape.of(text)
         if not page.sums:
-            told = f"{self.url} has no metrics of Shoal; is it shoal serve?"
-            return ServerHealth(answers=True, ready=False, message=told), None
+            result = f"{self.url} has no metrics of Shoal; is it shoal serve?"
+            return ServerHealth(answers=True, ready=False, message=result), None
         return ServerHealth(True, health.ready, health.message, metrics=_in_words(page)), page
 
     def workers(self, timeout_s: float = 1.0) -> str:
@@ -231,11 +231,11 @@ class Upstream:
         if status != 200:
             raise ServeError(self._complaint(status, text))
         try:
-            found = {entry["id"]: entry.get("max_model_len") for entry in json.loads(text)["data"]}
+            result = {entry["id"]: entry.get("max_model_len") for entry in json.loads(text)["data"]}
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise ServeError(f"{self.url} lists no models; is it shoal serve?") from cause
-        model = model or next(iter(found), "")
-        room = found.get(model)
+        model = model or next(iter(result), "")
+        room = result.get(model)
         return model, room if isinstance(room, int) and room > 0 else None
 
     def _pieces(self, answer: http.client.HTTPResponse) -> Iterator[AnswerDelta]:
@@ -321,14 +321,14 @@ def _newest(messages: list[dict[str, str]], letters: int) -> list[dict[str, str]
 
 def _tokens(choice: Any) -> tuple[Token, ...]:
     """The tokens of a choice with their probabilities; none if it has no log probabilities."""
-    told = choice.get("logprobs") or {}
+    value = choice.get("logprobs") or {}
     return tuple(
         Token(
             str(one["token"]),
             _share(one["logprob"]),
             tuple((str(o["token"]), _share(o["logprob"])) for o in one.get("top_logprobs") or ()),
         )
-        for one in told.get("content") or ()
+        for one in value.get("content") or ()
     )
 
 
@@ -339,14 +339,14 @@ def _share(logprob: float) -> float:
 def _in_words(page: Scrape) -> tuple[tuple[str, float, str], ...]:
     """What people want to know of a page of metrics; values of several labels are added."""
     sums = page.sums
-    found = [(words, sums[name], "") for name, words in WORDS.items() if name in sums]
+    results = [(words, sums[name], "") for name, words in WORDS.items() if name in sums]
     for name, words in WHOLES.items():
         if name in sums:
-            found.append((words, 100 * page.mean(name), "%"))
+            results.append((words, 100 * page.mean(name), "%"))
     for part, whole, words in SHARES:
         if part in sums and sums.get(whole):
-            found.append((words, 100 * sums[part] / sums[whole], "%"))
+            results.append((words, 100 * sums[part] / sums[whole], "%"))
     for name, words in MEANS.items():
         if sums.get(f"{name}_count"):
-            found.append((words, sums[f"{name}_sum"] / sums[f"{name}_count"], "s"))
-    return tuple(found)
+            results.append((words, sums[f"{name}_sum"] / sums[f"{name}_count"], "s"))
+    return tuple(results)

@@ -254,11 +254,11 @@ def _memory() -> int:
 
 def _numbers(job: DrafterJob, count: int, step: int) -> list[int]:
     """The sequences of a step: every one once an epoch, in an order of the epoch's own."""
-    found = []
+    numbers = []
     for sample in range(step * job.batch, (step + 1) * job.batch):
         epoch, place = divmod(sample, count)
-        found.append(int(Permutation(count, job.seed, epoch)(torch.tensor([place]).numpy())[0]))
-    return found
+        numbers.append(int(Permutation(count, job.seed, epoch)(torch.tensor([place]).numpy())[0]))
+    return numbers
 
 
 def _conclude(

@@ -77,12 +77,12 @@ class FeatureIndex(Value):
     def files(self) -> dict[str, tuple[tuple[int, ...], int]]:
         """File -> shape and bytes of an element."""
         size = 2 if self.dtype == "bfloat16" else 4
-        found: dict[str, tuple[tuple[int, ...], int]] = {}
+        files: dict[str, tuple[tuple[int, ...], int]] = {}
         for part in _PARTS:
             rows = getattr(self, part)
-            found[f"{part}.tokens.bin"] = ((rows, self.seq_len), 4)
-            found[f"{part}.hidden.bin"] = ((rows, self.seq_len, self.hidden), size)
-        return found
+            files[f"{part}.tokens.bin"] = ((rows, self.seq_len), 4)
+            files[f"{part}.hidden.bin"] = ((rows, self.seq_len, self.hidden), size)
+        return files
 
 
 class Features:
@@ -120,7 +120,7 @@ def key_of(job: DrafterJob, target: str, tokenizer: str) -> tuple[str, str]:
     Raises:
         DataError: the data cannot be read.
     """
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "format": FORMAT,
         "target": target,
         "tokenizer": tokenizer,
@@ -135,10 +135,10 @@ def key_of(job: DrafterJob, target: str, tokenizer: str) -> tuple[str, str]:
     }
     if job.data is not None:
         corpus = CORPORA.build(job.data, where="data")
-        told["data"] = [repr(corpus), corpus.fingerprint()]
+        fields["data"] = [repr(corpus), corpus.fingerprint()]
     if job.own_text:
-        told["temperatures"] = list(job.temperatures)
-    text = json.dumps(told, sort_keys=True)
+        fields["temperatures"] = list(job.temperatures)
+    text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32], text
 
 
@@ -238,11 +238,11 @@ def _prompts(job: DrafterJob, target: Transformer, say: Progress) -> tuple[Tenso
     tokens = prepare(
         job.data, str(Path(job.model) / "tokenizer.json"), config.vocab_size, progress=say
     )
-    found = torch.from_numpy(
+    result = torch.from_numpy(
         windows(tokens.train, job.seq_len, job.sequences, job.calibration_prompts, job.seed)
     )
-    count = len(found) - job.calibration_prompts
-    train, judged = found[:count], found[count:, : job.prompt_tokens]
+    count = len(result) - job.calibration_prompts
+    train, judged = result[:count], result[count:, : job.prompt_tokens]
     return (train[:, : job.prompt_tokens] if job.own_text else train), judged
 
 

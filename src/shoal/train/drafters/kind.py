@@ -85,12 +85,12 @@ class DrafterKind:
         cost = plan.estimate
         if cost is None:
             return plan.predicted
-        found = {"step_s": cost.step_s, **plan.predicted}
+        result = {"step_s": cost.step_s, **plan.predicted}
         if cost.tokens:
-            found["tokens_per_s"] = cost.tokens_per_s_interval
+            result["tokens_per_s"] = cost.tokens_per_s_interval
         if cost.total_s is not None:
-            found["total_s"] = cost.total_s
-        return {**found, "memory_bytes": Interval.exact(cost.memory_total)}
+            result["total_s"] = cost.total_s
+        return {**result, "memory_bytes": Interval.exact(cost.memory_total)}
 
     def describe(self, plan: DrafterPlan) -> str:
         """The drafter and its precision."""

@@ -36,17 +36,17 @@ def load_state(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> 
     """
     try:
         with safe_open(path, framework="pt") as opened:
-            found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            result = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
             step = int((opened.metadata() or {})["step"])
         with torch.no_grad():
             for name, parameter in net.named_parameters():
-                parameter.copy_(found.pop(f"net.{name}"))
+                parameter.copy_(result.pop(f"net.{name}"))
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as cause:
         raise CheckpointError(
             f"{path}: no state of this run ({cause}); remove the run and begin again"
         ) from cause
     kept: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in found.items():
+    for key, value in result.items():
         _, number, leaf = key.split(".", 2)
         kept.setdefault(int(number), {})[leaf] = value
     state = optimizer.state_dict()

@@ -41,10 +41,10 @@ def windows(split: TokenSplit, seq_len: int, count: int, kept: int, seed: int) -
         )
     number = min(there, count + kept)
     order = Permutation(there, seed64(seed, purpose="drafter windows"))(np.arange(number))
-    found = np.empty((number, seq_len), dtype=np.int64)
+    windows = np.empty((number, seq_len), dtype=np.int64)
     for row, window in enumerate(order.tolist()):
-        split.read(window * seq_len, found[row])
-    return found
+        split.read(window * seq_len, windows[row])
+    return windows
 
 
 @torch.no_grad()

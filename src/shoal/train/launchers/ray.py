@@ -222,7 +222,7 @@ class _Ranks:
             KeyboardInterrupt: the run was stopped.
             ShoalError: what the first rank to fail has reported.
         """
-        ended, asked, stepped = 0.0, 0.0, False
+        ended, request, stepped = 0.0, 0.0, False
         running = set(range(len(self._actors)))
         report: TrainReport | None = None
         while running:
@@ -245,13 +245,13 @@ class _Ranks:
                     if time.monotonic() - ended > _GRACE_S or not running:
                         raise min(self._failed.values(), key=lambda found: found[0])[1]
                 # Before the first step there is nothing to save, and not all can hear it.
-                if self.stopping and not stepped and time.monotonic() - asked > _GRACE_S:
+                if self.stopping and not stepped and time.monotonic() - request > _GRACE_S:
                     raise self.stopping
                 time.sleep(_POLL_S)
             except KeyboardInterrupt as stop:
                 if self.stopping is not None:
                     raise
-                self.stopping, asked = stop, time.monotonic()
+                self.stopping, request = stop, time.monotonic()
                 for number in running:
                     self._actors[number].call("terminate")
         if self.stopping is not None:
@@ -262,17 +262,17 @@ class _Ranks:
 
     def _states(self, running: set[int]) -> list[tuple[int, _State]]:
         """What became of the ranks since the last question."""
-        asked = [(number, self._actors[number].call("state")) for number in sorted(running)]
-        found = []
-        for number, future in asked:
+        requests = [(number, self._actors[number].call("state")) for number in sorted(running)]
+        states = []
+        for number, future in requests:
             try:
-                found.append((number, future.result()))
+                states.append((number, future.result()))
             except RankError as cause:
                 running.discard(number)
                 address = self._actors[number].address
                 lost = RankError(f"rank {number} ({address}) is lost with its actor: {cause}")
                 self._failed.setdefault(number, (0, lost))
-        return found
+        return states
 
     def _fail(self, number: int, kind: str, message: str) -> None:
         from shoal.train.supervise import rebuild

@@ -44,12 +44,12 @@ def _orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     slow = matrix.device.type == "cpu" and not cpu_flags() & {"avx512_bf16", "amx_bf16"}
     wide = torch.float32 if slow else torch.bfloat16
     tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.bfloat16()
-    found = found.T if tall else found
-    found.div_(found.norm().clamp(min=group["eps"]))
+    result = matrix.bfloat16()
+    result = result.T if tall else result
+    result.div_(result.norm().clamp(min=group["eps"]))
     for _ in range(group["ns_steps"]):
-        x = found.to(wide)
+        x = result.to(wide)
         gram = (x @ x.T).bfloat16().to(wide)
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(wide)
-        found = torch.addmm(x, gram, x, beta=a).bfloat16()
-    return found.T if tall else found
+        result = torch.addmm(x, gram, x, beta=a).bfloat16()
+    return result.T if tall else result

@@ -93,13 +93,13 @@ class Arenas:
 
 
 def _key(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, what they share once; of a storage that holds more, their own alone."""
-    found: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     for tensor in tensors:
-        found[_key(tensor), int(tensor.storage_offset())] = tensor.nbytes
-    return sum(found.values())
+        numbers[_key(tensor), int(tensor.storage_offset())] = tensor.nbytes
+    return sum(numbers.values())

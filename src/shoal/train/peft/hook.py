@@ -102,5 +102,5 @@ class FineTuneHook(StepHook):
 
     def events(self) -> Mapping[str, Mapping[str, Any]]:
         """Bytes by arena, once."""
-        found, self._bytes = self._bytes, {}
-        return {"arenas": found} if found else {}
+        result, self._bytes = self._bytes, {}
+        return {"arenas": result} if result else {}

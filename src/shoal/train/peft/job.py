@@ -137,11 +137,11 @@ class FineTuned:
 
 def fingerprint(model: nn.Module) -> str:
     """What tells one base from another: names, shapes and some values of every parameter."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name, parameter in model.named_parameters():
         some = parameter.detach().reshape(-1)[:256].float().cpu().numpy()
-        found.update(f"{name}{tuple(parameter.shape)}".encode() + some.tobytes())
-    return found.hexdigest()[:16]
+        result.update(f"{name}{tuple(parameter.shape)}".encode() + some.tobytes())
+    return result.hexdigest()[:16]
 
 
 def export(job: TrainJob, directory: RunDir, tokenizer: Path) -> None:

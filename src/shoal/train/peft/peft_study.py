@@ -72,7 +72,7 @@ class PeftStudy:
             self.model,
             {"seq_len": self.seq_len, "global_batch": self.global_batch, "tokens": self.tokens},
         )
-        asked = partial(
+        request = partial(
             advise,
             job,
             machine,
@@ -84,17 +84,17 @@ class PeftStudy:
         if self.search is not None:
             from shoal.train.peft.probe import candidates
 
-            return _searched(self.search, asked(methods=candidates()), job)
-        found = asked()
+            return _searched(self.search, request(methods=candidates()), job)
+        result = request()
         learned: dict[str, float] = {}
         if self.probe is not None:
             from shoal.train.peft.probe import probe
 
-            first = [one.method for one in found if one.fits][:3]
+            first = [one.method for one in result if one.fits][:3]
             length = min(job.seq_len, _SHORT)
             learned = probe(self.probe, first, seq_len=length, seed=job.seed, data=job.data)
-            found.sort(key=lambda one: (not one.fits, -learned.get(one.method.name, -1e9)))
-        shown = found[: self.top]
+            result.sort(key=lambda one: (not one.fits, -learned.get(one.method.name, -1e9)))
+        shown = result[: self.top]
         return Explanation(
             blocks=(
                 Table(
@@ -154,14 +154,14 @@ def _searched(directory: Path, judged: list[PeftOption], job: TrainJob) -> Expla
             f"explain.peft: none of {len(judged)} candidates fits: {judged[0].reason}; give more "
             "room"
         )
-    found = search(
+    match = search(
         directory,
         [one.method for one in within.values()],
         seq_len=min(job.seq_len, _SHORT),
         seed=job.seed,
         data=job.data,
     )
-    rows = [(one, within[str(one.method)]) for one in found]
+    rows = [(one, within[str(one.method)]) for one in match]
     return Explanation(
         blocks=(
             Table(

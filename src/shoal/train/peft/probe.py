@@ -47,14 +47,14 @@ def candidates(
     ranks: Sequence[int] = (2, 4, 8),
 ) -> list[Choice]:
     """Every method at every place and rank; those without a rank once."""
-    found = []
+    candidates = []
     for name, targets in itertools.product(which, where):
         options = {"targets": targets}
         if hasattr(table("peft").load(name), "r"):
-            found += [Choice(name=name, options={**options, "r": r}) for r in ranks]
+            candidates += [Choice(name=name, options={**options, "r": r}) for r in ranks]
         else:
-            found.append(Choice(name=name, options=options))
-    return found
+            candidates.append(Choice(name=name, options=options))
+    return candidates
 
 
 def probe(
@@ -127,10 +127,10 @@ def _trainer(
     if not tokenizer.is_file():
         raise ModelError(f"{tokenizer}: missing; a probe reads text with the model's own tokenizer")
     config = huggingface.read_config(directory)
-    found = prepare(data, str(tokenizer), config.vocab_size)
+    result = prepare(data, str(tokenizer), config.vocab_size)
 
     def rows(split: str, step: int) -> torch.Tensor:
-        part = found.train if split == "train" else found.heldout
+        part = result.train if split == "train" else result.heldout
         random = generator(seed, purpose=f"probe {split}", step=step)
         starts = random.integers(0, int(part.offsets[-1]) - seq_len - 1, _BATCH)
         picked = np.empty((_BATCH, seq_len + 1), dtype=np.int64)

@@ -78,13 +78,13 @@ def _mapped(path: Path, *, writes: bool = False) -> dict[str, Tensor]:
         memory = mmap.mmap(file, 0, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_COPY)
     finally:
         os.close(file)
-    found = {}
+    result = {}
     for name, stored in header.tensors.items():
         flat = torch.frombuffer(
             memory, dtype=torch.float32, count=stored.num_bytes // 4, offset=stored.start
         )
-        found[name] = flat.view(stored.shape)
-    return found
+        result[name] = flat.view(stored.shape)
+    return result
 
 
 def image_of(directory: Path) -> Path:

@@ -94,9 +94,9 @@ class C4D:
         steps = evidence.steps()[-self.window :]
         matrix = delay_matrix(evidence, set(steps))
         slow, more = self.judge(matrix)
-        found = [*slow, *self._late(evidence, steps)]
-        found.sort(key=lambda fault: -fault.seconds)
-        return FaultVerdict(faults=tuple(found), notes=(*notes, *hang.notes, *more))
+        results = [*slow, *self._late(evidence, steps)]
+        results.sort(key=lambda fault: -fault.seconds)
+        return FaultVerdict(faults=tuple(results), notes=(*notes, *hang.notes, *more))
 
     def judge(self, matrix: NDArray[np.float64]) -> tuple[list[Fault], list[str]]:
         """Faults of a delay matrix [source, target] in multiples of the usual; NaN: no message.
@@ -199,7 +199,7 @@ class C4D:
             Their numbers, and the delay that each was held against.
         """
         limit = (1 - _OF_CELLS) * self.false_alarms / (2 * len(matrix))
-        found = []
+        slow_lines = []
         for place in range(len(matrix)):
             line = matrix[place] if axis else matrix[:, place]
             rest, middle = matrix, normal.middle
@@ -219,13 +219,13 @@ class C4D:
                 else normal.line_tail(normal.z(line), self.share)
             )
             if tail <= limit:
-                found.append((place, usual))
-        return found
+                slow_lines.append((place, usual))
+        return slow_lines
 
     def _late(self, evidence: Evidence, steps: list[int]) -> list[Fault]:
         """Ranks that arrive late, step after step, by their own doing, and make others wait."""
         cost = _cost_to_others(evidence)
-        found = []
+        results = []
         for ranks in sorted(set(evidence.roles.values())):
             common = [s for s in steps if all(s in evidence.busy[r] for r in ranks)]
             if len(ranks) < _ENOUGH_CELLS or not common:
@@ -244,7 +244,7 @@ class C4D:
                 if odd.sum() >= self.share * len(common):
                     late = float(np.median(more))
                     mostly = excess(evidence, rank, ranks, common)
-                    found.append(
+                    results.append(
                         Fault(
                             kind="non_communication_slow",
                             place="rank",
@@ -258,7 +258,7 @@ class C4D:
                             + ("" if mostly is None else f"; {mostly}"),
                         )
                     )
-        return found
+        return results
 
 
 def _cost_to_others(evidence: Evidence) -> dict[tuple[int, int], int]:
@@ -324,12 +324,12 @@ def delay_matrix(evidence: Evidence, steps: set[int] | None = None) -> NDArray[n
             continue
         # Of the cells, not of the messages: a busy pair must not set the norm.
         usual = half_middle(np.array([statistics.median(found) for found in times.exact.values()]))
-        for pair, found in times.exact.items():
-            cells[pair] += [value / usual for value in found]
-        for pair, found in times.most.items():
-            cells[pair] += [value / usual for value in found if value < _CLEARLY * usual]
-        for pair, found in times.least.items():
-            cells[pair] += [value / usual for value in found if value > _CLEARLY * usual]
+        for pair, result in times.exact.items():
+            cells[pair] += [value / usual for value in result]
+        for pair, result in times.most.items():
+            cells[pair] += [value / usual for value in result if value < _CLEARLY * usual]
+        for pair, result in times.least.items():
+            cells[pair] += [value / usual for value in result if value > _CLEARLY * usual]
     matrix = np.full((evidence.world, evidence.world), np.nan)
     for pair, values in cells.items():
         # A few that were odd enough to say something do not speak for all the others.

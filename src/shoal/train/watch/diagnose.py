@@ -42,15 +42,15 @@ def diagnose(directory: Path, locators: tuple[str, ...] = ("c4d", "megascale")) 
     text = verdict_text(evidence, said)
     write_atomic(heat, heat_map(evidence, text))
     write_atomic(trace, json.dumps(perfetto(evidence)))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "verdict": {name: verdict.model_dump(mode="json") for name, verdict in said.items()},
         "text": text,
         "files": [str(heat), str(trace)],
     }
-    told = directory / "fault.json"
-    if told.exists():
-        found["driver"] = json.loads(told.read_text())
-    return found
+    outcome = directory / "fault.json"
+    if outcome.exists():
+        result["driver"] = json.loads(outcome.read_text())
+    return result
 
 
 def verdict_text(evidence: Evidence, said: dict[str, FaultVerdict]) -> str:
@@ -120,11 +120,11 @@ def _sums(evidence: Evidence) -> tuple[list[str], dict[int, dict[str, float]]]:
 
 def heat_map(evidence: Evidence, text: str = "") -> str:
     """A page: ranks down, busy time and waits by operation across, dark where it is long."""
-    names, found = _sums(evidence)
-    most = {name: max((ops.get(name, 0.0) for ops in found.values()), default=0) for name in names}
+    names, result = _sums(evidence)
+    most = {name: max((ops.get(name, 0.0) for ops in result.values()), default=0) for name in names}
     head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in names)
     lines = []
-    for rank, ops in found.items():
+    for rank, ops in result.items():
         cells = []
         for name in names:
             value = ops.get(name, 0.0)

@@ -136,8 +136,8 @@ class Evidence:
         Raises:
             RankError: there are none, or a file is damaged.
         """
-        found = (read(path) for path in sorted(directory.glob("rank-*.flight")))
-        flights = {flight.rank: flight for flight in found if flight is not None}
+        result = (read(path) for path in sorted(directory.glob("rank-*.flight")))
+        flights = {flight.rank: flight for flight in result if flight is not None}
         if not flights:
             raise RankError(
                 f"{directory}: no rank has recorded anything; train with watch.record: true"
@@ -207,16 +207,16 @@ class Evidence:
     @cached_property
     def messages(self) -> list[Message]:
         """Every message of which at least one end is recorded."""
-        found: dict[tuple[str, int, int, str, int], list[OperationRecord | None]] = {}
+        result: dict[tuple[str, int, int, str, int], list[OperationRecord | None]] = {}
         for rank, rows in self._by_communicator.items():
             for name, entry in rows:
                 if entry.op not in _MESSAGES or entry.peer < 0:
                     continue
                 sends = entry.op == "send"
                 ends = (rank, entry.peer) if sends else (entry.peer, rank)
-                both = found.setdefault((name, *ends, entry.tag, entry.seq), [None, None])
+                both = result.setdefault((name, *ends, entry.tag, entry.seq), [None, None])
                 both[0 if sends else 1] = entry
-        return [Message(*key, *both) for key, both in found.items()]
+        return [Message(*key, *both) for key, both in result.items()]
 
     @cached_property
     def _by_communicator(self) -> dict[int, list[tuple[str, OperationRecord]]]:
@@ -228,12 +228,12 @@ class Evidence:
     @cached_property
     def blocked(self) -> dict[int, tuple[str, OperationRecord]]:
         """Rank -> communicator and operation in which it stands now."""
-        found = {}
+        result = {}
         for rank, rows in self._by_communicator.items():
             standing = [(name, entry) for name, entry in rows if entry.blocked]
             if standing:
-                found[rank] = max(standing, key=lambda pair: pair[1].since)
-        return found
+                result[rank] = max(standing, key=lambda pair: pair[1].since)
+        return result
 
     def steps(self) -> list[int]:
         """Steps of which every rank here has records, the last one not counted: it may go on."""
@@ -249,18 +249,18 @@ class Evidence:
     @cached_property
     def begins(self) -> dict[int, dict[int, int]]:
         """Rank -> step -> when it began, ns: its first phase or operation."""
-        found: dict[int, dict[int, int]] = {}
+        result: dict[int, dict[int, int]] = {}
         for rank, rows in self.entries.items():
             begin = self._first_span(rank)
             for entry in rows:
                 begin[entry.step] = min(entry.enter, begin.get(entry.step, entry.enter))
-            found[rank] = begin
-        return found
+            result[rank] = begin
+        return result
 
     @cached_property
     def busy(self) -> dict[int, dict[int, float]]:
         """Rank -> step -> seconds in which it was not kept waiting by others."""
-        found: dict[int, dict[int, float]] = {}
+        result: dict[int, dict[int, float]] = {}
         for rank, begin in self.begins.items():
             order = sorted(step for step in begin if step >= 0)
             edges = np.array([begin[step] for step in order], dtype=np.int64)
@@ -270,19 +270,19 @@ class Evidence:
                 place = int(np.searchsorted(edges, start, side="right")) - 1
                 if place >= 0:
                     waits[place] += end - start
-            found[rank] = {
+            result[rank] = {
                 step: max(0.0, float(begin[after] - begin[step] - waits[i]) / 1e9)
                 for i, (step, after) in enumerate(itertools.pairwise(order))
                 if after == step + 1
             }
-        return found
+        return result
 
     @cached_property
     def phases(self) -> dict[int, dict[int, dict[str, float]]]:
         """Rank -> step -> phase -> seconds in which it was not kept waiting by others."""
-        found: dict[int, dict[int, dict[str, float]]] = {}
+        phases: dict[int, dict[int, dict[str, float]]] = {}
         for rank, flight in self.flights.items():
-            steps = found[rank] = {}
+            steps = phases[rank] = {}
             if COMPUTE not in flight.names:
                 continue
             rows = flight.rows
@@ -303,16 +303,16 @@ class Evidence:
                 names = steps.setdefault(step, {})
                 name = flight.names[tag]
                 names[name] = names.get(name, 0.0) + max(0.0, ns) / 1e9
-        return found
+        return phases
 
     def _first_span(self, rank: int) -> dict[int, int]:
         flight = self.flights[rank]
         number = flight.names.index(COMPUTE) if COMPUTE in flight.names else -1
         rows = flight.rows[flight.rows["op"] == number]
-        found: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for step, enter in zip(rows["step"].tolist(), rows["enter"].tolist(), strict=True):
-            found.setdefault(step, enter - self.offsets[rank])
-        return found
+            numbers.setdefault(step, enter - self.offsets[rank])
+        return numbers
 
     @cached_property
     def roles(self) -> dict[int, tuple[int, ...]]:
@@ -393,14 +393,14 @@ def _entries(flight: Flight, offset: int) -> Iterable[OperationRecord]:
 
 
 def _communicators(names: Mapping[int, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
+    communicators: dict[str, tuple[int, ...]] = {}
     for words in names.values():
         for word in words:
             if word.startswith("comm:"):
                 spelled = word.rpartition(":")[2]
                 listed = spelled.replace(",", "").isdigit()
-                found[word] = tuple(map(int, spelled.split(","))) if listed else ()
-    return found
+                communicators[word] = tuple(map(int, spelled.split(","))) if listed else ()
+    return communicators
 
 
 def _collectives(
@@ -408,15 +408,15 @@ def _collectives(
     communicators: Mapping[str, tuple[int, ...]],
     flights: Mapping[int, Flight],
 ) -> Iterable[CollectiveRecord]:
-    found: dict[tuple[str, int], dict[int, OperationRecord]] = {}
+    result: dict[tuple[str, int], dict[int, OperationRecord]] = {}
     for rank, rows in entries.items():
         for name, entry in zip(_names_of(flights[rank]), rows, strict=True):
             if entry.op not in _MESSAGES:
-                found.setdefault((name, entry.seq), {})[rank] = entry
+                result.setdefault((name, entry.seq), {})[rank] = entry
     everyone: defaultdict[str, set[int]] = defaultdict(set)
-    for (name, _), members in found.items():
+    for (name, _), members in result.items():
         everyone[name] |= members.keys()
-    for (name, seq), members in sorted(found.items()):
+    for (name, seq), members in sorted(result.items()):
         ranks = communicators.get(name, ()) or tuple(sorted(everyone[name]))
         yield CollectiveRecord(name, ranks, seq, members)
 

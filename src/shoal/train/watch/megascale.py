@@ -97,14 +97,14 @@ class MegaScale:
         typical = np.median(times, axis=1)
         scores, usual = robust_z(typical, floor=_FLOOR)
         above = (times > np.median(times, axis=0)).mean(axis=1)
-        found = []
+        stragglers = []
         for rank, score, own, often, each in zip(
             ranks, scores.tolist(), typical.tolist(), above.tolist(), times, strict=True
         ):
             ratio = own / max(usual, 1e-9)
             if score > self.z and ratio >= self.ratio and often >= _MOST:
                 mostly = excess(evidence, rank, ranks, common)
-                found.append(
+                stragglers.append(
                     Fault(
                         kind="non_communication_slow",
                         place="rank",
@@ -119,7 +119,7 @@ class MegaScale:
                         + ("" if mostly is None else f"; {mostly}"),
                     )
                 )
-        return found
+        return stragglers
 
 
 def growing_spread(evidence: Evidence) -> float:

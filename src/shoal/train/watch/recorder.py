@@ -122,9 +122,9 @@ class Recorder:
 
     def name(self, text: str) -> int:
         """The number of a name, from 1; 0 where there is no room for more."""
-        found = self._names.get(text)
-        if found is not None:
-            return found
+        value = self._names.get(text)
+        if value is not None:
+            return value
         with self._lock:
             raw = text.encode()[:255]
             if self._names_end + 1 + len(raw) > _NAMES_SIZE or len(self._names) >= 65535:

@@ -209,15 +209,15 @@ class _Driver:
                 self._once(resume=resume)
                 return
             except _FailureError as error:
-                found = error.failure
+                result = error.failure
             except (RankError, MachineError) as error:
-                found = self._from_error(error)
+                result = self._from_error(error)
             except NonFiniteError as error:
                 # A loss that is no number may be a unit that computes wrongly: the self-checks
                 # of the next start tell. The same again is the job's own fault.
                 if without_culprit and self.step == last_step:
                     raise
-                found = DriverFailure(
+                result = DriverFailure(
                     rule="error",
                     rank=None,
                     place=None,
@@ -225,18 +225,18 @@ class _Driver:
                     seconds=0.0,
                     message=str(error),
                 )
-            without_culprit = without_culprit + 1 if found.place is None else 0
+            without_culprit = without_culprit + 1 if result.place is None else 0
             if self.step > last_step:
                 without_culprit = min(without_culprit, 1)
             last_step = self.step
             self._keep()
-            self._tell("fault", seconds_of_start=time.monotonic() - began, **found.model_dump())
+            self._tell("fault", seconds_of_start=time.monotonic() - began, **result.model_dump())
             resume = True
             self.level.recover()
             if self.supervisor.stopping:
                 self.level.to_disk()
-                raise RankError(f"{found.message}\nthe run was asked to stop; {self._saved()}")
-            self._repair(found, without_culprit)
+                raise RankError(f"{result.message}\nthe run was asked to stop; {self._saved()}")
+            self._repair(result, without_culprit)
 
     def _once(self, *, resume: bool) -> None:
         job = self.plan.job
@@ -394,9 +394,9 @@ class _Driver:
             RankError: always; it carries the findings.
         """
         message = "; ".join(one.message for one in (first, *rest))
-        found = first.model_copy(update={"message": message, "more": rest})
-        write_json(self.directory.ranks / "fault.json", found.model_dump(mode="json"))
-        raise _FailureError(found)
+        result = first.model_copy(update={"message": message, "more": rest})
+        write_json(self.directory.ranks / "fault.json", result.model_dump(mode="json"))
+        raise _FailureError(result)
 
 
 class _Rules:
@@ -445,15 +445,15 @@ class _Rules:
             self._stragglers(flights)
 
     def _flights(self) -> dict[int, Flight]:
-        found = {}
+        flights = {}
         for rank in range(self.supervisor.ranks):
             flight = read(self.driver.directory.flight(rank))
             if flight is not None:
-                found[rank] = flight
-        return found
+                flights[rank] = flight
+        return flights
 
     def _keywords(self) -> None:
-        found: list[DriverFailure] = []
+        failures: list[DriverFailure] = []
         for rank in range(self.supervisor.ranks):
             log = self.driver.directory.log(rank)
             if not log.exists() or log.stat().st_size <= self._read[rank]:
@@ -466,10 +466,10 @@ class _Rules:
             for line in data[:whole].decode(errors="replace").splitlines():
                 if _ERRORS.search(line):
                     said = f"rank {rank} printed: {line.strip()}"
-                    found.append(self.driver.failure("keyword", rank, 0.0, said))
+                    failures.append(self.driver.failure("keyword", rank, 0.0, said))
                     break
-        if found:
-            self.driver.fail(*found)
+        if failures:
+            self.driver.fail(*failures)
 
     def _beats(self, flights: dict[int, Flight], now: float) -> None:
         """A rank whose process has stopped, while the others' go on."""

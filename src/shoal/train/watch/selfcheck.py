@@ -55,8 +55,8 @@ def check_arithmetic(device: str = "cpu", *, seed: int = 0) -> None:
 
     x, weight, exact = _factors(seed)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        found = F.linear(x.to(device), weight.to(device)).cpu()
-    wrong = int((found != exact).sum())
+        result = F.linear(x.to(device), weight.to(device)).cpu()
+    wrong = int((result != exact).sum())
     if wrong:
         raise MachineError(
             f"self-check: {wrong} of {exact.numel()} elements of a matrix product are wrong; this "

@@ -170,13 +170,13 @@ def judge(name: str, directory: Path, say: Callable[[str], None] | None = None) 
 
     job = recipe(name)
     tokens = prepare(job.data, job.tokenizer, config(name).vocab_size)
-    told = learned(directory, tokens, job.data)
+    result = learned(directory, tokens, job.data)
     if say is not None:
-        for line in told.lines():
+        for line in result.lines():
             say(f"{name}: {line}")
     if name == _TARGET:
-        told.check(name)
-    write_json(directory / "heldout.json", told.model_dump(mode="json"))
+        result.check(name)
+    write_json(directory / "heldout.json", result.model_dump(mode="json"))
 
 
 def trained_directory(name: str) -> Path | None:

@@ -70,7 +70,7 @@ def drafter_recipe(
             + (f"; {hint}" if hint else "")
         )
     own, usual, more = _RECIPES[kind]
-    told: dict[str, Any] = more | ({"seed": seed} if seed else {})
+    fields: dict[str, Any] = more | ({"seed": seed} if seed else {})
     return DrafterJob(
         name=kind,
         model=str(target),
@@ -78,7 +78,7 @@ def drafter_recipe(
         data=data or _corpus(target),
         tokens=tokens or usual,
         read_tokens=_TEXT,
-        **told,
+        **fields,
     )
 
 
@@ -122,8 +122,8 @@ def drafter(
     from shoal.train.drafters.execute import execute
 
     job = drafter_recipe(kind, target, data=data, tokens=tokens, seed=seed, **options)
-    told = job.model_dump(mode="json", exclude={"model", "name", "threads"}, exclude_unset=True)
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    result = job.model_dump(mode="json", exclude={"model", "name", "threads"}, exclude_unset=True)
+    digest = hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:12]
     place = shoal_home() / "drafters" / f"{kind}-{fingerprint(target)}-{digest}"
 
     def make(run_dir: Path, machine: Machine, left: bool) -> Path:

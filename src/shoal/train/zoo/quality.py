@@ -93,9 +93,9 @@ def learned(
         other = pairs(batch.tokens[:, :-1], batch.tokens[:, 1:])
         for row, document in enumerate(batch.documents.tolist()):
             scored = batch.scored[row]
-            told = np.array([own[row][scored].sum(), other[row][scored].sum(), scored.sum()])
+            array = np.array([own[row][scored].sum(), other[row][scored].sum(), scored.sum()])
             for source in (sources[document], "all"):
-                sums[source] = sums.get(source, 0.0) + told
+                sums[source] = sums.get(source, 0.0) + array
     order = [*(source for source in dict.fromkeys(sources) if source in sums), "all"]
     return HeldOutLosses(
         model={source: float(sums[source][0] / sums[source][2]) for source in order},
@@ -123,7 +123,7 @@ class _Bigram:
         # A few imagined tokens of the general kind: about the best number on source code.
         weight = 20.0
         count = self._pairs[token * self._vocab + after]
-        found: np.ndarray = -np.log(
+        array: np.ndarray = -np.log(
             (count + weight * self._next[after]) / (self._seen[token] + weight)
         )
-        return found
+        return array

@@ -83,10 +83,10 @@ def test_what_does_not_fit_is_not_planned() -> None:
     assert "full32" not in storages
     assert "condensed" not in storages
     # 40 GB of dissimilarities.
-    asked = job.model_copy(update={"method": Choice(name="fasterpam")})
+    request = job.model_copy(update={"method": Choice(name="fasterpam")})
     with pytest.raises(PlanError, match=r"no method fits in 7\.5 GiB; 37\.\d GiB are needed"):
-        ClusterKind().plan(asked, small(8e9))
-    assert ClusterKind().plan(asked, small(1e11))
+        ClusterKind().plan(request, small(8e9))
+    assert ClusterKind().plan(request, small(1e11))
 
 
 def test_more_clusters_than_objects() -> None:

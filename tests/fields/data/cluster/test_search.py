@@ -108,16 +108,16 @@ def walk(name, k, **options):
             seen.append(state["medoids"])
 
     problem = ClusteringProblem(Vectors(vectors()), k, seed=4, tick=tick, **options)
-    found = table("clusterer").build(name).search(problem)
-    return seen, found
+    match = table("clusterer").build(name).search(problem)
+    return seen, match
 
 
 @pytest.mark.parametrize("k", [2, 5, 20])
 def test_fastpam1_is_pam_swap_for_swap(k) -> None:
-    (ours, found), (textbook, theirs) = walk("fastpam1", k), walk("pam", k)
+    (ours, result), (textbook, theirs) = walk("fastpam1", k), walk("pam", k)
     assert ours == textbook
-    assert len(ours) == found.swaps + 1 > 2
-    assert found.loss == pytest.approx(theirs.loss, rel=1e-6)
+    assert len(ours) == result.swaps + 1 > 2
+    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(("n", "k"), [(60, 2), (300, 10), (300, 60), (1000, 30)])
@@ -128,11 +128,11 @@ def test_fasterpam_is_the_authors_package(n, k) -> None:
         start = np.random.default_rng(seed).choice(n, k, replace=False)
         theirs = kmedoids.fasterpam(D, start.astype(np.uint64), n_cpu=1)
         problem = ClusteringProblem(Precomputed(D), k, start=start)
-        found = table("clusterer").build("fasterpam").search(problem)
-        assert found.medoids.tolist() == theirs.medoids.tolist()
-        assert found.swaps == theirs.n_swap
-        assert found.passes == theirs.n_iter
-        assert found.loss == pytest.approx(theirs.loss, rel=1e-6)
+        match = table("clusterer").build("fasterpam").search(problem)
+        assert match.medoids.tolist() == theirs.medoids.tolist()
+        assert match.swaps == theirs.n_swap
+        assert match.passes == theirs.n_iter
+        assert match.loss == pytest.approx(theirs.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fasterpam", "fastpam1", "pam"])
@@ -140,12 +140,12 @@ def test_fasterpam_is_the_authors_package(n, k) -> None:
 def test_no_swap_is_left_that_improves(name, k) -> None:
     D = matrix(90).astype(np.float64)
     problem = ClusteringProblem(Precomputed(D), k, seed=k)
-    found = table("clusterer").build(name).search(problem)
-    assert found.converged
+    match = table("clusterer").build(name).search(problem)
+    assert match.converged
     for place, candidate in itertools.product(range(k), range(90)):
-        other = found.medoids.copy()
+        other = match.medoids.copy()
         other[place] = candidate
-        assert D[:, other].min(1).sum() >= found.loss * (1 - 1e-9)
+        assert D[:, other].min(1).sum() >= match.loss * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -180,12 +180,12 @@ def test_the_optimum_is_never_beaten(name, k) -> None:
 def test_threads_change_nothing(name) -> None:
     objects = Vectors(vectors(700))
     one = ClusteringProblem(objects, 12, seed=2)
-    found = [
+    results = [
         table("clusterer").build(name).search(replace(one, threads=threads))
         for threads in (1, 2, 3)
     ]
-    assert len({tuple(each.medoids.tolist()) for each in found}) == 1
-    assert len({(each.loss, each.swaps, each.passes) for each in found}) == 1
+    assert len({tuple(each.medoids.tolist()) for each in results}) == 1
+    assert len({(each.loss, each.swaps, each.passes) for each in results}) == 1
 
 
 @pytest.mark.parametrize("name", ["fasterpam", "fastpam1", "pam", "alternating", "clarans"])
@@ -194,22 +194,22 @@ def test_storage_changes_nothing(name, metric, monkeypatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.setattr("shoal.fields.data.cluster.storage._BLOCK", 3000)  # several blocks
     X = vectors(150)
-    found = [
+    results = [
         table("clusterer")
         .build({"name": name, "storage": storage})
         .search(ClusteringProblem(Vectors(X, metric), 9, seed=1))
         for storage in STORAGES
     ]
-    assert len({tuple(each.medoids.tolist()) for each in found}) == 1
-    assert found[0].loss == pytest.approx(found[2].loss, rel=1e-6)
+    assert len({tuple(each.medoids.tolist()) for each in results}) == 1
+    assert results[0].loss == pytest.approx(results[2].loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("init", ["random", "build", "lab"])
 def test_starts(init) -> None:
     D = matrix(60)
     problem = ClusteringProblem(Precomputed(D), 5, seed=3, init=init, max_iter=1)
-    found = solve(table("clusterer").build("fasterpam"), problem)
-    assert len(set(found.result.medoids.tolist())) == 5
+    result = solve(table("clusterer").build("fasterpam"), problem)
+    assert len(set(result.result.medoids.tolist())) == 5
 
 
 def test_build_takes_what_helps_most() -> None:
@@ -247,12 +247,12 @@ def test_given_dissimilarities_need_not_be_symmetric() -> None:
     with pytest.raises(ClusterError, match=r"not symmetric: D\[\d+, \d+\]"):
         Precomputed(D)
     objects = Precomputed(D, symmetric=False)
-    found = table("clusterer").build("fasterpam").search(ClusteringProblem(objects, 4))
-    assert found.loss == pytest.approx(D[:, found.medoids].min(1).sum(), rel=1e-6)
+    match = table("clusterer").build("fasterpam").search(ClusteringProblem(objects, 4))
+    assert match.loss == pytest.approx(D[:, match.medoids].min(1).sum(), rel=1e-6)
     for place, candidate in itertools.product(range(4), range(40)):
-        other = found.medoids.copy()
+        other = match.medoids.copy()
         other[place] = candidate
-        assert D[:, other].min(1).sum() >= found.loss * (1 - 1e-6)
+        assert D[:, other].min(1).sum() >= match.loss * (1 - 1e-6)
     with pytest.raises(ClusterError, match="half of a matrix"):
         kept(objects, "condensed")
 
@@ -310,11 +310,11 @@ def test_without_a_compiler_it_says_so_once(monkeypatch) -> None:
     monkeypatch.setattr("shoal.fields.data.cluster.search.build", refuse)
     try:
         with pytest.warns(UserWarning, match="slower: no C"):
-            slow, found = walk("fasterpam", 5)
+            slow, result = walk("fasterpam", 5)
         assert walk("fasterpam", 5)[0] == slow
     finally:
         native.cache_clear()
     monkeypatch.undo()
     fast, again = walk("fasterpam", 5)
     assert fast[-1] == slow[-1]
-    assert again.loss == pytest.approx(found.loss)
+    assert again.loss == pytest.approx(result.loss)

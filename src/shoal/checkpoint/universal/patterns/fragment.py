@@ -75,11 +75,11 @@ class FragmentPattern:
             )
         whole = list(local[0])
         whole[self.dim] = self.size or total
-        shape, start, found = tuple(whole), 0, []
+        shape, start, result = tuple(whole), 0, []
         for extent in extents:
-            found.append(run(shape, self.dim, start, extent))
+            result.append(run(shape, self.dim, start, extent))
             start += extent
-        return FragmentArrangement(shape, found)
+        return FragmentArrangement(shape, result)
 
     def cut(self, name: str, shape: Shape, counts: Shape, at: Shape) -> Slices:
         """An equal share, the last ones padded if the pattern allows it."""

@@ -93,13 +93,13 @@ def context_row(
     except (RuntimeError, TypeError, ValueError) as cause:
         text = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         return row.model_copy(update={"status": "failed", "reason": text})
-    found = {}
+    result = {}
     for part in seen[0].outputs:
         whole = torch.empty_like(case.data[NAMES.index(part) - 1 if part != "out" else 0])
         for at, one in zip(positions, seen, strict=True):
             whole[:, :, at] = one.outputs[part]
-        found[part] = whole
-    error, of = worst(found, case.wanted)
+        result[part] = whole
+    error, of = worst(result, case.wanted)
     limit = TOLERANCES[settings.dtype]
     forward = max(one.forward_s for one in seen)
     mean = sum(one.flops for one in seen) / ranks
@@ -130,11 +130,11 @@ def _rank(
     with clock:
         out = method.attend(q, k, v, [case.mask], comm)
         forward = comm.now
-        found = {"out": out.detach()}
+        result = {"out": out.detach()}
         if settings.backward:
             grads = torch.autograd.grad(out, leaves, grad)
-            found |= dict(zip(NAMES[1:], grads, strict=True))
-    return _Seen(found, forward, comm.now, clock.busy_s, clock.flops)
+            result |= dict(zip(NAMES[1:], grads, strict=True))
+    return _Seen(result, forward, comm.now, clock.busy_s, clock.flops)
 
 
 class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -203,8 +203,8 @@ def _links(network: RankNetwork) -> Links:
 
 def _by_link(meter: Meter) -> dict[str, float]:
     """Bytes by class: inside a node, and between nodes."""
-    found = {"inside": 0.0, "between": 0.0}
+    link = {"inside": 0.0, "between": 0.0}
     for key, total in meter.totals().items():
         if key.startswith("wire_bytes"):
-            found["between" if re.search(r"scope=\"?node\b", key) else "inside"] += total
-    return found
+            link["between" if re.search(r"scope=\"?node\b", key) else "inside"] += total
+    return link

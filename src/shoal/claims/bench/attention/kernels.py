@@ -50,7 +50,7 @@ def kernel_rows(
         settings: shapes, type, device; whether to go backward and to time.
         seen: what the kernels are told instead of ``mask``; a test of the test.
     """
-    told = seen or mask
+    outcome = seen or mask
     length = mask.num_queries
     data = inputs(
         settings.batch,
@@ -72,15 +72,15 @@ def kernel_rows(
             status="unsupported",
             seen_cells=mask.area(),
         )
-        reason = _refuses(kernel, told, settings)
+        reason = _refuses(kernel, outcome, settings)
         if reason is None and wanted is None:
             wanted = reference(*data[:3], data[3] if settings.backward else None, mask)
         if reason is not None or wanted is None:
             rows[kernel_name] = row.model_copy(update={"reason": reason})
             continue
-        rows[kernel_name], found = _checked(row, kernel, told, data, wanted, settings)
-        if found is not None:
-            ready[kernel_name] = found
+        rows[kernel_name], result = _checked(row, kernel, outcome, data, wanted, settings)
+        if result is not None:
+            ready[kernel_name] = result
     if settings.timed and ready:
         for kernel_name, (forward, backward) in _timed(ready, mask, settings).items():
             rows[kernel_name] = rows[kernel_name].model_copy(
@@ -122,16 +122,16 @@ def _checked(
                 run(*leaves)
             with _Counted(settings.device if watched else "nothing", leaves) as counted:
                 out = run(*leaves)
-                found = {"out": out.detach()}
+                result = {"out": out.detach()}
                 if backward:
                     grads = torch.autograd.grad(out, leaves, grad)
-                    found |= dict(zip(NAMES[1:], grads, strict=True))
+                    result |= dict(zip(NAMES[1:], grads, strict=True))
                 del out
     except (RuntimeError, TypeError, ValueError) as cause:
         # What others wrote may break in any way; that is a result about it.
         text = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         return row.model_copy(update={"status": "failed", "reason": text}), None
-    error, of = worst(found, wanted)
+    error, of = worst(result, wanted)
     limit = TOLERANCES[settings.dtype]
     update: dict[str, object] = {"error": error, "status": "ok"}
     if watched:
@@ -207,14 +207,14 @@ def _timed(
         {name: one(name) for name in ready}, settings.repeats, warmup=1, seed=settings.seed
     )
     cells = mask.area() * settings.batch * settings.heads * settings.head_dim
-    found: dict[str, tuple[Timing, Timing | None]] = {}
+    result: dict[str, tuple[Timing, Timing | None]] = {}
     for name in rounds.seconds:
         back = backwards[name][1:]
-        found[name] = (
+        result[name] = (
             _timing(forwards[name][1:], FORWARD_FLOPS * cells),
             _timing(back, BACKWARD_FLOPS * cells) if back else None,
         )
-    return found
+    return result
 
 
 def _now(device: str) -> float:

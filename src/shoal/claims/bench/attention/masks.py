@@ -119,12 +119,12 @@ def document_lengths(
         expected="at least one that fits into a sequence",
     )
     draw = generator(seed, purpose="bench.documents", step=length, index=index)
-    found: list[int] = []
+    document_lengths: list[int] = []
     left = length
     while left:
-        found.append(min(left, fitting[int(draw.integers(len(fitting)))]))
-        left -= found[-1]
-    return tuple(found)
+        document_lengths.append(min(left, fitting[int(draw.integers(len(fitting)))]))
+        left -= document_lengths[-1]
+    return tuple(document_lengths)
 
 
 def _ids(documents: Sequence[int]) -> np.ndarray:

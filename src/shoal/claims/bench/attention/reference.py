@@ -59,11 +59,11 @@ def reference(
         out[:, :, rows] = part.detach()
         if grad is not None:
             torch.autograd.backward(part, grad[:, :, rows].double())
-    found = {"out": out}
+    result = {"out": out}
     if grad is not None:
         for name, x in zip(NAMES[1:], (q, k, v), strict=True):
-            found[name] = torch.zeros_like(x) if x.grad is None else x.grad
-    return found
+            result[name] = torch.zeros_like(x) if x.grad is None else x.grad
+    return result
 
 
 def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:

@@ -92,12 +92,12 @@ def _context_charts(report: AttentionReport) -> Iterable[Chart]:
 
 def _series(named: Iterable[tuple[str, Sequence[tuple[float, float]]]]) -> list[Series]:
     """A line for each name that has more than one point."""
-    found = []
+    series = []
     for name, rows in named:
         if len(rows) > 1:
             x, y = zip(*rows, strict=True)
-            found.append(Series(name, x, y, points=True))
-    return found
+            series.append(Series(name, x, y, points=True))
+    return series
 
 
 def _chart(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> Chart:

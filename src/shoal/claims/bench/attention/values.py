@@ -261,8 +261,8 @@ class AttentionReport(Value):
 
     def counts(self) -> dict[str, int]:
         """Rows by status."""
-        found = dict.fromkeys(("ok", "wrong", "unsupported", "failed"), 0)
+        counts = dict.fromkeys(("ok", "wrong", "unsupported", "failed"), 0)
         rows: list[KernelRow | ContextRow] = [*self.kernels, *self.context]
         for row in rows:
-            found[row.status] += 1
-        return found
+            counts[row.status] += 1
+        return counts

@@ -114,8 +114,8 @@ class PeerEngine:
         """
         self._signal(signal.SIGCONT)
         try:
-            asked = {"prompts": [list(p) for p in prompts], "new": list(new)}
-            answer = self._ask(asked, _BATCH_S)
+            requests = {"prompts": [list(p) for p in prompts], "new": list(new)}
+            answer = self._ask(requests, _BATCH_S)
         finally:
             self._rest()
         tokens: list[list[int]] = answer["tokens"]
@@ -181,17 +181,17 @@ def _line(file: int, timeout_s: float) -> bytes:
         TimeoutError: it does not come in time.
         EOFError: the other end is closed.
     """
-    found = b""
+    result = b""
     until = time.monotonic() + timeout_s
-    while not found.endswith(b"\n"):
+    while not result.endswith(b"\n"):
         ready, _, _ = select.select([file], [], [], max(0.0, until - time.monotonic()))
         if not ready:
             raise TimeoutError(f"no answer within {timeout_s:.0f} s")
         data = os.read(file, 2**20)
         if not data:
             raise EOFError("the process ended")
-        found += data
-    return found
+        result += data
+    return result
 
 
 @contextlib.contextmanager

@@ -152,8 +152,8 @@ def bench(
                 for case in (case for case, needed in work if needed == form):
                     if progress is not None:
                         progress(f"{case.name}, {form}", done, len(work))
-                    found, failed = _case(case, form, engines, config.vocab_size, rounds, seed)
-                    entries += found
+                    result, failed = _case(case, form, engines, config.vocab_size, rounds, seed)
+                    entries += result
                     for engine, reason in failed.items():
                         missing[f"{engine}, {form}"] = f"{case.name}: {reason}"
                     engines = [one for one in engines if one.peer.name not in failed]
@@ -237,7 +237,7 @@ def _batch(
 
 def rows(table: ServingTable) -> list[tuple[str, ...]]:
     """Cells of the table: case, weights, engine, tokens/s, ratio, interval, wanted, agreement."""
-    found = []
+    rows = []
     for entry in table.entries:
         key = (entry.case, entry.form, entry.engine)
         ratio, wanted = table.ratio(*key), GOALS.get(key)
@@ -247,5 +247,5 @@ def rows(table: ServingTable) -> list[tuple[str, ...]]:
             if wanted is not None:
                 cells[2] = f">= {wanted:g}x: {'yes' if ratio.value >= wanted else 'NO'}"
             cells[3] = f"{100 * entry.agreement:.0f} %"
-        found.append((*key, f"{entry.rate.value:,.0f}", *cells))
-    return found
+        rows.append((*key, f"{entry.rate.value:,.0f}", *cells))
+    return rows

@@ -175,8 +175,8 @@ def _picked(
     disjoint(where, written, read)
     whole = tuple((name, isinstance(number, int)) for name, number in numbers.items())
     made = _picker(where, read.dtype, f, whole, others)
-    found = call(made, policy, n, (read, written), tuple(numbers.values()), 1, where)[0]
-    return int(found or 0)
+    result = call(made, policy, n, (read, written), tuple(numbers.values()), 1, where)[0]
+    return int(result or 0)
 
 
 @functools.lru_cache(maxsize=256)

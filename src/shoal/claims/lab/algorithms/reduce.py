@@ -48,10 +48,12 @@ def transform_reduce(
     check_op(where, op, policy, assume_associative)
     read = {name: view(f"{where} {name}", x) for name, x in zip("abc", inputs, strict=False)}
     n, numbers = names_of(where, read, constants)
-    found = loop(where, policy, n, read, {}, numbers, {}, {"result": LoopReduction(op, f, init)})[0]
-    if found is None:
+    result = loop(where, policy, n, read, {}, numbers, {}, {"result": LoopReduction(op, f, init)})[
+        0
+    ]
+    if result is None:
         raise KernelError(f"{where}: nothing to reduce in an empty range; give init")
-    return found
+    return result
 
 
 @schedulable
@@ -64,7 +66,7 @@ def reduce(
     assume_associative: bool = False,
 ) -> float | int:
     """``op`` of all elements; see :func:`transform_reduce`."""
-    found: float | int = transform_reduce(
+    value: float | int = transform_reduce(
         policy, a, f="a", op=op, init=init, assume_associative=assume_associative
     )
-    return found
+    return value

@@ -22,10 +22,10 @@ def block_table(mask: Mask, block: int) -> np.ndarray:
     if block not in known:
         columns = np.arange(0, mask.num_keys, block)
         widths = np.minimum(block, mask.num_keys - columns)
-        found = []
+        results = []
         for start in range(0, mask.num_queries, block):
             rows = np.arange(start, min(start + block, mask.num_queries))
             counts = np.add.reduceat(mask.dense(rows).sum(0, dtype=np.int64), columns)
-            found.append((counts > 0).astype(np.int8) + (counts == widths * len(rows)))
-        known[block] = np.stack(found).astype(np.int8)
+            results.append((counts > 0).astype(np.int8) + (counts == widths * len(rows)))
+        known[block] = np.stack(results).astype(np.int8)
     return known[block]

@@ -44,7 +44,7 @@ def tiled_attention(mask: Mask, block: int, device: torch.device) -> Prepared:
 
 def _rows(mask: Mask, block: int, device: torch.device) -> tuple[_Row, ...]:
     table = block_table(mask, block)
-    found = []
+    rows = []
     for index, seen in enumerate(table):
         if not seen.any():
             continue
@@ -63,8 +63,8 @@ def _rows(mask: Mask, block: int, device: torch.device) -> tuple[_Row, ...]:
             hidden = torch.from_numpy(~cells & ~nothing).to(device)
             if nothing.any():
                 blind = torch.from_numpy(nothing).to(device)
-        found.append(_Row(slice(start, start + len(queries)), runs, hidden, blind))
-    return tuple(found)
+        rows.append(_Row(slice(start, start + len(queries)), runs, hidden, blind))
+    return tuple(rows)
 
 
 class _Tiled(torch.autograd.Function):

@@ -57,20 +57,20 @@ class Varlen(AttentionKernel):
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             grouped = q.shape[1] != k.shape[1]
             parts, stop = [], 0
-            for found in ranges:
-                if found.q0 > stop:
-                    parts.append(torch.zeros_like(q[:, :, stop : found.q0]))
-                rows, keys = slice(found.q0, found.q1), slice(found.k0, found.k1)
+            for result in ranges:
+                if result.q0 > stop:
+                    parts.append(torch.zeros_like(q[:, :, stop : result.q0]))
+                rows, keys = slice(result.q0, result.q1), slice(result.k0, result.k1)
                 parts.append(
                     F.scaled_dot_product_attention(
                         q[:, :, rows],
                         k[:, :, keys],
                         v[:, :, keys],
-                        is_causal=found.kind == "causal" and found.q1 - found.q0 > 1,
+                        is_causal=result.kind == "causal" and result.q1 - result.q0 > 1,
                         enable_gqa=grouped,
                     )
                 )
-                stop = found.q1
+                stop = result.q1
             if stop < q.shape[2]:
                 parts.append(torch.zeros_like(q[:, :, stop:]))
             return torch.cat(parts, 2)

@@ -57,8 +57,8 @@ def _amax(x: Tensor, dim: int, keepdim: bool) -> Tensor:
     shape = list(x.shape)
     shape[dim] = 1
     least = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    found = x.new_full(shape, least)
-    return found if keepdim else found.squeeze(dim)
+    result = x.new_full(shape, least)
+    return result if keepdim else result.squeeze(dim)
 
 
 def _mean(
@@ -83,8 +83,8 @@ def _embedding(
     own = (tokens >= first) & (tokens < first + len(rows))
     if not len(rows):
         return rows.new_zeros((*tokens.shape, rows.shape[1]))
-    found: Tensor = F.embedding((tokens - first).clamp(0, len(rows) - 1), rows)
-    return found * own.unsqueeze(-1).to(found.dtype)
+    tensor: Tensor = F.embedding((tokens - first).clamp(0, len(rows) - 1), rows)
+    return tensor * own.unsqueeze(-1).to(tensor.dtype)
 
 
 def _attention(

@@ -111,11 +111,11 @@ class GlobalTensor:
         if target == self.placement:
             return self
         if target not in self._copies:
-            found = self
+            result = self
             table = boxing(self.shape, self.mesh.sizes)
             for step in table.route(self.placement, target):
-                found = _step(found, step)
-            self._copies[target] = found
+                result = _step(result, step)
+            self._copies[target] = result
         return self._copies[target]
 
     def whole(self) -> Tensor:
@@ -159,16 +159,16 @@ def from_local(
     Raises:
         PlanError: no placement of this tensor, or a part of another shape.
     """
-    found = GlobalTensor(x, tuple(shape), _read(placement, shape, mesh), mesh)
+    global_tensor = GlobalTensor(x, tuple(shape), _read(placement, shape, mesh), mesh)
     require(
-        tuple(x.shape) == found.box.shape,
+        tuple(x.shape) == global_tensor.box.shape,
         "from_local: shape of the part",
         list(x.shape),
-        expected=f"{list(found.box.shape)}, the part {found.box} of {list(shape)} in "
-        f"{show_placement(found.placement)}",
+        expected=f"{list(global_tensor.box.shape)}, the part {global_tensor.box} of {list(shape)} "
+        f"in {show_placement(global_tensor.placement)}",
         error=PlanError,
     )
-    return found
+    return global_tensor
 
 
 def _step(x: GlobalTensor, step: BoxingStep) -> GlobalTensor:
@@ -328,14 +328,14 @@ def _pieces(x: GlobalTensor, made: GlobalTensor, coord: Sequence[int]) -> dict[i
         )
     )
     left = [local_box(x.shape, made.placement, sizes, coord)]
-    found: dict[int, list[Box]] = {}
+    pieces: dict[int, list[Box]] = {}
     for rank, other in owners:
         held = local_box(x.shape, x.placement, sizes, other)
         common = [box for part in left if (box := part.intersect(held)) is not None]
         if common:
-            found[rank] = common
+            pieces[rank] = common
             left = [rest for part in left for rest in part.subtract(held)]
-    return found
+    return pieces
 
 
 def _with(coord: Sequence[int], axis: int, index: int) -> tuple[int, ...]:
@@ -376,8 +376,8 @@ def apply(
     tables = [boxing(x.shape, mesh.sizes) for x in inputs]
 
     best: tuple[float, int] | None = None
-    found = legal(kind, shapes, attributes, mesh.sizes)
-    for number, signature in enumerate(found):
+    result = legal(kind, shapes, attributes, mesh.sizes)
+    for number, signature in enumerate(result):
         cost = float(
             sum(
                 table.cost(x.placement, wanted) * x.local.element_size()
@@ -389,7 +389,7 @@ def apply(
         if best is None or (cost, number) < best:
             best = cost, number
     require(best is not None, kind, shapes, expected="a legal signature", error=PlanError)
-    signature = found[best[1] if best else 0]
+    signature = result[best[1] if best else 0]
     ready = [x.to(wanted) for x, wanted in zip(inputs, signature.inputs, strict=True)]
     made = run(kind, ready, attributes, out, signature.output)
     return made if target is None else made.to(target)
@@ -427,7 +427,7 @@ def execute(
         expected=f"{mesh.sizes}, the ranks that there are",
         error=PlanError,
     )
-    found: dict[str, GlobalTensor] = {}
+    global_tensors: dict[str, GlobalTensor] = {}
     for leaf in graph.leaves:
         given = tensors.get(leaf.name)
         require(
@@ -438,15 +438,15 @@ def execute(
             error=PlanError,
         )
         if isinstance(given, GlobalTensor):
-            found[leaf.name] = given.to(plan.placements[leaf.name])
+            global_tensors[leaf.name] = given.to(plan.placements[leaf.name])
         elif given is not None:
-            found[leaf.name] = to_global(given, mesh, plan.placements[leaf.name])
+            global_tensors[leaf.name] = to_global(given, mesh, plan.placements[leaf.name])
     for op in graph.ops:
         wanted = [parse_placement(text) for text in plan.inputs[op.name]]
-        ready = [found[name].to(p) for name, p in zip(op.inputs, wanted, strict=True)]
+        ready = [global_tensors[name].to(p) for name, p in zip(op.inputs, wanted, strict=True)]
         result = parse_placement(plan.results[op.name])
         made = run(op.kind, ready, op.attributes, graph.shapes[op.name], result)
-        found[op.name] = made.to(plan.placements[op.name])
+        global_tensors[op.name] = made.to(plan.placements[op.name])
         if watch is not None:
-            watch(op.name, found[op.name])
-    return found
+            watch(op.name, global_tensors[op.name])
+    return global_tensors

@@ -74,8 +74,8 @@ def rnn(
     assert isinstance(kernel, RecurrenceKernel)
     bound = clip or 0.0
     if kernel.traced:
-        found = loop(function, wx, R, bias, begin, clip=bound).to(wx.dtype)
-        return found if outputs == "states" else found[0], found[:, :, -1:]
+        result = loop(function, wx, R, bias, begin, clip=bound).to(wx.dtype)
+        return result if outputs == "states" else result[0], result[:, :, -1:]
     every = outputs == "states"
     main, last = _Recurrence.apply(  # type: ignore[no-untyped-call]
         wx, R, bias, begin, kernel, call, every, not recompute and wanted, bound
@@ -139,8 +139,8 @@ class _Recurrence(torch.autograd.Function):
         dh, drest = dmain, None
         if every and dmain is not None:
             dh, drest = dmain[0], dmain[1:] if dmain.shape[0] > 1 else None
-        found = kernel.backward(
+        result = kernel.backward(
             call, wx, R, bias, states, trace, dh, drest, None if every else dlast, clip
         )
-        gradients = (found.wx, found.R, found.bias, found.states)
+        gradients = (result.wx, result.R, result.bias, result.states)
         return (*(one.to(wx.dtype) for one in gradients), None, None, None, None, None)

@@ -91,8 +91,8 @@ def unpack(
             more or fewer packed bytes.
     """
     ready = _chosen("unpack", buffer, datatype, count, order_free, backend)
-    found: Tensor = ready(packed, buffer)
-    return found
+    tensor: Tensor = ready(packed, buffer)
+    return tensor
 
 
 def layout_of(view: Tensor, *, order_free: bool = False) -> Layout:

@@ -163,19 +163,19 @@ class MethodModel:
         size = max(1, layout.size)
         block = max(1.0, layout.size / max(1, layout.runs))
         packing = parts.pack.at(size, block) + parts.unpack.at(size, block)
-        found: dict[Method, float] = {"oneshot": packing + parts.send.at(size)}
+        seconds: dict[Method, float] = {"oneshot": packing + parts.send.at(size)}
         if parts.device_pack and parts.device_unpack:
             on_device = parts.device_pack.at(size, block) + parts.device_unpack.at(size, block)
             if parts.device_send:
-                found["device"] = on_device + parts.device_send.at(size)
+                seconds["device"] = on_device + parts.device_send.at(size)
         else:
             on_device = packing
         if parts.copy_out and parts.copy_in:
             copies = parts.copy_out.at(size) + parts.copy_in.at(size)
-            found["staged"] = on_device + copies + parts.send.at(size)
+            seconds["staged"] = on_device + copies + parts.send.at(size)
         if isinstance(layout, StridedBlock) and layout.size and layout.runs <= MESSAGES:
-            found["blocks"] = parts.blocks.at(layout.runs, layout.counts[0])
-        return found
+            seconds["blocks"] = parts.blocks.at(layout.runs, layout.counts[0])
+        return seconds
 
     def choose(self, layout: Layout, locality: str = "node") -> Method:
         """The method that is predicted to be fastest; asked once a layout and locality."""
@@ -234,8 +234,8 @@ def measure_packing(
                 row.append(max(1e-9, statistics.median(taken[1:])))
         for table, row in zip(tables, rows, strict=True):
             table.append(row)
-    found = [
+    results = [
         TimeGrid(rows=tuple(sizes), columns=tuple(blocks), seconds=tuple(map(tuple, table)))
         for table in tables
     ]
-    return found[0], found[1]
+    return results[0], results[1]

@@ -44,13 +44,13 @@ def measure_parts(comm: Comm, *, largest: int = 2**24, repeats: int = 5) -> Loca
     require(
         comm.world >= 2, "strided tables ranks", comm.world, expected="at least 2", error=RankError
     )
-    found = None
+    result = None
     if comm.rank < 2:
         send, blocks = _messages(comm, largest, repeats)
     if comm.rank == 0:
         packing, unpacking = measure_packing(largest=largest, repeats=repeats)
         copies = _copies(largest, repeats)
-        found = LocalityTimes(
+        result = LocalityTimes(
             pack=packing,
             unpack=unpacking,
             send=send,
@@ -59,7 +59,7 @@ def measure_parts(comm: Comm, *, largest: int = 2**24, repeats: int = 5) -> Loca
             copy_in=copies,
         )
     return LocalityTimes.model_validate_json(
-        _shared(comm, found.model_dump_json() if found else "")
+        _shared(comm, result.model_dump_json() if result else "")
     )
 
 

@@ -102,9 +102,9 @@ class CLARA:
                 tick=lambda done, loss, state: None,
                 computing=lambda done: None,
             )
-            found = FasterPAM().search(inner)
-            medoids = ids[found.medoids]
-            swaps += found.swaps
+            match = FasterPAM().search(inner)
+            medoids = ids[match.medoids]
+            swaps += match.swaps
             total = float(to_medoids(objects, medoids)[1].sum(dtype=np.float64))
             losses.append(total)
             if total < loss:

@@ -139,9 +139,9 @@ def _kept(dim: int, metric: str) -> ClusterRates:
             raise ConfigError(
                 f"{path}: cannot be read ({cause}); remove it, and it is measured again"
             ) from cause
-    found = timed(dim, metric)
-    write_json(path, {**known, key: found.model_dump()})
-    return found
+    result = timed(dim, metric)
+    write_json(path, {**known, key: result.model_dump()})
+    return result
 
 
 def timed(dim: int, metric: str = "euclidean", edge: int = _EDGE) -> ClusterRates:
@@ -191,6 +191,6 @@ def _least(run: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
     seconds = []
     for _ in range(times):
         begin = time.perf_counter()
-        found = run()
+        result = run()
         seconds.append(time.perf_counter() - begin)
-    return min(seconds), found
+    return min(seconds), result

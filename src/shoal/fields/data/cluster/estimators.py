@@ -66,19 +66,19 @@ class _Medoids(ClusterMixin, TransformerMixin, BaseEstimator):  # type: ignore[m
         for name, value in self._search(objects).items():
             setattr(problem, name, value)
         solution = solve(method, problem)
-        found = solution.result
-        if not found.converged and found.passes >= problem.max_iter:
+        result = solution.result
+        if not result.converged and result.passes >= problem.max_iter:
             warnings.warn(
                 f"max_iter = {problem.max_iter} passes, and swaps still improve the loss; "
                 "give more",
                 ConvergenceWarning,
                 stacklevel=2,
             )
-        self.medoid_indices_: Ids = np.asarray(found.medoids)
+        self.medoid_indices_: Ids = np.asarray(result.medoids)
         self.labels_: Ids = solution.labels
         self.inertia_: float = solution.loss
-        self.n_swap_: int = found.swaps
-        self.n_iter_: int = max(found.passes, 1)
+        self.n_swap_: int = result.swaps
+        self.n_iter_: int = max(result.passes, 1)
         if self.metric != "precomputed":
             self.cluster_centers_ = X[self.medoid_indices_]
         self._n_features_out = int(self.n_clusters)
@@ -104,8 +104,8 @@ class _Medoids(ClusterMixin, TransformerMixin, BaseEstimator):  # type: ignore[m
         if self.metric == "precomputed":
             return np.asarray(X[:, self.medoid_indices_], np.float64)
         # Together with the medoids, so that the same metric with the same parameters is used.
-        found = pairwise_distances(X, self.cluster_centers_, metric=self.metric)
-        return np.asarray(found, np.float64)
+        result = pairwise_distances(X, self.cluster_centers_, metric=self.metric)
+        return np.asarray(result, np.float64)
 
     def _checked(self, X: Any, *, reset: bool) -> Any:
         # Dissimilarities are checked where they are read: the messages name the row.
@@ -194,10 +194,10 @@ class KMedoids(_Medoids):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < 1:
                 raise ClusterError(f"{name} = {value!r}: expected a number from 1 on")
-        found = {"max_iter": int(self.max_iter), "threads": int(self.n_threads)}
+        result = {"max_iter": int(self.max_iter), "threads": int(self.n_threads)}
         if isinstance(self.init, str):
             _among("init", self.init, _STARTS)
-            return {**found, "init": self.init}
+            return {**result, "init": self.init}
         start = np.asarray(self.init)
         inside = start.dtype.kind in "iu" and ((start >= 0) & (start < objects.n)).all()
         if start.shape != (self.n_clusters,) or not inside or len(set(start.tolist())) < len(start):
@@ -205,7 +205,7 @@ class KMedoids(_Medoids):
                 f"init: expected {', '.join(_STARTS)} or {self.n_clusters} different objects from "
                 f"0 to {objects.n - 1}"
             )
-        return {**found, "start": start}
+        return {**result, "start": start}
 
 
 class FasterCLARA(_Medoids):

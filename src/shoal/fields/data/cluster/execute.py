@@ -102,14 +102,14 @@ def execute(
             progress.keep()
             meter.event("stop", step=1)
             raise
-        found = solution.result
+        result = solution.result
         measured = {
             "total_s": time.perf_counter() - read + float((state or {}).get("seconds", 0.0)),
             "read_s": read - begun,
             "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
             "loss": solution.loss,
-            "swaps": float(found.swaps),
-            "passes": float(found.passes),
+            "swaps": float(result.swaps),
+            "passes": float(result.passes),
         }
         _write(solution, run_dir)
         meter.event("end", step=1)
@@ -118,8 +118,8 @@ def execute(
         measured=measured,
         errors=errors_of(plan, measured) if plan.machine.device.kind == "cpu" else {},
         details={
-            "converged": found.converged,
-            "medoids": np.asarray(found.medoids).tolist(),
+            "converged": result.converged,
+            "medoids": np.asarray(result.medoids).tolist(),
             "sizes": np.bincount(solution.labels, minlength=job.k).tolist(),
         },
         versions=versions(),
@@ -173,14 +173,14 @@ def _state(path: Path) -> State | None:
         ConfigError: it is damaged.
     """
     try:
-        found: State = json.loads(path.read_bytes())
+        state: State = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as cause:
         raise ConfigError(
             f"{path}: cannot be read ({cause}); remove it, and the run begins again"
         ) from cause
-    return found
+    return state
 
 
 def _write(solution: ClusteringSolution, directory: Path) -> None:

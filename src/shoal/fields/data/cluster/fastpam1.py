@@ -84,7 +84,7 @@ def steepest(problem: ClusteringProblem, storage: Storage, *, textbook: bool) ->
             for first in range(block.start, block.stop, step):
                 count = min(step, block.stop - first)
                 piece = rows.rows(first, count)
-                found = best_swap(
+                result = best_swap(
                     search,
                     piece,
                     np.arange(first, first + count),
@@ -92,8 +92,8 @@ def steepest(problem: ClusteringProblem, storage: Storage, *, textbook: bool) ->
                     textbook=textbook,
                     threads=problem.threads,
                 )
-                if found != best:
-                    best, row = found, piece[found[3]].copy()
+                if result != best:
+                    best, row = result, piece[result[3]].copy()
                 state = {"medoids": search.medoids.tolist(), "swaps": search.swaps}
                 past = passes + (first + count) / search.n
                 problem.tick(past / (past + 1), search.loss, {**state, "passes": passes})

@@ -36,8 +36,8 @@ def changes(search: MedoidSearch, row: Floats) -> npt.NDArray[np.float64]:
     of_medoid = np.where(nearer, d1 - d2, np.minimum(d - d2, 0.0))
     shared = float((d - d1)[nearer].sum())
     added = np.bincount(search.near, weights=of_medoid, minlength=search.k)
-    found: npt.NDArray[np.float64] = search.removal + added + shared
-    return found
+    changes: npt.NDArray[np.float64] = search.removal + added + shared
+    return changes
 
 
 def apply_swap(search: MedoidSearch, place: int, candidate: int, row: Floats) -> None:
@@ -58,12 +58,12 @@ def eager(search: MedoidSearch, rows: Floats, candidates: Ids, row_of: Ids, *, l
     for at, (candidate, place) in enumerate(zip(candidates, row_of, strict=True)):
         if search.since >= limit:
             return at
-        found = changes(search, rows[place])
-        partner = int(found.argmin())
-        if search.is_medoid[candidate] or not found[partner] < -LEAST * search.loss:
+        result = changes(search, rows[place])
+        partner = int(result.argmin())
+        if search.is_medoid[candidate] or not result[partner] < -LEAST * search.loss:
             search.since += 1
             continue
-        search.loss += float(found[partner])
+        search.loss += float(result[partner])
         apply_swap(search, partner, int(candidate), rows[place])
     return len(candidates)
 
@@ -78,18 +78,18 @@ def best_swap(
     """The swap that improves the loss most, of these candidates and of ``best``."""
     for at, candidate in enumerate(candidates):
         if not search.is_medoid[candidate]:
-            found = changes(search, rows[at])
-            partner = int(found.argmin())
-            if found[partner] < best[0]:
-                best = float(found[partner]), partner, int(candidate), at
+            result = changes(search, rows[at])
+            partner = int(result.argmin())
+            if result[partner] < best[0]:
+                best = float(result[partner]), partner, int(candidate), at
     return best
 
 
 def gains(rows: Floats, nearest: Floats) -> npt.NDArray[np.float64]:
     """What each candidate would take off the loss as one more medoid."""
     less = nearest.astype(np.float64) - rows
-    found: npt.NDArray[np.float64] = np.maximum(less, 0.0).sum(axis=1)
-    return found
+    gains: npt.NDArray[np.float64] = np.maximum(less, 0.0).sum(axis=1)
+    return gains
 
 
 def expand(lower: Floats, n: int, first: int, out: Floats) -> None:

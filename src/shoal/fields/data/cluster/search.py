@@ -213,12 +213,12 @@ def gains(rows: Floats, nearest: Floats) -> npt.NDArray[np.float64]:
     library = native()
     if library is None:
         return reference.gains(rows, nearest)
-    found = np.empty(len(rows), np.float64)
+    gains = np.empty(len(rows), np.float64)
     rows = np.ascontiguousarray(rows)
     library.gains(
-        rows.ctypes.data, rows.shape[1], len(rows), nearest.ctypes.data, found.ctypes.data
+        rows.ctypes.data, rows.shape[1], len(rows), nearest.ctypes.data, gains.ctypes.data
     )
-    return found
+    return gains
 
 
 def expand(lower: Floats, n: int, first: int, out: Floats) -> None:

@@ -59,14 +59,18 @@ def solve(method: Clusterer, problem: ClusteringProblem) -> ClusteringSolution:
     n, k = problem.objects.n, problem.k
     check_k(k, n)
     if k == n:
-        found = ClusteringResult(np.arange(n), 0.0, 0, 0)
+        clustering_result = ClusteringResult(np.arange(n), 0.0, 0, 0)
     elif k == 1:
-        found = _middle(problem)
+        clustering_result = _middle(problem)
     else:
-        found = method.search(problem)
-    labels, nearest = to_medoids(problem.objects, found.medoids)
-    labels[found.medoids] = np.arange(k)  # a medoid is of its own cluster, whoever is as near
-    return ClusteringSolution(found, labels, nearest, float(nearest.sum(dtype=np.float64)))
+        clustering_result = method.search(problem)
+    labels, nearest = to_medoids(problem.objects, clustering_result.medoids)
+    labels[clustering_result.medoids] = np.arange(
+        k
+    )  # a medoid is of its own cluster, whoever is as near
+    return ClusteringSolution(
+        clustering_result, labels, nearest, float(nearest.sum(dtype=np.float64))
+    )
 
 
 def _middle(problem: ClusteringProblem) -> ClusteringResult:

@@ -35,11 +35,11 @@ def begin(
 ) -> MedoidSearch:
     """A search that stands where a problem begins, or goes on."""
     chosen = started(problem, rows) if medoids is None else medoids
-    found = MedoidSearch(chosen, np.ascontiguousarray(rows.some(chosen).T), native())
+    medoid_search = MedoidSearch(chosen, np.ascontiguousarray(rows.some(chosen).T), native())
     if problem.state is not None:
-        found.swaps = int(problem.state["swaps"])
-        found.since = int(problem.state.get("since", 0))
-    return found
+        medoid_search.swaps = int(problem.state["swaps"])
+        medoid_search.since = int(problem.state.get("since", 0))
+    return medoid_search
 
 
 def start(init: str, rows: DissimilarityRows, k: int, seed: int) -> Ids:
@@ -61,13 +61,13 @@ def start(init: str, rows: DissimilarityRows, k: int, seed: int) -> Ids:
         best, gain = -1, -np.inf
         for ids, piece in _candidates(init, rows, chosen, seed, step):
             # The first medoid is the object with the least sum.
-            found = (
+            result = (
                 gains(piece, nearest) if nearest is not None else -piece.sum(1, dtype=np.float64)
             )
-            found[np.isin(ids, chosen)] = -np.inf
-            at = int(found.argmax())
-            if found[at] > gain:
-                best, gain = int(ids[at]), float(found[at])
+            result[np.isin(ids, chosen)] = -np.inf
+            at = int(result.argmax())
+            if result[at] > gain:
+                best, gain = int(ids[at]), float(result[at])
         chosen.append(best)
         row = rows.some(np.array([best]))[0]
         nearest = row if nearest is None else np.minimum(nearest, row)

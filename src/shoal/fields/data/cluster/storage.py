@@ -102,10 +102,10 @@ class Vectors:
                 "sklearn.metrics", extra="fields", purpose=f"the metric {self.metric!r}"
             ).pairwise_distances
             try:
-                found = pairwise(self._X[a], self._X[b], metric=self.metric)
+                result = pairwise(self._X[a], self._X[b], metric=self.metric)
             except (TypeError, ValueError) as cause:
                 raise ClusterError(f"metric = {self.metric!r}: {cause}") from cause
-            return np.ascontiguousarray(found, np.float32)
+            return np.ascontiguousarray(result, np.float32)
         product = self._ready[a] @ self._ready[b].T
         if self.metric == "cosine":
             np.subtract(1.0, product, out=product)
@@ -177,8 +177,8 @@ class Precomputed:
     def between(self, a: Ids | slice, b: Ids | slice) -> Floats:
         """Float32 [len(a), len(b)] of dissimilarities."""
         if isinstance(a, slice) or isinstance(b, slice):
-            found: Floats = self._D[a][:, b]
-            return found
+            floats: Floats = self._D[a][:, b]
+            return floats
         return self._D[np.ix_(a, b)]
 
     def subset(self, ids: Ids) -> Precomputed:
@@ -286,16 +286,16 @@ class Condensed:
 
     def rows(self, first: int, count: int) -> Floats:
         """Written into a buffer."""
-        found: Floats = self._room[:count]
-        expand(self._lower, self.n, first, found)
-        return found
+        rows: Floats = self._room[:count]
+        expand(self._lower, self.n, first, rows)
+        return rows
 
     def some(self, ids: Ids) -> Floats:
         """Each expanded alone."""
-        found = np.empty((len(ids), self.n), np.float32)
+        array = np.empty((len(ids), self.n), np.float32)
         for at, row in enumerate(ids):
-            expand(self._lower, self.n, int(row), found[at : at + 1])
-        return found
+            expand(self._lower, self.n, int(row), array[at : at + 1])
+        return array
 
     def blocks(self) -> Iterator[slice]:
         """Blocks of a few lines of cache in width."""
@@ -318,15 +318,15 @@ class OnDemand:
 
     def rows(self, first: int, count: int) -> Floats:
         """Computed, as a block."""
-        found = np.ascontiguousarray(
+        result = np.ascontiguousarray(
             self._objects.between(slice(first, first + count), slice(None))
         )
-        return self._zeroed(found, np.arange(first, first + count))
+        return self._zeroed(result, np.arange(first, first + count))
 
     def some(self, ids: Ids) -> Floats:
         """Computed, as a block."""
-        found = np.ascontiguousarray(self._objects.between(ids, slice(None)))
-        return self._zeroed(found, ids)
+        result = np.ascontiguousarray(self._objects.between(ids, slice(None)))
+        return self._zeroed(result, ids)
 
     def _zeroed(self, rows: Floats, ids: Ids) -> Floats:
         if not isinstance(self._objects, Precomputed):  # rounding leaves a little of no distance
@@ -359,13 +359,13 @@ def kept(
             "full32 or on_demand"
         )
     try:
-        found: DissimilarityRows = _KEPT[storage](objects, watch)
+        dissimilarity_rows: DissimilarityRows = _KEPT[storage](objects, watch)
     except MemoryError as cause:
         raise ClusterError(
             f"storage = {storage!r}: {storage_bytes(storage, objects.n) / 2**30:.1f} GiB of "
             f"dissimilarities of {objects.n} objects do not fit in memory; use on_demand, or CLARA"
         ) from cause
-    return found
+    return dissimilarity_rows
 
 
 def storage_bytes(storage: Storage, n: int) -> float:

@@ -105,7 +105,7 @@ def backward_block(
     function = flash_backward if q.device.type == "cpu" else plain_backward
     for piece in pieces:
         rows, queries, keys = piece.rows, piece.q, piece.k
-        found = function(
+        result = function(
             grad[rows, :, queries],
             q[rows, :, queries],
             kv[0, rows, :, keys],
@@ -114,9 +114,9 @@ def backward_block(
             delta[rows, :, queries],
             piece,
         )
-        q_grad[rows, :, queries] += found[0]
-        kv_grad[0, rows, :, keys] += found[1]
-        kv_grad[1, rows, :, keys] += found[2]
+        q_grad[rows, :, queries] += result[0]
+        kv_grad[0, rows, :, keys] += result[1]
+        kv_grad[1, rows, :, keys] += result[2]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, piece: AttentionPiece) -> tuple[Tensor, Tensor]:

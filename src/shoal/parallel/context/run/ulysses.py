@@ -36,10 +36,10 @@ class _ToHeads(torch.autograd.Function):
         (heads, kv_heads), peers = ctx.sizes, ctx.peers
         members = peers.world
         shares = [x.contiguous() for x in grad.chunk(members, 2)]
-        found = peers.exchange(shares, "heads_grad")
+        result = peers.exchange(shares, "heads_grad")
         kv_each = max(1, kv_heads // members)
         sizes = [heads // members, kv_each, kv_each]
-        q_parts, k_parts, v_parts = zip(*(x.split(sizes, 1) for x in found), strict=True)
+        q_parts, k_parts, v_parts = zip(*(x.split(sizes, 1) for x in result), strict=True)
         return (
             torch.cat(q_parts, 1),
             _summed_heads(torch.cat(k_parts, 1), kv_heads),

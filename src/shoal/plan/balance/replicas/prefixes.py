@@ -24,12 +24,12 @@ def chain(prompt: str | Sequence[int], size: int, most: int, *, salt: str = "") 
         salt: prompts are alike only where it is the same.
     """
     parent = hash((salt, isinstance(prompt, str)))
-    found = []
+    results = []
     for end in range(size, min(len(prompt), size * most) + 1, size):
         block = prompt[end - size : end]
         parent = hash((parent, block if isinstance(block, str) else tuple(block)))
-        found.append(parent)
-    return found
+        results.append(parent)
+    return results
 
 
 class Prefixes:
@@ -49,14 +49,14 @@ class Prefixes:
     def matches(self, blocks: Sequence[int], replicas: Sequence[int]) -> dict[int, int]:
         """How many of the first blocks each replica has seen."""
         left = sum(1 << replica for replica in replicas)
-        found = dict.fromkeys(replicas, 0)
+        matches = dict.fromkeys(replicas, 0)
         for block in blocks:
             left &= self._seen.get(block, 0)
             if not left:
                 break
             for replica in replicas:
-                found[replica] += left >> replica & 1
-        return found
+                matches[replica] += left >> replica & 1
+        return matches
 
     def add(self, blocks: Sequence[int], replica: int) -> None:
         """A replica was sent these blocks."""

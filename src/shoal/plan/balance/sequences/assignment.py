@@ -141,23 +141,23 @@ def lengths_of(
         PlanError: names the sequence, and the smallest group that could hold it.
     """
     require(ranks >= 1, f"{where}: ranks", ranks, expected="at least 1", error=PlanError)
-    found = np.asarray(lengths, dtype=np.int64)
-    require(len(found) > 0, f"{where}: sequences", 0, expected="at least 1", error=PlanError)
-    empty = np.flatnonzero(found < 1)
+    result = np.asarray(lengths, dtype=np.int64)
+    require(len(result) > 0, f"{where}: sequences", 0, expected="at least 1", error=PlanError)
+    empty = np.flatnonzero(result < 1)
     if len(empty):
         raise PlanError(
-            f"{where}: sequence {empty[0]} has {found[empty[0]]} tokens: expected at least 1; "
+            f"{where}: sequence {empty[0]} has {result[empty[0]]} tokens: expected at least 1; "
             "leave it out"
         )
-    longest = int(found.argmax())
-    needed = -(-int(found[longest]) // capacity)
+    longest = int(result.argmax())
+    needed = -(-int(result[longest]) // capacity)
     require(
         needed <= largest,
         f"{where}: sequence {longest}",
-        f"{found[longest]} tokens",
+        f"{result[longest]} tokens",
         expected=f"at most {largest * capacity}, which {largest} of {ranks} ranks hold; the "
         f"smallest group that could has {needed} ranks of {capacity} tokens",
-        hint=f"give {needed} ranks, or a capacity of {-(-int(found[longest]) // largest)} tokens",
+        hint=f"give {needed} ranks, or a capacity of {-(-int(result[longest]) // largest)} tokens",
         error=PlanError,
     )
-    return found
+    return result

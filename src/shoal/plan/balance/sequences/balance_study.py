@@ -60,7 +60,7 @@ class BalanceStudy:
 
     def explain(self, machine: Machine, progress: Progress) -> Explanation:
         """Every assigner's step, fastest first, and what every rank does when."""
-        found = read_lengths(self.lengths, self.column)
+        lengths = read_lengths(self.lengths, self.column)
         cost = SequenceCost.on(resolve(self.model), machine, Parallel(dp=self.ranks))
         plans, refused = [], {}
         own: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ class BalanceStudy:
         for name in ASSIGNERS:
             options = {"name": name, "capacity_tokens": self.capacity, **own.get(name, {})}
             try:
-                plan = ASSIGNERS.build(options).assign(found, self.ranks, cost)
+                plan = ASSIGNERS.build(options).assign(lengths, self.ranks, cost)
             except PlanError as cause:
                 refused[name] = str(cause)
             else:
@@ -79,8 +79,8 @@ class BalanceStudy:
             raise PlanError("; ".join(refused.values()))
         plans.sort(key=lambda one: one[2].step_s)
         shown = Table(
-            title=f"{len(found):,} sequences of up to {max(found):,} tokens, {sum(found):,} in "
-            f"all, on {self.ranks} ranks of {machine.name} with {self.capacity:,} each",
+            title=f"{len(lengths):,} sequences of up to {max(lengths):,} tokens, {sum(lengths):,} "
+            f"in all, on {self.ranks} ranks of {machine.name} with {self.capacity:,} each",
             columns=("assigner", "step", "idle", "attention sends", "passes", "groups of"),
             rows=tuple(
                 (

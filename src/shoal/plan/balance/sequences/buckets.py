@@ -37,14 +37,14 @@ def bucketed(lengths: Sequence[int], most: int) -> list[list[int]]:
     best[0] = 0.0
     cut = np.zeros((most + 1, number + 1), dtype=np.int64)
     for q in range(1, most + 1):
-        found = np.full(number + 1, np.inf)
+        array = np.full(number + 1, np.inf)
         for j in range(q, number + 1):
             starts = np.arange(q - 1, j)
             loss = values[starts] * (items[j] - items[starts]) - (tokens[j] - tokens[starts])
             total = best[starts] + loss
             at = int(total.argmin())
-            found[j], cut[q, j] = total[at], starts[at]
-        best = found
+            array[j], cut[q, j] = total[at], starts[at]
+        best = array
     buckets = []
     end = number
     for q in range(most, 0, -1):

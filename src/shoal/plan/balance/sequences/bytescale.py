@@ -62,18 +62,18 @@ class ByteScale:
         """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         capacity = self.capacity_tokens
         if self.offload == "none":
-            found = lengths_of(lengths, ranks, capacity, ranks, where="assigner.bytescale")
+            result = lengths_of(lengths, ranks, capacity, ranks, where="assigner.bytescale")
         else:  # what fits is asked sequence by sequence
             least = max(capacity, max(lengths, default=1))
-            found = lengths_of(lengths, ranks, least, ranks, where="assigner.bytescale")
-        degrees = -(-found // capacity)
+            result = lengths_of(lengths, ranks, least, ranks, where="assigner.bytescale")
+        degrees = -(-result // capacity)
         if self.offload == "auto":
             for number in np.flatnonzero(degrees > 1):
-                degrees[number] = self._degree(int(found[number]), ranks, cost, int(number))
-        seconds = cost.compute_s(found.astype(np.float64)) / degrees
+                degrees[number] = self._degree(int(result[number]), ranks, cost, int(number))
+        seconds = cost.compute_s(result.astype(np.float64)) / degrees
         # Groups first, while all ranks are about as free; then the slowest first.
-        alone = found <= capacity
-        order = np.lexsort((np.arange(len(found)), -seconds, alone)).tolist()
+        alone = result <= capacity
+        order = np.lexsort((np.arange(len(result)), -seconds, alone)).tolist()
         free = [(0.0, rank) for rank in range(ranks)]
         steps = []
         own: list[list[int]] = [[] for _ in range(ranks)]
@@ -81,21 +81,21 @@ class ByteScale:
             degree = int(degrees[number])
             if alone[number]:
                 # A pass of C tokens takes gamma once, so each of them takes its share of it.
-                share = cost.fixed_s * found[number] / capacity
+                share = cost.fixed_s * result[number] / capacity
                 at, rank = free[0]
                 heapq.heapreplace(free, (at + float(seconds[number]) + share, rank))
                 own[rank].append(number)
                 continue
             chosen = [heapq.heappop(free) for _ in range(degree)]
             group = tuple(sorted(rank for _, rank in chosen))
-            size = float(found[number])
+            size = float(result[number])
             end = chosen[-1][0]
             end += cost.sums_s(size * size, size, degree, cost.bandwidth(group), "ring")
             for rank in group:
                 heapq.heappush(free, (end, rank))
-            ratio = cost.offloaded(int(found[number]), degree) if self.offload == "auto" else 0.0
+            ratio = cost.offloaded(int(result[number]), degree) if self.offload == "auto" else 0.0
             steps.append(MicroStep((number,), group, ratio))
-        listed = found.tolist()
+        listed = result.tolist()
         for rank, mine in enumerate(own):
             # Dealt out by time, they are in falling order of length here.
             buffers = best_fit(mine, listed, capacity)

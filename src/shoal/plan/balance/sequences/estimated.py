@@ -19,12 +19,12 @@ def assigned_estimate(part: SequenceAssigner, work: Work, machine: Machine) -> E
     ranks = job.parallel.world
     cost = SequenceCost.on(work.shape, machine, job.parallel, precision=job.precision)
     plan = part.assign([job.seq_len] * job.global_batch, ranks, cost)
-    found = predict(plan, cost)
+    result = predict(plan, cost)
     one = cost.quadratic_s * job.seq_len**2 + cost.linear_s * job.seq_len
-    seconds = max(0.0, found.step_s - one * job.global_batch / ranks)
+    seconds = max(0.0, result.step_s - one * job.global_batch / ranks)
     scope = "loopback" if machine.device.kind == "cpu" and machine.nodes == 1 else "node"
     return Estimate(
         step_s=Interval.around(seconds, 0.5),
         terms_s={"collective": seconds},
-        wire_bytes={scope: found.exchange_bytes / ranks} if found.exchange_bytes else {},
+        wire_bytes={scope: result.exchange_bytes / ranks} if result.exchange_bytes else {},
     )

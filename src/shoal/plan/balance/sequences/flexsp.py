@@ -77,10 +77,10 @@ class FlexSP:
         """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""
         require(ranks >= 1, "assigner.flexsp: ranks", ranks, expected="at least 1", error=PlanError)
         pool = RankPool(1 << (ranks.bit_length() - 1), self.capacity_tokens, cost)
-        found = lengths_of(
+        result = lengths_of(
             lengths, ranks, self.capacity_tokens, pool.degrees[0], where="assigner.flexsp"
         )
-        solution = self.solve(found.tolist(), pool)
+        solution = self.solve(result.tolist(), pool)
         steps = []
         for members, groups in solution.batches:
             first = 0
@@ -88,7 +88,7 @@ class FlexSP:
                 chosen = tuple(members[number] for number in mine)
                 steps.append(MicroStep(chosen, tuple(range(first, first + degree))))
                 first += degree
-        return Assignment(tuple(found.tolist()), ranks, tuple(steps), "ulysses")
+        return Assignment(tuple(result.tolist()), ranks, tuple(steps), "ulysses")
 
     def solve(self, lengths: Sequence[int], pool: RankPool) -> FlexSPSolution:
         """Micro-batches and their groups; never slower than one degree for all."""
@@ -147,7 +147,7 @@ def _cuts(lengths: Sequence[int], pool: RankPool) -> list[list[tuple[int, ...]]]
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
     total, most = sum(lengths), pool.ranks * pool.capacity
     fewest = -(-total // most)
-    found: list[list[tuple[int, ...]]] = []
+    cuts: list[list[tuple[int, ...]]] = []
     for number in range(fewest, min(fewest + _MORE, len(lengths)) + 1):
         limit = min(most, -(-total // number))
         cut: list[list[int]] = []
@@ -158,9 +158,9 @@ def _cuts(lengths: Sequence[int], pool: RankPool) -> list[list[tuple[int, ...]]]
                 tokens = 0
             cut[-1].append(one)
             tokens += lengths[one]
-        if (chosen := [tuple(members) for members in cut]) not in found:
-            found.append(chosen)
-    return found
+        if (chosen := [tuple(members) for members in cut]) not in cuts:
+            cuts.append(chosen)
+    return cuts
 
 
 def _members(solution: FlexSPSolution) -> list[tuple[int, ...]]:
@@ -171,12 +171,12 @@ def _tried(
     cuts: list[list[tuple[int, ...]]], lengths: Sequence[int], pool: RankPool, *, thorough: bool
 ) -> list[FlexSPSolution]:
     """Cuts with groups for each of their micro-batches, where all fit; the fastest first."""
-    found = []
+    results = []
     for cut in cuts:
         batches = []
         for members in cut:
             groups = searched([lengths[n] for n in members], pool, thorough=thorough)
             batches.append((members, groups))
         if all(groups.groups for _, groups in batches):
-            found.append(FlexSPSolution(sum(g.seconds for _, g in batches), tuple(batches)))
-    return sorted(found, key=lambda solution: solution.seconds)
+            results.append(FlexSPSolution(sum(g.seconds for _, g in batches), tuple(batches)))
+    return sorted(results, key=lambda solution: solution.seconds)

@@ -182,7 +182,7 @@ def solved(
     objective[-1] = 1.0
     whole = np.ones(size, dtype=np.int64)
     whole[-1] = 0
-    found = milp(
+    result = milp(
         objective,
         constraints=LinearConstraint(
             matrix, np.array([low for _, low, _ in rows]), np.array([high for _, _, high in rows])
@@ -192,10 +192,10 @@ def solved(
         options={"time_limit": limit_s, "mip_rel_gap": 1e-3},
     )
     # Infeasible: with bucketed lengths nothing is as fast as what is known.
-    proven = found.status in (0, 2)
-    if found.x is None:
+    proven = result.status in (0, 2)
+    if result.x is None:
         return known._replace(proven=proven)
-    x = np.rint(found.x[: num * kinds]).astype(np.int64).reshape(num, kinds)
+    x = np.rint(result.x[: num * kinds]).astype(np.int64).reshape(num, kinds)
     left = [list(bucket) for bucket in chosen]
     made = []
     for g, degree in enumerate(groups):

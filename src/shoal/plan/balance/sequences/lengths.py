@@ -29,30 +29,30 @@ def read_lengths(path: Path, column: str = "length") -> list[int]:
     """
     try:
         if path.suffix == ".parquet":
-            found = _parquet(path, column)
+            lengths = _parquet(path, column)
         elif path.suffix == ".json":
-            found = json.loads(path.read_text())
-            if isinstance(found, dict):
-                found = found.get(column)
+            lengths = json.loads(path.read_text())
+            if isinstance(lengths, dict):
+                lengths = lengths.get(column)
         else:
-            found = [int(word) for word in path.read_text().split()]
+            lengths = [int(word) for word in path.read_text().split()]
     except (OSError, ValueError) as cause:
         raise DataError(
             f"{path}: no file of lengths ({str(cause).splitlines()[0]}); give whole numbers as "
             "text, as a JSON list or in a Parquet column"
         ) from cause
-    if not isinstance(found, list) or not 0 < len(found) <= _MOST:
+    if not isinstance(lengths, list) or not 0 < len(lengths) <= _MOST:
         raise DataError(
             f"{path}: expected 1 to {_MOST:,} lengths, as a list or below {column!r}; name the "
             "column with --column"
         )
-    for number, length in enumerate(found):
+    for number, length in enumerate(lengths):
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise DataError(
                 f"{path}: sequence {number} has length {length!r}: expected a whole number of "
                 "tokens, at least 1"
             )
-    return found
+    return lengths
 
 
 def _parquet(path: Path, column: str) -> Any:

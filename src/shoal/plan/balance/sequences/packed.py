@@ -63,8 +63,8 @@ class PackedAssigner:
             expected=f"a divisor of {ranks} ranks",
             error=PlanError,
         )
-        found = lengths_of(lengths, ranks, self.capacity_tokens, largest, where="assigner.packed")
-        needed = -(-int(found.max()) // self.capacity_tokens)
+        result = lengths_of(lengths, ranks, self.capacity_tokens, largest, where="assigner.packed")
+        needed = -(-int(result.max()) // self.capacity_tokens)
         cp = self.cp or next(
             n for n in range(needed, ranks + 1) if ranks % n == 0 and cost.legal(n, self.exchange)
         )
@@ -76,13 +76,13 @@ class PackedAssigner:
             f"{cost.kv_heads} key/value heads",
             error=PlanError,
         )
-        order = np.argsort(-found, kind="stable").tolist()
-        buffers = best_fit(order, found.tolist(), cp * self.capacity_tokens)
+        order = np.argsort(-result, kind="stable").tolist()
+        buffers = best_fit(order, result.tolist(), cp * self.capacity_tokens)
         steps = []
         for number, buffer in enumerate(buffers):
             first = number % (ranks // cp) * cp
             steps.append(MicroStep(tuple(buffer), tuple(range(first, first + cp))))
-        return Assignment(tuple(found.tolist()), ranks, tuple(steps), self.exchange)
+        return Assignment(tuple(result.tolist()), ranks, tuple(steps), self.exchange)
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""

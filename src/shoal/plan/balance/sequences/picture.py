@@ -35,8 +35,8 @@ def draw(plans: Sequence[tuple[str, Assignment, PredictedStep]]) -> str:
         "<style>text{fill:#222}.f{fill:#eee}@media (prefers-color-scheme: dark)"
         "{text{fill:#eee}.f{fill:#333}}</style>",
     ]
-    for number, (name, plan, found) in enumerate(plans):
-        out += _panel(number * panel, name, plan, found, _WIDE / longest, ranks, row)
+    for number, (name, plan, result) in enumerate(plans):
+        out += _panel(number * panel, name, plan, result, _WIDE / longest, ranks, row)
     bottom = panel * len(plans) + 14
     out.append(
         f'<text x="{_LEFT}" y="{bottom}">grey: a rank alone; a colour: ranks that share a buffer; '

@@ -237,9 +237,9 @@ class DistributedBlocks(PagedBlocks):
                 blocks.append(self._take())
         self._holding[request.id] = request
         if request.id in self._matched:
-            found, asked = self._matched.pop(request.id)
-            self._hits += found
-            self._queries += asked
+            result, outcome = self._matched.pop(request.id)
+            self._hits += result
+            self._queries += outcome
         return True
 
     def fork(self, parent: Request, child: Request) -> int:
@@ -287,17 +287,17 @@ class DistributedBlocks(PagedBlocks):
     @property
     def borrowed(self) -> dict[int, int]:
         """Blocks of each other instance that this one has: used, granted or to be given back."""
-        found: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for held in (self._credits, self._returns):
             for instance, blocks in held.items():
-                found[instance] = found.get(instance, 0) + len(blocks)
+                numbers[instance] = numbers.get(instance, 0) + len(blocks)
         for loans in self._loans.values():
             for instance, count in loans.lenders.items():
-                found[instance] = found.get(instance, 0) + count
+                numbers[instance] = numbers.get(instance, 0) + count
         for lend in self._flights.values():
             if lend.id in self._orphans:
-                found[lend.instance] = found.get(lend.instance, 0) + 1
-        return {instance: count for instance, count in found.items() if count}
+                numbers[lend.instance] = numbers.get(lend.instance, 0) + 1
+        return {instance: count for instance, count in numbers.items() if count}
 
     def credit(self, instance: int, blocks: Sequence[int]) -> None:
         """Another instance has granted these blocks."""
@@ -328,18 +328,18 @@ class DistributedBlocks(PagedBlocks):
         Those of ``first`` go first, then of requests that already have some elsewhere, then of
         the longest: as few requests as can be are spread.
         """
-        found: list[BlockLoan] = []
+        loans: list[BlockLoan] = []
         donors = sorted(
             self._holding.values(),
             key=lambda one: (one is not first, one.id not in self._loans, -one.n_computed),
         )
         for request in donors:
-            while len(found) < count and self._num_credits:
+            while len(loans) < count and self._num_credits:
                 lend = self._lend_one(request)
                 if lend is None:
                     break
-                found.append(lend)
-        return found
+                loans.append(lend)
+        return loans
 
     def _lend_one(self, request: Request) -> BlockLoan | None:
         loans = self._loans.get(request.id)
@@ -410,16 +410,16 @@ class DistributedBlocks(PagedBlocks):
 
     def returns(self) -> dict[int, list[int]]:
         """Blocks to give back to other instances, told once: they are no longer ours then."""
-        found, self._returns = self._returns, {}
-        return found
+        returns, self._returns = self._returns, {}
+        return returns
 
     def using(self, instance: int) -> list[Request]:
         """Requests that cannot go on without an instance, the newest first.
 
         Whoever takes an instance's blocks away frees these: they are computed again.
         """
-        found = [one for one in self._holding.values() if instance in self._lenders_of(one)]
-        return found[::-1]
+        results = [one for one in self._holding.values() if instance in self._lenders_of(one)]
+        return results[::-1]
 
     def recall(self, instance: int, blocks: int) -> list[Request]:
         """Requests to free so that an instance gets so many blocks back, the newest first.
@@ -432,13 +432,13 @@ class DistributedBlocks(PagedBlocks):
             self._returns.setdefault(instance, []).append(unused.pop())
             self._num_credits -= 1
             left -= 1
-        found = []
+        results = []
         for request in self.using(instance):
             if left <= 0:
                 break
-            found.append(request)
+            results.append(request)
             left -= self._loans[request.id].lenders[instance]
-        return found
+        return results
 
     @property
     def num_promised(self) -> int:
@@ -451,14 +451,14 @@ class DistributedBlocks(PagedBlocks):
 
     def overdrawn(self) -> list[Request]:
         """Requests to free until every promise is covered, the newest first."""
-        found, room = [], self.num_free
+        result, room = [], self.num_free
         for request in reversed(self._holding.values()):
             if room >= 0:
                 break
             if request.blocks[-1] == UNBACKED:
-                found.append(request)
+                result.append(request)
                 room += len(request.blocks)
-        return found
+        return result
 
     def lost(self, instance: int) -> None:
         """An instance is gone, and its blocks with it; nobody uses any of them any more."""
@@ -484,10 +484,10 @@ class DistributedBlocks(PagedBlocks):
     @property
     def blocks_on_loan(self) -> dict[int, int]:
         """Blocks that each other instance uses here."""
-        found: dict[int, int] = {}
+        blocks: dict[int, int] = {}
         for debtor in self._lent.values():
-            found[debtor] = found.get(debtor, 0) + 1
-        return found
+            blocks[debtor] = blocks.get(debtor, 0) + 1
+        return blocks
 
     def lend(self, debtor: int, wanted: int) -> list[int]:
         """Blocks for another instance: as many as it wants, or fewer, or none."""

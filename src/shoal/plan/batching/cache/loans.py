@@ -129,11 +129,11 @@ class LoanRegistry:
 
     def balances(self) -> dict[int, int]:
         """What each has lent less what it has borrowed; they add up to nothing."""
-        found = dict.fromkeys(self._beats, 0)
+        balances = dict.fromkeys(self._beats, 0)
         for debt in self.debts:
-            found[debt.debtor] -= debt.blocks
-            found[debt.creditor] += debt.blocks
-        return found
+            balances[debt.debtor] -= debt.blocks
+            balances[debt.creditor] += debt.blocks
+        return balances
 
     def require_room(self, request: str, n_tokens: int, own: int, lent: int) -> None:
         """Refuse a request that not all memory together holds.
@@ -167,7 +167,7 @@ class LoanRegistry:
         It can come to that when two act on old news. Of such an instance's loans as many blocks
         are called back as it has borrowed itself; the smallest loans first.
         """
-        found = []
+        results = []
         for instance, beat in self._beats.items():
             excess = sum(beat.borrowed.values())
             loans = sorted(
@@ -177,12 +177,12 @@ class LoanRegistry:
             for debt in loans:
                 if excess <= 0:
                     break
-                found.append(debt)
+                results.append(debt)
                 excess -= debt.blocks
         # Of two that owe each other only one need give back.
         pairs: set[frozenset[int]] = set()
         kept = []
-        for debt in sorted(found, key=lambda debt: debt.blocks):
+        for debt in sorted(results, key=lambda debt: debt.blocks):
             pair = frozenset((debt.debtor, debt.creditor))
             if pair not in pairs:
                 pairs.add(pair)
@@ -203,7 +203,7 @@ class LoanRegistry:
             if beat.short + beat.ahead and beat.instance not in lending
         ]
         wanting.sort(key=lambda pair: (-pair[0], pair[1].instance))
-        found: list[Loan] = []
+        loans: list[Loan] = []
         for gain, beat in wanting:
             # Who will borrow in this round does not lend in it.
             others = {one: left for one, left in free.items() if one != beat.instance and left}
@@ -217,8 +217,8 @@ class LoanRegistry:
                     free[debt.creditor] -= debt.blocks
                     attended[debt.creditor] += debt.blocks * self.block_size
                 free[beat.instance] = 0
-                found += chosen
-        return found
+                loans += chosen
+        return loans
 
     def _gain(self, beat: InstanceStatus) -> float:
         """Tokens per s more by one more request, of which the loan's part is attended elsewhere.

@@ -139,31 +139,31 @@ class PagedBlocks:
         for _ in range(missing):
             blocks.append(self._take())
         if request.id in self._matched:
-            found, asked = self._matched.pop(request.id)
-            self._hits += found
-            self._queries += asked
+            result, outcome = self._matched.pop(request.id)
+            self._hits += result
+            self._queries += outcome
         return True
 
     def fork(self, parent: Request, child: Request) -> int:
         """See :class:`~shoal.ir.engine.ForkingKVManager`."""
-        found = child.n_prompt - 1
-        child.blocks = parent.blocks[: -(-found // self.block_size)]
-        child.n_computed = found
+        result = child.n_prompt - 1
+        child.blocks = parent.blocks[: -(-result // self.block_size)]
+        child.n_computed = result
         for block in child.blocks:
             self._holders[block] += 1
-        full = found // self.block_size
+        full = result // self.block_size
         self._offered[child.id] = full
         self._forks += 1
-        return found
+        return result
 
     def copies(self) -> tuple[Copy, ...]:
         """See :class:`~shoal.ir.engine.ForkingKVManager`."""
         if not self._copies:
             return ()
-        found = tuple(Copy(source, target, 1) for target, source in self._copies.items())
-        self._copied += len(found)
+        copies = tuple(Copy(source, target, 1) for target, source in self._copies.items())
+        self._copied += len(copies)
         self._copies.clear()
-        return found
+        return copies
 
     def computed(self, request: Request) -> None:
         """See :class:`~shoal.ir.engine.KVManager`."""
@@ -193,7 +193,7 @@ class PagedBlocks:
 
     def purge(self, blocks: Sequence[int]) -> list[int]:
         """See :class:`~shoal.ir.engine.PurgingKVManager`."""
-        found = []
+        results = []
         for block in blocks:
             if not 0 <= block < self.num_blocks or self._holders[block]:
                 continue
@@ -202,8 +202,8 @@ class PagedBlocks:
                 del self._known[digest], self._forgotten[block]
                 self._digests[block] = None
                 self._free.append(block)
-            found.append(block)
-        return found
+            results.append(block)
+        return results
 
     def fits(self, n_tokens: int) -> bool:
         """Whether a request of ``n_tokens`` could be held if it were alone."""

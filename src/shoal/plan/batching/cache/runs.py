@@ -19,17 +19,17 @@ __all__ = ["FreeRuns", "joined"]
 
 def joined(pairs: Iterable[tuple[int, int]]) -> tuple[Copy, ...]:
     """Copies of (source, target) blocks, those that follow each other on both sides in one."""
-    found: list[Copy] = []
+    copies: list[Copy] = []
     for source, target in pairs:
-        last = found[-1] if found else None
+        last = copies[-1] if copies else None
         if last and (source, target) == (
             last.source + last.num_blocks,
             last.target + last.num_blocks,
         ):
-            found[-1] = last._replace(num_blocks=last.num_blocks + 1)
+            copies[-1] = last._replace(num_blocks=last.num_blocks + 1)
         else:
-            found.append(Copy(source, target, 1))
-    return tuple(found)
+            copies.append(Copy(source, target, 1))
+    return tuple(copies)
 
 
 class FreeRuns:

@@ -15,11 +15,11 @@ __all__ = ["descend", "greedy_paths", "rows_of"]
 
 def rows_of(trees: Sequence[TokenTree]) -> list[slice]:
     """Where the rows of each tree lie, one tree after the other."""
-    found, first = [], 0
+    rows, first = [], 0
     for tree in trees:
-        found.append(slice(first, first + len(tree.shape)))
+        rows.append(slice(first, first + len(tree.shape)))
         first += len(tree.shape)
-    return found
+    return rows
 
 
 def descend(tree: TokenTree, chosen: Sequence[int]) -> Path:
@@ -47,7 +47,7 @@ def greedy_paths(
     trees: Sequence[TokenTree], requests: Sequence[Request], logits_NV: Tensor
 ) -> list[Path | None]:
     """The path of the best tokens for each greedy request; None for those that sample."""
-    found: list[Path | None] = [None] * len(trees)
+    greedy_paths: list[Path | None] = [None] * len(trees)
     rows = rows_of(trees)
     greedy = [at for at, one in enumerate(requests) if one.params.temperature == 0]
     if greedy:
@@ -57,6 +57,6 @@ def greedy_paths(
         first = 0
         for at in greedy:
             stop = first + len(trees[at].tokens)
-            found[at] = descend(trees[at], chosen[first:stop])
+            greedy_paths[at] = descend(trees[at], chosen[first:stop])
             first = stop
-    return found
+    return greedy_paths

@@ -68,13 +68,13 @@ class Typical:
         bar = ((-entropy_N).exp() * self.delta).clamp(max=self.epsilon).log().tolist()
         log = log_NV.cpu().numpy()
         # Of every row: guesses on its path and the log of their probability; None if one fell.
-        found: list[tuple[int, float] | None] = [(0, 0.0)]
+        results: list[tuple[int, float] | None] = [(0, 0.0)]
         for row, above in enumerate(tree.shape.parent[1:], 1):
-            before = found[above]
+            before = results[above]
             value = log[above, tree.tokens[row]]
             good = before is not None and value > bar[above]
-            found.append((before[0] + 1, before[1] + value) if good and before else None)
-        best = max((one, -row) for row, one in enumerate(found) if one is not None)
+            results.append((before[0] + 1, before[1] + value) if good and before else None)
+        best = max((one, -row) for row, one in enumerate(results) if one is not None)
         row, taken = -best[1], []
         end = int(log[row].argmax())
         while row:

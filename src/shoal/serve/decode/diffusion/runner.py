@@ -206,9 +206,9 @@ class DiffusionRunner(EngineHook):
             if not sound:
                 errors[work.request.id] = NOT_FINITE
             elif not left:
-                found = self._ids[work.slot, work.block[0] : work.block[1]].tolist()
-                tokens[work.request.id] = tuple(found)
-                self.counts["tokens"] += len(found)
+                values = self._ids[work.slot, work.block[0] : work.block[1]].tolist()
+                tokens[work.request.id] = tuple(values)
+                self.counts["tokens"] += len(values)
         return tokens, errors
 
     # ------------------------------------------------------------------ one iteration
@@ -249,12 +249,12 @@ class DiffusionRunner(EngineHook):
             )
             for one in work
         )
-        found = self._windows.get(rows)
-        if found is None:
+        places = self._windows.get(rows)
+        if places is None:
             if len(self._windows) > 8:
                 self._windows.clear()
-            found = self._windows[rows] = Windows(rows, self.cache, self._longest)
-        return found
+            places = self._windows[rows] = Windows(rows, self.cache, self._longest)
+        return places
 
     def _forward(self, batch: _Batch, windows: Windows) -> Tensor:
         """Scores [B, W, V] of the places of every block; the mask itself is never one of them."""
@@ -271,8 +271,8 @@ class DiffusionRunner(EngineHook):
                 batch.step_B,
             )
             x_ND[rows] = seen_BWD[batch.masked_BW]
-        found = model.through(x_ND, windows.place_N, windows, windows.block_rows)
-        logits = model.logits(model.finished(*found)).to(self._exact).view(*shape, -1)
+        result = model.through(x_ND, windows.place_N, windows, windows.block_rows)
+        logits = model.logits(model.finished(*result)).to(self._exact).view(*shape, -1)
         logits[..., self._mask] = float("-inf")
         return logits
 

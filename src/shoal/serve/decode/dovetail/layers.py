@@ -190,8 +190,8 @@ class LaterCache(PagedCache):
         flat = np.concatenate(depth) if depth else np.empty(0, dtype=np.int64)
         moved, self._moved = self._moved, []
         step = RequestBatch(moved, contexts, tokens_N.cpu().numpy(), flat)
-        found = self._first.states(self._number, step, self.block_size, self.dtype)
-        return found.to(self.device)
+        states = self._first.states(self._number, step, self.block_size, self.dtype)
+        return states.to(self.device)
 
 
 class LaterLayers:

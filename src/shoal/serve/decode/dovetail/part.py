@@ -137,7 +137,7 @@ class DovetailSpeculative:
         config, state = stored("dovetail", Path(self.path), job)
         room = placed(self, job, model, int(config.options.get("layers", 1)), state)
         target, dtype = model.config, model.weight.dtype
-        told = {
+        fields = {
             "path": str(Path(self.path).resolve()),
             "model": str(Path(job.model).resolve()),
             "dtype": str(dtype).removeprefix("torch."),
@@ -156,7 +156,7 @@ class DovetailSpeculative:
             "cores": list(self.cores),
             "link": [self.link_bytes_per_s, self.link_s] if self.link_bytes_per_s else None,
         }
-        return DovetailDrafter(told, self.nodes, room.nbytes)
+        return DovetailDrafter(fields, self.nodes, room.nbytes)
 
 
 @dataclass
@@ -330,21 +330,21 @@ class DovetailDrafter:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         from shoal.serve.decode.dovetail.wire import MessageHeader, MessageKind, draft_bytes
 
-        asked = []
+        requests = []
         for guess in guesses:
             known, place = self._of(guess.request), len(guess.request.tokens)
             ready = known.length == place - 1
-            asked.append(ready)
+            requests.append(ready)
             if ready:
                 nodes = min(self._nodes, guess.nodes)
                 self.tell(MessageHeader(MessageKind.ASK, known.number, place, nodes))
-        found: list[TokenTree | None] = []
-        for guess, ready in zip(guesses, asked, strict=True):
+        results: list[TokenTree | None] = []
+        for guess, ready in zip(guesses, requests, strict=True):
             tree = self._draft(guess.request) if ready else None
-            found.append(tree)
+            results.append(tree)
             if ready:
                 self.expected_bytes += draft_bytes(0 if tree is None else tree.nodes)
-        return found
+        return results
 
     def _draft(self, request: Request) -> TokenTree | None:
         import numpy as np

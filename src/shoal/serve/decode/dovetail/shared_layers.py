@@ -153,9 +153,9 @@ class SharedLayers:
         if recorded is not None and all(
             one.length == 1 or one.seen is not None for one in step.contexts
         ):
-            found = recorded.play(_branches(step))
-            if found is not None:
-                return found[0]
+            result = recorded.play(_branches(step))
+            if result is not None:
+                return result[0]
         tokens_N, position_N, slots_N = (
             torch.from_numpy(one).to(device)
             for one in (step.tokens, step.positions(), step.slots(cache.block_size))
@@ -170,12 +170,12 @@ class SharedLayers:
 
 def _branches(step: RequestBatch) -> list[TreeRows]:
     """Rows of decodes and trees as a recording takes them."""
-    found, row, position = [], 0, step.positions()
+    branches, row, position = [], 0, step.positions()
     for one in step.contexts:
         rows = slice(row, row + one.length)
         seen = np.ones(1, dtype=np.int64) if one.seen is None else one.seen
         depth = position[rows] - one.start
         tokens = step.tokens[rows]
-        found.append(TreeRows(tokens, one.blocks, one.start, one.start, depth, seen))
+        branches.append(TreeRows(tokens, one.blocks, one.start, one.start, depth, seen))
         row = rows.stop
-    return found
+    return branches

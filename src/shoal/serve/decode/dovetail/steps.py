@@ -56,22 +56,22 @@ class RequestBatch(NamedTuple):
 
     def positions(self) -> np.ndarray:
         """Place of each row in its request [N]."""
-        found, first = [], 0
+        result, first = [], 0
         for one in self.contexts:
             if one.seen is None:
-                found.append(np.arange(one.start, one.stop))
+                result.append(np.arange(one.start, one.stop))
             else:
-                found.append(one.start + self.depth[first : first + one.length].astype(np.int64))
+                result.append(one.start + self.depth[first : first + one.length].astype(np.int64))
                 first += one.length
-        return np.concatenate(found)
+        return np.concatenate(result)
 
     def slots(self, size: int) -> np.ndarray:
         """Where the keys and values of each row go [N], in blocks of ``size`` tokens."""
-        found = []
+        results = []
         for one in self.contexts:
             at = np.arange(one.start, one.stop)
-            found.append(np.asarray(one.blocks, dtype=np.int64)[at // size] * size + at % size)
-        return np.concatenate(found)
+            results.append(np.asarray(one.blocks, dtype=np.int64)[at // size] * size + at % size)
+        return np.concatenate(results)
 
 
 def packed(step: RequestBatch, size: int) -> bytes:
@@ -108,9 +108,9 @@ def unpacked(body: bytes, requests: int, copies: int) -> RequestBatch:
 
     def words(count: int) -> np.ndarray:
         nonlocal at
-        found = np.frombuffer(body, _WORD, count, at)
-        at += found.nbytes
-        return found
+        words = np.frombuffer(body, _WORD, count, at)
+        at += words.nbytes
+        return words
 
     moved = []
     for _ in range(copies):

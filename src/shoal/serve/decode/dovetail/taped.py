@@ -81,17 +81,17 @@ class TapedFusion(PagedFusion):
         branch = _branch(held, rows)
         known = self.recorded[count]
         if known is None:
-            found = self._record(count, rows.features, branch)
+            result = self._record(count, rows.features, branch)
         else:
             self._steps.write(known.rows, (branch,))
             known.features.copy_(rows.features)
             if not known.tape.play():
                 return super().read(held, rows)
-            found = known.output
+            result = known.output
         held.length += count
         if not rows.last:
-            return found
-        return NetOutput(found.features[-1:], found.tokens[-1:], found.values[-1:])
+            return result
+        return NetOutput(result.features[-1:], result.tokens[-1:], result.values[-1:])
 
     def _record(self, count: int, features_TD: Tensor, branch: TreeRows) -> NetOutput:
         """Compute a pass, and keep what was asked if that gives the same again."""
@@ -108,16 +108,16 @@ class TapedFusion(PagedFusion):
             return made
 
         out, tape = record(compute)
-        found = NetOutput(out, tokens.numpy(), values.numpy())
+        net_output = NetOutput(out, tokens.numpy(), values.numpy())
         if isinstance(tape, str):
             self.refused[count] = tape
-            return found
+            return net_output
         computed = [one.clone() for one in (out, tokens, values)]
         if tape.play() and all(map(torch.equal, computed, (out, tokens, values))):
-            self.recorded[count] = _Pass(recording, given, found, tape)
+            self.recorded[count] = _Pass(recording, given, net_output, tape)
         else:
             self.refused[count] = "a kernel that is not seen"
-        return found
+        return net_output
 
 
 def _branch(held: RequestBlocks, rows: NetInput) -> TreeRows:

@@ -223,15 +223,15 @@ class FeatureTrees:
         behind = grown.features[[growing.computed[growing.parent[row]] for row in rows]]
         places = range(base, base + len(tokens))
         made = _kept(self._pass(held, NetInput(behind, tokens, places, last=True)))
-        found = None
+        result = None
         if not stop():
             root = int(made.tokens[0, 0])
             made = self._pass(held, NetInput(made.features, [root], [held.length], last=True))
             further = self._begin(root, made, held.length, grown.nodes)
             self._grow(held, further, stop)
-            found = _Ahead([*tokens, root], further)
+            result = _Ahead([*tokens, root], further)
         held.length = base
-        return found
+        return result
 
 
 def _kept(further: NetOutput) -> NetOutput:

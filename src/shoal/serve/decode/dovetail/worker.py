@@ -169,15 +169,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--told", required=True)
     given = parser.parse_args(arguments)
-    told = json.loads(given.told)
-    if told["cores"]:
-        os.sched_setaffinity(0, told["cores"])
-    torch.set_num_threads(max(1, len(told["cores"])))
+    data = json.loads(given.told)
+    if data["cores"]:
+        os.sched_setaffinity(0, data["cores"])
+    torch.set_num_threads(max(1, len(data["cores"])))
     end = socket.socket(fileno=given.fd)
-    link = EmulatedLink(*told["link"]) if told["link"] else None
-    channel = Channel(end, link, SPIN_S if told["cores"] else 0.0)
+    link = EmulatedLink(*data["link"]) if data["link"] else None
+    channel = Channel(end, link, SPIN_S if data["cores"] else 0.0)
     try:
-        trees, front = load_trees(told)
+        trees, front = load_trees(data)
     except ShoalError as cause:
         words = str(cause).encode()
         channel.send(MessageHeader(MessageKind.FAILED, len(words)), words)
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     channel.send(MessageHeader(MessageKind.READY, nbytes & 0xFFFFFFFF, nbytes >> 32))
     with torch.inference_mode():
         try:
-            _serve(channel, trees, front, told)
+            _serve(channel, trees, front, data)
         except (EOFError, BrokenPipeError):
             return 0
     return 0

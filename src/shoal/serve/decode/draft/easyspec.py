@@ -167,7 +167,7 @@ class EasySpec:
         )
         limit, groups = limit_of(config, job), self._groups(config.num_layers)
         dtype, full = model.weight.dtype, self.stale == "full"
-        told = {
+        fields = {
             "path": str(Path(self.path).resolve()),
             "job": job.model_dump(mode="json", exclude_none=True),
             "limit": limit,
@@ -175,7 +175,7 @@ class EasySpec:
             "groups": groups,
             "full": full,
         }
-        team = DraftRanks(told, self.ranks, self.cores)
+        team = DraftRanks(fields, self.ranks, self.cores)
         try:
             part = part_of(self.path, job, limit, dtype, 0, self.ranks)
             comm = team.join()

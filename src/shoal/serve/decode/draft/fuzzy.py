@@ -183,11 +183,11 @@ class FuzzyModel:
             q, k, v = turned(attention, qkv.view(rows * count, -1))
             return x_ND, mixer.group(layers[0], count, q, k, v).reshape(rows, count, -1)
         parts = qkv.view(rows, count, -1).unbind(1)
-        found = []
+        results = []
         for layer, part in zip(layers, parts, strict=True):
             q, k, v = turn(attention, part.contiguous())
-            found.append(mixer(layer, q, k, v).reshape(rows, -1))
-        return x_ND, torch.stack(found, 1)
+            results.append(mixer(layer, q, k, v).reshape(rows, -1))
+        return x_ND, torch.stack(results, 1)
 
 
 class _Repeated:

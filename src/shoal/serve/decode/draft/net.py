@@ -82,9 +82,9 @@ class DraftNet:
     def rows(self, several: Sequence[TreeRows]) -> Tensor:
         """Scores [N, V] of what comes after every row; of a recording's memory where it has one."""
         if self.recorded is not None:
-            found = self.recorded.play(several)
-            if found is not None:
-                return found[1]
+            result = self.recorded.play(several)
+            if result is not None:
+                return result[1]
         # Single rows first and longest context first, as attention wants them.
         order = sorted(
             range(len(several)),
@@ -202,10 +202,10 @@ class DraftState:
             return self.length, []
         row, moved = 0, []
         for depth, token in enumerate(tokens[self.root + 1 :], 1):
-            found = [child for child in tree.shape.children[row] if tree.tokens[child] == token]
-            if not found or self.computed[found[0]] < 0:
+            results = [child for child in tree.shape.children[row] if tree.tokens[child] == token]
+            if not results or self.computed[results[0]] < 0:
                 break
-            row = found[0]
+            row = results[0]
             moved.append((self.computed[row], depth))
         return self.root + 1 + len(moved), moved
 
@@ -229,10 +229,10 @@ class DraftMemory(Generic[_Held]):
 
     def of(self, requests: Sequence[Request]) -> list[_Held]:
         """What is kept of these; they are now the youngest."""
-        found = [self._one(request) for request in requests]
+        results = [self._one(request) for request in requests]
         while len(self._kept) > len(requests) + _REMEMBERED:
             self._drop(self._kept.popitem(last=False)[1])
-        return found
+        return results
 
     def _one(self, request: Request) -> _Held:
         known = self._kept.get(request.id)

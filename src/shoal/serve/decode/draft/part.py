@@ -132,14 +132,14 @@ class DraftModel:
 
     def expects(self) -> Expectation:
         """See :class:`~shoal.serve.decode.protocols.Speculator`."""
-        found = expectation(
+        expected = expectation(
             self.path, self.depth, self.breadth, self.nodes or self.breadth * self.depth
         )
         if not self.prompts:
-            return found
+            return expected
         from shoal.serve.decode.heads.prompted import passes
 
-        return replace(found, reads=passes(self.prompts, self.path, self.depth))
+        return replace(expected, reads=passes(self.prompts, self.path, self.depth))
 
     def drafter(self, job: ServeJob, model: Transformer) -> DraftModelDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.
@@ -227,11 +227,11 @@ class DraftModelDrafter:
                     growing.append((guess, kept, GrowingTree(tokens[-1], depth, self._breadth)))
             if growing:
                 self._grow(growing)
-        found: dict[str, TokenTree] = {}
+        token_trees: dict[str, TokenTree] = {}
         for guess, kept, grown in growing:
             kept.tree, kept.computed = grown.tree(min(guess.nodes, self._nodes))
-            found[guess.request.id] = kept.tree
-        return [found.get(guess.request.id) for guess in guesses]
+            token_trees[guess.request.id] = kept.tree
+        return [token_trees.get(guess.request.id) for guess in guesses]
 
     def _settle(self, known: Sequence[DraftState]) -> None:
         """Keep what was computed of accepted guesses, at the places that their tokens have."""
@@ -355,8 +355,8 @@ class DraftModelDrafter:
 def best_tokens(scores_NV: Tensor) -> np.ndarray:
     """The best token of each row; a tenth of the time that PyTorch takes for rows of bf16."""
     if scores_NV.device.type != "cpu":
-        found: np.ndarray = scores_NV.argmax(-1).cpu().numpy()
-        return found
+        tokens: np.ndarray = scores_NV.argmax(-1).cpu().numpy()
+        return tokens
     import torch
 
     wide = scores_NV.to(torch.promote_types(scores_NV.dtype, torch.float32))

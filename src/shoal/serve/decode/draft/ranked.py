@@ -119,9 +119,9 @@ class RankedRecordings(Recordings):
         pieces: list[_Piece] = []
         reason = ""
         while True:
-            found: list[TensorExchange | tuple[Tensor, Tensor]] = []
-            _, tape = record(_step(steps, found))
-            then = found[0] if isinstance(found[0], TensorExchange) else None
+            results: list[TensorExchange | tuple[Tensor, Tensor]] = []
+            _, tape = record(_step(steps, results))
+            then = results[0] if isinstance(results[0], TensorExchange) else None
             if isinstance(tape, str):
                 reason = reason or tape
             else:
@@ -129,7 +129,7 @@ class RankedRecordings(Recordings):
             if then is None:
                 break
             meet(model.comm, then)
-        last = found[0]
+        last = results[0]
         assert not isinstance(last, TensorExchange)
         hidden, result = last
         recording.hidden = hidden

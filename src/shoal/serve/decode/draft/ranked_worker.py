@@ -266,9 +266,9 @@ def _heard(end: socket.socket, buffer: bytearray, count: int) -> np.ndarray:
         if not data:
             raise EOFError("the serving process is gone")
         buffer += data
-    found = np.frombuffer(bytes(buffer[:nbytes]), dtype=np.int64)
+    result = np.frombuffer(bytes(buffer[:nbytes]), dtype=np.int64)
     del buffer[:nbytes]
-    return found
+    return result
 
 
 def _serve(end: socket.socket, exact: DraftNet, quick: DraftNet) -> None:
@@ -296,30 +296,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--told", required=True)
     given = parser.parse_args(arguments)
-    told = json.loads(given.told)
-    if told["cores"]:
-        os.sched_setaffinity(0, told["cores"])
+    data = json.loads(given.told)
+    if data["cores"]:
+        os.sched_setaffinity(0, data["cores"])
     torch.set_num_threads(1)
     end = socket.socket(fileno=given.fd)
-    rank, world, limit = told["rank"], told["world"], told["limit"]
+    rank, world, limit = data["rank"], data["world"], data["limit"]
     try:
-        job = parse(ServeJob, {**told["job"], "threads": 1}, where="job")
-        dtype = getattr(torch, told["dtype"])
-        part = part_of(str(Path(told["path"])), job, limit, dtype, rank, world)
+        job = parse(ServeJob, {**data["job"], "threads": 1}, where="job")
+        dtype = getattr(torch, data["dtype"])
+        part = part_of(str(Path(data["path"])), job, limit, dtype, rank, world)
     except ShoalError as cause:
         end.sendall(str(cause).encode())
         return 1
     end.sendall(_READY)
     if end.recv(len(_READY)) != _READY:
         return 0
-    comm = _join(rank, world, told["rendezvous"])
-    groups = tuple(told["groups"])
+    comm = _join(rank, world, data["rendezvous"])
+    groups = tuple(data["groups"])
     with torch.inference_mode():
         try:
             _serve(
                 end,
                 ranked(part, comm, limit),
-                ranked(part, comm, limit, groups=groups, full=told["full"]),
+                ranked(part, comm, limit, groups=groups, full=data["full"]),
             )
         except RankError:
             return 1

@@ -122,7 +122,7 @@ def stack(
             f"model {raw.config.name}: norms of queries and keys differ from layer to layer, and "
             "realise = fused rotates all of a group at once; use realise: sequential"
         )
-    found = {}
+    result = {}
     for layers in spans(groups, len(raw.blocks)):
         if len(layers) > 1:
             blocks = [raw.blocks[layer] for layer in layers]
@@ -131,5 +131,5 @@ def stack(
             )
             if served.norm.kernel is not None:
                 accelerate_layers(made, served)
-            found[layers[0]] = made
-    return found
+            result[layers[0]] = made
+    return result

@@ -202,14 +202,14 @@ class FastFalcon:
             state = self.mixed(x, state, lengths, outputs[:, before:])
         rows = [outputs[number, : before + own] for number, own in enumerate(lengths)]
         stops = np.cumsum([len(one) for one in rows])
-        asked = np.concatenate([np.arange(stop - self.k, stop) for stop in stops])
-        mixer = _Gathered(cache, reading, asked)
+        request = np.concatenate([np.arange(stop - self.k, stop) for stop in stops])
+        mixer = _Gathered(cache, reading, request)
         device = x.device
         place_N = torch.from_numpy(
             np.concatenate([one.root + one.depth for one in reading.branches])
         )
         features = self.block(
-            torch.cat(rows), place_N.to(device), mixer, torch.from_numpy(asked).to(device)
+            torch.cat(rows), place_N.to(device), mixer, torch.from_numpy(request).to(device)
         )
         logits = self.logits(features)
         return FalconOutput(
@@ -222,8 +222,8 @@ class FastFalcon:
     def best(self, logits_EkV: Tensor, width: int) -> np.ndarray:
         """The best tokens [E, k, W]."""
         wide = logits_EkV.to(self._wide)
-        found: np.ndarray = wide.topk(width, -1).indices.cpu().numpy()
-        return found
+        array: np.ndarray = wide.topk(width, -1).indices.cpu().numpy()
+        return array
 
 
 class _Gathered:
@@ -268,13 +268,13 @@ class _Gathered:
                 mask[:, one.root :].masked_fill_(
                     torch.from_numpy(hidden).to(mask.device), float("-inf")
                 )
-            found = attend(
+            result = attend(
                 q_NHd[rows].transpose(0, 1).unsqueeze(0),
                 keys.transpose(1, 2),
                 values.transpose(1, 2),
                 mask,
                 causal=False,
             )
-            out[rows] = found[0].transpose(0, 1)
+            out[rows] = result[0].transpose(0, 1)
             first = stop
         return out

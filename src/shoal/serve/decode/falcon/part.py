@@ -184,8 +184,8 @@ class FalconDrafter:
         """The passes of the first so many nodes, or of so many whose rows can be told apart."""
         from shoal.serve.decode.passes import TreePasses
 
-        found = TreePasses(self.spec.first(nodes), self.net.k)
-        return found if found.rows <= MAX_NODES else self._fitting(nodes - 1)
+        tree_passes = TreePasses(self.spec.first(nodes), self.net.k)
+        return tree_passes if tree_passes.rows <= MAX_NODES else self._fitting(nodes - 1)
 
     def propose(self, guesses: Sequence[Guess]) -> list[TokenTree | None]:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
@@ -198,14 +198,14 @@ class FalconDrafter:
                 passes = self._passes(min(guess.nodes, len(self.spec)))
                 if self._memory.hold(kept, kept.length + passes.rows, len(guesses)):
                     ready.append((place, kept, passes))
-        found: list[TokenTree | None] = [None] * len(guesses)
+        results: list[TokenTree | None] = [None] * len(guesses)
         if ready:
             places, held, several = zip(*ready, strict=True)
             with torch.inference_mode():
                 trees = self._trees(held, several)
             for place, tree in zip(places, trees, strict=True):
-                found[place] = tree
-        return found
+                results[place] = tree
+        return results
 
     def _trees(
         self, known: Sequence[FeatureState], passes: Sequence[TreePasses]

@@ -39,12 +39,12 @@ class FastHeads:
 
     def __init__(self, heads: MedusaHeads, width: int, weights: str = "plain") -> None:
         self._width = width
-        found = [one for one in heads.heads if isinstance(one, MedusaHead)]
-        mix = torch.cat([head.mix.weight for head in found])
-        bias = torch.cat([head.mix.bias for head in found])
-        self._count = len(found)
+        results = [one for one in heads.heads if isinstance(one, MedusaHead)]
+        mix = torch.cat([head.mix.weight for head in results])
+        bias = torch.cat([head.mix.bias for head in results])
+        self._count = len(results)
         self._mix = ready_linear(mix, bias, weights)
-        self._out = [ready_linear(head.out.weight, None, weights) for head in found]
+        self._out = [ready_linear(head.out.weight, None, weights) for head in results]
         self.nbytes = sum(one.numel() * one.element_size() for one in heads.parameters())
 
     def __call__(self, hidden: Sequence[Tensor]) -> np.ndarray:

@@ -167,11 +167,11 @@ class PpdDrafter:
         """See :class:`~shoal.serve.decode.protocols.Drafter`."""
         from shoal.serve.decode.protocols import TokenTree
 
-        found: list[TokenTree | None] = []
+        results: list[TokenTree | None] = []
         known = self._known.of([guess.request for guess in guesses])
         for guess, one in zip(guesses, known, strict=True):
             if guess.nodes + 1 < self.trees.fewest:
-                found.append(None)
+                results.append(None)
                 continue
             tokens = guess.request.tokens
             ahead = one.guesses if one.place == len(tokens) else None
@@ -181,8 +181,8 @@ class PpdDrafter:
             filled[0] = tokens[-1]
             if ahead is not None:
                 filled[1 : 1 + len(form.level)] = ahead[form.level, form.rank]
-            found.append(TokenTree(filled, form.shape, asking=form.asking))
-        return found
+            results.append(TokenTree(filled, form.shape, asking=form.asking))
+        return results
 
     def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """Keep the best tokens of the prompt rows below the last accepted guess."""
@@ -198,11 +198,11 @@ class PpdDrafter:
             kept.place = one.start + len(one.tokens) + 1
 
     def _form(self, rows: int, state: int) -> _Form:
-        found = self._forms.get((rows, state))
-        if found is None:
+        value = self._forms.get((rows, state))
+        if value is None:
             tree = self.trees.of(rows).trees[state]
-            found = self._forms[rows, state] = self._formed(tree)
-        return found
+            value = self._forms[rows, state] = self._formed(tree)
+        return value
 
     def _formed(self, tree: StateTree) -> _Form:
         """Prompt row (i, j) hangs below row (i - 1, j), and the first ones below their guess."""

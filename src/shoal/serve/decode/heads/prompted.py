@@ -120,13 +120,13 @@ def _paying(net: DraftNet, prompts: PpdDrafter, limit: int) -> int:
     most = min(trees.most, limit - context)
     counts = sorted(count for count in {*_ROWS, trees.fewest} if count <= most)
     chains = [_chain(count, context, blocks) for count in counts]
-    asked = [Guess(Request("measured", [0] * context, context, SamplingParams(max_tokens=1)), 1)]
+    requests = [Guess(Request("measured", [0] * context, context, SamplingParams(max_tokens=1)), 1)]
     plain = DraftModelDrafter(net, depth=1, breadth=1, nodes=1, limit=limit)
     asking = PromptedDrafter(net, prompts, rows=trees.fewest, depth=1, nodes=1, limit=limit)
     works: list[Callable[[], object]] = [
         *(lambda rows=rows: best_tokens(net.rows([rows])) for rows in chains),
-        lambda: plain.propose(asked),
-        lambda: asking.propose(asked),
+        lambda: plain.propose(requests),
+        lambda: asking.propose(requests),
     ]
     taken: list[list[float]] = [[] for _ in works]
     with torch.inference_mode():

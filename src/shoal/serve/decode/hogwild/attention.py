@@ -128,7 +128,7 @@ class QueryRotatingMixer:
 
     def _blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
         """Pairs of each block, the slots of its tokens, and what of them is not seen."""
-        found = []
+        blocks = []
         _, block_P, seen_P, _ = self._pairs
         numbers, counts = torch.unique_consecutive(block_P, return_counts=True)
         first = 0
@@ -138,8 +138,8 @@ class QueryRotatingMixer:
             seen_p = seen_P[pairs]
             slots_S = self._table[number, : int(seen_p.max())].long().to(self._slots_N.device)
             place_S = torch.arange(len(slots_S), device=slots_S.device)
-            found.append((pairs, slots_S, place_S >= seen_p.unsqueeze(1)))
-        return found
+            blocks.append((pairs, slots_S, place_S >= seen_p.unsqueeze(1)))
+        return blocks
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """Store the new keys and values; what the queries see [N, H, d]."""

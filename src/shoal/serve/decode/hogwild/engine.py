@@ -190,8 +190,10 @@ class HogwildEngine:
         """One forward pass for all workers, and a token for each."""
         started = self._clock()
         self._admit()
-        asked = [one for session in self.sessions for one in session.feeds(self._max_step_tokens)]
-        chosen = self._contained(asked) if asked else {}
+        requests = [
+            one for session in self.sessions for one in session.feeds(self._max_step_tokens)
+        ]
+        chosen = self._contained(requests) if requests else {}
         outputs = []
         for session in self.sessions:
             for worker in session.workers:
@@ -245,8 +247,8 @@ class HogwildEngine:
 
     def drain_events(self) -> list[dict[str, Any]]:
         """Messages ``refused``, ``error`` and ``began`` of the last steps."""
-        told, self._told = self._told, []
-        return told
+        drain_events, self._told = self._told, []
+        return drain_events
 
     def views(self) -> list[dict[str, Any]]:
         """What the workers of each session see now; see :func:`inspected`."""

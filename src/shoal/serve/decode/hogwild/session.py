@@ -171,8 +171,8 @@ class HogwildSession:
     def feeds(self, budget: int) -> list[WorkerFeed]:
         """What to compute next; the prompt takes at most ``budget`` tokens of it at a time."""
         if self._unread:
-            asked = self._prompt(max(1, budget))
-            return asked if self._unread else [*asked, *self._written()]
+            request = self._prompt(max(1, budget))
+            return request if self._unread else [*request, *self._written()]
         self._end_full()
         return [*self._ended_steps(), *self._written()]
 
@@ -181,31 +181,31 @@ class HogwildSession:
         space = self.space
         tokens, self._unread = self._unread[:budget], self._unread[budget:]
         bare = [] if self._unread else [one for one in self.workers if not one.prefix]
-        asked = [WorkerFeed(Feed(HogwildView((space.prompt,), None), tokens, bool(bare)), bare)]
+        requests = [WorkerFeed(Feed(HogwildView((space.prompt,), None), tokens, bool(bare)), bare)]
         if not self._unread:
             before: tuple[HogwildBlock, ...] = (space.prompt,)
             for name, header in self._headers.items():
                 before = (*before, space.headers[name])
-                asked.append(WorkerFeed(Feed(HogwildView(before, None), header, False)))
+                requests.append(WorkerFeed(Feed(HogwildView(before, None), header, False)))
             for worker in self.workers:
                 worker.pending = list(worker.prefix)
-        return asked
+        return requests
 
     def _ended_steps(self) -> list[WorkerFeed]:
         """Last tokens of steps; then their blocks stand in the history, and new ones are begun."""
         assert self.space is not None
         ended = sorted((one for one in self.running if one.moves), key=lambda one: one.name)
-        asked = []
+        ended_steps = []
         for worker in ended:
             yields = not worker.prefix and len(worker.pending) == 1
             feed = Feed(self.view(worker), worker.pending[:1], yields)
-            asked.append(WorkerFeed(feed, [worker] if yields else ()))
+            ended_steps.append(WorkerFeed(feed, [worker] if yields else ()))
         for worker in ended:
             self.space.history.append(self.space.own[worker.name])
             self.space.own[worker.name] = self._store.open(worker.name)
             worker.pending = [*worker.prefix, *worker.pending[1:]]
             worker.moves = False
-        return asked
+        return ended_steps
 
     def _end_full(self) -> None:
         """End the workers whose view, or the room of all, would be full."""
@@ -220,12 +220,12 @@ class HogwildSession:
 
     def _written(self) -> list[WorkerFeed]:
         """Pending tokens of all workers."""
-        asked = []
+        requests = []
         for worker in self.running:
             if worker.pending:
-                asked.append(WorkerFeed(Feed(self.view(worker), worker.pending), [worker]))
+                requests.append(WorkerFeed(Feed(self.view(worker), worker.pending), [worker]))
                 worker.pending = []
-        return asked
+        return requests
 
     def _taken(self) -> int:
         assert self.space is not None
@@ -263,15 +263,15 @@ class HogwildSession:
         for worker in self.running if self._answered else ():
             worker.finish = "stop"
         self._answer_early()
-        told = []
+        notes = []
         for worker in self.workers:
             if not worker.reported and (worker.said or worker.finish is not None):
                 worker.reported = worker.finish is not None
-                told.append(
+                notes.append(
                     Output(worker.request.id, tuple(worker.said), worker.infos, worker.finish)
                 )
             worker.said, worker.infos = [], ()
-        return told
+        return notes
 
     def _answer_early(self) -> None:
         """One worker answers when the tokens are nearly used up, if half of them were for work."""

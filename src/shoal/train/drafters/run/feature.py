@@ -161,8 +161,8 @@ class FeatureLearner:
             features = torch.where(shown.unsqueeze(-1), wanted, features)
             tokens = torch.where(shown, later, tokens)
             counted = ~shown
-        found = net(features, F.embedding(tokens, self.embed_VD), shift=shift)
-        flat = (found, wanted, later, scores)
+        result = net(features, F.embedding(tokens, self.embed_VD), shift=shift)
+        flat = (result, wanted, later, scores)
         if counted is not None and bool(counted.any()):
             made, true, words, scored = (one[counted] for one in flat)
         else:
@@ -185,8 +185,8 @@ class FeatureLearner:
     ) -> Tensor:
         """Places [B, L] that look ahead: whole blocks, as many as the first pass calls for."""
         net: FeatureNet = self._guess
-        found = net(features, F.embedding(tokens, self.embed_VD), shift=shift)
-        said = F.linear(found, self.output_VD.to(found.dtype)).max(-1).indices
+        result = net(features, F.embedding(tokens, self.embed_VD), shift=shift)
+        said = F.linear(result, self.output_VD.to(result.dtype)).max(-1).indices
         wrong = int((said != right).sum())
         rows, length = tokens.shape
         block = (torch.arange(length) + shift) // net.k

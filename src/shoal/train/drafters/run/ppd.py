@@ -106,8 +106,8 @@ class PromptLearner:
         for ahead in range(1, part.prompts + 1):
             true = self.target.logits(rows.hidden[:, places + ahead].to(self.target.weight.dtype))
             wanted = F.log_softmax(true.float(), -1).flatten(0, 1)
-            found = F.log_softmax(said[ahead - 1].float(), -1)
-            apart = F.kl_div(found, wanted, reduction="batchmean", log_target=True)
+            result = F.log_softmax(said[ahead - 1].float(), -1)
+            apart = F.kl_div(result, wanted, reduction="batchmean", log_target=True)
             terms.append(part.decay ** (ahead - 1) * apart)
         return torch.stack(terms).sum()
 

@@ -57,8 +57,8 @@ class Triplets(LowRankPart):
         """How far P and Q are from orthogonal."""
         a, b = self.lora_A @ self.lora_A.t(), self.lora_B.t() @ self.lora_B
         one = torch.eye(len(a), device=a.device)
-        found: Tensor = torch.norm(a - one) + torch.norm(b - one)
-        return found
+        tensor: Tensor = torch.norm(a - one) + torch.norm(b - one)
+        return tensor
 
     @torch.no_grad()
     def observe(self) -> None:
@@ -78,8 +78,8 @@ class Triplets(LowRankPart):
             name: getattr(self, f"mean_{name}") * getattr(self, f"spread_{name}")
             for name in ("lora_A", "lora_B", "lora_E")
         }
-        found: Tensor = score["lora_E"][:, 0] + score["lora_A"].mean(1) + score["lora_B"].mean(0)
-        return found
+        tensor: Tensor = score["lora_E"][:, 0] + score["lora_A"].mean(1) + score["lora_B"].mean(0)
+        return tensor
 
 
 class RankBudget(nn.Module):

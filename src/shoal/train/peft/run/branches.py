@@ -62,16 +62,16 @@ def _every(model: nn.Module) -> list[BlockBranch]:
             for ours, theirs in (("attention", "self_attn"), ("mlp", "mlp"))
         ]
     width = getattr(getattr(model, "config", None), "hidden_size", None)
-    found = []
+    results = []
     for name, module in model.named_modules():
         inner = [part for part in module.modules() if hasattr(part, "in_features")]
         if not name or not inner or module is inner[0]:
             continue
         number = re.findall(r"\.(\d+)(?=\.|$)", f".{name}")
-        found.append(
+        results.append(
             BlockBranch(name, name, width or inner[0].in_features, int(number[-1]) if number else 0)
         )
-    return found
+    return results
 
 
 def find_branches(model: nn.Module, targets: str, where: str) -> list[BlockBranch]:
@@ -174,8 +174,8 @@ class DroppedBottleneck(Bottleneck):
 
     def before_step(self, step: int, total: int) -> None:
         """Draw how many blocks do without; the same for all branches and ranks."""
-        found = generator(self._seed, purpose="adapter drop", step=step).integers(self._drop + 1)
-        self._now = int(found)
+        integers = generator(self._seed, purpose="adapter drop", step=step).integers(self._drop + 1)
+        self._now = int(integers)
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
         """Outputs of the branch, changed if this block has an adapter now."""

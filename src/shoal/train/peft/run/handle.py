@@ -130,14 +130,14 @@ class ModelPeftHandle:
         }
 
     def _files(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = dict(self.shared)
+        tensors: dict[str, Tensor] = dict(self.shared)
         for name, (_, part) in self.sites.items():
-            found |= {f"{name}.{leaf}": value for leaf, value in part.files().items()}
+            tensors |= {f"{name}.{leaf}": value for leaf, value in part.files().items()}
         for name, module in self.modules.items():
             files = getattr(module, "files", None)
             inner = dict(module.named_parameters()) if files is None else files()
-            found |= {f"{name}.{leaf}".strip("."): value for leaf, value in inner.items()}
-        return found
+            tensors |= {f"{name}.{leaf}".strip("."): value for leaf, value in inner.items()}
+        return tensors
 
     def state(self) -> dict[str, Tensor]:
         """What must be stored to have the method again on the same base."""
@@ -171,12 +171,12 @@ class ModelPeftHandle:
 
     def buffers(self) -> dict[str, Tensor]:
         """What a run that goes on needs beside parameters; :meth:`restore` writes it in place."""
-        found: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for name, (_, part) in self.sites.items():
-            found |= {f"{name}.{leaf}": value for leaf, value in part.named_buffers()}
+            buffers |= {f"{name}.{leaf}": value for leaf, value in part.named_buffers()}
         for name, module in self.modules.items():
-            found |= {f"{name}.{leaf}": value for leaf, value in module.named_buffers()}
-        return found
+            buffers |= {f"{name}.{leaf}": value for leaf, value in module.named_buffers()}
+        return buffers
 
     def restore(self, get: Callable[[str], Tensor]) -> None:
         """Take over the buffers of a run that goes on."""

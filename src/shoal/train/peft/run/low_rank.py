@@ -156,7 +156,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x_NI, inner_NR, down, *ups = ctx.saved_tensors
         inner_grad = torch.empty_like(inner_NR)
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
         at = 0
         for (start, stop, scale), up in zip(ctx.spans, ups, strict=True):
             rank = up.shape[1]
@@ -166,16 +166,16 @@ class _Products(torch.autograd.Function):
             ].copy_(own @ up)
             if scale != 1:
                 inner_grad[:, at : at + rank].mul_(scale)
-            found += [None, (own.t() @ inner_NR[:, at : at + rank]).mul_(scale)]
+            results += [None, (own.t() @ inner_NR[:, at : at + rank]).mul_(scale)]
             at += rank
         if ctx.keeps:
             down_grad = inner_grad.t() @ x_NI
-            found[::2] = torch.split(down_grad, [up.shape[1] for up in ups])
+            results[::2] = torch.split(down_grad, [up.shape[1] for up in ups])
         x_grad = None
         if ctx.needs_input_grad[0]:
             x_grad = back(ctx.base, grad)
             x_grad.addmm_(inner_grad, down)
-        return x_grad, None, None, None, *found
+        return x_grad, None, None, None, *results
 
 
 def fused(

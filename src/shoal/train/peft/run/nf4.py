@@ -270,7 +270,7 @@ def loftq(
     Returns:
         Site -> A [r, I] and B [O, r].
     """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    result: dict[str, tuple[Tensor, Tensor]] = {}
     for owner in _owners(handle):
         module = handle.model.get_submodule(owner)
         assert isinstance(module, nn.Linear)
@@ -289,7 +289,7 @@ def loftq(
                 u, s, v = torch.linalg.svd(lost[site.start : site.stop], full_matrices=False)
                 root = s[:r].sqrt()
                 down, up = root.unsqueeze(1) * v[:r], u[:, :r] * root
-                found[site.name] = down, up
+                result[site.name] = down, up
                 rest[site.start : site.stop] -= up @ down
         handle.replace(owner, layer)
-    return found
+    return result

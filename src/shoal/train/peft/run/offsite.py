@@ -79,7 +79,7 @@ def _path(model: nn.Module) -> str:
     """Where the blocks of a model are: its longest list of modules."""
     if isinstance(model, Transformer):
         return "blocks"
-    found = model.named_modules()
-    lists: dict[str, int] = {n: len(m) for n, m in found if isinstance(m, nn.ModuleList)}
+    named_modules = model.named_modules()
+    lists: dict[str, int] = {n: len(m) for n, m in named_modules if isinstance(m, nn.ModuleList)}
     require(bool(lists), "finetune.offsite", type(model).__name__, expected="a model with blocks")
     return max(lists, key=lambda name: lists[name])

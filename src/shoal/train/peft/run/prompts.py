@@ -68,8 +68,8 @@ class PrefixTokens(nn.Module):
 
     def embeddings(self) -> Tensor:
         """Keys and values [m, L * 2 * K * d], in the order of Hugging Face's file."""
-        found: Tensor = self.inputs if self.made is None else self.made(self.inputs)
-        return found
+        embeddings: Tensor = self.inputs if self.made is None else self.made(self.inputs)
+        return embeddings
 
     def pair(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer [m, K, d]."""
@@ -112,13 +112,13 @@ def _embedding(model: nn.Module) -> nn.Embedding:
     if isinstance(model, Transformer):
         return model.embed
     get = getattr(model, "get_input_embeddings", None)
-    found = None if get is None else get()
-    if not isinstance(found, nn.Embedding):
+    result = None if get is None else get()
+    if not isinstance(result, nn.Embedding):
         raise ConfigError(
             "finetune.prompt: the model does not say where its embedding is; give a Transformer, "
             "or a module with get_input_embeddings()"
         )
-    return found
+    return result
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int, int]:

@@ -108,8 +108,8 @@ def product(base: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 def back(base: nn.Module, grad: Tensor) -> Tensor:
     """Product of a gradient and the matrix of a module, by its own way where it has one."""
     made = getattr(base, "back", None)
-    found: Tensor = grad @ dense(base).to(grad.dtype) if made is None else made(grad)
-    return found
+    tensor: Tensor = grad @ dense(base).to(grad.dtype) if made is None else made(grad)
+    return tensor
 
 
 class SitePart(nn.Module):
@@ -229,14 +229,14 @@ def all_sites(model: nn.Module) -> list[Site]:
 
     if isinstance(model, Transformer):
         return _ours(model)
-    found = []
+    sites = []
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear):
-            found += [Site(name, name, 0, module.out_features, module.in_features, alone=True)]
+            sites += [Site(name, name, 0, module.out_features, module.in_features, alone=True)]
         elif _is_linear(module) and not name.endswith(".base"):
             rows, columns = module.out_features, module.in_features
-            found.append(Site(name, name, 0, rows, columns, alone=True))
-    return found
+            sites.append(Site(name, name, 0, rows, columns, alone=True))
+    return sites
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -246,7 +246,7 @@ def _is_linear(module: nn.Module) -> bool:
 def _ours(model: Transformer) -> list[Site]:
     from shoal.model import FAMILIES
 
-    found = []
+    result = []
     for name, pieces in FAMILIES.build(model.config.family).names(model.config).items():
         owner, _, leaf = name.rpartition(".")
         if leaf != "weight" or not owner.startswith("blocks."):
@@ -258,9 +258,9 @@ def _ours(model: Transformer) -> list[Site]:
         for piece in pieces:
             stop = at + piece.shape[0]
             site = piece.name.removesuffix(".weight")
-            found.append(Site(site, owner, at, stop, piece.shape[1], alone=len(pieces) == 1))
+            result.append(Site(site, owner, at, stop, piece.shape[1], alone=len(pieces) == 1))
             at = stop
-    return found
+    return result
 
 
 def find_sites(model: nn.Module, targets: str, where: str) -> list[Site]:

@@ -39,11 +39,11 @@ class _Sparse(torch.autograd.Function):
         weight_grad = flat.t() @ given
         if part.looking is not None:
             part.looking += weight_grad.float() ** 2
-        found = weight_grad.view(-1)[part.places].to(values.dtype)
+        result = weight_grad.view(-1)[part.places].to(values.dtype)
         x_grad = None
         if ctx.needs_input_grad[0]:
             x_grad = grad @ part.whole(ctx.rows, values).to(grad.dtype)
-        return x_grad, found, None, None, None
+        return x_grad, result, None, None, None
 
 
 class SparsePart(SitePart):
@@ -74,8 +74,8 @@ class SparsePart(SitePart):
     def looked(self) -> Tensor:
         """What was seen [O, I], once; for ranks to sum."""
         assert self.looking is not None
-        found, self.looking = self.looking, None
-        return found
+        result, self.looking = self.looking, None
+        return result
 
     def choose(self, score_OI: Tensor) -> None:
         """Take the entries with the highest scores."""

@@ -138,12 +138,12 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
             batch.logits[place] = wanted
         if llama_cpp.llama_decode(context, batch):
             raise RuntimeError("llama.cpp cannot decode: the cache is full")
-        found = {}
+        result = {}
         for place, (_, _, sequence, wanted) in enumerate(tokens):
             if wanted:
                 row = llama_cpp.llama_get_logits_ith(context, place)
-                found[sequence] = int(np.ctypeslib.as_array(row, shape=(vocab,)).argmax())
-        return found
+                result[sequence] = int(np.ctypeslib.as_array(row, shape=(vocab,)).argmax())
+        return result
 
     def generate(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         """Continuous batching as llama.cpp's server does it: decodes first, then prompts."""

@@ -40,10 +40,10 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
         return [row[width : width + count].tolist() for row, count in zip(out, new, strict=True)]
 
     def generate(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
-        found = []
+        results = []
         for first in range(0, len(prompts), _BATCH):
-            found += batch(prompts[first : first + _BATCH], new[first : first + _BATCH])
-        return found
+            results += batch(prompts[first : first + _BATCH], new[first : first + _BATCH])
+        return results
 
     return generate, transformers.__version__
 

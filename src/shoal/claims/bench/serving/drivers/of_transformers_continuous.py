@@ -38,15 +38,15 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
             manager.add_request(prompt, max_new_tokens=count)
             for prompt, count in zip(prompts, new, strict=True)
         ]
-        found: dict[str, list[int]] = {}
-        while len(found) < len(names):
+        outcome: dict[str, list[int]] = {}
+        while len(outcome) < len(names):
             result = manager.get_result(timeout=1)
             if result is None:
                 if not manager.is_running():
                     raise RuntimeError("continuous batching has stopped")
             elif result.is_finished():
-                found[result.request_id] = list(result.generated_tokens)
-        return [found[name] for name in names]
+                outcome[result.request_id] = list(result.generated_tokens)
+        return [outcome[name] for name in names]
 
     return generate, transformers.__version__
 

@@ -32,8 +32,8 @@ def load(options: dict[str, Any]) -> tuple[Generate, str]:
             )
             for n in new
         ]
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        answers = model.generate(asked, params, use_tqdm=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = model.generate(requests, params, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
     return generate, str(vllm.__version__)
