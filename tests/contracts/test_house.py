@@ -34,7 +34,7 @@ WRITES = {
     "model/huggingface.py",  # inside a directory that is renamed when it is whole
     "parallel/comm/processes.py",  # where a crash leaves a rank's stacks
     "parallel/comm/heartbeat.py",  # a mapped page of a few numbers
-    "train/alone.py",  # a lock file that names its process
+    "train/run_lock.py",  # a lock file that names its process
     "train/launchers/ray.py",  # what a rank prints
     "train/supervise.py",  # what a rank prints
     "train/watch/recorder.py",  # a mapped page of records

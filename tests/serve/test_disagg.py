@@ -133,7 +133,7 @@ def test_a_trace_is_served_by_instances_of_both_kinds(model_dir) -> None:
 def test_what_cannot_be(model_dir) -> None:
     with pytest.raises(ServeError, match=r"disagg.decode: tp, pp"):
         DisaggEngine(job(model_dir, disagg={"prefill": 1, "decode": {"tp": 2}}))
-    with pytest.raises(ServeError, match="expected a scheduler that is handing"):
+    with pytest.raises(ServeError, match="expected a scheduler of the prefill phase"):
         DisaggEngine(job(model_dir, disagg={"prefill": {"scheduler": "decode"}}))
 
 

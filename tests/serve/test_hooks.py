@@ -70,7 +70,7 @@ def test_a_hook_that_is_unknown_or_there_already_is_refused(random_model, engine
     ):
         engine.register(Strange())
     for again in (PoolingHook(), Other()):
-        with pytest.raises(ConfigError, match="'pooling' = 'Pooling': expected none"):
+        with pytest.raises(ConfigError, match="'pooling' = 'PoolingHook': expected none"):
             engine.register(again)
     engine.register(EngineHook())
     with pytest.raises(ConfigError, match="registered once"):
@@ -94,14 +94,9 @@ def test_a_hook_of_another_package_sees_every_moment_in_order(random_model, engi
     engine.abort("nobody")
     engine.stats()
     engine.close()
-    result = (
-        "guard",
-        "facts",
-        "answers",
-        "replay",
-    )  # as often as there are hooks, looks or kernels
+    often = ("guard", "facts", "answers", "replay")  # as there are hooks, looks or kernels
     mine, others = (
-        [which for name, which in log if name == one and which not in result]
+        [which for name, which in log if name == one and which not in often]
         for one in ("First", "Second")
     )
     assert others == mine
@@ -190,8 +185,8 @@ def test_what_a_failed_step_leaves_is_cleared_with_the_next_chunks():
 
 HUBS = (loop, ahead, runner, client)
 FIXED = {
-    "adjust", "captured", "choosing", "counters", "deaths", "failure", "hooks", "isolation",
-    "launched", "link", "loop", "params", "process", "unread", "wire",
+    "adjust", "captured", "counters", "crashes", "failure", "hooks", "isolation", "launch", "link",
+    "loop", "output_queue", "params", "process", "token_choice", "wire",
 }  # fmt: skip
 
 

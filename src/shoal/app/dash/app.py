@@ -329,13 +329,13 @@ def create_app(settings: DashboardSettings) -> FastAPI:
     def refused(_request: Request, error: HTTPException) -> HTMLResponse:
         fields = {404: "Not found", 400: "Not understood", 413: "Too large"}
         title = fields.get(error.status_code, "Refused")
-        return page("error.html", code=error.status_code, title=title, told=error.detail)
+        return page("error.html", code=error.status_code, title=title, message=error.detail)
 
     @app.exception_handler(ShoalError)
     def unusable(_request: Request, error: ShoalError) -> HTMLResponse:
         newer = isinstance(error, StoreError)
         title = "The score cannot be used" if newer else "This cannot be shown"
-        return page("error.html", code=503 if newer else 422, title=title, told=str(error))
+        return page("error.html", code=503 if newer else 422, title=title, message=str(error))
 
     app.add_middleware(DashboardGuard, access=settings.access)
     return app

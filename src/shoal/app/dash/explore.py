@@ -76,7 +76,7 @@ def explore(query: Mapping[str, str]) -> dict[str, Any]:
             **given,
         },
         "error": "",
-        "found": None,
+        "result": None,
     }
     if not given:
         return page
@@ -85,7 +85,7 @@ def explore(query: Mapping[str, str]) -> dict[str, Any]:
     except ShoalError as cause:
         page["error"] = str(cause)
         return page
-    page["found"] = content(plans, answers)
+    page["result"] = content(plans, answers)
     return page
 
 

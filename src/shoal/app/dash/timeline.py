@@ -115,7 +115,7 @@ def timeline(run: RunStatus, events: Events, query: Mapping[str, str]) -> dict[s
         "run": run,
         "starts": [_start_row(start, base) for start in starts],
         "places": _places(starts, run.live) if starts else None,
-        "unread": events.skipped_lines,
+        "skipped_lines": events.skipped_lines,
         "shortened": events.shortened,
         "records": None,
         "error": "",
@@ -520,7 +520,7 @@ def _row(
         "share": mine / length if mine is not None and length else None,
         "ratio": mine / usual if mine is not None and usual else None,
         "at": where,
-        "told": notes,
+        "messages": notes,
     }
 
 

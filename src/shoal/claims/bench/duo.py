@@ -78,7 +78,7 @@ class DuoResult:
         losses: of the same tokens, all big.
         correlation: of both, over all tokens.
         tokens: that were judged.
-        asked: patterns that the oracle evaluated of each token.
+        evaluations: patterns that the oracle evaluated of each token.
         budget: most big layers of the oracle whose difficulty and routes these are.
     """
 
@@ -88,7 +88,7 @@ class DuoResult:
     losses: list[float]
     correlation: float
     tokens: int
-    asked: int
+    evaluations: int
     budget: int
 
     def of(self, name: str) -> list[Arm]:
@@ -233,7 +233,7 @@ def study(
         losses=[float(x) for x in all_big[shown]],
         correlation=float(np.corrcoef(hard, all_big)[0, 1]),
         tokens=len(hard),
-        asked=oracle.asked,
+        evaluations=oracle.asked,
         budget=budget,
     )
 
