@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import pytest
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from shoal.core import parts
 from shoal.core.config import RESERVED, Kind, Value, parse, resolve
@@ -230,3 +230,29 @@ def test_what_a_base_leaves_open_stays_open() -> None:
     result = resolve(Job, base=Job(name="old", parallel=Parallel(dp=4)), environment={})
     assert result.value.model_fields_set == {"name", "parallel"}
     assert result.value.parallel.model_fields_set == {"dp"}
+
+
+class Stored(Value):
+    """Either nothing, or a name with its path."""
+
+    name: str = ""
+    path: str = ""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.name and not self.path:
+            raise ConfigError("path: expected a directory")
+        return self
+
+
+def test_a_later_word_completes_an_earlier_one(tmp_path: Path) -> None:
+    words = ["name=medusa", "path=heads"]
+    assert resolve(Stored, environment={}, sets=words).value == Stored(name="medusa", path="heads")
+    (tmp_path / "job.yaml").write_text("name: medusa")
+    result = resolve(Stored, file=tmp_path / "job.yaml", environment={}, sets=words[1:]).value
+    assert result.path == "heads"
+
+
+def test_what_no_word_completes_is_blamed_on_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"^--set name: path: expected a directory"):
+        resolve(Stored, environment={}, sets=["name=medusa", "name=eagle"])

@@ -42,5 +42,7 @@ def write_emitted(
     chosen.save(where / "plan.yaml", header=f"What the files of {engine} beside this were made of.")
     if place:
         why = "; ".join(emitter.refuses(plans[0]))
-        typer.echo(f"plan {place + 1} is the first that {engine} can run; not plan 1: {why}")
+        typer.echo(
+            f"plan {place + 1} is the first that {engine} can run; not plan 1: {why}", err=True
+        )
     typer.echo(f"saved {', '.join([*files, 'plan.yaml'])} in {where}", err=True)

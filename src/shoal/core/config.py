@@ -166,6 +166,7 @@ def resolve(
     """
     raw: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    complaints: list[ShoalError] = []
     if base is not None:
         # What it leaves to its defaults stays open, for a planner to choose.
         raw = base.model_dump(mode="json", exclude_unset=True)
@@ -174,12 +175,23 @@ def resolve(
     def put(path: str, value: Any, reason: str) -> None:
         _put(cls, raw, path, value, reason)
         origins[path] = reason
-        # Checked layer by layer, so that a wrong value is blamed on who gave it.
-        parse(cls, raw, where=reason)
+        check(raw, reason)
+
+    def check(given: Any, where: str) -> None:
+        # A wrong value is blamed on the layer that gave it, unless a later one completes it: a
+        # part that needs a path is named by one word, and the path given by the next.
+        try:
+            parse(cls, given, where=where)
+        except ShoalError as cause:
+            complaints.append(cause)
+        else:
+            complaints.clear()
 
     if file is not None:
         given = read_yaml(file)
-        parse(cls, given, where=str(file))
+        check(given, str(file))
+        if complaints and not isinstance(given, Mapping):
+            raise complaints[0]
         raw = dict(given or {})
         origins.update({path: f"file {file.name}" for path, _ in _leaves(raw)})
     for name, text in sorted((os.environ if environment is None else environment).items()):
@@ -194,6 +206,8 @@ def resolve(
         if not separator or not path:
             raise ConfigError(f"--set {word}: expected path=value, such as --set parallel.dp=2")
         put(path.strip(), parse_yaml(text, f"--set {path}"), f"--set {path}")
+    if complaints:
+        raise complaints[0]
     return ResolvedValue(parse(cls, raw, where=str(file or "")), origins)
 
 

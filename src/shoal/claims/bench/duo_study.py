@@ -96,7 +96,7 @@ class DuoStudy:
             blocks=(
                 _losses(result, self.directory.name),
                 _routes(result),
-                f"the oracle was asked for {result.asked} patterns of each token; difficulty (all "
+                f"the oracle was asked for {result.evaluations} patterns of each token; difficulty (all "
                 f"small less the oracle) and loss correlate by {result.correlation:.2f}",
             ),
             data=dataclasses.asdict(result),
