@@ -46,38 +46,38 @@ def told_by(hook_type, log, name):
 
 def test_hooks_stand_in_the_order_whenever_they_are_registered(random_model, engine_for):
     engine = engine_for(random_model("qwen3"), precision="fp32", **TECHNIQUES)
-    places = [hook.place for hook in engine.hooks]
+    places = [hook.kind for hook in engine.hooks]
     want = ["counters", "isolation", "host_copies", "adapters", "pooling", "grammar"]
     assert [one for one in places if one != "recording"] == want
-    inside = [hook.place for hook in engine.runner.hooks]
+    inside = [hook.kind for hook in engine.runner.hooks]
     assert [one for one in inside if one != "recording"] == [*want[2:5], "penalties", "grammar"]
     for given in (list(engine.hooks), list(engine.hooks)[::-1]):
-        assert [hook.place for hook in EngineHooks(given)] == places
+        assert [hook.kind for hook in EngineHooks(given)] == places
     assert sorted(places, key=ORDER.index) == places
     assert len(set(ORDER)) == len(ORDER)
 
 
 def test_a_hook_that_is_unknown_or_there_already_is_refused(random_model, engine_for):
     class Strange(EngineHook):
-        place = "between"
+        after = "between"
 
     class Other(EngineHook):
-        place = "pooling"
+        kind = "pooling"
 
     engine = engine_for(random_model())
-    with pytest.raises(
-        ConfigError, match="hook Strange: place = 'between': expected one of deaths"
-    ):
+    with pytest.raises(ConfigError, match="and after = 'between': expected one of crashes, count"):
         engine.register(Strange())
     for again in (PoolingHook(), Other()):
-        with pytest.raises(ConfigError, match="'pooling' = 'PoolingHook': expected none"):
+        with pytest.raises(
+            ConfigError, match="kind = 'pooling': expected a kind of which there is"
+        ):
             engine.register(again)
     engine.register(EngineHook())
-    with pytest.raises(ConfigError, match="registered once"):
+    with pytest.raises(ConfigError, match="kind = 'EngineHook'"):
         engine.register(EngineHook())
     with pytest.raises(ConfigError, match="'counters'"):
         Engine(engine.scheduler, engine.runner, hooks=[CountersHook()])
-    with pytest.raises(ConfigError, match="'deaths'"):
+    with pytest.raises(ConfigError, match="'crashes'"):
         EngineHooks([CrashHistory(), CrashHistory()])
 
 

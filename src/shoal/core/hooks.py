@@ -18,11 +18,13 @@ class Hook:
     """Base class of all hooks.
 
     Attributes:
-        kind: its place in the order; at most one hook of a kind is in a list.
-        after: of a kind that the order does not name: the kind that it follows.
+        kind: its place in the order; at most one hook of a kind is in a list. Without one it is
+            the name of the class.
+        after: of a kind that the order does not name: the kind that it follows, as do those that
+            were added before.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[str] = ""
     after: ClassVar[str] = ""
 
 
@@ -38,6 +40,7 @@ class Hooks(Generic[H]):
 
     def __init__(self, order: Sequence[str]) -> None:
         self._order = list(order)
+        self._followed: dict[str, str] = {}
         self._hooks: dict[str, H] = {}
 
     def add(self, hook: H) -> None:
@@ -47,7 +50,7 @@ class Hooks(Generic[H]):
             ConfigError: a hook of its kind is there, or the order does not know the kind nor the
                 one that it is to follow.
         """
-        kind = hook.kind
+        kind = hook.kind or type(hook).__name__
         require(
             kind not in self._hooks,
             f"hook {type(hook).__name__}: kind",
@@ -61,7 +64,11 @@ class Hooks(Generic[H]):
                 hook.after,
                 expected=f"one of {', '.join(self._order)}",
             )
-            self._order.insert(self._order.index(hook.after) + 1, kind)
+            at = self._order.index(hook.after) + 1
+            while at < len(self._order) and self._followed.get(self._order[at]) == hook.after:
+                at += 1
+            self._order.insert(at, kind)
+            self._followed[kind] = hook.after
         self._hooks[kind] = hook
 
     def __iter__(self) -> Iterator[H]:

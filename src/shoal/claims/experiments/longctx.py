@@ -425,8 +425,11 @@ def _decode(runner: LocalRunner, tokens: int, kept: int, repeats: int) -> float:
 def _switch(runner: LocalRunner, kept: int, repeats: int) -> float:
     """Median seconds of moving a context to the host and back."""
     from shoal.ir import Copy, Transfer
+    from shoal.serve.cache.host import HostCopyHook
 
-    mover, took = runner.hooks["host_copies"].mover, []
+    copies, took = runner.hooks["host_copies"], []
+    assert isinstance(copies, HostCopyHook)
+    mover = copies.mover
     for turn, blocks in enumerate(_places(runner, kept, repeats)):
         run = (Copy(blocks[0], blocks[0], len(blocks)),)
         start = time.perf_counter()

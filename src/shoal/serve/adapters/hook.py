@@ -29,7 +29,7 @@ class AdapterHook(EngineHook):
         bank: of the model.
     """
 
-    place: ClassVar[str] = "adapters"
+    kind: ClassVar[str] = "adapters"
 
     def __init__(self, bank: AdapterBank) -> None:
         self.bank = bank

@@ -188,7 +188,7 @@ class HostCopyHook(EngineHook):
         at_once: a step waits for all of its own transfers.
     """
 
-    place: ClassVar[str] = "host_copies"
+    kind: ClassVar[str] = "host_copies"
 
     def __init__(self, mover: HostMover | None = None, *, at_once: bool = False) -> None:
         self.mover, self._at_once = mover, at_once

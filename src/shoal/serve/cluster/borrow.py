@@ -104,7 +104,7 @@ class LendingHook(EngineHook):
         ServeError: a scheduler whose requests cannot be computed again.
     """
 
-    place: ClassVar[str] = "lending"
+    kind: ClassVar[str] = "lending"
 
     def __init__(self, engine: Engine, instance: int, lock: AbstractContextManager[object]) -> None:
         runner, kv, scheduler = engine.runner, engine.kv, engine.scheduler

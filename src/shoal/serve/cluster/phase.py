@@ -69,7 +69,7 @@ class FetchHook(EngineHook):
         caches: of the others, once these are known.
     """
 
-    place: ClassVar[str] = "fetching"
+    kind: ClassVar[str] = "fetching"
 
     def __init__(self, parent: EngineConnection) -> None:
         self._parent = parent

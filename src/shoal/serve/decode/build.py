@@ -89,7 +89,7 @@ class SpeculationHook(EngineHook):
         runner: that guesses.
     """
 
-    place: ClassVar[str] = "speculation"
+    kind: ClassVar[str] = "speculation"
 
     def __init__(self, runner: SpeculativeRunner) -> None:
         self._runner = runner

@@ -37,7 +37,7 @@ class StreamsHook(EngineHook):
         model: with parallel streams.
     """
 
-    place: ClassVar[str] = "streams"
+    kind: ClassVar[str] = "streams"
 
     def __init__(self, model: Transformer) -> None:
         self._model, self._most = model, model.config.architecture.streams.num
@@ -67,7 +67,7 @@ class SharesHook(EngineHook):
         model: with feed-forward layers of two sizes, whose routers were trained.
     """
 
-    place: ClassVar[str] = "shares"
+    kind: ClassVar[str] = "shares"
 
     def __init__(self, model: Transformer) -> None:
         self._model, self._ffn = model, model.config.architecture.ffn

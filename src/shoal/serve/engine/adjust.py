@@ -112,7 +112,7 @@ class PenaltyHook(EngineHook):
     As :func:`shoal.model.generate.adjust` does, all rows together.
     """
 
-    place: ClassVar[str] = "penalties"
+    kind: ClassVar[str] = "penalties"
 
     def __init__(self) -> None:
         self._histories: RequestHistory[_History] = RequestHistory(_History)
@@ -188,8 +188,8 @@ class Adjuster:
     """
 
     def __init__(self, *hooks: EngineHook) -> None:
-        places = {hook.place for hook in hooks}
-        default = [one() for one in (PenaltyHook, Grammars) if one.place not in places]
+        kinds = {hook.kind for hook in hooks}
+        default = [one() for one in (PenaltyHook, Grammars) if one.kind not in kinds]
         self.hooks = EngineHooks((*hooks, *default))
 
     def __call__(

@@ -67,7 +67,7 @@ class CapturedModel(EngineHook):
         longest: most tokens of a request.
     """
 
-    place: ClassVar[str] = "recording"
+    kind: ClassVar[str] = "recording"
 
     def __init__(
         self, model: Transformer, cache: PagedCache, attention: Ready, longest: int

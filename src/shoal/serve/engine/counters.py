@@ -14,7 +14,7 @@ __all__ = ["CountersHook"]
 class CountersHook(EngineHook):
     """Counts steps, seconds, tokens and preemptions, and says when requests begin."""
 
-    place: ClassVar[str] = "counters"
+    kind: ClassVar[str] = "counters"
 
     def __init__(self) -> None:
         self._prompt_tokens = self._new_tokens = self._steps = self._preemptions = 0

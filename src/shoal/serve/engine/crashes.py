@@ -54,7 +54,7 @@ class CrashHistory(ClientHook):
         clock: s, monotonic.
     """
 
-    place: ClassVar[str] = "deaths"
+    kind: ClassVar[str] = "crashes"
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

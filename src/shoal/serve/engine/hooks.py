@@ -8,12 +8,12 @@ loop and in the runner; where these are different processes, each has an object 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from shoal.core.errors import require
+from shoal.core.hooks import Hook, Hooks
 from shoal.ir import Chunk, Output, Request, Step, StepResult
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = [
 
 ORDER = (
     # In the client, alone: what engines have died of is refused before it is sent to one.
-    "deaths",
+    "crashes",
     # First in the loop: tells that requests began before isolation tells that they failed.
     "counters",
     # Behind counters, which count a step as it was planned; lending shortens it to what has memory.
@@ -65,15 +65,14 @@ ORDER = (
     "penalties",
     # Has the last word: what the form forbids stays forbidden, whatever penalties make of it.
     "grammar",
-    # Hooks of other packages, in the order of registration: they see what all others did.
-    "other",
+    # Behind it come hooks of other packages, in the order of registration.
 )
-"""Places of hooks, each with its relation to the one before. At every moment the hooks that act are
+"""Kinds of hooks, each with its relation to the one before. At every moment the hooks that act are
 called in this order."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_H = TypeVar("_H", "EngineHook", "ClientHook")
+_H = TypeVar("_H", bound=Hook)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +116,14 @@ class ForwardPass:
     merged: str | None = None
 
 
-class EngineHook:
+class EngineHook(Hook):
     """A technique's part of the engine. Every moment does nothing unless it is overridden.
 
     Attributes:
-        place: of :data:`ORDER`; hooks of other packages take ``other``.
         engine: the engine that it is registered with.
     """
 
-    place: ClassVar[str] = "other"
+    after: ClassVar[str] = ORDER[-1]
     engine: Engine
 
     # Of a request, in the loop.
@@ -238,10 +236,10 @@ class EngineHook:
         return self
 
 
-class ClientHook:
+class ClientHook(Hook):
     """A technique's part of the engine's client, in the process that speaks HTTP."""
 
-    place: ClassVar[str] = "other"
+    after: ClassVar[str] = ORDER[-1]
 
     def opening(self, request: Request) -> None:
         """A request is about to be sent.
@@ -257,7 +255,7 @@ class ClientHook:
         """The engine has died with these requests open, after so many restarts."""
 
 
-class EngineHooks(Generic[_H]):
+class EngineHooks(Hooks[_H]):
     """Hooks in the order of :data:`ORDER`.
 
     Args:
@@ -268,46 +266,14 @@ class EngineHooks(Generic[_H]):
     """
 
     def __init__(self, hooks: Iterable[_H] = ()) -> None:
-        self._hooks: list[_H] = []
+        super().__init__(ORDER)
         self._acting: dict[str, tuple[Any, ...]] = {}
         for hook in hooks:
             self.add(hook)
 
-    def __iter__(self) -> Iterator[_H]:
-        return iter(self._hooks)
-
-    def __getitem__(self, place: str) -> Any:
-        """The hook at a place; KeyError if there is none."""
-        for hook in self._hooks:
-            if hook.place == place:
-                return hook
-        raise KeyError(place)
-
     def add(self, hook: _H) -> None:
-        """Register a hook.
-
-        Raises:
-            ConfigError: its place is not in the order, or is taken.
-        """
-        name = type(hook).__name__
-        require(
-            hook.place in ORDER,
-            f"hook {name}: place",
-            hook.place,
-            expected=f"one of {', '.join(ORDER)}",
-            hint="hooks of other packages take place = 'other'",
-        )
-        taken = [one for one in self._hooks if one.place == hook.place]
-        if hook.place == ORDER[-1]:
-            taken = [one for one in taken if type(one) is type(hook)]
-        require(
-            not taken,
-            f"hook {name}: hooks at place {hook.place!r}",
-            ", ".join(type(one).__name__ for one in taken),
-            expected="none: a hook is registered once",
-        )
-        self._hooks.append(hook)
-        self._hooks.sort(key=lambda one: ORDER.index(one.place))
+        """See :meth:`Hooks.add`."""
+        super().add(hook)
         self._acting.clear()
 
     def at(self, moment: Callable[Concatenate[_H, _P], _T]) -> tuple[Callable[_P, _T], ...]:
@@ -316,9 +282,7 @@ class EngineHooks(Generic[_H]):
         value = self._acting.get(name)
         if value is None:
             value = self._acting[name] = tuple(
-                getattr(hook, name)
-                for hook in self._hooks
-                if getattr(type(hook), name) is not moment
+                getattr(hook, name) for hook in self if getattr(type(hook), name) is not moment
             )
         return value
 

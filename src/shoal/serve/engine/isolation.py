@@ -35,7 +35,7 @@ class IsolationHook(EngineHook):
     computed, all where planning or committing failed. The books are checked then.
     """
 
-    place: ClassVar[str] = "isolation"
+    kind: ClassVar[str] = "isolation"
 
     def __init__(self) -> None:
         # Blocks of requests that failed, to be set to zero before the next step.

@@ -49,7 +49,7 @@ class _Sum:
 class PoolingHook(EngineHook):
     """Vectors for requests that want one of their prompt."""
 
-    place: ClassVar[str] = "pooling"
+    kind: ClassVar[str] = "pooling"
 
     def __init__(self) -> None:
         self._sums: RequestHistory[_Sum] = RequestHistory(_Sum)

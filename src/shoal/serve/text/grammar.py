@@ -222,7 +222,7 @@ class Grammars(EngineHook):
         vocabulary: called when the first grammar is met, since most servers never meet one.
     """
 
-    place: ClassVar[str] = "grammar"
+    kind: ClassVar[str] = "grammar"
 
     def __init__(self, vocabulary: Callable[[], Vocabulary] = _no_vocabulary) -> None:
         from shoal.serve.engine.adjust import RequestHistory

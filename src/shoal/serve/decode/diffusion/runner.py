@@ -95,7 +95,7 @@ class DiffusionRunner(EngineHook):
         clock: s, for the duration of a step.
     """
 
-    place: ClassVar[str] = "diffusion"
+    kind: ClassVar[str] = "diffusion"
 
     def __init__(
         self,
