@@ -97,7 +97,8 @@ class DuoStudy:
                 _losses(result, self.directory.name),
                 _routes(result),
                 f"the oracle was asked for {result.evaluations} patterns of each token; "
-                f"difficulty (all small less the oracle) and loss correlate by {result.correlation:.2f}",
+                f"difficulty (all small less the oracle) and loss correlate by "
+                f"{result.correlation:.2f}",
             ),
             data=dataclasses.asdict(result),
             picture=lambda: _drawn(result),

@@ -430,6 +430,7 @@ def _switch(runner: LocalRunner, kept: int, repeats: int) -> float:
     copies, took = runner.hooks["host_copies"], []
     assert isinstance(copies, HostCopyHook)
     mover = copies.mover
+    assert mover is not None
     for turn, blocks in enumerate(_places(runner, kept, repeats)):
         run = (Copy(blocks[0], blocks[0], len(blocks)),)
         start = time.perf_counter()
