@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.errors import ConfigError, ModelError, PlanError, ServeError, ShoalError
+from shoal.core.errors import (
+    ConfigError,
+    KernelError,
+    ModelError,
+    PlanError,
+    ServeError,
+    ShoalError,
+)
 from shoal.core.parts import Choice, table
 from shoal.core.random import generator
 from shoal.cost.arithmetic import parameters
@@ -128,6 +135,27 @@ def test_the_cache_takes_what_the_memory_allows() -> None:
     assert most - block < plan.estimate.memory_total <= most
     assert plan.job.kv_tokens is not None
     assert plan.job.kv_tokens % 16 == 0
+
+
+def test_weights_and_cache_of_few_bits_are_counted_as_they_are_kept() -> None:
+    shape = find("Qwen3-4B")
+    plain, small = (
+        plan_serve(job("Qwen3-4B", max_position=4096, kv_tokens=8192, **fields), LAPTOP)
+        for fields in ({}, {"weights": "int4-g128", "kv_format": "int8"})
+    )
+    assert plain.estimate is not None
+    assert small.estimate is not None
+    before, after = plain.estimate.memory_bytes, small.estimate.memory_bytes
+    # A scale of 16 bits for 128 weights; embedding (which is the output matrix) and norms stay.
+    beside = shape.vocab_size * shape.hidden * 2
+    assert after["weights"] - beside == pytest.approx(
+        (before["weights"] - beside) * 4.125 / 16, rel=1e-3
+    )
+    heads = shape.num_layers * shape.num_kv_heads
+    assert after["cache"] == 8192 * 2 * heads * (shape.head_dim + 4)
+    assert small.estimate.step_s.value < plain.estimate.step_s.value
+    with pytest.raises(KernelError, match="weight format 'int4g': '4g' is no width"):
+        plan_serve(job("Qwen3-4B", weights="int4g"), LAPTOP)
 
 
 def test_a_model_of_long_requests_is_served_with_shorter_ones() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "activation_bytes",
     "active_parameters",
     "block_parameters",
+    "block_weights",
     "embedding_parameters",
     "expert_parameters",
     "flops_by_op",
@@ -129,6 +130,11 @@ def block_parameters(shape: ModelShape) -> int:
     of_routers = sum(math.prod(size) for name, size in _router(shape).items() if "." not in name)
     beside = mixture_layers(shape) * of_routers
     return matrices + _norms(shape) + prefix_parameters(shape) + beside
+
+
+def block_weights(shape: ModelShape) -> int:
+    """Weights of the matrices in all blocks: what a format of few bits packs."""
+    return sum(x.layers * x.copies * x.N * x.K for x in linears(shape) if x.role != "output")
 
 
 def prefix_parameters(shape: ModelShape) -> int:

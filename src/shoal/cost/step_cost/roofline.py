@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import require
-from shoal.cost.arithmetic import linears, parameters
+from shoal.cost.arithmetic import block_weights, linears, parameters
 from shoal.cost.price.ops import TILED, operators
 from shoal.cost.price.rates import RankRates
 from shoal.ir import Machine, ModelShape, Parallel
@@ -98,6 +98,8 @@ class Roofline:
         precision: fp32 or bf16, of weights and cache.
         threads: threads that compute on a CPU; 0 for all cores.
         ranks: processes that compute beside each other on a CPU, and share it.
+        weight_bytes: bytes that are read of a weight of a block; None for those of ``precision``.
+        head_bytes: bytes of the key or the value of one token and head; None likewise.
 
     Raises:
         ConfigError: another precision.
@@ -112,6 +114,8 @@ class Roofline:
         threads: int = 0,
         *,
         ranks: int = 1,
+        weight_bytes: float | None = None,
+        head_bytes: float | None = None,
     ) -> None:
         require(precision in BYTES, "precision", precision, expected=" or ".join(BYTES))
         self.machine, self.shape, self.precision = machine, shape, precision
@@ -119,7 +123,11 @@ class Roofline:
         self._matmul = self._rates.matmul_curve(precision)
         self._stream = self._rates.stream_curve()
         self._cpu = self._rates.is_cpu
-        self._weights = self._weight_bandwidth(parameters(shape) * BYTES[precision])
+        self._itemsize = BYTES[precision] if weight_bytes is None else weight_bytes
+        self._head = shape.head_dim * BYTES[precision] if head_bytes is None else head_bytes
+        packed = block_weights(shape)
+        size = (parameters(shape) - packed) * BYTES[precision] + packed * self._itemsize
+        self._weights = self._weight_bandwidth(size)
         self._by_tokens: dict[int, tuple[float, float, float]] = {}
         self._by_rows: dict[int, tuple[float, float]] = {}
 
@@ -175,10 +183,12 @@ class Roofline:
             return GPU_STREAM * tier.read_bandwidth
         return tier.read_bandwidth * self._rates.used / self._rates.cores / self._rates.crowding
 
-    def _product(self, M: float, N: float, K: float, count: float) -> tuple[float, float]:
+    def _product(
+        self, M: float, N: float, K: float, count: float, itemsize: float
+    ) -> tuple[float, float]:
         """(by FLOP, by bytes of the weights) of ``count`` products [M, K] x [K, N]."""
         flops = count * 2.0 * M * N * K / self._matmul((M * N * K) ** (1 / 3))
-        weights = count * N * K * BYTES[self.precision] / self._weights
+        weights = count * N * K * itemsize / self._weights
         if self._cpu:
             return flops, weights
         return (flops, 0.0) if flops > weights else (0.0, weights)
@@ -198,6 +208,7 @@ class Roofline:
                     linear.N,
                     linear.K,
                     linear.layers * linear.copies * reached,
+                    self._itemsize,
                 )
                 matmul += flops
                 memory += weights
@@ -221,7 +232,8 @@ class Roofline:
         """(matmul s, memory s) of the output matrix and of choosing from it."""
         if rows not in self._by_rows:
             shape = self.shape
-            flops, weights = self._product(rows, shape.vocab_size, shape.hidden, 1.0)
+            width = BYTES[self.precision]
+            flops, weights = self._product(rows, shape.vocab_size, shape.hidden, 1.0, width)
             # Converted to fp32 and searched.
             cells = 12.0 * rows * shape.vocab_size
             self._by_rows[rows] = flops, weights + cells / self._stream(max(1.0, cells))
@@ -236,8 +248,7 @@ class Roofline:
             copied: keys that prompts copy from blocks.
         """
         shape = self.shape
-        width = BYTES[self.precision]
-        kv = 2.0 * shape.num_kv_heads * shape.head_dim * width
+        kv = 2.0 * shape.num_kv_heads * self._head
         flops = 4.0 * shape.num_heads * shape.head_dim * pairs
         if not self._cpu:
             read = kv * (keys + copied) / (GPU_STREAM * self._main_bandwidth())

@@ -24,7 +24,6 @@ from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate
 from shoal.cost.serving.queueing import busy_share
 from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.shapes import resolve
-from shoal.cost.step_cost.roofline import cache_bytes_per_token
 from shoal.cost.workloads.describe import describe
 from shoal.ir import (
     Arrival,
@@ -42,7 +41,7 @@ from shoal.ir.phases import PhasePart
 from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.serving.choices import offered
 from shoal.plan.serving.goodput import FEWEST_REQUESTS, Goodput, Slo, poisson, replicas
-from shoal.plan.serving.memory import fillable, fixed_memory
+from shoal.plan.serving.memory import fillable, fixed_memory, token_bytes
 from shoal.plan.serving.plans import arrivals_of, positions, precision_of, sharded_costs
 
 __all__ = [
@@ -393,7 +392,7 @@ class _Search:
         memory = fixed_memory(self.job, self.shape, self.machine, self.precision)
         own = memory["weights"] / (tp * pp) + memory["activations"] / tp + memory["runtime"]
         room = (fillable(self.job, self.machine) - own) * tp * pp
-        tokens = int(room / cache_bytes_per_token(self.shape, self.precision))
+        tokens = int(room / token_bytes(self.job, self.shape, self.precision))
         return min(tokens, self.job.kv_tokens or tokens)
 
     def _check(self, splits: Sequence[tuple[int, int]]) -> None:
@@ -471,7 +470,7 @@ class _Search:
         return KVTransferLink(
             bandwidth=link.bandwidth if link else _UNLIMITED,
             latency_s=link.latency_s if link else 0.0,
-            token_bytes=cache_bytes_per_token(self.shape, self.precision),
+            token_bytes=token_bytes(self.job, self.shape, self.precision),
             layers=self.shape.num_layers,
             overlap=True,
         )

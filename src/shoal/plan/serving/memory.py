@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 
 from shoal.core.parts import table
-from shoal.cost.arithmetic import parameters
+from shoal.cost.arithmetic import block_weights, parameters
 from shoal.cost.price.rates import RankRates
-from shoal.cost.step_cost.roofline import BYTES, activation_bytes, cache_bytes_per_token
+from shoal.cost.step_cost.roofline import BYTES, activation_bytes
 from shoal.ir import Expectation, Machine, ModelShape, Parallel, ServeJob, SpeculationEstimator
+from shoal.ir.weight_formats import weight_format
 
 __all__ = [
     "FILL",
@@ -21,9 +22,11 @@ __all__ = [
     "fillable",
     "fixed_memory",
     "free_tokens",
+    "head_bytes",
     "memory_of",
     "slot_length",
     "token_bytes",
+    "weight_bytes",
 ]
 
 # Share of a device's memory that a plan may fill; the rest is for what nobody counted.
@@ -40,8 +43,21 @@ def slot_length(job: ServeJob) -> float:
 def token_bytes(job: ServeJob, shape: ModelShape, precision: str) -> float:
     """Bytes of the keys and values of one token on a rank of the job."""
     split = job.parallel
-    heads = max(1, shape.num_kv_heads // split.tp) / shape.num_kv_heads
-    return cache_bytes_per_token(shape, precision) * heads / split.pp
+    heads = max(1, shape.num_kv_heads // split.tp) * shape.architecture.streams.num
+    return 2.0 * shape.num_layers * heads * head_bytes(job, shape, precision) / split.pp
+
+
+def head_bytes(job: ServeJob, shape: ModelShape, precision: str) -> float:
+    """Bytes of the key or the value of one token and head, in the job's format of the cache."""
+    form = table("kv_format").build(job.kv_format, where="kv_format")
+    return float(form.token_bytes(shape.head_dim, dtype_bytes=int(BYTES[precision])))
+
+
+def weight_bytes(job: ServeJob, precision: str) -> float:
+    """Bytes of a weight of a block's matrices, in the job's format of weights."""
+    if job.weights == "plain":
+        return BYTES[precision]
+    return weight_format(job.weights).bits / 8
 
 
 def memory_of(
@@ -67,8 +83,11 @@ def fixed_memory(
     # The host tier of a CPU lies in the memory that the device fills too.
     host = job.host_tokens or 0 if machine.device.kind == "cpu" else 0
     drafter = expectation(job)
+    packed = block_weights(shape)
+    plain = parameters(shape) - packed
+    weights = plain * BYTES[precision] + packed * weight_bytes(job, precision)
     return {
-        "weights": parameters(shape) * BYTES[precision] / split.world,
+        "weights": weights / split.world,
         "cache": 0.0,
         "activations": activation_bytes(shape, job.max_step_tokens, requests, precision) / split.tp,
         "runtime": RUNTIME_BYTES[machine.device.kind],

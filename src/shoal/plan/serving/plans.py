@@ -59,9 +59,11 @@ from shoal.plan.serving.memory import (
     block_size,
     expectation,
     free_tokens,
+    head_bytes,
     memory_of,
     slot_length,
     token_bytes,
+    weight_bytes,
 )
 from shoal.plan.serving.table import rank
 from shoal.plan.trees.drafting import PredictedRows, ProfitableDrafting
@@ -411,7 +413,15 @@ def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Shard
     def cost(tp: int, pp: int) -> ShardedStepCost:
         # Ranks of a CPU share it; devices of their own are those of the machine.
         ranks = tp * pp * job.replicas
-        roofline = Roofline(machine, shape, precision, job.threads, ranks=ranks)
+        roofline = Roofline(
+            machine,
+            shape,
+            precision,
+            job.threads,
+            ranks=ranks,
+            weight_bytes=weight_bytes(job, precision),
+            head_bytes=head_bytes(job, shape, precision),
+        )
         return ShardedStepCost(roofline, tp, pp, inside)
 
     return cost
@@ -611,6 +621,11 @@ def _notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, ...
             f"{machine.num_devices - world} of the {machine.num_devices} devices of "
             f"{machine.name} are not used; parallel.tp and parallel.pp split a model over them, "
             "and --slo searches how to use all of them"
+        )
+    if job.disagg is not None:
+        results.append(
+            "disagg: figures are those of one engine that computes both phases; --slo prices "
+            "instances by phase"
         )
     if shape.attention not in ("MHA", "GQA", "MQA"):
         results.append(f"{shape.attention} attention is counted as grouped-query attention")
