@@ -252,71 +252,71 @@ def test_as_many_lenders_as_are_allowed() -> None:
 
 
 def beats(*some: InstanceStatus) -> LoanRegistry:
-    ledger = LoanRegistry(len(some), SIZE, Linear(), timeout_s=3.0)
+    registry = LoanRegistry(len(some), SIZE, Linear(), timeout_s=3.0)
     for beat in some:
-        ledger.beat(beat, 0.0)
-    return ledger
+        registry.beat(beat, 0.0)
+    return registry
 
 
 def test_ledger_adds_up_to_nothing_and_forgets_the_lost() -> None:
-    ledger = beats(
+    registry = beats(
         InstanceStatus(instance=0, borrowed={1: 5, 2: 3}),
         InstanceStatus(instance=1),
         InstanceStatus(instance=2, borrowed={}),
     )
-    assert ledger.balances() == {0: -8, 1: 5, 2: 3}
-    assert ledger.lose(1) == [0]
-    assert ledger.debts == [Loan(0, 2, 3)]
-    assert sum(ledger.balances().values()) == 0
-    ledger.beat(InstanceStatus(instance=1), 1.0)  # a word that comes late
-    assert 1 not in ledger.instances
+    assert registry.balances() == {0: -8, 1: 5, 2: 3}
+    assert registry.lose(1) == [0]
+    assert registry.debts == [Loan(0, 2, 3)]
+    assert sum(registry.balances().values()) == 0
+    registry.beat(InstanceStatus(instance=1), 1.0)  # a word that comes late
+    assert 1 not in registry.instances
 
 
 def test_silence_is_noticed_by_the_time_that_is_told() -> None:
-    ledger = beats(InstanceStatus(instance=0), InstanceStatus(instance=1))
-    ledger.beat(InstanceStatus(instance=0), 2.0)
-    assert ledger.silent(3.0) == []
-    assert ledger.silent(3.5) == [1]
+    registry = beats(InstanceStatus(instance=0), InstanceStatus(instance=1))
+    registry.beat(InstanceStatus(instance=0), 2.0)
+    assert registry.silent(3.0) == []
+    assert registry.silent(3.5) == [1]
     assert LoanRegistry(2, SIZE, Linear()).silent(99.0) == []  # they are still starting
 
 
 def test_loans_go_to_who_gains_most_from_who_loses_least() -> None:
     busy, idle = (100,) * 8, ()
-    ledger = beats(
+    registry = beats(
         InstanceStatus(instance=0, short=10, waiting=60, contexts=(50,)),
         InstanceStatus(instance=1, lendable=20, contexts=busy),
         InstanceStatus(instance=2, lendable=6, contexts=idle),
     )
-    assert ledger.loans() == [Loan(0, 2, 6), Loan(0, 1, 4)]
+    assert registry.loans() == [Loan(0, 2, 6), Loan(0, 1, 4)]
     # Not even all together let the request in: nothing is lent in part.
-    ledger.beat(InstanceStatus(instance=0, short=30, waiting=120), 0.0)
-    assert ledger.loans() == []
+    registry.beat(InstanceStatus(instance=0, short=30, waiting=120), 0.0)
+    assert registry.loans() == []
 
 
 def test_near_lenders_come_first() -> None:
-    ledger = beats(
+    registry = beats(
         InstanceStatus(instance=0, short=5, waiting=20, node="a"),
         InstanceStatus(instance=1, lendable=9, node="b"),
         InstanceStatus(instance=2, lendable=9, node="a", contexts=(9,)),
     )
-    assert [debt.creditor for debt in ledger.loans()] == [2]
+    assert [debt.creditor for debt in registry.loans()] == [2]
 
 
 def test_nothing_is_lent_when_the_sum_gets_worse() -> None:
     # A huge context for one request more, at a lender that generates for many.
-    ledger = beats(
+    registry = beats(
         InstanceStatus(instance=0, short=9000, waiting=37000, contexts=(10,) * 8),
         InstanceStatus(instance=1, lendable=9000, contexts=(10,) * 60),
     )
-    assert ledger.loans() == []
+    assert registry.loans() == []
     assert throughput(Linear(), (10,) * 60, 36000) < throughput(Linear(), (10,) * 60) / 5
 
 
 def test_who_owes_each_other_is_told_to_end_the_smaller_debt() -> None:
-    ledger = beats(
+    registry = beats(
         InstanceStatus(instance=0, borrowed={1: 5}), InstanceStatus(instance=1, borrowed={0: 2})
     )
-    assert ledger.recalls() == [Loan(1, 0, 2)]
+    assert registry.recalls() == [Loan(1, 0, 2)]
     # A chain: 0 owes 1, which owes 2. What 1 lends comes back, as much as it has borrowed.
     chain = beats(
         InstanceStatus(instance=0, borrowed={1: 4}),
@@ -331,10 +331,10 @@ def test_who_owes_each_other_is_told_to_end_the_smaller_debt() -> None:
 
 
 def test_who_needs_more_than_there_is_is_told_how_much_is_missing() -> None:
-    ledger = beats(InstanceStatus(instance=0), InstanceStatus(instance=1))
-    ledger.require_room("r", 24, 3, 3)
+    registry = beats(InstanceStatus(instance=0), InstanceStatus(instance=1))
+    registry.require_room("r", 24, 3, 3)
     with pytest.raises(ServeError, match=r"r: 25 tokens .* need 7 blocks.* 1 blocks are missing"):
-        ledger.require_room("r", 25, 3, 3)
+        registry.require_room("r", 25, 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -109,16 +109,16 @@ def meet(near, tmp_path):
         one.close()
 
 
-def run(instances: list[DistKVInstance], ledger: LoanRegistry, steps: int = 2_000) -> None:
-    """All of them in turn, with the ledger's advice, until nobody has anything to do."""
+def run(instances: list[DistKVInstance], registry: LoanRegistry, steps: int = 2_000) -> None:
+    """All of them in turn, with the registry's advice, until nobody has anything to do."""
     for _ in range(steps):
         for one in instances:
             one.engine.step() if one.engine.busy else one.lending.settle()
-            ledger.beat(one.lending.beat(), 0.0)
-        for debt in ledger.recalls():
+            registry.beat(one.lending.beat(), 0.0)
+        for debt in registry.recalls():
             words = {"kind": "recall", "creditor": debt.creditor, "blocks": debt.blocks}
             instances[debt.debtor].handle(words)
-        for debt in ledger.loans():
+        for debt in registry.loans():
             loans = [[debt.creditor, debt.blocks]]
             instances[debt.debtor].handle({"kind": "loans", "loans": loans})
         check(instances)
@@ -160,7 +160,7 @@ def test_who_borrows_and_lends_at_once_is_resolved(
     made = [request(0, 110, 12), request(1, 110, 12)]
     want = wanted(random_model, engine_for, serve_all, made)
     some = near()
-    ledger = LoanRegistry(2, 8, EvenCost())
+    registry = LoanRegistry(2, 8, EvenCost())
     # Both act on old news: each reserves at the other before either has used anything.
     granted = [some[1].kv.lend(0, 5), some[0].kv.lend(1, 5)]
     for one, blocks, creditor in zip(some, granted, (1, 0), strict=True):
@@ -168,9 +168,9 @@ def test_who_borrows_and_lends_at_once_is_resolved(
     for one, result in zip(some, made, strict=True):
         one.engine.scheduler.add(result)
         one.engine.step()
-        ledger.beat(one.lending.beat(), 0.0)
-    assert {(debt.debtor, debt.creditor) for debt in ledger.debts} == {(0, 1), (1, 0)}
-    run(some, ledger)
+        registry.beat(one.lending.beat(), 0.0)
+    assert {(debt.debtor, debt.creditor) for debt in registry.debts} == {(0, 1), (1, 0)}
+    run(some, registry)
     assert [one.tokens[one.n_prompt :] for one in made] == want
 
 

@@ -67,6 +67,6 @@ def status(host: str, port: int, key: str | None, *, timeout_s: float = 10.0) ->
         if one.labels.get("debtor") and one.value
     ]
     if debts:
-        table("ledger", ("debtor", "creditor", "blocks"), debts)
+        table("loans", ("debtor", "creditor", "blocks"), debts)
     else:
-        table("ledger", ("debts",), [("none",)])
+        table("loans", ("loans",), [("none",)])

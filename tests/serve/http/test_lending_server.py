@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multi
 
 
 @pytest.mark.slow
-def test_a_prompt_longer_than_an_instance_is_answered_and_the_ledger_is_shown(
+def test_a_prompt_longer_than_an_instance_is_answered_and_loans_are_shown(
     model_directory, caller, capsys
 ):
     from shoal.model import huggingface
@@ -45,7 +45,7 @@ def test_a_prompt_longer_than_an_instance_is_answered_and_the_ledger_is_shown(
         assert port is not None
         status("127.0.0.1", port, None)
         shown = capsys.readouterr().out
-        assert "ledger" in shown
+        assert "loans" in shown
         assert "blocks of cache" in shown
     with pytest.raises(ServeError, match="no server answers"):
         status("127.0.0.1", port, None)

@@ -32,7 +32,7 @@ def doctor(
         signs = {"ok": "ok", "warn": "warn", "fail": "FAIL"}
         table(
             "",
-            ("check", "status", "found", "what to do"),
+            ("check", "status", "result", "what to do"),
             [(c.name, signs[c.status], c.detail, c.fix) for c in checks],
         )
     if any(check.status == "fail" for check in checks):

@@ -215,7 +215,7 @@ class DovetailDrafter:
         with theirs:
             self.process = children.start(
                 "shoal.serve.decode.dovetail.worker",
-                *("--fd", str(theirs.fileno()), "--told", json.dumps(settings)),
+                *("--fd", str(theirs.fileno()), "--settings", json.dumps(settings)),
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[theirs.fileno()],

@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 when the verifier has left."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--told", required=True)
+    parser.add_argument("--settings", required=True)
     given = parser.parse_args(arguments)
     data = json.loads(given.told)
     if data["cores"]:

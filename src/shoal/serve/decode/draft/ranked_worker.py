@@ -123,7 +123,7 @@ class DraftRanks:
             self.processes.append(
                 children.start(
                     "shoal.serve.decode.draft.ranked_worker",
-                    *("--fd", str(theirs.fileno()), "--told", json.dumps(settings)),
+                    *("--fd", str(theirs.fileno()), "--settings", json.dumps(settings)),
                     stdin=subprocess.DEVNULL,
                     env=children.environment({"OMP_NUM_THREADS": "1"}, without=PRIVATE),
                     pass_fds=[theirs.fileno()],
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 when the serving process has left."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--told", required=True)
+    parser.add_argument("--settings", required=True)
     given = parser.parse_args(arguments)
     data = json.loads(given.told)
     if data["cores"]:
