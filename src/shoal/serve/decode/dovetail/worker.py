@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--settings", required=True)
     given = parser.parse_args(arguments)
-    data = json.loads(given.told)
+    data = json.loads(given.settings)
     if data["cores"]:
         os.sched_setaffinity(0, data["cores"])
     torch.set_num_threads(max(1, len(data["cores"])))
