@@ -26,11 +26,10 @@ def flags():
     """Options of ``shoal serve``."""
     import typer
 
-    from shoal.app.cli import app
+    from shoal.app.commands.serve import serve
 
-    (command,) = [c for c in app.registered_commands if c.name == "serve"]
     single = typer.Typer()
-    single.command()(command.callback)
+    single.command()(serve)
     return {name for option in typer.main.get_command(single).params for name in option.opts}
 
 

@@ -1,7 +1,7 @@
 """The command ``shoal``.
 
-Each verb is a function in ``commands/`` that imports what it needs when it runs, so
-``shoal --help`` is quick. A user's error is one line and status 2.
+A verb is imported when it is called, and imports what it needs when it runs: ``shoal --help`` is
+quick, and so is a plan. A user's error is one line and status 2.
 """
 
 from __future__ import annotations
@@ -9,42 +9,80 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.models import TyperInfo
 
 from shoal import __version__
-from shoal.app.commands import (
-    bench,
-    check,
-    claims,
-    dash,
-    demo,
-    doctor,
-    explain,
-    jobs,
-    model,
-    plan,
-    probe,
-    score,
-    serve,
-    train,
-)
 from shoal.core.errors import ShoalError
 from shoal.core.files import shoal_home
+from shoal.core.parts import load_object
 from shoal.core.stopping import interruption, status_of
 
-__all__ = ["app", "main"]
+__all__ = ["VERBS", "app", "main"]
+
+VERBS = {
+    "probe": "probe:probe",
+    "doctor": "doctor:doctor",
+    "plan": "plan:app",
+    "run": "jobs:app",
+    "explain": "explain:app",
+    "train": "train:train",
+    "train diagnose": "train:diagnose",
+    "serve": "serve:serve",
+    "model": "model:app",
+    "bench": "bench:app",
+    "check": "check:check",
+    "score": "score:score",
+    "study": "jobs:moved",
+    "claims": "claims:app",
+    "dash": "dash:dash",
+    "demo": "demo:demo",
+}
+"""Verb -> the function or the group of :mod:`shoal.app.commands` that it calls."""
+
+
+class _Commands(Mapping[str, Any]):
+    """Verb -> its command, made when it is asked for."""
+
+    def __getitem__(self, verb: str) -> Any:
+        value = load_object(f"shoal.app.commands.{VERBS[verb]}")
+        if not isinstance(value, typer.Typer):
+            single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+            single.command(verb)(value)
+            return typer.main.get_command(single)
+        return typer.main.get_group_from_info(
+            TyperInfo(value, name=verb),
+            pretty_exceptions_short=True,
+            suggest_commands=True,
+            rich_markup_mode="markdown",
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
 
 
 class _Verbs(TyperGroup):
     """Verbs of one word and of two: ``train`` takes a file, and ``train diagnose`` a run."""
 
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.commands: Any = _Commands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Every verb, in the order of :data:`VERBS`."""
+        return list(VERBS)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command of the first word, or of the first two."""
         both = " ".join(args[:2])
-        if len(args) > 1 and both in self.commands:
+        if len(args) > 1 and both in VERBS:
             args = [both, *args[2:]]
         return super().resolve_command(ctx, args)
 
@@ -87,28 +125,6 @@ def options(
     """Options of every verb."""
     if debug:
         os.environ["SHOAL_DEBUG"] = "1"
-
-
-app.command("probe")(probe.probe)
-app.command("doctor")(doctor.doctor)
-app.add_typer(plan.app, name="plan")
-app.add_typer(jobs.app, name="run")
-app.add_typer(explain.app, name="explain")
-app.command("train")(train.train)
-app.command("train diagnose")(train.diagnose)
-app.command("serve")(serve.serve)
-app.add_typer(model.app, name="model")
-app.add_typer(bench.app, name="bench")
-app.command("check")(check.check)
-app.command("score")(score.score)
-# What was asked here is explained now.
-moved = typer.Typer(
-    cls=jobs.StudyGroup, hidden=True, help="Now shoal explain.", no_args_is_help=True
-)
-app.add_typer(moved, name="study")
-app.add_typer(claims.app, name="claims")
-app.command("dash")(dash.dash)
-app.command("demo")(demo.demo)
 
 
 def main() -> None:

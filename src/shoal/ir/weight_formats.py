@@ -9,7 +9,7 @@ from typing import Protocol
 from shoal.core.errors import KernelError, nearest
 from shoal.core.parts import table
 
-__all__ = ["WeightFormat", "weight_format"]
+__all__ = ["NamedFormat", "weight_format"]
 
 _EXAMPLES = (
     "int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, bipolar2-g128, bfp8-g32, "
@@ -17,7 +17,7 @@ _EXAMPLES = (
 )
 
 
-class WeightFormat(Protocol):
+class NamedFormat(Protocol):
     """What a plan asks of a format."""
 
     @property
@@ -26,7 +26,7 @@ class WeightFormat(Protocol):
 
 
 @functools.lru_cache(maxsize=1024)
-def weight_format(text: str) -> WeightFormat:
+def weight_format(text: str) -> NamedFormat:
     """The weight format that a text names.
 
     Raises:
@@ -63,5 +63,5 @@ def weight_format(text: str) -> WeightFormat:
     options["group"] = shared[0] if shared else (128 if half else None)
     if half:
         options["half"] = True
-    made: WeightFormat = parts.build({"name": match[1], **options})
+    made: NamedFormat = parts.build({"name": match[1], **options})
     return made

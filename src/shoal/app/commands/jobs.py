@@ -26,6 +26,7 @@ __all__ = [
     "StudyGroup",
     "app",
     "continuable",
+    "moved",
     "option",
     "same_kind",
     "show_job_plans",
@@ -104,6 +105,10 @@ class PlanKinds(Kinds):
 
 
 app = typer.Typer(cls=Kinds, help="Run a job of any kind, and keep score.", no_args_is_help=True)
+
+
+# What was asked here is explained now.
+moved = typer.Typer(cls=StudyGroup, hidden=True, help="Now shoal explain.", no_args_is_help=True)
 
 
 @app.callback()
