@@ -182,3 +182,15 @@ def test_score_and_doctor(home: Path) -> None:
     assert "no runs yet" in shoal(home, "score").stdout
     checks = json.loads(shoal(home, "doctor", "-o", "json").stdout)
     assert {"python", "torch", "compiler"} <= {check["name"] for check in checks}
+
+
+def test_a_verb_imports_no_other() -> None:
+    code = (
+        "import sys\nfrom shoal.app.cli import app\n"
+        "app(['doctor', '--help'], standalone_mode=False)\n"
+        "print([m for m in sys.modules if m.startswith('shoal.app.commands.')], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr.strip() == "['shoal.app.commands.doctor']"
