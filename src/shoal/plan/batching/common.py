@@ -254,8 +254,10 @@ class Queues:
                 if len(tokens) >= most:
                     finish = "length"
                     break
-            new = tuple(tokens[stop:])
-            if len(new) > 1:
+            if len(given) == 1:
+                new = given
+            else:
+                new = tuple(tokens[stop:])
                 request.n_computed = len(tokens) - 1
                 computed(request)
             infos = tuple(infos_of.get(name, ())[: len(new)]) if infos_of else ()
