@@ -42,7 +42,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 class _Pipe:
-    """A snapshot process, asked over the pipes to it; see :class:`recovery.Asked`."""
+    """A snapshot process, asked over the pipes to it; see :class:`recovery.SnapshotReader`."""
 
     def __init__(self, rank: int, process: subprocess.Popen[str]) -> None:
         self._rank = rank
