@@ -28,7 +28,7 @@ from shoal.train.layout import RunDir
 from shoal.train.worker import run_rank
 
 waited = threading.Event()
-save, wait, fill = lazy.LazySaver.save, lazy.Capture.wait, lazy.Source.fill
+save, wait, fill = lazy.LazySaver.save, lazy.Capture.wait, lazy.ByteSource.fill
 
 def late_save(self, *given):
     waited.clear()
@@ -42,7 +42,7 @@ def late_fill(self, *given):
     waited.wait(1)
     fill(self, *given)
 
-lazy.LazySaver.save, lazy.Capture.wait, lazy.Source.fill = late_save, late_wait, late_fill
+lazy.LazySaver.save, lazy.Capture.wait, lazy.ByteSource.fill = late_save, late_wait, late_fill
 run_rank(RunDir(Path(sys.argv[1])), resume=False)
 """
 
