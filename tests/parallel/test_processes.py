@@ -51,7 +51,7 @@ def test_other_ends_of_a_rank_are_told() -> None:
         return process
 
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2, .* hangs: not ended .*go_wrong"):
-        run_processes(f"{RANKS}:go_wrong", 2, {"how": "hangs"}, timeout_s=6, start=start)
+        run_processes(f"{RANKS}:go_wrong", 2, {"how": "hangs"}, timeout_s=12, start=start)
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
     with pytest.raises(RankError, match="not JSON serializable"):
