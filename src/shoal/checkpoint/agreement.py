@@ -1,7 +1,8 @@
 """What ranks tell each other before they load together: what they want, and who reads it when.
 
-No rank gathers what all want, box by box. Each tensor has a rank that is told who wants which boxes
-of it and makes runs of them (:mod:`~shoal.checkpoint.runs`); the runs are small, and all hear them.
+No rank gathers what all want, box by box. Each tensor has a rank that receives which ranks want
+which boxes of it and makes runs of them (:mod:`~shoal.checkpoint.runs`); the runs are small, and
+all hear them.
 A plan is kept: ranks that load another checkpoint of the same layout tell each other two digests.
 """
 

@@ -3,8 +3,8 @@
 A level takes what is complete at the nearest place, usually a disk of this host, and copies it to a
 slower and safer one, usually an object store. Rank 0 does so in a thread of its own: one checkpoint
 is on its way and one waits; a newer one takes the place of the one that waits. What is being sent
-is not deleted here meanwhile. A place that fails is tried again, and told; the nearer checkpoint
-stays as good as it was.
+is not deleted here meanwhile. A place that fails is tried again, and reported; the nearer
+checkpoint stays as good as it was.
 
 Source: Maurya et al., DataStates-LLM, 2024, section IV (streamlined multi-level flushing).
 """
@@ -37,7 +37,7 @@ __all__ = ["CheckpointLevels", "LevelCopier", "LevelReport", "nearest", "newest"
 _FILES = 4
 # s before the second try, doubled for each that follows, and the longest.
 _PAUSE_S, _LONGEST_S = 1.0, 30.0
-# How often whoever waits for the last checkpoint says that it lives, s.
+# How often a rank that waits for the last checkpoint reports that it lives, s.
 _ALIVE_S = 0.5
 
 

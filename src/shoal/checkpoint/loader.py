@@ -3,7 +3,7 @@
 Every rank has some readers, and every reader its share of each source. What all have in common
 (sources, ratios, seed) is kept once; what a reader has to itself is which samples are left to it,
 what it has begun to pack, and what it has read and not handed out. To go on with another number of
-ranks, the readers' shares are put together and dealt out anew.
+ranks, the readers' shares are merged and divided again.
 
 Source: Wan et al., ByteCheckpoint, 2024, section 3.3 (dataloader resharding).
 """
@@ -76,7 +76,7 @@ class LoaderState:
         readers: readers of all ranks together; reader r of R begins an epoch with every R-th
             place from r on.
         first: number of this rank's first reader.
-        generation: how often readers were dealt out anew; random choices depend on it.
+        generation: how often readers were divided again; random choices depend on it.
         own: this rank's readers.
     """
 
@@ -191,9 +191,9 @@ def merge(states: Sequence[LoaderState]) -> LoaderState:
 
 
 def split(state: LoaderState, ranks: int, readers: int | None = None) -> list[LoaderState]:
-    """Deal out what all readers have left to those of another number of ranks.
+    """Divide what all readers have left among those of another number of ranks.
 
-    What readers had begun is handed on as it is; places of sources are dealt out evenly. All
+    What readers had begun is handed on as it is; places of sources are divided evenly. All
     readers have then begun as many epochs as the foremost had, so none begins one twice.
 
     Args:

@@ -214,7 +214,7 @@ class _Loading:
                 with _timed(self.report, "read_s"):
                     data = next(arriving)
                 if isinstance(data, OSError):
-                    # The others wait for this read; they are told in the end.
+                    # The others wait for this read; they get the error in the end.
                     where = data.filename or self.saved.folder.where(read.file)
                     self.seen.refused.append(f"{where}: cannot be read ({data.strerror or data})")
                     data = torch.zeros(read.stop - read.start, dtype=torch.uint8)

@@ -38,7 +38,7 @@ _FOLDER = re.compile(r"^step-(\d{8,})\.([0-9a-z-]+)$")
 _WRITER = ".writer.json"
 # S3 takes parts of at least 5 MiB, and 10,000 of them: files of up to 320 GB.
 _PART_BYTES = 2**25
-# A save that fails is told soon, and the next one tries again: two clients on top of each other
+# A save that fails is reported soon, and the next one tries again: two clients on top of each other
 # would otherwise try for minutes.
 _TRIES = 2
 # A server that has said nothing for so long has stopped.
@@ -134,7 +134,7 @@ class RemoteSink:
 
     def abandon(self) -> None:
         """See :class:`~shoal.checkpoint.storage.FileSink`."""
-        with contextlib.suppress(Exception):  # it failed already, and that is what is told
+        with contextlib.suppress(Exception):  # it failed already, and that is reported
             self._file.discard()
         # Closing would finish the upload of what there is.
         with contextlib.suppress(AttributeError):

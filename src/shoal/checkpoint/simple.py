@@ -97,7 +97,7 @@ class Checkpoints:
             meta: plain data to keep beside, of rank 0.
 
         Raises:
-            CheckpointError: it cannot be stored. What goes on behind is told by the ticket.
+            CheckpointError: it cannot be stored. The ticket reports what goes on behind.
         """
         sources = _sources(state, self.peers)
         plain = {key: source.plain() for key, source in sources.items()}

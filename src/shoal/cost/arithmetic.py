@@ -47,6 +47,7 @@ class LinearProducts:
         share: tokens that pass one copy, as a share of all tokens.
         bias: it has a bias of N.
         role: part of a block, one of its experts' products, or the output layer.
+        divided: what tensor parallelism divides: outputs (by columns), inputs (by rows), nothing.
     """
 
     name: str
@@ -57,6 +58,7 @@ class LinearProducts:
     share: float = 1.0
     bias: bool = False
     role: Literal["block", "expert", "output"] = "block"
+    divided: Literal["outputs", "inputs", ""] = ""
 
     @property
     def parameters(self) -> int:
@@ -81,22 +83,29 @@ def linears(shape: ModelShape) -> tuple[LinearProducts, ...]:
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     wide = 2 if shape.gated else 1
     linears = [
-        LinearProducts("qkv", heads, D, L, bias=shape.attention_bias),
-        LinearProducts("attention_out", D, shape.num_heads * shape.head_dim, L),
+        LinearProducts("qkv", heads, D, L, bias=shape.attention_bias, divided="outputs"),
+        LinearProducts("attention_out", D, shape.num_heads * shape.head_dim, L, divided="inputs"),
     ]
     sparse = mixture_layers(shape)
     if L - sparse:
-        linears.append(LinearProducts("ffn_in", wide * shape.ffn_hidden, D, L - sparse))
-        linears.append(LinearProducts("ffn_out", D, shape.ffn_hidden, L - sparse))
+        linears.append(
+            LinearProducts("ffn_in", wide * shape.ffn_hidden, D, L - sparse, divided="outputs")
+        )
+        linears.append(LinearProducts("ffn_out", D, shape.ffn_hidden, L - sparse, divided="inputs"))
     if sparse:
         X, E, S = shape.expert_hidden, shape.num_experts, shape.num_shared_experts
         linears.append(LinearProducts("router", _router(shape)["router.weight"][0], D, sparse))
         share = shape.top_k / E
-        for name, N, K in (("expert_in", wide * X, D), ("expert_out", D, X)):
-            linears.append(LinearProducts(name, N, K, sparse, copies=E, share=share, role="expert"))
+        expert = LinearProducts(
+            "expert_in", wide * X, D, sparse, copies=E, share=share, role="expert"
+        )
+        linears.append(replace(expert, divided="outputs"))
+        linears.append(replace(expert, name="expert_out", N=D, K=X, divided="inputs"))
         if S:
-            linears.append(LinearProducts("shared_in", wide * X, D, sparse, copies=S))
-            linears.append(LinearProducts("shared_out", D, X, sparse, copies=S))
+            linears.append(
+                LinearProducts("shared_in", wide * X, D, sparse, copies=S, divided="outputs")
+            )
+            linears.append(LinearProducts("shared_out", D, X, sparse, copies=S, divided="inputs"))
     if shape.architecture.ffn.duo:  # counted as if every token took the big layer
         small = shape.architecture.ffn.small_width(shape.ffn_hidden)
         linears.append(LinearProducts("small_in", wide * small, D, L, share=0.0))
@@ -163,8 +172,7 @@ def parameters(shape: ModelShape) -> int:
 
 def expert_parameters(shape: ModelShape) -> int:
     """Parameters of the experts that tokens choose between, without routers."""
-    named = ("expert_in", "expert_out")
-    return sum(linear.parameters for linear in linears(shape) if linear.name in named)
+    return sum(linear.parameters for linear in linears(shape) if linear.role == "expert")
 
 
 def active_parameters(shape: ModelShape) -> int:

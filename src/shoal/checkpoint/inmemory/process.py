@@ -1,6 +1,6 @@
 """The snapshot process of a rank: ``python -m shoal.checkpoint.inmemory.process``.
 
-It is started by whoever starts the trainers and is no child of them, so what it holds outlives
+It is started by the launcher of the trainers and is no child of them, so what it holds outlives
 them. Its memory has no name (``memfd``): the trainer maps it through ``/proc``, and with the
 process it is gone, however that ends. It ends itself when its input does, with its starter.
 
@@ -131,7 +131,7 @@ class SnapshotProcess:
         except ShoalError as cause:
             return {"error": str(cause)}, b""
         except OSError as cause:
-            # A member of the ring: whoever asked is told, and the ring is made anew.
+            # A member of the ring: the caller gets the error, and the ring is made anew.
             return {"error": f"the ring broke: {cause}", "lost": True}, b""
 
     def _do(self, op: str, **arguments: Any) -> tuple[dict[str, Any], Any]:

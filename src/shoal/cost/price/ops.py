@@ -193,7 +193,7 @@ def operators(
         if linear.role == "output":
             continue
         if linear.role == "expert":
-            column = linear.name == "expert_in"
+            column = linear.divided == "outputs"
             ops.append(
                 OpGroup(
                     linear.name,
@@ -207,8 +207,7 @@ def operators(
                 )
             )
             continue
-        column = linear.name in ("qkv", "ffn_in", "shared_in")
-        row = linear.name in ("attention_out", "ffn_out", "shared_out")
+        column, row = linear.divided == "outputs", linear.divided == "inputs"
         ops.append(
             OpGroup(
                 linear.name,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shoal.cost.price.ops import OpGroup
 from shoal.cost.price.rates import REPACKED, Curve, KernelRates
 
-__all__ = ["PassTime", "op_pass"]
+__all__ = ["PassSeconds", "op_pass"]
 
 # On a CPU an operator of a step finds its operands displaced from the caches and writes to
 # memory fresh from the allocator; the probe repeats one operator on the same arrays. The
@@ -19,7 +19,7 @@ __all__ = ["PassTime", "op_pass"]
 DISPLACED = 1.75
 
 
-class PassTime(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of one micro-batch on one rank, one direction.
 
     Args:
@@ -39,21 +39,21 @@ class PassTime(NamedTuple):
         """Seconds that the device computes."""
         return self.matmul + self.attention + self.memory
 
-    def shared(self, ranks: int) -> PassTime:
+    def shared(self, ranks: int) -> PassSeconds:
         """The same with its tokens shared by so many ranks; every rank makes every call."""
-        return PassTime(
+        return PassSeconds(
             self.matmul / ranks, self.attention / ranks, self.memory / ranks, self.calls
         )
 
-    def times(self, factor: float) -> PassTime:
+    def times(self, factor: float) -> PassSeconds:
         """The same, so much longer, with as many calls."""
-        return PassTime(
+        return PassSeconds(
             self.matmul * factor, self.attention * factor, self.memory * factor, self.calls
         )
 
-    def __add__(self, other: PassTime) -> PassTime:  # type: ignore[override]
+    def __add__(self, other: PassSeconds) -> PassSeconds:  # type: ignore[override]
         """Both, one after the other."""
-        return PassTime(
+        return PassSeconds(
             self.matmul + other.matmul,
             self.attention + other.attention,
             self.memory + other.memory,
@@ -63,7 +63,7 @@ class PassTime(NamedTuple):
 
 def op_pass(
     op: OpGroup, backward: bool, matmul: Curve, stream: Curve, precision: str, cpu: bool
-) -> PassTime:
+) -> PassSeconds:
     """Seconds of one group of operators in one direction.
 
     Args:
@@ -79,7 +79,7 @@ def op_pass(
     displaced = DISPLACED if cpu else 1.0
     if op.kind == "memory":
         seconds = displaced * traffic / stream(max(1.0, op.size_bytes))
-        return PassTime(memory=op.count * seconds, calls=calls)
+        return PassSeconds(memory=op.count * seconds, calls=calls)
     if op.kind == "attention":
         flops = op.backward_flops if backward else op.forward_flops
         if isinstance(matmul, KernelRates):
@@ -87,14 +87,14 @@ def op_pass(
         else:
             seconds = flops / matmul(256.0)
         seconds += traffic / stream(op.size_bytes)
-        return PassTime(attention=op.count * seconds, calls=calls)
+        return PassSeconds(attention=op.count * seconds, calls=calls)
     if isinstance(matmul, KernelRates):
         once = matmul.product_s(op.M, op.N, op.K)
         if not backward:
-            return PassTime(matmul=op.count * once, calls=calls)
+            return PassSeconds(matmul=op.count * once, calls=calls)
         inner = matmul.product_s(op.M, op.K, op.N)
         outer = matmul.product_s(op.N, op.K, op.M, adds=4.0)
-        return PassTime(matmul=op.count * op.backward_share * (inner + outer), calls=calls)
+        return PassSeconds(matmul=op.count * op.backward_share * (inner + outer), calls=calls)
     width = 2.0 if precision == "bf16" else 4.0
     flops = 2.0 * op.M * op.N * op.K
     touched = width * (op.M * op.K + op.N * op.K + op.M * op.N)
@@ -105,6 +105,6 @@ def op_pass(
     repacked = REPACKED.get(precision, 1.0)
     weight = flops / (repacked * matmul(edge)) + traffic
     if not backward:
-        return PassTime(matmul=op.count * once, calls=calls)
+        return PassSeconds(matmul=op.count * once, calls=calls)
     # The gradients of the input and of the weight; the latter multiplies a transpose.
-    return PassTime(matmul=op.count * op.backward_share * (once + weight), calls=calls)
+    return PassSeconds(matmul=op.count * op.backward_share * (once + weight), calls=calls)

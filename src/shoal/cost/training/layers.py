@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shoal.cost.price.passes import PassTime
+from shoal.cost.price.passes import PassSeconds
 from shoal.ir import ModelShape
 
 __all__ = ["LayerCost", "ModelLayer", "Strategy", "layers_of"]
@@ -71,8 +71,8 @@ class LayerCost:
         sent_bytes: what a rank sends in a step of one micro-batch.
     """
 
-    forward: PassTime
-    backward: PassTime
+    forward: PassSeconds
+    backward: PassSeconds
     overhead_s: float
     wire_s: float
     extra_s: float

@@ -33,7 +33,7 @@ from shoal.cost.arithmetic import (
 )
 from shoal.cost.price.collectives import ring_bytes
 from shoal.cost.price.ops import MOST_PLAIN_SCORES, OpGroup, Style, operators
-from shoal.cost.price.passes import PassTime, op_pass
+from shoal.cost.price.passes import PassSeconds, op_pass
 from shoal.cost.price.rates import RankRates, data_link
 from shoal.cost.training.layer_fit import LayerProfile
 from shoal.cost.training.layers import LayerCost, ModelLayer, Strategy
@@ -157,15 +157,15 @@ class LayerPricer:
 
     def _pass_of(
         self, layer: ModelLayer, sequences: int, tp: int, cp: int, world: int
-    ) -> tuple[PassTime, PassTime, PassTime]:
+    ) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
         """Forward, backward, and what recomputation adds."""
         measured = self._measured(layer.name, sequences, tp, cp)
         if measured is not None:
             return (*measured, measured[0])
         rates = self._rates(world)
         matmul, stream = rates.matmul_curve(self.job.precision), rates.stream_curve()
-        ahead, behind, again = PassTime(), PassTime(), PassTime()
-        weights: list[PassTime] = [PassTime(), PassTime()]
+        ahead, behind, again = PassSeconds(), PassSeconds(), PassSeconds()
+        weights: list[PassSeconds] = [PassSeconds(), PassSeconds()]
         for op in self._ops(layer.shape, sequences, tp, rates):
             if op.name in _ENDS:
                 continue
@@ -186,32 +186,32 @@ class LayerPricer:
 
     def _measured(
         self, name: str, sequences: int, tp: int, cp: int
-    ) -> tuple[PassTime, PassTime] | None:
+    ) -> tuple[PassSeconds, PassSeconds] | None:
         forward = self.profile.forward.get(f"{name}/{tp}")
         backward = self.profile.backward.get(f"{name}/{tp}")
         if forward is None or backward is None:
             return None
         both = (fit.seconds(sequences, self.job.seq_len) for fit in (forward, backward))
-        ahead, behind = (PassTime(matmul=seconds).shared(cp) for seconds in both)
+        ahead, behind = (PassSeconds(matmul=seconds).shared(cp) for seconds in both)
         return ahead, behind
 
     def _end_pass_of(
         self, end: str, sequences: int, tp: int, cp: int, world: int
-    ) -> tuple[PassTime, PassTime]:
+    ) -> tuple[PassSeconds, PassSeconds]:
         measured = self._measured(end, sequences, tp, cp)
         if measured is not None:
             return measured
         rates = self._rates(world)
         matmul, stream = rates.matmul_curve(self.job.precision), rates.stream_curve()
         one = self.shape.model_copy(update={"num_layers": 1, "num_dense_layers": 0})
-        ahead, behind = PassTime(), PassTime()
+        ahead, behind = PassSeconds(), PassSeconds()
         for op in self._ops(one, sequences, tp, rates):
             if _ENDS.get(op.name) == end:
                 ahead += op_pass(op, False, matmul, stream, self.job.precision, rates.is_cpu)
                 behind += op_pass(op, True, matmul, stream, self.job.precision, rates.is_cpu)
         return ahead.shared(cp), behind.shared(cp)
 
-    def _overhead(self, both: PassTime, world: int) -> float:
+    def _overhead(self, both: PassSeconds, world: int) -> float:
         rates = self._rates(world)
         launch = both.calls * self.machine.device.op_overhead_s * rates.crowding
         return launch if rates.is_cpu else max(0.0, launch - both.device)
@@ -500,11 +500,11 @@ def _held(layout: tuple[int, int, int], rank: int, sequences: int, length: int) 
     return Box((row * rows, token * tokens), (rows, tokens))
 
 
-def _seen(found: PassTime, span: int | None, length: int) -> PassTime:
+def _seen(found: PassSeconds, span: int | None, length: int) -> PassSeconds:
     """A pass of attention over the causal half, where a token sees ``span`` tokens back."""
     if span is None or span >= length:
         return found
     share = (span * length - span**2 / 2) / (length**2 / 2)
-    return PassTime(
+    return PassSeconds(
         found.matmul * share, found.attention * share, found.memory * share, found.calls
     )

@@ -27,7 +27,7 @@ from shoal.cost.arithmetic import (
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.price.experts import dispatch, held_parameters
 from shoal.cost.price.ops import Style, operators, stage_share
-from shoal.cost.price.passes import PassTime, op_pass
+from shoal.cost.price.passes import PassSeconds, op_pass
 from shoal.cost.price.rates import (
     Curve,
     RankRates,
@@ -111,7 +111,7 @@ class Pricer:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._passes: dict[tuple[object, ...], tuple[PassTime, dict[str, PassTime]]] = {}
+        self._passes: dict[tuple[object, ...], tuple[PassSeconds, dict[str, PassSeconds]]] = {}
         self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
         self._parts: dict[tuple[str, Choice], Any] = {}
         self._updates: dict[tuple[object, ...], Estimate] = {}
@@ -177,7 +177,9 @@ class Pricer:
             self._aside[key] = chosen, seconds
         return self._aside[key][1]
 
-    def _both(self, work: Work, rates: RankRates, microbatch: int) -> tuple[PassTime, PassTime]:
+    def _both(
+        self, work: Work, rates: RankRates, microbatch: int
+    ) -> tuple[PassSeconds, PassSeconds]:
         """Seconds of one micro-batch forward and backward, recomputation included."""
         job = work.job
         forward, backward = self._ranks_passes(work, rates, microbatch, job.parallel.pp)
@@ -186,7 +188,7 @@ class Pricer:
 
     def _ranks_passes(
         self, work: Work, rates: RankRates, microbatch: int, pp: int
-    ) -> tuple[PassTime, dict[str, PassTime]]:
+    ) -> tuple[PassSeconds, dict[str, PassSeconds]]:
         """One micro-batch forward, and backward by recomputation, with sequences on one rank."""
         job = work.job
         where = (job.precision, rates.used, rates.sharing)
@@ -197,8 +199,8 @@ class Pricer:
         key = (work.shape, job.seq_len, microbatch, tp, pp, vocab, experts, where, job.compile)
         if key in self._passes:
             return self._passes[key]
-        forward = PassTime()
-        backward = {"none": PassTime(), "full": PassTime(), "stage": PassTime()}
+        forward = PassSeconds()
+        backward = {"none": PassSeconds(), "full": PassSeconds(), "stage": PassSeconds()}
         for op in operators(
             work.shape,
             seq_len=job.seq_len,
