@@ -7,6 +7,7 @@ does so for SIGTERM and SIGHUP. The command then exits with 128 plus the number 
 
 from __future__ import annotations
 
+import re
 import signal
 from types import FrameType
 
@@ -37,12 +38,19 @@ def catch_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_AS_TEXT = re.compile(r"\b(KeyboardInterrupt|Stopped): (?P<name>SIG\w+)?")
+
+
 def _stop(number: int, _frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
 def interruption(error: BaseException) -> KeyboardInterrupt | None:
-    """The signal behind an error: what is interrupted, an import say, may raise one of its own."""
+    """The signal behind an error: what is interrupted, an import say, may raise one of its own.
+
+    Usually the signal is a cause or the context of that error. An extension module that a signal
+    interrupts while it builds a class may keep the text alone (pydantic's ``SchemaError``).
+    """
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -50,7 +58,10 @@ def interruption(error: BaseException) -> KeyboardInterrupt | None:
             return at
         seen.add(id(at))
         at = at.__cause__ or at.__context__
-    return None
+    kept = _AS_TEXT.search(str(error))
+    if kept is None:
+        return None
+    return Stopped(signal.Signals[kept["name"]]) if kept["name"] else KeyboardInterrupt()
 
 
 def status_of(stop: KeyboardInterrupt) -> int:
