@@ -14,13 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.app.cli import app
-from shoal.claims.catalogue import catalogue, listing, standings
+from shoal.claims.catalogue import catalogue
 from shoal.claims.gallery import GalleryPaths, index_rows, render_index, render_row, write_gallery
 from shoal.claims.gallery.pages import GROUPS, facets
 from shoal.claims.gallery.papers import MEANINGS, MeasuredMetric, counts, needs, per_sample
 from shoal.claims.gallery.pictures import MetricOverview, samples_chart
 from shoal.claims.protocols import Metric, MetricVerdict, PairedSamples
 from shoal.claims.record import ClaimRecord, inspect, read, sealed, verdict_of, write
+from shoal.claims.standing import listing, standings
 from shoal.core.errors import ConfigError, StoreError
 from shoal.cost.published.scoreboard import score_training
 from shoal.cost.published.serving_scoreboard import score_serving

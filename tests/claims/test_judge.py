@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.claims.catalogue import row_of
 from shoal.claims.judge import judge, measure
 from shoal.claims.protocols import Attempt, ClaimSamples, Metric, PairedSamples
+from shoal.core.config import parse
 from shoal.core.errors import ConfigError
 
 
@@ -208,3 +210,33 @@ def test_verdict_is_a_function_of_the_samples(pairs: list[tuple[float, float]], 
     assert one.low <= one.value <= one.high
     assert one.holds == claimed.holds(one.value)
     assert math.isfinite(one.value)
+
+
+@pytest.mark.parametrize(
+    ("wants", "expected"),
+    [
+        (">= 1.5 x", {"comparison": ">=", "threshold": 1.5, "unit": "x"}),
+        ("<= 0", {"comparison": "<=", "threshold": 0.0, "unit": "1"}),
+        ("0.9 .. 1.1 x", {"comparison": "within", "threshold": 0.9, "upper": 1.1, "unit": "x"}),
+        ("<= -1e-06 nats a byte", {"threshold": -1e-6, "unit": "nats a byte"}),
+    ],
+)
+def test_a_threshold_as_people_write_it(wants: str, expected: dict[str, object]) -> None:
+    stated = {"name": "a", "statistic": "value", "baseline": "b", "evidence": "mechanism"}
+    result = Metric.model_validate({**stated, "wants": wants})
+    assert expected.items() <= result.model_dump().items()
+    assert result.condition == wants
+
+
+@pytest.mark.parametrize("wants", ["1.5 x", "> 1", ">= much", "1 .. x", "", None, 3])
+def test_a_threshold_that_cannot_be_read(wants: object) -> None:
+    stated = {"name": "a", "statistic": "value", "baseline": "b", "evidence": "mechanism"}
+    with pytest.raises(ConfigError, match=r"metric a: wants = .*expected such as"):
+        parse(Metric, {**stated, "wants": wants}, where="catalogue.yaml")
+
+
+def test_a_row_that_is_not_there() -> None:
+    with pytest.raises(
+        ConfigError, match=r"row 146: not in catalogue\.yaml; its rows are 0 to 145"
+    ):
+        row_of(146)

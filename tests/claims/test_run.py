@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from shoal.claims import catalogue as catalogue_module
 from shoal.claims import run as run_module
+from shoal.claims import standing as standing_module
 from shoal.claims.cached import CachedResult
-from shoal.claims.catalogue import catalogue, counts, listing
+from shoal.claims.catalogue import catalogue
 from shoal.claims.protocols import (
     Attempt,
     ClaimSamples,
@@ -24,6 +24,7 @@ from shoal.claims.protocols import (
 )
 from shoal.claims.record import read, recheck
 from shoal.claims.run import run
+from shoal.claims.standing import counts, listing
 from shoal.core.errors import (
     ConfigError,
     NoisyMachineError,
@@ -124,7 +125,6 @@ TABLE = PartTable("claim", {"dissect": f"{__name__}:Sorting", "timing": f"{__nam
 @pytest.fixture(autouse=True)
 def _table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run_module, "CLAIMS", TABLE)
-    monkeypatch.setattr(catalogue_module, "CLAIMS", TABLE)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
 
 
@@ -143,7 +143,7 @@ def test_full_run_writes_a_record_anyone_can_recheck(tmp_path: Path) -> None:
     assert result.verdict.status == "works"
     assert result.path == tmp_path / "dissect.json"
     assert said == [("sorting", 0.5), ("A/A: sorting", 1.0)]
-    record = recheck(result.path, Sorting)
+    record = recheck(result.path, Sorting.metrics)
     assert record == result.record
     assert record.command == "shoal claims run dissect"
     assert len(record.samples.metrics["comparisons"].method) == 9
@@ -172,7 +172,7 @@ def test_refusal_is_skipped_with_its_reason(tmp_path: Path) -> None:
     result = run("dissect", options={"refuse": True}, results=tmp_path)
     assert (result.verdict.status, result.verdict.reason) == ("skipped", "told to refuse")
     assert result.path is not None
-    assert recheck(result.path, Sorting).verdict.status == "skipped"
+    assert recheck(result.path, Sorting.metrics).verdict.status == "skipped"
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,14 @@ def test_edited_file_is_refused(tmp_path: Path, edit: Any, message: str) -> None
     edit(raw)
     path.write_text(json.dumps(raw))
     with pytest.raises(StoreError, match=message):
-        recheck(path, Sorting)
+        recheck(path, Sorting.metrics)
 
 
 def test_file_of_other_thresholds_is_refused(tmp_path: Path) -> None:
     path = run("dissect", results=tmp_path).path
     assert path is not None
     with pytest.raises(StoreError, match="not those of the claim"):
-        recheck(path, Timing)
+        recheck(path, Timing.metrics)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{}", "not json", "\xff"])
@@ -315,9 +315,12 @@ def test_catalogue_has_every_system_once() -> None:
 
 
 def test_listing_earns_its_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {row.claim: f"{__name__}:Timing" for row in catalogue() if row.claim}
-    both = PartTable("claim", {**others, **TABLE})
-    monkeypatch.setattr(catalogue_module, "CLAIMS", both)
+    shipped = catalogue()
+    ours = [
+        row.model_copy(update={"metrics": Sorting.metrics}) if row.claim == "dissect" else row
+        for row in shipped
+    ]
+    monkeypatch.setattr(standing_module, "catalogue", lambda: tuple(ours))
     empty = listing(tmp_path / "empty")
     assert counts(empty) == {("planned", None): 146}
     run("dissect", results=tmp_path)

@@ -1,35 +1,29 @@
-"""The catalogue: one row a paper, with the status its claim has earned.
+"""The catalogue: one row a paper, and what its claim must reach.
 
-The shipped list says what is planned; a status other than ``planned`` comes only from a
-results file whose verdict was computed again just now.
+``catalogue.yaml`` states metrics, their thresholds, and what was tried where one is not reached;
+an experiment states none of it. What a row has earned is in ``standing.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar, Generic, TypeVar
 
 from pydantic import PositiveInt, StringConstraints
 
-from shoal.claims import CLAIMS
-from shoal.claims.protocols import Evidence, Experiment, Status
-from shoal.claims.record import ClaimRecord, RecordFault, inspect, recheck
+from shoal.claims.protocols import Attempt, ExperimentContext, Metric, Status
 from shoal.core.config import Value, parse
+from shoal.core.errors import ConfigError
 from shoal.core.files import read_yaml
 
-__all__ = [
-    "CatalogueEntry",
-    "CatalogueRow",
-    "CatalogueStatus",
-    "catalogue",
-    "counts",
-    "listing",
-    "standing",
-    "standings",
-]
+__all__ = ["BaseClaim", "CatalogueRow", "catalogue", "row_of"]
 
 FILE = Path(__file__).with_name("catalogue.yaml")
+
+_T = TypeVar("_T")
 
 Sentence = Annotated[str, StringConstraints(min_length=20, max_length=240, strip_whitespace=True)]
 
@@ -49,6 +43,8 @@ class CatalogueRow(Value):
         area: area it belongs to, the stem of its specification.
         status: always ``planned``; the rest is earned.
         claim: name of the experiment, once there is one.
+        metrics: what the experiment is judged by.
+        attempts: what was tried where a threshold is not reached.
     """
 
     id: int
@@ -62,134 +58,59 @@ class CatalogueRow(Value):
     area: str
     status: Status = "planned"
     claim: str | None = None
+    metrics: tuple[Metric, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
 
 
 class _Catalogue(Value):
     systems: tuple[CatalogueRow, ...]
 
 
-class CatalogueEntry(Value):
-    """A row as ``shoal claims list`` shows it.
-
-    Args:
-        id: number of the row.
-        name: short name of the system.
-        room: room of its main part.
-        status: earned by its results file, or ``planned``.
-        evidence: grade of the evidence, or None.
-        threshold: metric -> condition.
-        measured: metric -> measured number.
-        title: the paper's title.
-        year: the paper's year.
-        claim: name of the experiment, if there is one.
-        reason: why it does not work, in a sentence.
-    """
-
-    id: int
-    name: str
-    room: str
-    status: Status
-    evidence: Evidence | None = None
-    threshold: dict[str, str] = {}
-    measured: dict[str, float] = {}
-    title: str = ""
-    year: int = 0
-    claim: str | None = None
-    reason: str = ""
-
-
-@functools.cache
 @functools.cache
 def catalogue() -> tuple[CatalogueRow, ...]:
     """All rows, in order of their ids."""
     return parse(_Catalogue, read_yaml(FILE), where=FILE.name).systems
 
 
-def listing(results: Path = Path("results")) -> list[CatalogueEntry]:
-    """Every row with the status its results file gives it.
-
-    Args:
-        results: directory of the results files.
+def row_of(number: int) -> CatalogueRow:
+    """The row of this number.
 
     Raises:
-        StoreError: a results file was edited or is out of date.
+        ConfigError: there is none.
     """
-    return [_listed(row, results) for row in catalogue()]
+    for row in catalogue():
+        if row.id == number:
+            return row
+    raise ConfigError(f"row {number}: not in {FILE.name}; its rows are 0 to {catalogue()[-1].id}")
 
 
-class CatalogueStatus(Value):
-    """A row with its results file, whatever state that is in.
+class _Stated(Generic[_T]):
+    """What the catalogue states of a claim, as an attribute of its class."""
 
-    Args:
-        row: the row of the catalogue.
-        record: its results file with the recomputed verdict; None when there is none or
-            it cannot be believed.
-        fault: why its results file cannot be believed; None otherwise.
+    def __init__(self, read: Callable[[CatalogueRow], _T]) -> None:
+        self._read = read
+
+    def __get__(self, instance: BaseClaim | None, owner: type[BaseClaim]) -> _T:
+        return self._read(row_of(owner.rows[0]))
+
+
+class BaseClaim:
+    """Base of the claims: thresholds are the catalogue's, what must be installed is checked here.
+
+    Attributes:
+        rows: number of the row of the catalogue.
+        needs: modules without which the claim cannot run.
     """
 
-    row: CatalogueRow
-    record: ClaimRecord | None = None
-    fault: RecordFault | None = None
+    rows: ClassVar[tuple[int, ...]]
+    needs: ClassVar[tuple[str, ...]] = ()
+    metrics = _Stated(lambda row: row.metrics)
+    attempts = _Stated(lambda row: row.attempts)
 
-
-def standings(results: Path = Path("results")) -> list[CatalogueStatus]:
-    """Every row with its results file; one that was edited is told, not believed.
-
-    Unlike :func:`listing` this goes on past a bad file, for pages that show what is
-    wrong beside everything that is right.
-
-    Args:
-        results: directory of the results files.
-    """
-    return [standing(row, results) for row in catalogue()]
-
-
-def counts(rows: list[CatalogueEntry]) -> dict[tuple[Status, Evidence | None], int]:
-    """Number of rows by status and grade of evidence."""
-    counts: dict[tuple[Status, Evidence | None], int] = {}
-    for row in rows:
-        key = (row.status, row.evidence)
-        counts[key] = counts.get(key, 0) + 1
-    return counts
-
-
-def standing(row: CatalogueRow, results: Path = Path("results")) -> CatalogueStatus:
-    """One row with its results file."""
-    if row.claim is None:
-        return CatalogueStatus(row=row)
-    path = results / f"{row.claim}.json"
-    if not path.exists():
-        return CatalogueStatus(row=row)
-    result = inspect(path, CLAIMS.load(row.claim))
-    if isinstance(result, RecordFault):
-        return CatalogueStatus(row=row, fault=result)
-    return CatalogueStatus(row=row, record=result)
-
-
-def _listed(row: CatalogueRow, results: Path) -> CatalogueEntry:
-    common = CatalogueEntry(
-        id=row.id,
-        name=row.name,
-        room=row.room,
-        status="planned",
-        title=row.title,
-        year=row.year,
-        claim=row.claim,
-    )
-    if row.claim is None:
-        return common
-    experiment: type[Experiment] = CLAIMS.load(row.claim)
-    path = results / f"{row.claim}.json"
-    record: ClaimRecord | None = recheck(path, experiment) if path.exists() else None
-    update: dict[str, object] = {
-        "threshold": {metric.name: metric.condition for metric in experiment.metrics}
-    }
-    if record is not None:
-        verdict = record.verdict
-        update |= {
-            "status": verdict.status,
-            "evidence": verdict.evidence,
-            "measured": {metric.name: metric.value for metric in verdict.metrics},
-            "reason": verdict.reason,
-        }
-    return common.model_copy(update=update)
+    def refuses(self, context: ExperimentContext) -> str | None:
+        """Why this claim cannot run here, or None."""
+        for module in self.needs:
+            if importlib.util.find_spec(module) is None:
+                extra = "run" if module == "torch" else "bench"
+                return f"no {module}; install shoal-ml[{extra}]"
+        return None

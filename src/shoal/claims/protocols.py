@@ -8,7 +8,7 @@ An experiment never sees its own verdict.
 
 from __future__ import annotations
 
-import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,6 @@ from shoal.ir import Machine
 
 __all__ = [
     "Attempt",
-    "BaseClaim",
     "ClaimSamples",
     "Comparison",
     "Evidence",
@@ -66,8 +65,15 @@ Statistic = Literal[
 PAIRED_STATISTICS = ("ratio", "speedup", "difference", "relative_error")
 
 
+_NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)"
+_WANTED = re.compile(rf"(?:([<>]=) {_NUMBER}|{_NUMBER} \.\. {_NUMBER})(?: (\S.*))?")
+
+
 class Metric(Value):
     """One number a claim is about, and when it is good enough.
+
+    ``wants`` may spell comparison, thresholds and unit in one, as :attr:`condition` does:
+    ``>= 1.5 x``, ``<= 0``, ``0.9 .. 1.1 x``.
 
     Args:
         name: short name, a key of :attr:`ClaimSamples.metrics`.
@@ -89,7 +95,7 @@ class Metric(Value):
     """
 
     name: str
-    unit: str
+    unit: str = "1"
     statistic: Statistic
     comparison: Comparison
     threshold: float
@@ -101,38 +107,21 @@ class Metric(Value):
     peer: str = ""
     paper: str = ""
 
+    @model_validator(mode="before")
     @classmethod
-    def speedup(cls, name: str, threshold: float, baseline: str, **fields: object) -> Self:
-        """How many times faster than ``baseline``, at least, in the regime that is claimed."""
-        stated = {"unit": "x", "statistic": "speedup", "comparison": ">=", "timing": True}
-        return cls.model_validate(
-            {
-                **stated,
-                "name": name,
-                "threshold": threshold,
-                "baseline": baseline,
-                "evidence": "same_regime",
-                **fields,
-            }
-        )
-
-    @classmethod
-    def counted(
-        cls, name: str, comparison: str, threshold: float, baseline: str, **fields: object
-    ) -> Self:
-        """A plain number that no clock has a part in, in the regime that is claimed."""
-        return cls.model_validate(
-            {
-                "unit": "1",
-                "statistic": "value",
-                "name": name,
-                "comparison": comparison,
-                "threshold": threshold,
-                "baseline": baseline,
-                "evidence": "same_regime",
-                **fields,
-            }
-        )
+    def _wanted(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "wants" not in raw:
+            return raw
+        rest = {name: value for name, value in raw.items() if name != "wants"}
+        match = _WANTED.fullmatch(str(raw["wants"]))
+        if match is None:
+            raise ConfigError(
+                f"metric {raw.get('name')}: wants = {raw['wants']!r}; expected such as '>= 1.5 x', "
+                "'<= 0' or '0.9 .. 1.1 x'"
+            )
+        kind, threshold, low, high, unit = match.groups()
+        rest |= {"comparison": kind or "within", "threshold": float(threshold or low)}
+        return rest | ({"upper": float(high)} if high else {}) | ({"unit": unit} if unit else {})
 
     @model_validator(mode="before")
     @classmethod
@@ -374,22 +363,3 @@ class Experiment(Protocol):
             ``skipped``.
         """
         ...
-
-
-class BaseClaim:
-    """Base of the claims: nothing is tried yet, and what must be installed is checked here.
-
-    Attributes:
-        needs: modules without which the claim cannot run.
-    """
-
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
-    needs: ClassVar[tuple[str, ...]] = ()
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Why this claim cannot run here, or None."""
-        for module in self.needs:
-            if importlib.util.find_spec(module) is None:
-                extra = "run" if module == "torch" else "bench"
-                return f"no {module}; install shoal-ml[{extra}]"
-        return None

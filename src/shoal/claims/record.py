@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from pydantic import JsonValue
 
 from shoal.claims import CLAIMS
 from shoal.claims.judge import judge
-from shoal.claims.protocols import Attempt, ClaimSamples, Experiment, Metric, Verdict
+from shoal.claims.protocols import Attempt, ClaimSamples, Metric, Verdict
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError, StoreError, UnknownPartError
 from shoal.core.files import write_json
@@ -149,39 +150,39 @@ def read(path: Path) -> ClaimRecord:
         raise StoreError(f"{cause}; run the claim again") from cause
 
 
-def recheck(path: Path, experiment: type[Experiment] | None = None) -> ClaimRecord:
+def recheck(path: Path, metrics: Sequence[Metric] | None = None) -> ClaimRecord:
     """Read a record and compute its verdict again.
 
     Args:
         path: a results file.
-        experiment: the experiment as it is now, whose thresholds must be the file's; the
-            one that the file names if not given.
+        metrics: what is claimed now, which must be what the file's verdict is about; that of
+            the experiment that the file names if not given.
 
     Returns:
         Record: with the recomputed verdict.
 
     Raises:
         StoreError: the file was edited, its verdict does not follow from its samples, or
-            its thresholds are not those of the experiment.
+            its thresholds are not those of the claim.
         UnknownPartError: there is no such experiment.
     """
-    result = _inspected(path, read(path), experiment)
+    result = _inspected(path, read(path), metrics)
     if isinstance(result, RecordFault):
         raise StoreError(f"{path}: {result.text}")
     return result
 
 
-def inspect(path: Path, experiment: type[Experiment] | None = None) -> ClaimRecord | RecordFault:
+def inspect(path: Path, metrics: Sequence[Metric] | None = None) -> ClaimRecord | RecordFault:
     """Read a record and compute its verdict again, or say why it cannot be believed.
 
     The same judgement as :func:`recheck`, for pages that go on past a bad file.
 
     Args:
         path: a results file.
-        experiment: the experiment as it is now; the one that the file names if not given.
+        metrics: what is claimed now; see :func:`recheck`.
     """
     try:
-        return _inspected(path, read(path), experiment)
+        return _inspected(path, read(path), metrics)
     except StoreError as cause:
         return RecordFault(kind="unreadable", text=str(cause).removeprefix(f"{path}: "))
     except UnknownPartError as cause:
@@ -189,7 +190,7 @@ def inspect(path: Path, experiment: type[Experiment] | None = None) -> ClaimReco
 
 
 def _inspected(
-    path: Path, record: ClaimRecord, experiment: type[Experiment] | None
+    path: Path, record: ClaimRecord, metrics: Sequence[Metric] | None
 ) -> ClaimRecord | RecordFault:
     try:
         verdict = verdict_of(record)
@@ -205,9 +206,9 @@ def _inspected(
         return RecordFault(
             kind="edited", text="was edited after it was written; run the claim again"
         )
-    if experiment is None:
-        experiment = CLAIMS.load(record.claim, where=f"{path}: claim")
-    if record.metrics != tuple(experiment.metrics):
+    if metrics is None:
+        metrics = CLAIMS.load(record.claim, where=f"{path}: claim").metrics
+    if record.metrics != tuple(metrics):
         return RecordFault(
             kind="outdated",
             text=f"its thresholds are not those of the claim {record.claim!r} any more; "

@@ -132,7 +132,7 @@ def run(
     )
     path = results / f"{name}.json"
     if quick:
-        return Result(record, None, _disagreements(record, path, type(experiment)))
+        return Result(record, None, _disagreements(record, path))
     write(record, path)
     return Result(record, path)
 
@@ -184,10 +184,10 @@ def _machine() -> Machine | None:
     return Machine.load(path) if path.exists() else None
 
 
-def _disagreements(quick: ClaimRecord, path: Path, experiment: type[Experiment]) -> tuple[str, ...]:
+def _disagreements(quick: ClaimRecord, path: Path) -> tuple[str, ...]:
     if not path.exists():
         return ()
-    full = {metric.name: metric for metric in recheck(path, experiment).verdict.metrics}
+    full = {metric.name: metric for metric in recheck(path, quick.metrics).verdict.metrics}
     return tuple(
         metric.name
         for metric in quick.verdict.metrics

@@ -32,7 +32,7 @@ def list_(
         shoal claims list -o json
     """
     from shoal.app.show import as_json, table
-    from shoal.claims.catalogue import counts, listing
+    from shoal.claims.standing import counts, listing
 
     rows = [
         row

@@ -160,7 +160,8 @@ def _part_command(kind: str, name: str) -> Callable[..., None]:
 
 def _papers(name: str, module: str) -> Iterator[str]:
     """What the papers say whose system is a part, or has it, and what was measured."""
-    from shoal.claims.catalogue import catalogue, standing
+    from shoal.claims.catalogue import catalogue
+    from shoal.claims.standing import standing
 
     for row in catalogue():
         if row.claim != name and module not in row.parts:

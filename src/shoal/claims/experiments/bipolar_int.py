@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
@@ -42,7 +43,7 @@ _GPU = ("gpu_w2a2_over_bf16", "gpu_w1a2_over_int8")
 
 
 @part
-class BipolarIntClaim:
+class BipolarIntClaim(BaseClaim):
     """Layers of few bits against bf16 and int8, and a model that is finetuned to them.
 
     Args:
@@ -60,73 +61,7 @@ class BipolarIntClaim:
     finetune_s: float = 60.0
 
     rows: ClassVar[tuple[int, ...]] = (130,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="wrong_products",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline="bf16 products of the same integers",
-            evidence="same_regime",
-            paper="exact for every width",
-        ),
-        Metric(
-            name="extra_memory",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline=_SPILLED,
-            evidence="same_regime",
-            paper="no product of planes is written",
-        ),
-        Metric.speedup("w1a1_over_bf16", 5.0, _BF16, paper="up to 2.4x CUTLASS"),
-        Metric.speedup("w1a1_over_vnni", 3.0, "oneDNN int8 on VNNI"),
-        Metric.speedup("w2a2_over_bf16", 1.6, _BF16, paper="up to 2.4x CUTLASS"),
-        Metric.speedup("w2a8_one_row", 4.0, _BF16, paper="6.7x inference of a model"),
-        Metric.speedup("recovery_gain", 1.5, _SPILLED),
-        Metric(
-            name="finetuned_loss",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.05,
-            baseline="rounded without finetuning",
-            evidence="same_regime",
-            quick=False,
-        ),
-        Metric.speedup(_GPU[0], 1.0, _BF16, paper="up to 2.4x CUTLASS"),
-        Metric.speedup(_GPU[1], 1.0, "torch int8", paper="up to 2.4x CUTLASS"),
-    )
     # Taken beside other work, with weights that stayed in the cache.
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="w1a1_over_bf16",
-            tried="counting bits: an exclusive or, a count and an addition for 512 products, which "
-            "on two vector ports is a third of what int8 tiles do",
-            value=2.04,
-        ),
-        Attempt(
-            metric="w1a1_over_bf16",
-            tried="int8 tiles, the weights expanded before and the sums folded after each block; "
-            "now both are done beside the next product, and tiles are loaded over those that "
-            "were used the longest ago",
-            value=2.28,
-        ),
-        Attempt(
-            metric="w1a1_over_bf16",
-            tried="int8 tiles, expected at 65 and at 40 % of their peak, so that they were taken "
-            "before counting, which was faster; now 30 %",
-            value=2.274,
-        ),
-        Attempt(
-            metric="w1a1_over_vnni",
-            tried="the own product on vpdpbusd as baseline, which reaches 0.80 of oneDNN's; now "
-            "oneDNN's is the baseline",
-            value=3.907,
-        ),
-    )
 
     def __post_init__(self) -> None:
         where = "claim.bipolar_int"

@@ -24,15 +24,9 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.experiments.bytecheckpoint_load import LOADING, measure_load
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.experiments.bytecheckpoint_load import measure_load
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -40,7 +34,6 @@ __all__ = ["ByteCheckpointClaim"]
 
 _RANKS = "shoal.claims.experiments.bytecheckpoint_ranks"
 _WORLD = 4
-_DCP = "torch.distributed.checkpoint.save"
 
 
 @part
@@ -59,52 +52,6 @@ class ByteCheckpointClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (102,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="stall_avoided",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=0.9,
-            baseline=_DCP,
-            evidence="mechanism",
-            timing=True,
-            paper="stalls 54 times shorter on average",
-        ),
-        Metric.speedup(
-            "whole_save",
-            1.5,
-            _DCP,
-            evidence="mechanism",
-            paper="saving up to 9.96 times faster than DCP and MCP",
-        ),
-        Metric.counted(
-            "balance",
-            "<=",
-            1.2,
-            "replicas are written by the first rank",
-            statistic="max",
-            unit="x",
-        ),
-        Metric(
-            name="planning_avoided",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=0.8,
-            baseline="every save is planned anew",
-            evidence="mechanism",
-            timing=True,
-        ),
-        *LOADING,
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="whole_save",
-            tried="12 samples: the interval was 1.83 to 2.13, too wide to judge; now 40",
-            value=1.926,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("samples", "saves"):

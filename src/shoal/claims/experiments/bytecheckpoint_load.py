@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.claims.protocols import ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ExperimentContext, PairedSamples
 from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
@@ -32,25 +32,8 @@ if TYPE_CHECKING:
     from shoal.ir.comm import Comm
     from shoal.model.config import ModelConfig
 
-__all__ = ["LAYOUTS", "LOADING", "layout_pair", "measure_load", "saved_under"]
+__all__ = ["LAYOUTS", "layout_pair", "measure_load", "saved_under"]
 
-LOADING: tuple[Metric, ...] = (
-    Metric.counted(
-        "read_bytes",
-        "within",
-        1.0,
-        "every replica reads all that it wants",
-        statistic="max",
-        upper=1.1,
-        unit="x",
-        evidence="mechanism",
-    ),
-    Metric.counted(
-        "layout_pairs", ">=", 1.0, "a rank loads the file of its number", statistic="mean"
-    ),
-    Metric.counted("samples_lost", "<=", 0.0, "a loader's place is one number", statistic="max"),
-)
-"""What is claimed of loading."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"parallel": {}},
@@ -66,7 +49,7 @@ _REPLICAS = 4
 def measure_load(
     context: ExperimentContext, *, quick: bool, as_baseline: bool = False
 ) -> dict[str, PairedSamples]:
-    """Samples of every metric of :data:`LOADING`.
+    """Samples of every metric of loading.
 
     Args:
         context: of the claim.

@@ -23,14 +23,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments import ragged
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["ByteScaleClaim"]
 
-_STATIC = "dp = 2 x cp = 16 with packing"
 _CAPACITY, _WORLD, _CP = 8192, 32, 16
 _FLOPS, _LINK = 400e12, 50e9
 
@@ -53,50 +53,6 @@ class ByteScaleClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (20,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="over_static",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=2.0,
-            baseline=_STATIC,
-            evidence="simulated",
-            paper="up to 7.89 times the best static system, contexts of 256K to 2048K",
-        ),
-        Metric(
-            name="over_static_grouped",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.5,
-            baseline=_STATIC,
-            evidence="simulated",
-        ),
-        Metric(
-            name="attention_bytes",
-            unit="1",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.1,
-            baseline=_STATIC,
-            evidence="simulated",
-        ),
-        Metric.speedup("real_ranks", 1.15, "cp = 2 for all", evidence="mechanism"),
-        Metric(
-            name="planning_s",
-            unit="s",
-            statistic="value",
-            comparison="<=",
-            threshold=1.0,
-            baseline="dp = 64 x cp = 16 with packing",
-            evidence="same_regime",
-            timing=True,
-        ),
-        Metric.counted(
-            "error", "<=", 1e-9, "one process, in float64", statistic="max", evidence="mechanism"
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("documents", "longest", "turns", "seeds"):

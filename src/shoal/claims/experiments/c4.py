@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.path_jobs import times_of_jobs
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
@@ -58,65 +59,6 @@ class C4(BaseClaim):
     draws: int = 20
 
     rows: ClassVar[tuple[int, ...]] = (4,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="located",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.95,
-            baseline="longest waiter",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="false_alarms",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=1.0,
-            baseline="longest waiter",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="located_in_real_time",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.95,
-            baseline="longest waiter",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="located_shaped",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.95,
-            baseline="longest waiter",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="path_ratio",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.15,
-            baseline="ecmp",
-            evidence="simulated",
-            paper="about 15 % more throughput",
-        ),
-        Metric(
-            name="max_link_flows",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="ecmp",
-            evidence="simulated",
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

@@ -22,14 +22,8 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
@@ -79,69 +73,6 @@ class CO2Claim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (13,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup(
-            "over_summed",
-            3.0,
-            "gradients summed in every step",
-            evidence="mechanism",
-            paper="near-perfect scaling over 80 Gbit/s to 128 A100",
-        ),
-        Metric.speedup(
-            "over_local_sgd", 1.1, "local SGD with rounds as long", evidence="mechanism"
-        ),
-        # What is exposed is so little that no interval of it is narrow; this is the rest.
-        Metric(
-            name="not_exposed",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=0.95,
-            baseline="local SGD with rounds as long",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric.speedup("kept", 0.9, "CO2 on a link that nobody shapes", evidence="mechanism"),
-        Metric.counted(
-            "loss_gap",
-            "<=",
-            0.1,
-            "gradients summed in every step",
-            unit="nats",
-            statistic="mean",
-            evidence="mechanism",
-            quick=False,
-            paper="accuracy on par with the synchronous optimizer",
-        ),
-        Metric.counted(
-            "unlike_simulation", "<=", 0.0, "local SGD with rounds as long", statistic="max"
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="loss_gap",
-            tried="rounds of 16 steps, 240 steps, lr 2e-3, first moment's decay 0.9, one seed",
-            value=0.567,
-        ),
-        Attempt(metric="loss_gap", tried="the same in rounds of 12 steps", value=0.503),
-        Attempt(
-            metric="loss_gap",
-            tried="the same in rounds of 4 steps of 24 sequences",
-            value=0.803,
-        ),
-        Attempt(
-            metric="loss_gap",
-            tried="12 steps a round, changes in fp32, 2400 steps, lr 4e-3, decay 0.5, three seeds",
-            value=0.112,
-        ),
-        Attempt(metric="over_summed", tried="6 turns of one round, which were noisy", value=10.49),
-        Attempt(metric="kept", tried="6 turns of one round, which were noisy", value=1.093),
-        Attempt(
-            metric="kept",
-            tried="14 turns of two rounds, packets of 1500 bytes, which take a tenth of the cores",
-            value=0.807,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "packet", "tau", "turns", "steps", "seeds"):

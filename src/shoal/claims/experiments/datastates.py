@@ -26,7 +26,8 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -38,7 +39,7 @@ _DISK_BYTES_PER_S = 300e6
 
 
 @part
-class DataStatesClaim:
+class DataStatesClaim(BaseClaim):
     """Twelve steps in each of three modes, and what was saved.
 
     Args:
@@ -54,43 +55,6 @@ class DataStatesClaim:
     tokens: int = 1024
 
     rows: ClassVar[tuple[int, ...]] = (36,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="blocking_avoided",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=0.9,
-            baseline=_BLOCKING,
-            evidence="mechanism",
-            timing=True,
-            paper="checkpoint throughput up to 48 times higher",
-        ),
-        Metric(
-            name="two_phase_avoided",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=0.5,
-            baseline="a copy of everything first, written behind",
-            evidence="mechanism",
-            timing=True,
-            peer="torch.distributed.checkpoint.async_save",
-        ),
-        Metric(
-            name="end_to_end",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.7,
-            baseline=_BLOCKING,
-            evidence="mechanism",
-            timing=True,
-            paper="training 2.2 times faster at high frequency",
-        ),
-        Metric.counted("wrong_versions", "<=", 0.0, "updates that wait for nothing"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps", "tokens"):

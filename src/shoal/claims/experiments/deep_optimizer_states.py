@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.parts import part
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepOptimizerStatesClaim"]
 
-_HOST = "the host alone"
-_PAPER = "iterations 2.5x faster than offload with a fixed ratio or to the host alone"
 # Host 1.5, device 25, conversion 8 and link 12 billion parameters or words a second: H100 class.
 _PUBLISHED = UpdateRates(host=1.5e9, device=25e9, convert=8e9, link=12e9)
 _STRIDES = (2, 3, 4, 5, 6)
@@ -52,7 +51,7 @@ _EXACT_STEPS = 10
 
 
 @part
-class DeepOptimizerStatesClaim:
+class DeepOptimizerStatesClaim(BaseClaim):
     """Updates of bf16 weights with an fp32 state on the host.
 
     Args:
@@ -68,41 +67,6 @@ class DeepOptimizerStatesClaim:
     pairs: int = 11
 
     rows: ClassVar[tuple[int, ...]] = (51,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup(
-            "update",
-            1.3,
-            _HOST,
-            evidence="mechanism",
-            paper=_PAPER,
-            peer="torch.optim.AdamW",
-        ),
-        Metric(
-            name="stride_off",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline=_HOST,
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="published_update",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=2.0,
-            baseline=_HOST,
-            evidence="simulated",
-            paper=_PAPER,
-        ),
-        Metric.counted("wrong_numbers", "<=", 0.0, "torch.optim.AdamW", statistic="max"),
-        Metric.counted(
-            "state_over_slots", "<=", 1.0, "all state on the device", statistic="max", unit="x"
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("sub_group", "groups", "host_rate", "pairs"):

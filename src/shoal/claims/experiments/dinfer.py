@@ -25,14 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -104,93 +98,6 @@ class DInfer(BaseClaim):
     rounds: int = 10
 
     rows: ClassVar[tuple[int, ...]] = (107,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="tokens_a_pass",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=4.0,
-            baseline=_ONE,
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric.speedup(
-            "over_one",
-            3.0,
-            _ONE,
-            evidence="mechanism",
-            paper="over 1,100 tokens/s on HumanEval at batch 1",
-        ),
-        Metric(
-            name="accuracy_beside_one",
-            unit="1",
-            statistic="difference",
-            comparison=">=",
-            threshold=-0.02,
-            baseline=_ONE,
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="tokens_a_pass_over_fast",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=1.15,
-            baseline=_FAST,
-            evidence="mechanism",
-            quick=False,
-            paper="10x over Fast-dLLM, wall-clock",
-        ),
-        Metric(
-            name="accuracy_beside_fast",
-            unit="1",
-            statistic="difference",
-            comparison=">=",
-            threshold=-0.01,
-            baseline=_FAST,
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="computed_tokens",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.9,
-            baseline=_ONE,
-            evidence="mechanism",
-        ),
-        Metric.counted("differing_tokens", "<=", 0.0, "single requests; the published order"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="tokens_a_pass_over_fast",
-            tried="credit, vicinity, no smoothing, and problems of which the model learned a third",
-            value=1.02,
-        ),
-        Attempt(
-            metric="tokens_a_pass_over_fast",
-            tried="credit, smoothing, vicinity, on problems that it learns (450 of another seed)",
-            value=0.849,
-        ),
-        Attempt(
-            metric="accuracy_beside_one",
-            tried="hierarchical, smoothing by the paper's weights of 0.15 to 0.3, vicinity",
-            value=-0.033,
-        ),
-        Attempt(
-            metric="accuracy_beside_one",
-            tried="lighter smoothing, 300 problems",
-            value=-0.027,
-        ),
-        Attempt(
-            metric="tokens_a_pass_over_fast",
-            tried="the paper's smoothing, a model that learned no sums in 8 M tokens",
-            value=0.792,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "claim.dinfer.rounds", self.rounds, expected="at least 1")

@@ -20,7 +20,8 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import check_quiet
 from shoal.core.native import compiler
@@ -70,7 +71,7 @@ REPEATED = ("fma_fp32", "fma_fp64", "dot_bf16", "dot_int8", "permute_bytes", "po
 
 
 @part
-class Dissect:
+class Dissect(BaseClaim):
     """Cache sizes, latency levels, roofline predictions and repeatability of this machine.
 
     Args:
@@ -85,96 +86,6 @@ class Dissect:
     threads: int = 1
 
     rows: ClassVar[tuple[int, ...]] = (48,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="prefetchable_steps",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.05,
-            baseline="sequential walk",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="cache_size_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.5,
-            baseline="sequential walk",
-            evidence="same_regime",
-            timing=True,
-            paper="sizes of L1, L2 and shared memory of three GPUs recovered",
-        ),
-        Metric(
-            name="level_ratio",
-            unit="x",
-            statistic="min",
-            comparison=">=",
-            threshold=2.0,
-            baseline="sequential walk",
-            evidence="same_regime",
-            timing=True,
-            paper="SM-to-SM access near 180 cycles, a third below L2",
-        ),
-        Metric(
-            name="roofline_error",
-            unit="1",
-            statistic="relative_error",
-            comparison="<=",
-            threshold=0.30,
-            baseline="data-sheet peak",
-            evidence="same_regime",
-            quick=False,
-        ),
-        Metric(
-            name="repeat_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.15,
-            baseline="one cold sample",
-            evidence="same_regime",
-            timing=True,
-            quick=False,
-        ),
-        Metric(
-            name="gpu_bf16_over_fp32",
-            unit="x",
-            statistic="value",
-            comparison=">=",
-            threshold=1.6,
-            baseline="fp32",
-            evidence="same_regime",
-            quick=False,
-            paper="fp8, bf16 and tf32 tensor-core throughput by type",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="level_ratio",
-            tried="a chase up to 256 MiB, which never leaves the 300 MiB of this machine's "
-            "shared cache; now up to 1 GiB",
-            value=1.745,
-        ),
-        Attempt(
-            metric="roofline_error",
-            tried="predicting products of all threads beside busy neighbours; now one thread, "
-            "and a machine that is busy before or after is refused",
-            value=0.90,
-        ),
-        Attempt(
-            metric="repeat_error",
-            tried="one short turn a sample; now the fastest of three longer turns",
-            value=0.44,
-        ),
-        Attempt(
-            metric="repeat_error",
-            tried="bandwidth and products of several threads among the repeated probes; now "
-            "units and products on one core",
-            value=0.93,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

@@ -22,15 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate_fleet
@@ -60,7 +54,6 @@ _TPOTS = (0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2)
 _CODE_TTFT, _CODE_TPOT = 0.125, 0.03
 # Long prompts of chat take a quarter of a second alone: a second leaves the others room.
 _CHAT_TTFT, _CHAT_TPOT = 1.0, 0.2
-_REAL = ("attainment_error", "throughput_error", "wrong_bytes")
 
 
 def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Sequence[ServedRequest]], int]:
@@ -106,140 +99,6 @@ class DistServe(BaseClaim):
     model: str = "shoal-8m"
 
     rows: ClassVar[tuple[int, ...]] = (40,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="over_prefill_first",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=1.6,
-            baseline="prefill_first",
-            evidence="simulated",
-            paper="4.48x more requests than a colocated engine",
-        ),
-        Metric(
-            name="over_chunked",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=1.05,
-            baseline="fcfs, prompts in parts",
-            evidence="simulated",
-        ),
-        Metric(
-            name="loose_chat",
-            unit="x",
-            statistic="ratio",
-            comparison="within",
-            threshold=0.7,
-            upper=1.0,
-            baseline="the better engine for both phases",
-            evidence="simulated",
-            quick=False,
-        ),
-        Metric(
-            name="queue_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.03,
-            baseline="no queue",
-            evidence="simulated",
-            quick=False,
-        ),
-        Metric(
-            name="attainment_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.10,
-            baseline="no queue",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="throughput_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.15,
-            baseline="no queue",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="wrong_bytes",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.0,
-            baseline="the formula",
-            evidence="mechanism",
-            quick=False,
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="attainment_error",
-            tried="steps predicted by a line through profiled steps alone, without what the loop "
-            "does around them: short runs of 8 s a rate, while this was written",
-            value=0.51,
-        ),
-        Attempt(
-            metric="attainment_error",
-            tried="that line moved by medians of the steps of a short trace in the loop: the first "
-            "run of the claim; the real engines were slower than predicted",
-            value=0.1101,
-        ),
-        Attempt(
-            metric="attainment_error",
-            tried="the line fitted to profiled steps and to those of the trace together, and "
-            "scaled to their sum: separate engines were faster than predicted",
-            value=0.2516,
-        ),
-        Attempt(
-            metric="attainment_error",
-            tried="a line for each phase, from steps recorded in the loop up to the run before, "
-            "the other instance's company in them and not counted twice; quantiles were compared: "
-            "medians of the time to the first token were 9 ms where 26 ms were predicted, for "
-            "every rate sent the same prompts again, which the caches still held in part",
-            value=0.375,
-        ),
-        Attempt(
-            metric="attainment_error",
-            tried="what a pause adds to the next steps as well (4 ms after 100 ms, by a probe); "
-            "requests of its own for every rate came after this value",
-            value=0.134,
-        ),
-        Attempt(
-            metric="attainment_error",
-            tried="both, in full: 0.062 at most up to 1.1 times the goodput; at 1.4 times, beyond "
-            "the knee, steps of generation took 1.3 times what was said of them, from smaller "
-            "batches. Now the highest load is rehearsed, too",
-            value=0.3376,
-        ),
-        Attempt(
-            metric="attainment_error",
-            tried="the highest load rehearsed: separate engines within 0.05 at all rates; engines "
-            "of both phases not, for the machine changed: their steps took 1.38, 1.09, 0.77 and "
-            "0.87 times what those of the run before had told. Now fixed steps are timed around "
-            "every run, what was learned moves with them, and a rate during which they changed by "
-            "more than 5 % is served again, three times at most",
-            value=0.4204,
-        ),
-        Attempt(
-            metric="attainment_error",
-            tried="so: within 0.09 at all rates but the highest of engines of both phases, beyond "
-            "the knee, where steps that were 4 % shorter than those predicted had 0.53 in time "
-            "instead of 0.28. Now it is told with every rate by how much 5 % of a step move it",
-            value=0.252,
-        ),
-        Attempt(
-            metric="throughput_error",
-            tried="the highest load rehearsed, on the machine that changed",
-            value=0.1748,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(self.requests >= 500, "claim.distserve.requests", self.requests, expected="500 up")

@@ -17,18 +17,16 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["DovetailClaim"]
 
-_ALONE = "the target alone on one core"
-_OFFLOAD = "layer offloading over the same way"
-
 
 @part
-class DovetailClaim:
+class DovetailClaim(BaseClaim):
     """A drafter in a process of its own beside the target alone.
 
     Args:
@@ -56,58 +54,6 @@ class DovetailClaim:
     weights: str = "int8-g64"
 
     rows: ClassVar[tuple[int, ...]] = (133,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup(
-            "wall_clock", 1.25, _ALONE, evidence="mechanism", paper="2.77x for 7B in 3 GB"
-        ),
-        Metric.counted(
-            "link_bytes",
-            ">=",
-            100.0,
-            _OFFLOAD,
-            statistic="speedup",
-            unit="x",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric.counted(
-            "planned_over_best",
-            ">=",
-            0.9,
-            "the best of all trees and depths tried",
-            statistic="ratio",
-            unit="x",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric.counted(
-            "tiny_link_bytes",
-            ">=",
-            100.0,
-            _OFFLOAD,
-            statistic="speedup",
-            unit="x",
-            evidence="mechanism",
-        ),
-        Metric.counted("uncounted_bytes", "<=", 0.0, "the formula", statistic="max"),
-        Metric.counted("wrong_tokens", "<=", 0.0, "the target alone, in float64", statistic="max"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="wall_clock",
-            tried="the net operator by operator in bf16, 11.35 ms a tree, so that the planner took "
-            "the smallest and nobody guessed; now its passes are recorded, what cannot be verified "
-            "is not computed, and its matrices are in int8-g64: the target's weights push them out "
-            "of the cache that both cores share",
-            value=0.930,
-        ),
-        Attempt(
-            metric="planned_over_best",
-            tried="a level's time as a fifth of that of guesses, all levels being computed for "
-            "every tree; now as the drafters say it, for each size of tree",
-            value=0.664,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("prompts", "prompt_tokens", "new_tokens", "rounds"):

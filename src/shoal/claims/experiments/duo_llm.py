@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -55,69 +56,6 @@ class DuoLLM(BaseClaim):
     groups: int = 8
 
     rows: ClassVar[tuple[int, ...]] = (119,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted("worse_than_a_pattern", "<=", 0.0, "every fixed pattern"),
-        Metric(
-            name="replay",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1e-4,
-            baseline="the model on the routes that were chosen",
-            evidence="same_regime",
-        ),
-        Metric(
-            name="best_pattern_gain",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=1e-6,
-            baseline="all big",
-            evidence="same_regime",
-        ),
-        Metric(
-            name="oracle_one_big",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.97,
-            baseline="all big",
-            evidence="mechanism",
-            quick=False,
-            paper="one big layer chosen by an oracle is better than big in all",
-        ),
-        Metric(
-            name="oracle_below_router",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.999,
-            baseline="trained routers",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="router_below_random",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.999,
-            baseline="random routes of equal computation",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="captured",
-            unit="1",
-            statistic="mean",
-            comparison="<=",
-            threshold=0.6,
-            baseline="the oracle's gain over random routes",
-            evidence="mechanism",
-            quick=False,
-            paper="trained routers are far below the oracle",
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "router_steps", "hidden", "groups"):

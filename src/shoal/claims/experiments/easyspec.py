@@ -14,14 +14,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -32,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.claims.experiments.easyspec_runs import TimedPasses
 
 __all__ = ["EasySpecClaim"]
-
-_PLAIN_DRAFT = "the same draft, layer by layer"
 
 
 @part
@@ -66,74 +58,6 @@ class EasySpecClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (142,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup("draft_pass", 1.15, _PLAIN_DRAFT, evidence="mechanism", paper="up to 1.62x"),
-        Metric.counted(
-            "acceptance_loss",
-            "<=",
-            0.10,
-            _PLAIN_DRAFT,
-            evidence="mechanism",
-            quick=False,
-            paper="at most 7 points",
-        ),
-        Metric.counted(
-            "recovered", ">=", 0.5, "stale keys and values kept", evidence="mechanism", quick=False
-        ),
-        Metric.speedup("end_to_end", 1.0, _PLAIN_DRAFT, evidence="mechanism"),
-        Metric.counted(
-            "eight_devices",
-            ">=",
-            1.3,
-            "tensor-parallel drafting",
-            statistic="ratio",
-            unit="x",
-            evidence="simulated",
-        ),
-        Metric.counted("attention_calls", "<=", 0.6, _PLAIN_DRAFT, statistic="ratio", unit="x"),
-        Metric.counted("wrong_tokens", "<=", 0.0, "the target alone, in float64", statistic="max"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="draft_pass",
-            tried="groups of 3 whose attention alone is stale, in one process",
-            value=0.9932,
-        ),
-        Attempt(
-            metric="draft_pass",
-            tried="groups of 6 whose attention alone is stale, in one process, with less to write "
-            "down before each pass",
-            value=1.036,
-        ),
-        Attempt(
-            metric="draft_pass",
-            tried="groups of 6 as one wide layer (stale: full), in one process: 35 calls of "
-            "kernels for 90, of the same bytes",
-            value=1.047,
-        ),
-        Attempt(
-            metric="recovered",
-            tried="groups of 3: stale keys and values lose 0.2 points there, nothing to recover",
-            value=0.0,
-        ),
-        Attempt(
-            metric="recovered",
-            tried="groups of 6 as one wide layer, on 24 prompts: 3 points are lost, too few to be "
-            "told from chance, so that now 72 are asked",
-            value=0.35,
-        ),
-        Attempt(
-            metric="end_to_end",
-            tried="groups of 3 whose attention alone is stale, in one process",
-            value=0.9823,
-        ),
-        Attempt(
-            metric="end_to_end",
-            tried="two ranks, costs of steps measured while both processes could be on one core: "
-            "one of the two runs guessed nothing. Now this process has its core from the start",
-            value=0.81,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in (

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -56,52 +57,6 @@ class EnergonAI(BaseClaim):
     rounds: int = 16
 
     rows: ClassVar[tuple[int, ...]] = (17,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="linear_rows",
-            unit="x",
-            statistic="ratio",
-            comparison="within",
-            threshold=1.0,
-            upper=1.0,
-            baseline="padded to the longest",
-            evidence="same_regime",
-        ),
-        Metric.counted("wrong_tokens", "<=", 0.0, "padded, and one process"),
-        Metric.speedup(
-            "packed_prefill",
-            1.6,
-            "padded to the longest",
-            paper="no padding in linear layers: part of 37 % less latency",
-        ),
-        Metric.speedup(
-            "nonblocking_pipeline",
-            1.25,
-            "sends that wait for the receiver",
-            evidence="mechanism",
-            paper="10 % better pipeline scaling than FasterTransformer",
-        ),
-        Metric(
-            name="peer_memory",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.15,
-            baseline="copies when a layer is needed",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="peer_memory_without_prefetch",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=1.4,
-            baseline="resident layers",
-            evidence="mechanism",
-            timing=True,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("prompts", "longest", "requests", "tokens", "layers", "rounds"):

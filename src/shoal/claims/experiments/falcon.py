@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.decoding import (
     agreement,
     drafter_of,
@@ -26,14 +27,7 @@ from shoal.claims.experiments.decoding import (
     summarize,
     target_of,
 )
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import DrafterCalibration
@@ -41,8 +35,6 @@ from shoal.plan.trees.auto import AutoTree
 
 __all__ = ["FalconClaim"]
 
-_PLAIN = "plain greedy decoding"
-_ONE = "one token a pass"
 # How often the guesses of a level are right, for the tree whose passes the quick run counts.
 _RIGHT = (0.6, 0.15, 0.05)
 
@@ -77,25 +69,6 @@ class FalconClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (104,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup("over_plain", 1.3, _PLAIN, evidence="mechanism", paper="2.91x to 3.51x"),
-        Metric.counted("passes_of_single", "<=", 0.5, _ONE, statistic="ratio"),
-        Metric.counted("accepted_of_single", ">=", 0.85, _ONE, statistic="ratio", quick=False),
-        Metric.counted(
-            "second_token_gain", ">=", 0.01, "no glancing", statistic="mean", quick=False
-        ),
-        Metric.counted("wrong_tokens", "<=", 0.0, _PLAIN, statistic="max", quick=False),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="second_token_gain",
-            tried="glancing at 0.25 falling to 0.1, seed 0",
-            value=-0.0117,
-        ),
-        Attempt(
-            metric="second_token_gain", tried="glancing at 0.6 falling to 0, seed 0", value=-0.0140
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("forwards", "train_tokens", "seeds", "texts", "rounds", "exact_texts"):

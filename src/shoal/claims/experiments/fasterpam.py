@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.extras import import_extra
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
@@ -29,11 +30,11 @@ from shoal.fields.data.cluster.storage import Matrix, Vectors
 
 __all__ = ["FasterPAMClaim"]
 
-_PAM, _PEER, _MOST = "textbook PAM", "kmedoids.fasterpam(n_cpu=1)", 10_000
+_MOST = 10_000
 
 
 @part
-class FasterPAMClaim:
+class FasterPAMClaim(BaseClaim):
     """The swaps of FasterPAM, FastPAM1 and PAM, and of the authors' package.
 
     Args:
@@ -43,16 +44,6 @@ class FasterPAMClaim:
     pairs: int = 7
 
     rows: ClassVar[tuple[int, ...]] = (47,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup("over_pam", 100, _PAM, peer="kmedoids.pam", paper="458x at k = 100"),
-        Metric.speedup("over_package_k100", 2, _PEER),
-        Metric.speedup("over_package_k200", 2, _PEER),
-        Metric.counted("compared_over_pam", ">=", 100, _PAM),
-        Metric.counted("loss_over_pam", "<=", 1.02, _PAM, paper="the same quality"),
-        Metric.counted("fastpam1_other_medoids", "<=", 0, _PAM, quick=False),
-        Metric.counted("loss_apart", "<=", 1e-6, _PEER, statistic="max", quick=False),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Compiled code is what is timed."""

@@ -22,14 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.serving.simulator import SimulatedRunner
@@ -67,25 +61,6 @@ _STEPS = FittedStepCost(
     step=1.0e-3, token=5.0e-5, prompt_pair=4.6e-8, decode_key=7.0e-7, chunk=3.2e-5
 )
 _LAYERS, _TOKEN_BYTES, _VOCAB = 4, 4096, 4096
-
-
-def _worst(name: str, threshold: float, paper: str) -> Metric:
-    """How many times better the last variant is than the first, in the worst of the rounds.
-
-    Tails differ by more than the threshold from one round to the next; all must reach it.
-    """
-    return Metric(
-        name=name,
-        unit="x",
-        statistic="min",
-        comparison=">=",
-        threshold=threshold,
-        baseline=_BLOCKS,
-        evidence="mechanism",
-        timing=True,
-        quick=False,
-        paper=paper,
-    )
 
 
 @dataclass(slots=True)
@@ -178,69 +153,6 @@ class FastSwitch(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (86,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="copies_with_groups",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=8.0,
-            baseline=_BLOCKS,
-            evidence="mechanism",
-        ),
-        Metric(
-            name="bytes_with_reuse",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.6,
-            baseline=_ASYNCHRONOUS,
-            evidence="mechanism",
-        ),
-        Metric.counted(
-            "switches_per_request", ">=", 0.3, "none", statistic="min", evidence="mechanism"
-        ),
-        _worst("tbt_p99", 1.4, "1.4x to 11.2x over vLLM"),
-        _worst("ttft_p95", 1.2, "1.4x to 5.8x"),
-        _worst("throughput", 1.0, ""),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="switches_per_request",
-            tried="6 turns a second: bytes 0.597, P99 3.0x and P95 2.4x, but variants with groups "
-            "hardly ever switched",
-            value=0.016,
-        ),
-        Attempt(
-            metric="switches_per_request",
-            tried="11 turns a second; 13 is the least at which every variant switches often "
-            "enough, and there the baseline is close to what it can carry, which helps both tails",
-            value=0.17,
-        ),
-        Attempt(
-            metric="bytes_with_reuse",
-            tried="13 turns a second, 112 of them, middle variants served once: a full run took 13 "
-            "minutes, most of it the baseline's waiting for its link, and was not finished; 84 of "
-            "them once, beside other work",
-            value=0.72,
-        ),
-        Attempt(
-            metric="bytes_with_reuse",
-            tried="loads compared in virtual time, nine runs each (three traces, three speeds of a "
-            "step): who switches how often differs from run to run by chance, and the bytes with "
-            "it (0.45 to 0.80 at 16 turns a second); 80 turns at 24 a second spread least (median "
-            "0.55, worst 0.64), and every variant is served in every round",
-            value=0.55,
-        ),
-        Attempt(
-            metric="bytes_with_reuse",
-            tried="that load with priorities by what each conversation was served: a full run in "
-            "which all else held. A switch moved 0.45 to 0.5 of the bytes, but a run had 1.8 to "
-            "3.4 switches a request by chance, as what is served when decides who comes next. "
-            "Priorities drawn at random, the paper's other pattern, change alike in every variant",
-            value=0.6164,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("requests", "turns", "kv_tokens", "group", "rounds"):

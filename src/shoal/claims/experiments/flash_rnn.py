@@ -18,7 +18,8 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
@@ -35,7 +36,6 @@ from shoal.plan.constrint.tiles import (
 
 __all__ = ["FlashRNN"]
 
-_LOOP = "python loop"
 _CPU = Facts(cores=8, vector_bytes=64, registers=32, l1_bytes=49_152, l2_bytes=2_097_152)
 _GPU = Facts(kind="gpu", cores=132, vector_bytes=128, registers=255, l1_bytes=233_472)
 # Forward and backward, of many shapes, in fp32.
@@ -54,7 +54,7 @@ _LEAVES = 2000
 
 
 @part
-class FlashRNN:
+class FlashRNN(BaseClaim):
     """Recurrences and the solver of their tiles.
 
     Args:
@@ -68,56 +68,7 @@ class FlashRNN:
     train_steps: int = 1500
 
     rows: ClassVar[tuple[int, ...]] = (116,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup("speedup_b1", 10.0, _LOOP, paper="up to 50x a PyTorch loop"),
-        Metric.speedup("speedup_b4", 5.0, _LOOP, paper="up to 50x a PyTorch loop"),
-        Metric.speedup("speedup_b16", 2.5, _LOOP, paper="up to 50x a PyTorch loop"),
-        Metric.speedup("fused_over_alternating", 1.5, "alternating"),
-        Metric.speedup("one_head_b1", 0.8, "torch.nn.LSTM"),
-        Metric.speedup("one_head_b16", 0.8, "torch.nn.LSTM"),
-        Metric.speedup("gpu_speedup", 10.0, _LOOP, paper="up to 50x a PyTorch loop"),
-        Metric.counted("slstm_parity", ">=", 0.99, "transformer", statistic="mean", quick=False),
-        Metric.counted("lstm_parity", ">=", 0.99, "transformer", statistic="mean", quick=False),
-        Metric.counted("transformer_parity", "<=", 0.60, "lstm", statistic="mean", quick=False),
-        Metric.counted(
-            "wrong_2048", "<=", 0.0, _LOOP, quick=False, paper="40x larger hidden than Triton"
-        ),
-        Metric.counted("wrong_shapes", "<=", 0.0, _LOOP),
-        Metric.counted("nodes_saved", ">=", 1e4, "brute force", statistic="min", unit="x"),
-        Metric.counted("solve_s", "<=", 1.0, "brute force", statistic="max", unit="s", quick=False),
-    )
     # Noisy with 15 pairs.
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="speedup_b1",
-            tried="31 pairs, whose interval was 16.2 to 18.1",
-            value=17.22,
-        ),
-        Attempt(
-            metric="speedup_b4",
-            tried="15 pairs (5 of the A/A run), whose interval was 4.35 to 4.80",
-            value=4.391,
-        ),
-        Attempt(
-            metric="speedup_b16",
-            tried="15 pairs (5 of the A/A run), whose interval was 1.91 to 2.16",
-            value=2.045,
-        ),
-        Attempt(
-            metric="speedup_b16",
-            tried="gates and their gradients in pages of 4 KiB; now 2 MiB, which is 1.2 times as "
-            "fast with 4 sequences and makes no difference with 16: there the rows of a step lie a "
-            "power of two apart and drive each other out of the caches",
-            value=2.054,
-        ),
-        Attempt(
-            metric="speedup_b16",
-            tried="everything stored by way of the caches, outputs and cells in pages of 4 KiB; "
-            "now what is read again only much later goes past the caches, and all of it lies in "
-            "pages of 2 MiB",
-            value=2.063,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "pairs", "train_steps"):

@@ -22,14 +22,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments import ragged
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["FlexSPClaim"]
 
-_ONE = "the best single degree"
 _CAPACITY, _WORLD = 8192, 16
 _FLOPS, _LINKS = 156e12, ((8, 300e9), (16, 6.25e9))
 
@@ -58,35 +58,6 @@ class FlexSPClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (96,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="over_one_degree",
-            unit="x",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.2,
-            baseline=_ONE,
-            evidence="simulated",
-            paper="up to 1.98 times",
-        ),
-        Metric.counted(
-            "least_over_one_degree", ">=", 1.0, _ONE, statistic="min", evidence="simulated"
-        ),
-        Metric(
-            name="solver_s",
-            unit="s",
-            statistic="value",
-            comparison="<=",
-            threshold=5.0,
-            baseline=_ONE,
-            evidence="same_regime",
-            timing=True,
-        ),
-        Metric.speedup("real_ranks", 1.05, _ONE, evidence="mechanism"),
-        Metric.counted(
-            "error", "<=", 1e-9, "one process, in float64", statistic="max", evidence="mechanism"
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("batches", "sequences", "documents", "longest", "turns", "seeds"):

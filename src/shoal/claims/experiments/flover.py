@@ -23,14 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -124,52 +118,6 @@ class Flover(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (95,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup(
-            "makespan_vs_dynamic", 2.0, _DYNAMIC, evidence="mechanism", paper="11x (GPT)"
-        ),
-        Metric.speedup(
-            "makespan_vs_sequential", 2.0, _SEQUENTIAL, evidence="mechanism", paper="16x (LLaMA)"
-        ),
-        Metric.speedup("latency_vs_dynamic", 2.0, _DYNAMIC, evidence="mechanism"),
-        Metric(
-            name="throughput_vs_paged",
-            unit="x",
-            statistic="speedup",
-            comparison="within",
-            threshold=0.85,
-            upper=1.15,
-            baseline=_PAGED,
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="passes_vs_dynamic",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.5,
-            baseline=_DYNAMIC,
-            evidence="mechanism",
-        ),
-        Metric.counted("moves_per_request", "<=", 1.0, "none", statistic="max"),
-        Metric.counted("wrong_answers", "<=", 0.0, "none", statistic="max"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="makespan_vs_dynamic",
-            tried="shoal-8m at 40 requests a second, answers of 16 to 256 tokens, each length as "
-            "likely as any other: rows that have ended are 47 % of a batch then, so 1.9x is the "
-            "most there is to gain; now each doubling is as likely as any other",
-            value=1.83,
-        ),
-        Attempt(
-            metric="makespan_vs_dynamic",
-            tried="that on shoal-8m at 40 requests a second, twice; shoal-4m at twice the rate has "
-            "half the margin and is quick enough for eight rounds in three minutes",
-            value=2.27,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("requests", "batch", "rounds"):

@@ -22,7 +22,8 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.cost.scaling_reports import scaling_report
@@ -39,7 +40,6 @@ __all__ = ["MODELS", "PAPER", "FrontierRecipe", "rules"]
 
 # Share of the peak that the paper reports.
 PAPER = {"22B": 0.3838, "175B": 0.3614, "1T": 0.3196}
-_POINTS = 0.10
 # (blocks, hidden, heads) of GPT models.
 _SIZES = {"22B": (48, 6144, 64), "175B": (96, 12288, 96), "1T": (128, 25600, 160)}
 # (tp, pp, sequences of a replica, replicas, sequences of a strongly scaled step).
@@ -88,57 +88,6 @@ class FrontierRecipe(BaseClaim):
     explained: int = 64
 
     rows: ClassVar[tuple[int, ...]] = (9,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="share_of_optimum",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=0.95,
-            baseline="random search",
-            evidence="simulated",
-        ),
-        Metric(
-            name="gain_over_random",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.001,
-            baseline="random search",
-            evidence="simulated",
-        ),
-        Metric(
-            name="rules_broken",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline="the device's peak",
-            evidence="simulated",
-        ),
-        Metric(
-            name="utilisation_175b",
-            unit="1",
-            statistic="value",
-            comparison="within",
-            threshold=PAPER["175B"] - _POINTS,
-            upper=PAPER["175B"] + _POINTS,
-            baseline="the device's peak",
-            evidence="simulated",
-            paper="36.14 % of the peak",
-        ),
-        Metric(
-            name="utilisation_1t",
-            unit="1",
-            statistic="value",
-            comparison="within",
-            threshold=PAPER["1T"] - _POINTS,
-            upper=PAPER["1T"] + _POINTS,
-            baseline="the device's peak",
-            evidence="simulated",
-            paper="31.96 % of the peak",
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name, value in (("trials", self.trials), ("explained", self.explained)):

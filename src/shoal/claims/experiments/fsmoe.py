@@ -20,14 +20,8 @@ import statistics
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 
@@ -37,10 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FsmoeClaim"]
 
-_ONE = "one chunk"
-_SHARED = (
-    "one number for both passes, messages inside and between nodes one after the other (Tutel)"
-)
 _RANKS = "shoal.claims.experiments.fsmoe_ranks"
 _NODES, _PER_NODE = 6, 8
 # Sequences of a rank, their tokens, hidden size, experts' width over it, experts of a token,
@@ -87,63 +77,6 @@ class FsmoeClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (35,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="over_one_chunk",
-            unit="x",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.15,
-            baseline=_ONE,
-            evidence="simulated",
-            paper="1.18 to 1.22 times DeepSpeed-MoE and Tutel on 1458 layers",
-        ),
-        Metric(
-            name="over_shared",
-            unit="x",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.05,
-            baseline=_SHARED,
-            evidence="simulated",
-        ),
-        Metric(
-            name="over_exhaustive",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.02,
-            baseline="the best of 1 to 32 chunks",
-            evidence="simulated",
-        ),
-        Metric(
-            name="passes_differ",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.30,
-            baseline=_SHARED,
-            evidence="simulated",
-        ),
-        Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
-        Metric(
-            name="real_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.1,
-            baseline=_ONE,
-            evidence="mechanism",
-            timing=True,
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="real_speedup",
-            tried="as many chunks as take the least time by the fits, 4 and 32",
-            value=1.097,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("hidden", "width", "tokens", "repeats"):

@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
@@ -38,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["FuyouClaim"]
 
 _MIB = 2**20
-_BASELINE = "ZeRO-Infinity: the optimizer after the backward pass, activations on the host"
 
 
 @part
@@ -65,51 +58,6 @@ class FuyouClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (79,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup("step", 1.3, _BASELINE, evidence="mechanism", paper="3.4x for 13B"),
-        Metric(
-            name="chosen_amount",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.10,
-            baseline="the best of nine amounts",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="model_error",
-            unit="1",
-            statistic="relative_error",
-            comparison="<=",
-            threshold=0.20,
-            baseline="measured steps",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric.counted(
-            "host_over_budget", "<=", 1.0, _BASELINE, statistic="max", evidence="mechanism"
-        ),
-        Metric.counted(
-            "baseline_over_budget", ">=", 1.0, "the budget", statistic="min", evidence="mechanism",
-            quick=False,
-        ),
-        Metric.counted(
-            "peak_over_estimate", "<=", 1.0, _BASELINE, statistic="max", evidence="mechanism"
-        ),
-        Metric.counted(
-            "differing_bits", "<=", 0.0, "torch.optim.AdamW", statistic="max",
-            evidence="mechanism",
-        ),
-    )  # fmt: skip
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="step",
-            tried="in a trial, 640 tokens a step: what they save leaves no room to fetch ahead",
-            value=1.27,
-        ),
-        Attempt(metric="step", tried="in a trial, samples of two steps", value=1.31),
-    )
 
     def __post_init__(self) -> None:
         for name in ("device_mib", "host_mib", "tokens", "pairs"):

@@ -25,15 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.galvatron_plans import gap, misses, mixed_plans
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.training.layer_fit import LayerProfile
@@ -80,96 +74,6 @@ class GalvatronClaim(BaseClaim):
     patience: int = 20
 
     rows: ClassVar[tuple[int, ...]] = (103,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="programme_misses",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline="the cheapest strategy of each layer that still fits, one after the other",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="layerwise_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.05,
-            baseline="best plan with one strategy for all layers",
-            evidence="simulated",
-            paper="26 to 47 % more throughput than static plans",
-        ),
-        Metric(
-            name="rank_correlation",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=0.8,
-            baseline="plans priced by what they compute alone",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="mean_error",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.25,
-            baseline="plans priced by what they compute alone",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="chosen_over_best",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.10,
-            baseline="plans priced by what they compute alone",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="replanned_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.3,
-            baseline="the plan the run began with",
-            evidence="mechanism",
-            timing=True,
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="replanned_speedup",
-            tried="cut from 50 MB/s, where the plan for the slow link was the best before",
-            value=0.980,
-        ),
-        Attempt(
-            metric="replanned_speedup",
-            tried="cut from 200 MB/s, 120 steps after it; the link was measured with messages "
-            "that a shaper lets pass at once, and a slow link was taken for a slow rank",
-            value=1.005,
-        ),
-        Attempt(
-            metric="chosen_over_best",
-            tried="two turns of all plans, whose samples also said which was the fastest",
-            value=1.159,
-        ),
-        Attempt(
-            metric="chosen_over_best",
-            tried="four turns; now both plans are timed again in twelve turns of their own",
-            value=1.123,
-        ),
-        Attempt(
-            metric="mean_error",
-            tried="an interval over the plans, their variety and not noise; now the mean of "
-            "these plans, without one",
-            value=0.161,
-        ),
-    )
 
     def __post_init__(self) -> None:
         where = "claim.galvatron"

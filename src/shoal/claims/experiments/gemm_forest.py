@@ -19,7 +19,8 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
@@ -41,14 +42,8 @@ _TOLERANCE = 1e-5
 _SENSORLESS = "no sensor of power on this machine: draw and energy are modelled, not measured"
 
 
-def _timed(name: str, **fields: object) -> Metric:
-    return Metric.model_validate(
-        {"name": name, "evidence": "same_regime", "timing": True, "baseline": _ROOFLINE, **fields}
-    )
-
-
 @part
-class GemmForest:
+class GemmForest(BaseClaim):
     """A sweep of this machine's products, and a forest on it.
 
     Args:
@@ -62,98 +57,6 @@ class GemmForest:
     pairs: int = 25
 
     rows: ClassVar[tuple[int, ...]] = (41,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        _timed(
-            "time_r2",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=0.97,
-            paper="R2 0.98 of the time, on a random split",
-        ),
-        _timed(
-            "grouped_error",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.20,
-            paper="mean error 15.57 %, on a random split",
-        ),
-        _timed(
-            "error_over_roofline",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.5,
-        ),
-        _timed(
-            "interval_coverage",
-            unit="1",
-            statistic="mean",
-            comparison="within",
-            threshold=0.85,
-            upper=0.95,
-        ),
-        _timed(
-            "good_tiles",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.80,
-            paper="16 x 16 is the best balance",
-        ),
-        _timed(
-            "tile_gain",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=3.2,
-            paper="up to 3.2x between tiles",
-        ),
-        _timed(
-            "power_error",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.10,
-            paper="R2 0.78 and median error 5.42 % of the power",
-        ),
-        Metric(
-            name="shrinking",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline=_ROOFLINE,
-            evidence="same_regime",
-            quick=False,
-        ),
-        Metric(
-            name="wrong_products",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline="numpy",
-            evidence="same_regime",
-        ),
-        Metric(
-            name="moved_error_over_roofline",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.5,
-            baseline=_ROOFLINE,
-            evidence="mechanism",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="tile_gain",
-            tried="seven pairs, whose interval was wider than 5 % (47.9 to 57.4)",
-            value=52.6,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

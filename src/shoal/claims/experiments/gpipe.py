@@ -23,14 +23,8 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -62,46 +56,6 @@ class GPipeClaim(BaseClaim):
     budget: int = 6
 
     rows: ClassVar[tuple[int, ...]] = (139,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="layers_in_budget",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=3.5,
-            baseline="one cell without recomputation",
-            evidence="mechanism",
-            paper="models up to 25 times larger on 8 devices",
-        ),
-        Metric(
-            name="makespan_error",
-            unit="1",
-            statistic="relative_error",
-            comparison="<=",
-            threshold=1e-9,
-            baseline="one micro-batch",
-            evidence="simulated",
-        ),
-        Metric(
-            name="two_ranks",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.4,
-            baseline="one micro-batch",
-            evidence="mechanism",
-            timing=True,
-            paper="1.8 times on 2 devices with 32 micro-batches",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="two_ranks",
-            tried="layers 768 wide and batches of 1,024, on a busy machine: the passes of a "
-            "micro-batch were short beside what their calls cost",
-            value=1.07,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

@@ -21,14 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 
@@ -38,23 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HecateClaim"]
 
-_OWNERS, _MOVES = "experts on their owners", "experts that move every 50 steps"
 _DEVICES, _PER_NODE = 8, 8
 # Of the simulated devices: FLOP/s, and byte/s inside a node and between nodes.
 _FLOPS, _NEAR, _FAR = 400e12, 400e9, 50e9
-
-
-def _simulated(name: str, threshold: float, baseline: str, paper: str = "") -> Metric:
-    return Metric(
-        name=name,
-        unit="x",
-        statistic="speedup",
-        comparison=">=",
-        threshold=threshold,
-        baseline=baseline,
-        evidence="simulated",
-        paper=paper,
-    )
 
 
 @part
@@ -73,22 +53,6 @@ class HecateClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (65,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        _simulated("imbalance", 1.5, _OWNERS),
-        _simulated("imbalance_of_zipf", 2.0, _OWNERS),
-        _simulated("over_owners", 1.3, _OWNERS, "up to 3.54x"),
-        _simulated("over_rearranged", 1.1, _MOVES),
-        Metric.counted("borrowed", "<=", 2.0, _OWNERS, statistic="max", evidence="mechanism"),
-        Metric.counted("uncounted_bytes", "<=", 0.0, "the table of copies", statistic="max"),
-        Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="imbalance_of_zipf",
-            tried="experts as large as Mixtral 8x7B's, too large to reach another node unnoticed",
-            value=1.94,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "tokens"):

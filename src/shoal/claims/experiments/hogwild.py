@@ -27,14 +27,8 @@ import numpy as np
 from pydantic import JsonValue
 
 from shoal.claims.bench.decode import LOOPS, distinct_runs
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -49,28 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HogwildClaim"]
 
-_ONE = "one worker"
-_ISOLATED = "two isolated workers, their results together"
 _CONTEXT, _POSITIONS = 512, 4096
 # Passes before the first round, in which kinds of passes are recorded.
 _WARM = 40
 # Tokens before the end of a round in which loops are looked for.
 _WINDOW = 64
-
-# What was tried.
-_COMBINED = "layout combined, rounds of 12 passes behind the 100th token of each worker"
-_FOUR_STEPS = "a step of some 48 tokens, four steps in blocks of their own"
-_JOINED = "steps joined to the prompt: seven blocks of a view, not eleven"
-_CONTIGUOUS = (
-    "layout contiguous, and from here on rounds of 6 passes behind the 40th token, where contexts "
-    "are shorter; a busy machine"
-)
-_AT_ONCE = (
-    "layout combined, 21 of the shorter rounds: one kernel turns the queries and goes over all "
-    "blocks of a view in one pass, with no records between; 9 rounds, whose contexts are shorter, "
-    "gave 1.698 for two workers and 2.691 for four"
-)
-_NOW = "the same kernel, layout contiguous, 21 rounds: what is judged here"
 
 
 @part
@@ -88,39 +65,6 @@ class HogwildClaim(BaseClaim):
     problems: int = 200
 
     rows: ClassVar[tuple[int, ...]] = (143,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup(
-            "two_workers", 1.6, _ONE, paper="1.8 to 1.9x", peer="the serving engine's decoding"
-        ),
-        Metric.speedup("four_workers", 2.5, _ONE, paper="more for four"),
-        Metric.counted(
-            "done_over_one", ">=", 1.5, _ONE, unit="x", statistic="ratio", quick=False,
-            evidence="mechanism",
-        ),
-        Metric.counted(
-            "done_over_isolated", ">=", 1.2, _ISOLATED, unit="x", statistic="ratio", quick=False,
-            evidence="mechanism",
-        ),
-        Metric.counted(
-            "duplicate_work", "<=", 0.15, _ISOLATED, statistic="mean", quick=False,
-            evidence="mechanism",
-        ),
-        Metric.counted(
-            "score_error", "<=", 1e-8, "a whole pass over the flattened text", statistic="max"
-        ),
-    )  # fmt: skip
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(metric="two_workers", tried=f"{_COMBINED}; {_FOUR_STEPS}", value=1.482),
-        Attempt(metric="four_workers", tried=f"{_COMBINED}; {_FOUR_STEPS}", value=1.823),
-        Attempt(metric="two_workers", tried=f"{_COMBINED}; {_JOINED}", value=1.581),
-        Attempt(metric="four_workers", tried=f"{_COMBINED}; {_JOINED}", value=1.967),
-        Attempt(metric="two_workers", tried=_CONTIGUOUS, value=1.61),
-        Attempt(metric="four_workers", tried=_CONTIGUOUS, value=2.337),
-        Attempt(metric="two_workers", tried=_AT_ONCE, value=1.677),
-        Attempt(metric="four_workers", tried=_AT_ONCE, value=2.483),
-        Attempt(metric="two_workers", tried=_NOW, value=1.687),
-        Attempt(metric="four_workers", tried=_NOW, value=2.605),
-    )
 
     def __post_init__(self) -> None:
         for name, least in (("pairs", 3), ("steps", 4), ("problems", 10)):

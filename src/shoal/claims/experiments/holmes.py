@@ -18,14 +18,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
@@ -38,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HolmesClaim"]
 
-_TURN = "hosts in turn from both clusters"
 _RANKS = "shoal.claims.experiments.holmes_ranks:time_steps"
 # Models, and ranks of a layer with which they fit.
 _MODELS = (("Llama-3.2-3B", 1), ("Qwen3-4B", 1), ("Llama-3-8B", 2))
@@ -65,39 +58,6 @@ class HolmesClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (12,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="simulated",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.5,
-            baseline=_TURN,
-            evidence="simulated",
-            paper="within reach of homogeneous RDMA and far above Ethernet",
-        ),
-        Metric(
-            name="of_rdma",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=0.85,
-            baseline="four nodes of the slower RDMA",
-            evidence="simulated",
-        ),
-        Metric.counted("crossing", "<=", 0.0, _TURN, statistic="max", evidence="arithmetic"),
-        Metric.counted(
-            "over_best", "<=", 1e-9, "the best of all orders", statistic="max",
-            evidence="simulated",
-        ),
-        Metric.speedup("real", 1.5, _TURN, evidence="mechanism"),
-        Metric.counted(
-            "other_weights", "<=", 0.0, _TURN, statistic="max", evidence="mechanism", quick=False
-        ),
-    )  # fmt: skip
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(metric="of_rdma", tried="512 sequences, micro-batches of two", value=0.849),
-    )
 
     def __post_init__(self) -> None:
         for name in ("microbatch", "bandwidth", "steps", "turns"):

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -33,7 +34,6 @@ __all__ = ["InfiniteLLM"]
 
 # Positions of the model: more than the longest context of all instances.
 _LONGEST = 16384
-_APART = "instances that do not lend"
 
 
 @part
@@ -66,34 +66,6 @@ class InfiniteLLM(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (39,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="longest_context",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=2.5,
-            baseline="a lone instance",
-            evidence="mechanism",
-            paper="contexts 2 to 19x longer",
-        ),
-        Metric.counted(
-            "longest_context_off", "<=", 0.0, "own and lent blocks", evidence="mechanism"
-        ),
-        Metric.counted("wrong_tokens", "<=", 0.0, "one engine", evidence="mechanism"),
-        Metric(
-            name="moved_bytes",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.02,
-            baseline="moving the keys and values",
-            evidence="mechanism",
-        ),
-        Metric.speedup(
-            "throughput", 1.2, _APART, evidence="mechanism", paper="1.03 to 2.4x throughput"
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "long", "long_new", "shorts", "short", "short_new"):

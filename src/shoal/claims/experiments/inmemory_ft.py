@@ -29,14 +29,8 @@ from typing import Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.cached import own_home
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
@@ -76,127 +70,6 @@ class InMemoryFT(BaseClaim):
     trials: int = 100_000
 
     rows: ClassVar[tuple[int, ...]] = (62,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="recovered",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.0,
-            baseline="checkpoints on the disk",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="steps_lost",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="checkpoints on the disk",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="same_losses",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=1.0,
-            baseline="no recovery",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="recovery_s",
-            unit="s",
-            statistic="max",
-            comparison="<=",
-            threshold=10.0,
-            baseline="checkpoints on the disk",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="step_ratio",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.10,
-            baseline="steps that are not saved",
-            evidence="mechanism",
-            timing=True,
-            paper="near-zero overhead on spare CPU",
-        ),
-        Metric(
-            name="disk_over_memory",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=3.0,
-            baseline="torch.distributed.checkpoint.save after every step",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="copied_share",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1.01,
-            baseline="every node copies everything",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="parity_share",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1.01,
-            baseline="a copy of every piece",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="decoded",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.0,
-            baseline="no parity",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="survival_error",
-            unit="1",
-            statistic="relative_error",
-            comparison="<=",
-            threshold=0.01,
-            baseline="no code",
-            evidence="simulated",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="disk_over_memory",
-            tried="snapshot processes at the trainers' priority, with fresh buffers every step",
-            value=2.534,
-        ),
-        Attempt(
-            metric="disk_over_memory",
-            tried="kept buffers and a lower priority; trainers copy with torch's operators",
-            value=2.432,
-        ),
-        Attempt(
-            metric="disk_over_memory",
-            tried="copies that are summed on the way; snapshot processes wake up for every packet",
-            value=2.893,
-        ),
-        Attempt(
-            metric="disk_over_memory",
-            tried="again, with gradients too on the links; 2.4 to 3.5 in 10 samples",
-            value=2.703,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("trainers", "nodes", "samples"):

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -44,21 +45,6 @@ _CALL = PagedAttentionCall(64, 1024, 32, 8, 128, 16, "bf16")
 _CACHES = 3
 
 
-def _metric(name: str, comparison: str, threshold: float, **fields: object) -> Metric:
-    return Metric.model_validate(
-        {
-            "name": name,
-            "unit": "1",
-            "statistic": "value",
-            "comparison": comparison,
-            "threshold": threshold,
-            "baseline": "channels in the model's order",
-            "evidence": "mechanism",
-            **fields,
-        }
-    )
-
-
 @part
 class KSort(BaseClaim):
     """Scores and perplexity with keys in block floats, channels sorted or not.
@@ -74,36 +60,6 @@ class KSort(BaseClaim):
     pairs: int = 15
 
     rows: ClassVar[tuple[int, ...]] = (132,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        _metric(
-            "bytes_ratio",
-            ">=",
-            1.9,
-            unit="x",
-            baseline="bfp16",
-            evidence="same_regime",
-            paper="a cache of half the size",
-        ),
-        _metric("normal_gap_removed_32", ">=", 0.5),
-        _metric("normal_gap_removed_64", ">=", 0.3),
-        _metric("score_change", "<=", 1e-5, statistic="max", baseline="the model before"),
-        _metric("moved_codes_128", "<=", 0.0, statistic="max", paper="no gain at blocks of 128"),
-        _metric("gap_removed_32", ">=", 0.5, quick=False, evidence="same_regime"),
-        _metric("gap_removed_64", ">=", 0.3, quick=False, evidence="same_regime"),
-        _metric("perplexity_removed_32", ">=", 0.5, quick=False),
-        _metric("perplexity_change_128", "<=", 1e-3, quick=False),
-        _metric("logit_change", "<=", 1e-4, quick=False, baseline="the model before"),
-        _metric(
-            "attention_speedup",
-            ">=",
-            1.5,
-            unit="x",
-            statistic="speedup",
-            timing=True,
-            baseline="scaled_dot_product_attention of gathered pages",
-            evidence="same_regime",
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name, least in (("eval_tokens", 1024), ("samples", 1), ("pairs", 3)):

@@ -25,14 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -74,86 +68,6 @@ class LadderClaim(BaseClaim):
     rounds: int = 16
 
     rows: ClassVar[tuple[int, ...]] = (63,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted("sums_beyond_standard", "<=", 0.0, "standard residual"),
-        Metric.counted("wrong_tokens", "<=", 0.0, "one process"),
-        Metric(
-            name="reads_late",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=1.0,
-            baseline="standard residual",
-            evidence="same_regime",
-        ),
-        Metric(
-            name="loss",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.02,
-            baseline="standard residual",
-            evidence="mechanism",
-            quick=False,
-            paper="equal quality at 1B and 3B",
-        ),
-        Metric(
-            name="converted_loss",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.03,
-            baseline="standard residual, trained as long",
-            evidence="mechanism",
-            quick=False,
-            paper="partial conversion with little loss",
-        ),
-        Metric.speedup(
-            "decode",
-            1.2,
-            "standard residual, sums waited for at once",
-            evidence="mechanism",
-            paper="about 30 % faster at 70B with tp = 8",
-        ),
-        Metric(
-            name="of_prediction",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=0.85,
-            baseline="the longer of the standard step without sums, and what they add to it",
-            evidence="mechanism",
-            timing=True,
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(metric="loss", tried="models of 4 blocks, 250 steps, 3 seeds", value=1.084),
-        Attempt(metric="loss", tried="models of 4 blocks, 500 steps, one seed", value=1.111),
-        Attempt(
-            metric="decode",
-            tried="sums through shared memory that both ranks met for where they began, width 512, "
-            "a link's time that followed from the ladder without it: communication was 54 to 58 % "
-            "of the standard step",
-            value=1.10,
-        ),
-        Attempt(
-            metric="decode",
-            tried="sums that begin without waiting for the other rank, width 512, 0.2 ms a sum: "
-            "communication was 37 % of the standard step",
-            value=1.23,
-        ),
-        Attempt(
-            metric="of_prediction",
-            tried="the same; the model is 768 wide since then",
-            value=0.77,
-        ),
-        Attempt(
-            metric="of_prediction",
-            tried="besides, views of the shared places kept and no dispatch modes left where there "
-            "are none: 12 us a sum instead of 31; communication was 38 % of the standard step",
-            value=0.84,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("seeds", "steps", "deep", "hidden", "layers", "tokens", "rounds"):

@@ -34,7 +34,8 @@ from shoal.claims.bench.attention.values import (
     KernelRow,
     RankNetwork,
 )
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part, table
 from shoal.ir.mask import Mask
@@ -71,84 +72,6 @@ class LCABench(BaseClaim):
     document_length: int = 32768
 
     rows: ClassVar[tuple[int, ...]] = (100,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="wrong_cells",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.0,
-            baseline="causal mask",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="full_kernels",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=6.0,
-            baseline="causal mask",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="full_methods",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=6.0,
-            baseline="causal mask",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="ulysses_speedup",
-            unit="x",
-            statistic="min",
-            comparison=">=",
-            threshold=1.0,
-            baseline="zigzag",
-            evidence="simulated",
-            quick=False,
-            paper="ahead on few GPUs",
-        ),
-        Metric(
-            name="ulysses_refused",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.0,
-            baseline="zigzag",
-            evidence="same_regime",
-            paper="limited by the number of heads",
-        ),
-        Metric(
-            name="ring_imbalance_error",
-            unit="1",
-            statistic="relative_error",
-            comparison="<=",
-            threshold=0.01,
-            baseline="zigzag",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="zigzag_imbalance",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.05,
-            baseline="ring",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="document_waste",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=2.0,
-            baseline="one document",
-            evidence="same_regime",
-        ),
-    )
 
     def __post_init__(self) -> None:
         for length in (*self.lengths, self.context_length, self.document_length):

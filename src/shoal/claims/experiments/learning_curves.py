@@ -19,6 +19,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.learning_curves_charlm import (
     ARCHITECTURES,
     CharlmSetting,
@@ -27,14 +28,7 @@ from shoal.claims.experiments.learning_curves_charlm import (
     train,
 )
 from shoal.claims.experiments.learning_curves_digits import digits_curve
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
 from shoal.core.random import generator
@@ -44,22 +38,6 @@ from shoal.cost.scaling.fit import FittedLaw, fit
 __all__ = ["LearningCurves", "best_size", "known_rates", "planted_share"]
 
 CONSTANT = "a constant: data does not matter"
-
-
-def _metric(name: str, comparison: str, threshold: float, **more: object) -> Metric:
-    return Metric.model_validate(
-        {
-            "name": name,
-            "unit": "1",
-            "statistic": "value",
-            "comparison": comparison,
-            "threshold": threshold,
-            "baseline": CONSTANT,
-            "evidence": "mechanism",
-            "quick": False,
-            **more,
-        }
-    )
 
 
 @part
@@ -81,26 +59,6 @@ class LearningCurves(BaseClaim):
     corpus: str = "stdlib"
 
     rows: ClassVar[tuple[int, ...]] = (77,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        _metric("r2", ">=", 0.97, statistic="min", paper="power law over orders of magnitude"),
-        _metric("exponent", "within", -0.25, upper=-0.03, statistic="min", paper="-0.094"),
-        _metric("shallowest_exponent", "within", -0.25, upper=-0.03, statistic="max"),
-        _metric("largest_error", "<=", 0.05, statistic="max"),
-        _metric("exponent_difference", "<=", 0.04, paper="slope independent of architecture"),
-        _metric("size_exponent", "within", 0.2, upper=1.0, paper="0.78"),
-        _metric("digits_exponent", "within", -0.6, upper=-0.2, paper="-0.309 (ImageNet)"),
-        _metric("shared_documents", "<=", 0, quick=True),
-        _metric("planted_share", ">=", 0.9, statistic="mean", evidence="simulated", quick=True),
-        _metric("known_rates", "<=", 0.05, statistic="max", evidence="simulated", quick=True),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="digits_exponent",
-            tried="training on blurred and rotated copies only; now originals come first, and "
-            "mild copies beyond their number",
-            value=-0.179,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.longctx.peak import LongContext, LongModel, Peaks
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["LongCtx", "paper_figures"]
 
 _G = 2.0**30
-_WEIGHTS = "weights alone"
 # Variant -> key/value heads, tokens that are kept.
 _VARIANTS: dict[str, tuple[int, int | None]] = {
     "MHA": (4, None),
@@ -119,41 +119,6 @@ class LongCtx(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (85,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted(
-            "paper_error",
-            "<=",
-            0.1,
-            _WEIGHTS,
-            statistic="max",
-            evidence="arithmetic",
-            paper="14 s, 0.9 s; 1 and a dozen users; 9.8 s, 8.5 s; 1.1 s",
-        ),
-        Metric.counted("flop_error", "<=", 0.01, _WEIGHTS, statistic="max"),
-        Metric.counted("cache_byte_error", "<=", 0.0, _WEIGHTS, statistic="max"),
-        *(
-            Metric.counted(
-                f"{name}_drift",
-                "<=",
-                2.0,
-                _WEIGHTS,
-                statistic="max",
-                evidence="mechanism",
-                unit="x",
-                quick=False,
-            )
-            for name in ("prefill", "decode", "switch")
-        ),
-        Metric.counted(
-            "wrong_orders",
-            "<=",
-            0.0,
-            _WEIGHTS,
-            statistic="max",
-            evidence="mechanism",
-            quick=False,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import PlanError, require
 from shoal.core.native import compiler
 from shoal.core.parts import part
@@ -41,7 +42,7 @@ _SLOW_BANDWIDTH = 50e6
 
 
 @part
-class MallocGameClaim:
+class MallocGameClaim(BaseClaim):
     """Modelled time of the hybrid mapper against greedy, against the optimum, and a real run.
 
     Args:
@@ -55,83 +56,6 @@ class MallocGameClaim:
     pairs: int = 15
 
     rows: ClassVar[tuple[int, ...]] = (134,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="mean_gain",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.03,
-            baseline="greedy",
-            evidence="simulated",
-            paper="about 4 % faster on average than the production heuristic",
-        ),
-        Metric(
-            name="worst_gain",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=0.0,
-            baseline="greedy",
-            evidence="simulated",
-        ),
-        Metric(
-            name="best_gain",
-            unit="1",
-            statistic="max",
-            comparison=">=",
-            threshold=0.10,
-            baseline="greedy",
-            evidence="simulated",
-            paper="up to 87 %",
-        ),
-        Metric(
-            name="over_optimum",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.02,
-            baseline="greedy",
-            evidence="simulated",
-        ),
-        Metric(
-            name="executed_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.02,
-            baseline="greedy",
-            evidence="mechanism",
-            timing=True,
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="over_optimum",
-            tried="quick: 2 rounds of 48 games, whatever the size of the program",
-            value=0.5635,
-        ),
-        Attempt(
-            metric="mean_gain",
-            tried="quick: against a greedy that did not also begin from first come, first served",
-            value=0.0835,
-        ),
-        Attempt(
-            metric="mean_gain",
-            tried="an agent that learns from greedy alone, with no annealing before it",
-            value=0.0121,
-        ),
-        Attempt(
-            metric="best_gain",
-            tried="an agent that learns from greedy alone, with no annealing before it",
-            value=0.0551,
-        ),
-        Attempt(
-            metric="executed_speedup",
-            tried="the attention block, whose two mappings are modelled to take equally long",
-            value=1.0003,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("rounds", "small", "pairs"):

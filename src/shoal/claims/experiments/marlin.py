@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab import marlin_layout
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -44,14 +45,12 @@ FORMAT = "int4-g128"
 # (outputs, inputs).
 SHAPES: tuple[tuple[int, int], ...] = ((4096, 4096), (11008, 4096), (8192, 8192))
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-_TORCH = "torch bf16"
 _BF16, _OWN, _INT4, _W4A8, _PEER = "bf16", "own bf16", "int4", "int4 int8", "torch int4"
 _EXACT = ("cpp_w4a16", "torch", "dequantised")
-_TIMED = ("speedup_m1", "speedup_m4", "speedup_m8", "speedup_m16", "rounded_m16", "over_torch_int4")
 
 
 @part
-class MarlinClaim:
+class MarlinClaim(BaseClaim):
     """Speed at 1 to 64 rows, a decoder from end to end, and what the codes cost in quality.
 
     Args:
@@ -67,95 +66,6 @@ class MarlinClaim:
     model: str = "shoal-4m-h128"
 
     rows: ClassVar[tuple[int, ...]] = (117,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="weight_bytes",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.26,
-            baseline=_TORCH,
-            evidence="same_regime",
-            paper="4.125 bits of 16: an ideal gain of 3.88",
-        ),
-        Metric(
-            name="mean_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1e-3,
-            baseline=_TORCH,
-            evidence="same_regime",
-        ),
-        Metric(
-            name="inexact_sums",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline=_TORCH,
-            evidence="same_regime",
-        ),
-        Metric(
-            name="lost_places",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline=_TORCH,
-            evidence="same_regime",
-        ),
-        Metric.speedup("speedup_m1", 2.5, _TORCH, paper="3.87 x up to 16 to 32 rows"),
-        Metric.speedup("speedup_m4", 2.0, _TORCH, paper="3.87 x up to 16 to 32 rows"),
-        Metric.speedup("speedup_m8", 2.0, _TORCH, paper="3.87 x up to 16 to 32 rows"),
-        Metric.speedup("speedup_m16", 1.5, _TORCH, paper="3.87 x up to 16 to 32 rows"),
-        Metric.speedup("rounded_m16", 1.5, _TORCH),
-        Metric.speedup("over_torch_int4", 1.0, "torch int4"),
-        Metric(
-            name="roofline_share",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=0.65,
-            baseline=_TORCH,
-            evidence="same_regime",
-            quick=False,
-        ),
-        Metric.speedup("decoder_m1", 1.6, _TORCH, paper="2.8 x end to end"),
-        Metric(
-            name="perplexity_increase",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.02,
-            baseline="round to nearest",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="gptq_over_nearest",
-            unit="1",
-            statistic="difference",
-            comparison="<=",
-            threshold=-1e-6,
-            baseline="round to nearest",
-            evidence="mechanism",
-            quick=False,
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="roofline_share",
-            tried="weights unpacked into a second buffer, 2 x 2 tiles: 64 rows were worst",
-            value=0.55,
-        ),
-        Attempt(
-            metric="roofline_share",
-            tried="weights unpacked in place, 4 blocks of rows x 16 outputs beyond 32 rows, whole "
-            "tiles scaled at a time: 1.2 to 1.35 times as fast",
-            value=0.63,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(self.pairs >= 3, "claim.marlin.pairs", self.pairs, expected="at least 3")

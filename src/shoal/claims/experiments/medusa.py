@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.decoding import (
     agreement,
     peer_rates,
@@ -21,13 +22,12 @@ from shoal.claims.experiments.decoding import (
     summarize,
     target_of,
 )
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["MedusaClaim"]
 
-_PLAIN = "plain greedy decoding by the same engine"
 _MEDUSA = "medusa"
 
 
@@ -53,45 +53,6 @@ class MedusaClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (97,)
     needs: ClassVar[tuple[str, ...]] = ("torch", "transformers")
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup(
-            "wall_clock",
-            1.3,
-            _PLAIN,
-            evidence="mechanism",
-            peer="transformers",
-            paper="2.2x (Medusa-1), 2.3 to 3.6x (Medusa-2)",
-        ),
-        Metric.counted("tokens_per_step", ">=", 1.8, _PLAIN, evidence="mechanism", quick=False),
-        Metric.counted(
-            "auto_over_fixed",
-            ">=",
-            1.0,
-            "the better of a chain and the full product, of as many rows",
-            statistic="ratio",
-            unit="x",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric.counted(
-            "calibration_error",
-            "<=",
-            0.1,
-            "accepted tokens of the calibration's own text",
-            statistic="relative_error",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric.counted(
-            "equal_answers",
-            ">=",
-            1.0,
-            "plain decoding in float64",
-            statistic="mean",
-            quick=False,
-        ),
-        Metric.counted("tree_logits", "<=", 1e-9, "a pass over each path alone", statistic="max"),
-    )
 
     def __post_init__(self) -> None:
         for name in ("prompts", "prompt_tokens", "new_tokens", "rounds", "exact"):

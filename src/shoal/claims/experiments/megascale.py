@@ -27,10 +27,11 @@ from typing import Any, ClassVar
 from pydantic import JsonValue
 
 from shoal.claims.cached import own_home
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.c4 import longest_waiter
 from shoal.claims.lab.bootstrap import bootstrap, groups_of
 from shoal.claims.lab.overlap_ladder import ladder
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import ShoalError, require
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
@@ -72,77 +73,6 @@ class MegaScaleClaim(BaseClaim):
     ranks: int = 1024
 
     rows: ClassVar[tuple[int, ...]] = (81,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="named",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.9,
-            baseline="longest waiter",
-            evidence="mechanism",
-            paper="over 90 % of failures found and repaired automatically",
-        ),
-        Metric(
-            name="false_alarms",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.0,
-            baseline="longest waiter",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="same_losses",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=1.0,
-            baseline="no repair",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="barrier_growth",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=1.05,
-            baseline="every rank makes every group",
-            evidence="mechanism",
-            paper="initialisation from 1047 s to under 5 s at 2,048 GPUs",
-        ),
-        Metric(
-            name="ladder_speedup",
-            unit="x",
-            statistic="value",
-            comparison=">=",
-            threshold=1.15,
-            baseline="nothing overlapped",
-            evidence="simulated",
-            paper="1.34 times Megatron-LM",
-        ),
-        Metric(
-            name="overlap_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.15,
-            baseline="gradients after the backward pass",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="recorder_share",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.01,
-            baseline="no recorder",
-            evidence="same_regime",
-            quick=False,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("faults", "pairs"):

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.pipeline_ranks import profile, time_steps
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -53,52 +54,6 @@ class MegatronClaim(BaseClaim):
     pairs: int = 20
 
     rows: ClassVar[tuple[int, ...]] = (22,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="simulated_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.15,
-            baseline="1f1b",
-            evidence="simulated",
-            timing=True,
-            paper="interleaving adds 10 % or more",
-        ),
-        Metric(
-            name="two_process_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.04,
-            baseline="1f1b",
-            evidence="mechanism",
-            timing=True,
-            paper="interleaving adds 10 % or more",
-        ),
-        Metric(
-            name="internode_share",
-            unit="x",
-            statistic="ratio",
-            comparison="within",
-            threshold=1.0,
-            upper=1.0,
-            baseline="every tensor-parallel rank sends the whole boundary",
-            evidence="mechanism",
-            paper="scatter/gather adds up to 11 %",
-        ),
-        Metric(
-            name="days_175b",
-            unit="days",
-            statistic="value",
-            comparison="within",
-            threshold=33.85,
-            upper=33.95,
-            baseline="6 FLOP a parameter and token",
-            evidence="arithmetic",
-            paper="34 days for 300B tokens on 1024 GPUs at 140 TFLOP/s",
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "claim.megatron.rounds", self.rounds, expected="at least 1")

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.kernel.threads import torch_threads
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MoeFoldingClaim"]
 
-_INSIDE = "experts inside dp"
 _SHAPES = ("Mixtral-8x7B-v0.1", "Mixtral-8x22B-v0.1", "Qwen2-57B-A14B", "Qwen3-30B-A3B")
 _PER_NODE = 8
 
@@ -56,35 +56,6 @@ class MoeFoldingClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (92,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted("off_node", "<=", 0.0, _INSIDE, statistic="max", evidence="arithmetic"),
-        Metric(
-            name="simulated",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.15,
-            baseline=_INSIDE,
-            evidence="simulated",
-            paper="49.3 % MFU of Mixtral 8x22B, 39.0 % of Qwen2-57B-A14B",
-        ),
-        Metric.counted("far_bytes", "<=", 0.0, _INSIDE, statistic="max", evidence="mechanism"),
-        Metric.counted("uncounted_bytes", "<=", 0.0, "the plan, of that routing", statistic="max"),
-        Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
-        *(
-            Metric(
-                name=name,
-                unit="1",
-                statistic="ratio",
-                comparison="<=",
-                threshold=0.10,
-                baseline="the layer of experts",
-                evidence="mechanism",
-                timing=True,
-            )
-            for name in ("permuting", "permuting_tiny")
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch", "hidden", "tiny", "tokens", "rounds"):

@@ -32,15 +32,9 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.sbp_exhaustive import least_seconds
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.placement import Mesh, Placement
@@ -75,80 +69,6 @@ class OneFlow(BaseClaim):
     repeats: int = 11
 
     rows: ClassVar[tuple[int, ...]] = (21,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="optimal",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.0,
-            baseline="each operation in the cheapest way at hand",
-            evidence="same_regime",
-        ),
-        Metric(
-            name="column_row",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.0,
-            baseline="each operation in the cheapest way at hand",
-            evidence="same_regime",
-        ),
-        *(
-            Metric(
-                name=f"{block}_bytes",
-                unit="x",
-                statistic="ratio",
-                comparison="<=",
-                threshold=0.55,
-                baseline="DTensor's propagation",
-                evidence="mechanism",
-                quick=False,
-            )
-            for block in BLOCKS
-        ),
-        Metric(
-            name="throughput",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.5,
-            baseline="one register",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="memory_over_registers",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="queues without end",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="lead_over_registers",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="queues without end",
-            evidence="mechanism",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="attention_bytes",
-            tried="both ways to shard DTensor's weights summed up, which hides that the better "
-            "one moves as little as the plan",
-            value=0.4,
-        ),
-        Attempt(
-            metric="attention_bytes",
-            tried="weights sharded by inputs alone, the way that DTensor propagates worse",
-            value=0.25,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name, least in (("graphs", 10), ("ranks", 2), ("items", 4), ("repeats", 3)):

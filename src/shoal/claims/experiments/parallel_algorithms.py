@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.native import compiler
@@ -28,8 +29,6 @@ from shoal.core.random import generator
 
 __all__ = ["ParallelAlgorithms"]
 
-_C = "OpenMP C STREAM"
-_PAPER = "equal to native STREAM"
 _SHORT = 4096
 _GRACE_S = 3e-6
 # Calls of one sample of a short range.
@@ -37,7 +36,7 @@ _CALLS = 200
 
 
 @part
-class ParallelAlgorithms:
+class ParallelAlgorithms(BaseClaim):
     """STREAM on arrays beyond the caches.
 
     Args:
@@ -49,28 +48,6 @@ class ParallelAlgorithms:
     pairs: int = 21
 
     rows: ClassVar[tuple[int, ...]] = (10,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup("copy", 0.95, _C, paper=_PAPER),
-        Metric.speedup("scale", 0.95, _C, paper=_PAPER),
-        Metric.speedup("add", 0.95, _C, paper=_PAPER),
-        Metric.speedup("triad", 0.95, _C, paper=_PAPER),
-        Metric.speedup("triad_over_numpy", 1.3, "numpy"),
-        Metric.speedup("triad_over_torch", 1.0, "torch"),
-        Metric.speedup("short_range", 1.0, "seq and 3 us", statistic="ratio", comparison="<="),
-        Metric.counted("wrong_results", "<=", 0.0, "numpy", statistic="max"),
-        Metric.counted("threads_of_short_range", "<=", 1.0, "one chunk a core", statistic="max"),
-        Metric.counted(
-            "sums_of_one_array", "<=", 1.0, "sums by chunks as they come", statistic="max"
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="threads_of_short_range",
-            tried="threads woken for 10 us of work in place of 20 us: to ask 4096 times for one's "
-            "thread takes as long, and to wake one half of that",
-            value=2.0,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("elements", "pairs"):

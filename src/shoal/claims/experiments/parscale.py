@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.parscale_runs import (
     Stages,
     TrainingResult,
@@ -35,14 +36,7 @@ from shoal.claims.experiments.parscale_runs import (
     decoded,
     wrong_tokens,
 )
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 
@@ -55,53 +49,6 @@ __all__ = ["ParScaleClaim"]
 
 _STREAMS = (1, 2, 4)
 _PAPER_K = {"stack": 0.39, "pile": 0.33}
-# Losses of two stages are of one seed; but for the other seed, the second warmed up in 10 steps.
-_TRIED: tuple[tuple[str, dict[str, float]], ...] = (
-    (
-        "streams from the first step on, prefixes drawn, 3 seeds",
-        {
-            "loss_2": 1.075,
-            "loss_4_of_2": 1.021,
-            "loss_4": 1.083,
-            "memory_saved": 0,
-            "latency": 1.32,
-        },
-    ),
-    (
-        "two stages, streams for a fifth of the steps; prefixes drawn, learning 5 times as fast "
-        "as the weights",
-        {"loss_2": 0.9997},
-    ),
-    (
-        "the same, prefixes begin as texts",
-        {"loss_2": 0.9984, "loss_4_of_2": 0.9986, "loss_4": 0.9970},
-    ),
-    ("the same, another seed", {"loss_2": 0.9959, "loss_4_of_2": 1.0002, "loss_4": 0.9961}),
-    ("the same, as fast as the weights", {"loss_2": 0.9988}),
-    ("the same, 20 times as fast; loss_4: 12 times", {"loss_2": 0.9987, "loss_4": 0.9987}),
-    (
-        "the same, prefixes 5 times as fast, the aggregator as fast as the weights",
-        {"loss_4": 0.9978},
-    ),
-    (
-        "streams for two fifths of the steps, texts, 5 times as fast",
-        {"loss_2": 0.9964, "loss_4_of_2": 1.0006, "loss_4": 0.9970},
-    ),
-    (
-        "streams for a fifth of the steps, texts, 5 times as fast; beside the dense models of the "
-        "first attempt",
-        {"memory_saved": 0.32},
-    ),
-    (
-        "no prefix sliced once the cache has it; beside a dense model 6 % larger, as one seed says",
-        {"latency": 1.40},
-    ),
-    (
-        "3 seeds; the wider dense models learnt no more than the narrow ones in so few steps, so "
-        "the one of equal loss was looked for far beyond them",
-        {"loss_4_of_2": 1.0, "loss_4": 0.9971, "memory_saved": 60.4, "latency": 0.34},
-    ),
-)
 
 
 @part
@@ -129,107 +76,6 @@ class ParScaleClaim(BaseClaim):
     rounds: int = 20
 
     rows: ClassVar[tuple[int, ...]] = (108,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="law_r2",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=0.997,
-            baseline="one stream",
-            evidence="arithmetic",
-            paper="R2 of 0.998 on both corpora",
-        ),
-        Metric(
-            name="law_k",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.005,
-            baseline="one stream",
-            evidence="arithmetic",
-            paper="k = 0.39 and 0.33",
-        ),
-        Metric(
-            name="memory_saved_1b6",
-            unit="x",
-            statistic="min",
-            comparison=">=",
-            threshold=5.0,
-            baseline="four streams' increase",
-            evidence="arithmetic",
-            paper="up to 22 times less memory increase",
-        ),
-        Metric(
-            name="latency_saved_1b6",
-            unit="x",
-            statistic="min",
-            comparison=">=",
-            threshold=1.0,
-            baseline="four streams' increase",
-            evidence="arithmetic",
-            paper="up to 6 times less latency increase",
-        ),
-        Metric.counted("wrong_tokens", "<=", 0.0, "plain generation"),
-        Metric(
-            name="loss_2",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.9999,
-            baseline="one stream",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="loss_4_of_2",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.9999,
-            baseline="two streams",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="loss_4",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.995,
-            baseline="one stream",
-            evidence="mechanism",
-            quick=False,
-            paper="1 to 4 streams as 1.5 times the parameters",
-        ),
-        Metric(
-            name="memory_saved",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=5.0,
-            baseline="four streams' increase",
-            evidence="mechanism",
-            quick=False,
-            paper="up to 22 times less memory increase",
-        ),
-        Metric(
-            name="latency",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.0,
-            baseline="the dense model of equal loss",
-            evidence="mechanism",
-            timing=True,
-            paper="up to 6 times less latency increase",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = tuple(
-        Attempt(metric=metric, tried=tried, value=value)
-        for tried, values in _TRIED
-        for metric, value in values.items()
-    )
 
     def __post_init__(self) -> None:
         for name in ("seeds", "steps", "hidden", "prefix", "rounds"):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.peft_learning import (
     FULL,
     PeftSetting,
@@ -30,14 +31,7 @@ from shoal.claims.experiments.peft_learning import (
     texts,
     tune,
 )
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part, table
@@ -50,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PeftClaim"]
 
-_FULL = "all weights"
 _EVERY = "*_proj"
 _ADAPTERS = 16
 
@@ -102,54 +95,6 @@ class PeftClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (66,)
     needs: ClassVar[tuple[str, ...]] = ("torch", "peft", "transformers")
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted(
-            "lora_class_gain",
-            ">=",
-            0.8,
-            _FULL,
-            statistic="min",
-            quick=False,
-            paper="near full tuning",
-        ),
-        Metric.counted("trained_share", "<=", 0.03, _FULL, statistic="max"),
-        Metric.counted("gradient_and_optimizer_bytes", "<=", 0.05, _FULL, statistic="ratio"),
-        Metric.counted("qlora_weight_bytes", "<=", 0.30, "bf16", statistic="ratio"),
-        Metric.counted("lora_fa_activations", "<=", 0.95, "lora", statistic="ratio"),
-        Metric.counted("wrong_answers", "<=", 0.0, "merged models", statistic="max"),
-        Metric.speedup("step", 1.0, "peft"),
-        Metric.speedup("batch_of_16", 0.8, "16 requests for one adapter"),
-        Metric.speedup("over_separate", 2.0, "16 calls, one after the other"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="lora_class_gain",
-            tried="LoRA of rank 8 on queries and values, width 128, 3.4 MB of source, 150 steps",
-            value=0.487,
-        ),
-        Attempt(
-            metric="lora_class_gain",
-            tried="LoRA of rank 4 on all layers, width 128, 3.4 MB of source, 150 steps",
-            value=0.671,
-        ),
-        Attempt(
-            metric="lora_class_gain",
-            tried="a model of source, width 256, tuned on documentation, rank 6, 80 steps",
-            value=0.709,
-        ),
-        Attempt(
-            metric="lora_class_gain",
-            tried="100 kB of source, which full tuning begins to learn by heart, 200 steps",
-            value=0.798,
-        ),
-        Attempt(
-            metric="lora_class_gain",
-            tried="width 192, a base of 1500 steps instead of 900, all Python source, rates from "
-            "3e-3 for LoRA and 1e-3 for all weights, 200 steps: LoRA of rank 4 has 0.829, DoRA of "
-            "rank 3 has 0.787, and AdaLoRA at 6e-3, its only rate, the least",
-            value=0.692,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("pretrain", "steps", "seeds", "batch", "length", "pairs", "rounds", "layers"):

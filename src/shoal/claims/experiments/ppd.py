@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.decoding import (
     agreement,
     drafter_of,
@@ -25,14 +26,7 @@ from shoal.claims.experiments.decoding import (
     summarize,
     target_of,
 )
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost import shapes
@@ -40,7 +34,6 @@ from shoal.cost.arithmetic import parameters
 
 __all__ = ["PpdClaim"]
 
-_PLAIN = "plain greedy decoding"
 _HEADS = 4
 
 
@@ -74,42 +67,6 @@ class PpdClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (129,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup(
-            "over_plain", 1.2, _PLAIN, evidence="mechanism", paper="up to 2.49x"
-        ),
-        Metric.counted(
-            "bytes_of_target", "<=", 0.001, "the target", statistic="ratio",
-            evidence="arithmetic",
-        ),
-        Metric.counted(
-            "bytes_of_medusa", "<=", 0.001, "Medusa's heads", statistic="ratio",
-            evidence="arithmetic",
-        ),
-        Metric.counted("wrong_tokens", "<=", 0.0, _PLAIN, statistic="max", quick=False),
-        Metric.counted(
-            "predicted_speedup", "<=", 0.15, "the measured one", statistic="relative_error",
-            evidence="mechanism", quick=False,
-        ),
-        Metric.counted(
-            "rate_of_best", ">=", 0.9, "the best of the sweep", statistic="ratio",
-            evidence="mechanism", quick=False,
-        ),
-    )  # fmt: skip
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="over_plain",
-            tried="80,000 tokens of training, rows by measured costs, 10 texts of 64 tokens on a "
-            "busy machine: first guesses were right at 33, 22 and 17 % of the places",
-            value=0.90,
-        ),
-        Attempt(
-            metric="over_plain",
-            tried="the same prompt tokens with 8 rows in every step, 5 texts of 64 tokens on a "
-            "busy machine",
-            value=1.11,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in (

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.meter import Meter
 from shoal.core.parts import part
 
@@ -44,55 +45,6 @@ class RedcoClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (29,)
     needs: ClassVar[tuple[str, ...]] = ("transformers",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="difference",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1e-9,
-            baseline="nothing split",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="sharded",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=0.9,
-            baseline="nothing split",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="all_reduces",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="nothing split",
-            evidence="mechanism",
-            paper="two all-reduces in the forward pass of a block",
-        ),
-        Metric(
-            name="agrees",
-            unit="1",
-            statistic="min",
-            comparison=">=",
-            threshold=1.0,
-            baseline="nothing split",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="lines",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=60.0,
-            baseline="nothing split",
-            evidence="mechanism",
-            paper="any training pipeline in three functions",
-        ),
-    )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

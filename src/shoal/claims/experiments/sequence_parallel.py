@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.context.ways import Split, layer_memory
@@ -65,56 +66,6 @@ class SequenceParallel(BaseClaim):
     device_gib: float = 16.0
 
     rows: ClassVar[tuple[int, ...]] = (120,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="model_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.05,
-            baseline="tensor parallelism",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="memory_rules",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.0,
-            baseline="tensor parallelism",
-            evidence="mechanism",
-            paper="an MLP is smaller above B L = 32 H, attention above B L = 16 A Z",
-        ),
-        Metric(
-            name="batch_ratio_8",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=1.5,
-            baseline="tensor parallelism",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="batch_ratio_64",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=5.0,
-            baseline="tensor parallelism",
-            evidence="arithmetic",
-            paper="13.7 times the batch on 64 P100s, of tensor parallelism on at most 12",
-        ),
-        Metric(
-            name="length_ratio",
-            unit="x",
-            statistic="ratio",
-            comparison=">=",
-            threshold=8.0,
-            baseline="dense attention",
-            evidence="mechanism",
-            paper="more than 114K tokens with projected attention",
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

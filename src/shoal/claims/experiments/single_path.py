@@ -18,7 +18,8 @@ from typing import ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -53,45 +54,6 @@ class SinglePath(BaseClaim):
     permutations: int = 1000
 
     rows: ClassVar[tuple[int, ...]] = (53,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="congestion",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="ecmp",
-            evidence="simulated",
-            paper="single paths reach the congestion of ideal spraying",
-        ),
-        Metric(
-            name="over_least",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="ecmp",
-            evidence="simulated",
-        ),
-        Metric(
-            name="ecmp_time",
-            unit="x",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.5,
-            baseline="ecmp",
-            evidence="simulated",
-        ),
-        Metric(
-            name="jitter",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.15,
-            baseline="ecmp",
-            evidence="simulated",
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

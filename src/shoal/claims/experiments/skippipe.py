@@ -23,14 +23,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.kernel.threads import torch_threads
@@ -99,75 +93,6 @@ class SkipPipeClaim(BaseClaim):
     corpus: str = "stdlib"
 
     rows: ClassVar[tuple[int, ...]] = (93,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="full_over_skippipe",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.4,
-            baseline="full pipeline",
-            evidence="simulated",
-            paper="iteration time down by up to 55 %",
-        ),
-        Metric(
-            name="random_over_skippipe",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.1,
-            baseline="random paths",
-            evidence="simulated",
-        ),
-        Metric(
-            name="gradient_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=1e-9,
-            baseline="the unmasked model",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="loss_difference",
-            unit="nat",
-            statistic="difference",
-            comparison="<=",
-            threshold=0.15,
-            baseline="full pipeline",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="inflation_ratio",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.6,
-            baseline="full pipeline",
-            evidence="mechanism",
-            quick=False,
-            paper="half of the model dropped costs 7 % of perplexity",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="inflation_ratio",
-            tried="400 steps of a model of width 96 at 4e-3, whose layers had learned less",
-            value=0.609,
-        ),
-        Attempt(
-            metric="inflation_ratio",
-            tried="350 steps of a model of width 128 at 5e-3; now width 64 at 6e-3",
-            value=0.625,
-        ),
-        Attempt(
-            metric="inflation_ratio",
-            tried="1,000 steps of width 96, whose full model also lost less when stages were "
-            "removed; seen before its end",
-            value=0.63,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

@@ -20,8 +20,9 @@ import numpy as np
 from pydantic import JsonValue
 from scipy.sparse import csr_array
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.rmat import grid, rmat
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
@@ -30,12 +31,11 @@ from shoal.core.random import generator
 
 __all__ = ["Smash"]
 
-_OUTER = "outer product"
 _NEIGHBOURS = 16
 
 
 @part
-class Smash:
+class Smash(BaseClaim):
     """Products of sparse matrices with themselves.
 
     Args:
@@ -55,32 +55,6 @@ class Smash:
     pairs: int = 31
 
     rows: ClassVar[tuple[int, ...]] = (124,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.speedup(
-            "over_slower", 5.0, "the slower of inner and outer products", paper="9.4x over others"
-        ),
-        Metric.speedup("over_faster", 2.0, "the faster of inner and outer products"),
-        Metric.speedup("over_scipy_rmat", 1.3, "scipy"),
-        Metric.speedup("over_scipy_grid", 1.3, "scipy"),
-        Metric.speedup("over_scipy_neighbours", 1.3, "scipy"),
-        Metric.speedup("over_graphblas", 0.5, "SuiteSparse:GraphBLAS"),
-        Metric.speedup("v2_over_v1", 1.2, "hash v1"),
-        Metric.counted("wrong_products", "<=", 0.0, "scipy", statistic="max"),
-        Metric.counted("memory_share", "<=", 0.05, _OUTER, statistic="ratio"),
-        Metric.counted("probes", "<=", 4.0, "1 slot", statistic="max"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="over_scipy_grid",
-            tried="every row added in a table, and memory of its own for every result",
-            value=1.227,
-        ),
-        Attempt(
-            metric="over_scipy_rmat",
-            tried="15 pairs, whose interval was 5.85 to 6.89",
-            value=6.413,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("inner_scale", "scale"):

@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -60,41 +54,6 @@ class SSDTrainClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (99,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted(
-            "peak", "<=", 0.6, "keep", statistic="ratio", evidence="mechanism", paper="47 % less"
-        ),
-        Metric.counted("wrong_gradients", "<=", 0.0, "keep", statistic="max", evidence="mechanism"),
-        Metric.counted("left_behind", "<=", 0.0, "keep", statistic="max", evidence="mechanism"),
-        Metric(
-            name="step_time",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.10,
-            baseline="keep",
-            evidence="mechanism",
-            timing=True,
-            paper="negligible overhead",
-        ),
-        Metric.speedup("over_recompute", 1.0, "recompute", evidence="mechanism"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="step_time",
-            tried="reading began when the backward pass asked for the first tensor on the disk, "
-            "and not when it came to the block before, whose tensors stay; two blocks read ahead",
-            value=1.16,
-        ),
-        Attempt(
-            metric="step_time",
-            tried="a table that every block saves was taken for the first block's: the backward "
-            "pass of the last block read it, and nothing was read ahead after that. Now a saved "
-            "tensor is of every block that saved it",
-            value=1.167,
-        ),
-        Attempt(metric="peak", tried="two blocks read ahead instead of one", value=0.644),
-    )
 
     def __post_init__(self) -> None:
         for name in ("sequences", "length", "pairs"):

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -55,45 +56,6 @@ class SuperpipelineClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (141,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted(
-            "peak_language",
-            "<=",
-            0.42,
-            "all resident",
-            statistic="ratio",
-            evidence="mechanism",
-            paper="up to 60 % less memory",
-        ),
-        Metric.counted(
-            "peak_vision", "<=", 0.42, "all resident", statistic="ratio", evidence="mechanism"
-        ),
-        Metric.counted(
-            "wrong_outputs", "<=", 0.0, "all resident", statistic="max", evidence="mechanism"
-        ),
-        Metric.counted(
-            "loads_per_block",
-            "within",
-            1.0,
-            "all resident",
-            upper=1.0,
-            statistic="mean",
-            evidence="mechanism",
-        ),
-        Metric.counted(
-            "peaks_not_rising", "<=", 0.0, "all resident", statistic="max", evidence="mechanism"
-        ),
-        Metric.speedup(
-            "over_whole_windows", 1.15, "the same window without overlap", evidence="mechanism"
-        ),
-        Metric.speedup(
-            "over_single_blocks",
-            1.15,
-            "one block at a time",
-            evidence="mechanism",
-            peer="accelerate",
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(

@@ -18,14 +18,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.meter import Meter
 from shoal.core.parts import part
@@ -57,87 +51,6 @@ class T3(BaseClaim):
     repeats: int = 15
 
     rows: ClassVar[tuple[int, ...]] = (6,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="simulated_speedup",
-            unit="x",
-            statistic="value",
-            comparison="within",
-            threshold=1.2,
-            upper=1.4,
-            baseline="sequential",
-            evidence="simulated",
-            paper="30 % faster in the geometric mean, at most 47 %",
-        ),
-        Metric(
-            name="simulated_movement",
-            unit="1",
-            statistic="value",
-            comparison="within",
-            threshold=-0.30,
-            upper=-0.15,
-            baseline="sequential",
-            evidence="simulated",
-            paper="22 % less data moved in the geometric mean, at most 36 %",
-        ),
-        Metric(
-            name="over_bound",
-            unit="x",
-            statistic="min",
-            comparison=">=",
-            threshold=1.0,
-            baseline="sequential",
-            evidence="simulated",
-        ),
-        Metric(
-            name="missing_updates",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline="sequential",
-            evidence="simulated",
-        ),
-        Metric(
-            name="bytes_over_ring",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="sequential",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="scatter_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.25,
-            baseline="sequential",
-            evidence="mechanism",
-            timing=True,
-            peer="gloo reduce_scatter after the product",
-            paper="30 % faster in the geometric mean, at most 47 %",
-        ),
-        Metric(
-            name="gather_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.25,
-            baseline="sequential",
-            evidence="mechanism",
-            timing=True,
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="simulated_movement",
-            tried="chunks of whole rows and stages two tiles high, which read operands again and "
-            "again whatever the cache; now chunks and stages near square",
-            value=-0.126,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name, value in (("tokens", self.tokens), ("width", self.width)):

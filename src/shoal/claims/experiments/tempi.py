@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -53,7 +54,7 @@ _NO_GPU = "no CUDA device here"
 
 
 @part
-class Tempi:
+class Tempi(BaseClaim):
     """Types, packing and the choice of a method.
 
     Args:
@@ -71,143 +72,6 @@ class Tempi:
     repeats: int = 31
 
     rows: ClassVar[tuple[int, ...]] = (19,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="wrong_types",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.0,
-            baseline="vectors of primitives only",
-            evidence="same_regime",
-        ),
-        Metric(
-            name="one_form",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.0,
-            baseline="types as they are spelled",
-            evidence="same_regime",
-        ),
-        Metric(
-            name="mpi_wrong_bytes",
-            unit="1",
-            statistic="value",
-            comparison="<=",
-            threshold=0.0,
-            baseline="Open MPI",
-            evidence="same_regime",
-            quick=False,
-        ),
-        Metric(
-            name="mpi_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.5,
-            baseline="MPI_Pack of Open MPI",
-            evidence="mechanism",
-            timing=True,
-            paper="up to 242,000 times on a GPU",
-        ),
-        Metric(
-            name="contiguous_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.2,
-            baseline="torch's strided copy",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="loop_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=100.0,
-            baseline="a copy for every block",
-            evidence="mechanism",
-            timing=True,
-            paper="59,000 times on a GPU",
-        ),
-        Metric(
-            name="memcpy_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=0.9,
-            baseline="memcpy",
-            evidence="mechanism",
-            timing=True,
-        ),
-        Metric(
-            name="fastest_method",
-            unit="1",
-            statistic="mean",
-            comparison=">=",
-            threshold=0.85,
-            baseline="oneshot",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="gpu_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1000.0,
-            baseline="an asynchronous copy for every block",
-            evidence="same_regime",
-            timing=True,
-            paper="up to 242,000 times",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="mpi_speedup",
-            tried="one thread, the kernel looked up at every call; rows of 1 KiB were worst",
-            value=0.74,
-        ),
-        Attempt(
-            metric="contiguous_speedup",
-            tried="one thread, the kernel looked up at every call; words of 4 bytes were worst",
-            value=0.95,
-        ),
-        Attempt(
-            metric="contiguous_speedup",
-            tried="asking for rows one to four blocks ahead, which gained nothing: not kept",
-            value=1.1,
-        ),
-        Attempt(
-            metric="mpi_speedup",
-            tried="the span of the type found at every call, which took 4 of 6.5 us",
-            value=1.1,
-        ),
-        Attempt(
-            metric="mpi_speedup",
-            tried="15 pairs, whose interval was 1.28 to 1.42",
-            value=1.31,
-        ),
-        Attempt(
-            metric="contiguous_speedup",
-            tried="prefetching from 8 to 256 blocks ahead, gathers, several streams: all at the "
-            "rate at which single lines of the cache come, 5 ns each, where torch's copy takes 5.6",
-            value=0.81,
-        ),
-        Attempt(
-            metric="fastest_method",
-            tried="9 rounds of each message: 0.95, 0.85, 0.93 and 0.83 in four runs",
-            value=0.83,
-        ),
-        Attempt(
-            metric="fastest_method",
-            tried="9 rounds on another host of the same kind; messages under 64 KiB were most "
-            "of the misses, which packing can decide by 10 us of 200",
-            value=0.817,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name, value, least in (

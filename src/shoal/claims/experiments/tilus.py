@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
@@ -51,14 +52,8 @@ _OTHERS = (
 )  # fmt: skip
 
 
-def _timed(name: str, **fields: object) -> Metric:
-    return Metric.model_validate(
-        {"name": name, "evidence": "same_regime", "timing": True, **fields}
-    )
-
-
 @part
-class Tilus:
+class Tilus(BaseClaim):
     """Every type exact through one program; time that follows the bits.
 
     Args:
@@ -72,80 +67,6 @@ class Tilus:
     pairs: int = 25
 
     rows: ClassVar[tuple[int, ...]] = (109,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="wrong_types",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline="fixed widths",
-            evidence="same_regime",
-            paper="all widths from 1 to 8 bits",
-        ),
-        Metric(
-            name="stored_bytes",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.0,
-            baseline="fixed widths",
-            evidence="same_regime",
-        ),
-        _timed(
-            "bits3_over_bits8",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.6,
-            baseline="8 bits",
-        ),
-        _timed(
-            "speedup_bf16",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=2.2,
-            baseline=_BF16,
-        ),
-        _timed(
-            "time_over_hand_written",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.15,
-            baseline=_HAND,
-            paper="1.03 x Marlin's speed",
-        ),
-        _timed(
-            "speedup_over_generic",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=5.0,
-            baseline=_GENERIC,
-            paper="1.75 x Triton, 2.61 x Ladder",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="time_over_hand_written",
-            tried="tiles of 64 outputs, so that twice as many sums are under way (one thread, "
-            "busy machine)",
-            value=1.50,
-        ),
-        Attempt(
-            metric="time_over_hand_written",
-            tried="loads no larger than the bytes they bring, which cross fewer lines of the "
-            "cache (one thread, busy machine)",
-            value=1.39,
-        ),
-        Attempt(
-            metric="time_over_hand_written",
-            tried="weights fetched 6 KB ahead in place of 2 KB (one thread, busy machine)",
-            value=1.45,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(self.pairs >= 3, "claim.tilus.pairs", self.pairs, expected="at least 3")

@@ -23,8 +23,9 @@ from typing import ClassVar, Literal
 
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.context.traffic import tokenring_traffic
@@ -144,45 +145,6 @@ class TokenRingClaim(BaseClaim):
     latency: float = 1 / 256
 
     rows: ClassVar[tuple[int, ...]] = (91,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="step_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.6,
-            baseline="zigzag",
-            evidence="simulated",
-            paper="a step of the ring of about 7.6 ms falls to 3.5 to 4.6 ms on four A10s",
-        ),
-        Metric(
-            name="byte_error",
-            unit="1",
-            statistic="max",
-            comparison="<=",
-            threshold=0.0,
-            baseline="zigzag",
-            evidence="mechanism",
-        ),
-        Metric(
-            name="grouped_queries_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison="<=",
-            threshold=1.0,
-            baseline="zigzag",
-            evidence="simulated",
-        ),
-        Metric(
-            name="physical_ring_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison="<=",
-            threshold=1.0,
-            baseline="zigzag",
-            evidence="simulated",
-        ),
-    )
 
     def __post_init__(self) -> None:
         where = "claim.tokenring"

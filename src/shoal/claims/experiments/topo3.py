@@ -19,14 +19,8 @@ import functools
 import statistics
 from typing import Any, ClassVar
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part, table
 
@@ -67,43 +61,6 @@ class Topo3Claim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (24,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted("of_zero3", "<=", 0.35, "ZeRO 3", statistic="ratio", evidence="mechanism"),
-        Metric.counted("of_zeropp", "<=", 0.999, "ZeRO++", statistic="ratio", evidence="mechanism"),
-        Metric(
-            name="simulated",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.3,
-            baseline="ZeRO++",
-            evidence="simulated",
-            paper="1.71 times the TFLOP/s of ZeRO++ for 20B on up to 384 dies",
-        ),
-        Metric.counted("uncounted_memory", "<=", 0.0, "the formula", unit="B", statistic="max"),
-        Metric.counted("error", "<=", 1e-9, "one process, in float64", statistic="max"),
-        Metric.counted("rounded", "<=", 1.00001, "half a scale", statistic="max"),
-        Metric.counted(
-            "loss_gap",
-            "<=",
-            0.03,
-            "numbers that travel whole",
-            unit="nats",
-            statistic="mean",
-            evidence="mechanism",
-            quick=False,
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(metric="simulated", tried="eight micro-batches of one sequence", value=1.013),
-        Attempt(
-            metric="simulated",
-            tried="the same, with nothing hidden behind computing",
-            value=1.229,
-        ),
-        Attempt(metric="loss_gap", tried="norms in blocks with matrices, one seed", value=0.050),
-        Attempt(metric="loss_gap", tried="norms travel whole, one seed", value=0.038),
-    )
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "sequences", "steps", "seeds"):

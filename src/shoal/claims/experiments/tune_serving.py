@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
-from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TuneServing"]
 
-_MOVED, _RANDOM = "the other machine's best settings", "random search"
 _SEARCHES, _STARTS = 20, 5
 _CORES = (1, 2)
 _LIMIT_S = 20.0
@@ -77,7 +77,7 @@ _KNOWN_PEAKS = [
 
 
 @part
-class TuneServing:
+class TuneServing(BaseClaim):
     """Landscapes of two engines on two machines, and what tuning again is worth.
 
     Args:
@@ -93,96 +93,6 @@ class TuneServing:
     noise: float = 0.02
 
     rows: ClassVar[tuple[int, ...]] = (122,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="retuned_vs_moved",
-            unit="x",
-            statistic="mean",
-            comparison=">=",
-            threshold=1.03,
-            baseline=_MOVED,
-            evidence="mechanism",
-            timing=True,
-            quick=False,
-            paper="9.16 % and 13.7 % on average",
-        ),
-        Metric(
-            name="significant_turns",
-            unit="1",
-            statistic="value",
-            comparison=">=",
-            threshold=1,
-            baseline="none",
-            evidence="mechanism",
-            timing=True,
-            quick=False,
-        ),
-        Metric(
-            name="best_over_worst",
-            unit="x",
-            statistic="value",
-            comparison=">=",
-            threshold=2,
-            baseline="the worst settings",
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="search_share",
-            unit="1",
-            statistic="mean",
-            comparison="<=",
-            threshold=0.4,
-            baseline=_RANDOM,
-            evidence="mechanism",
-            quick=False,
-        ),
-        Metric(
-            name="known_search_share",
-            unit="1",
-            statistic="mean",
-            comparison="<=",
-            threshold=0.4,
-            baseline=_RANDOM,
-            evidence="simulated",
-        ),
-        Metric(
-            name="known_peaks_missed_or_false",
-            unit="1",
-            statistic="mean",
-            comparison="<=",
-            threshold=0.05,
-            baseline="the known peaks",
-            evidence="simulated",
-        ),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="retuned_vs_moved",
-            tried="these settings, models and requests, four rounds: all engines are best with the "
-            "largest batches on one core and on two, and even chosen and judged by the same "
-            "rounds the best is only 1.011x what the moved settings give",
-            value=0.991,
-        ),
-        Attempt(
-            metric="retuned_vs_moved",
-            tried="40 requests of up to 384 tokens, more than the largest batch of 32, since 16 "
-            "were one batch of any large size; two rounds with 48 requests and the larger model, "
-            "while this was written, had generate best with 8 on one core and 32 on two, 1.13x and "
-            "1.07x. In full, with batches of 2, 4, 8, 16 and 32: on both machines 16 is best for "
-            "the larger model and 32 for the smaller, and Shoal's engine with its largest batch "
-            "and step. Two cores are 1.2 times one with a batch of 2 and 1.7 with 32, so the best "
-            "moves, but by less than a step between the values that are tried",
-            value=1.006,
-        ),
-        Attempt(
-            metric="significant_turns",
-            tried="the same run: without batches that do not divide the requests, of which the run "
-            "before had eight turns, none was beyond the noise of 5 to 11 %; sizes of 12 and 24 "
-            "are tried again",
-            value=0.0,
-        ),
-    )
 
     def __post_init__(self) -> None:
         require(bool(self.models), "claim.tune_serving.models", (), expected="at least one")

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import SHARED_MEMORY, scratch_directory
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["UniversalCheckpointClaim"]
 
 _RANKS = "shoal.claims.experiments.universal_checkpoint_ranks"
-_NAIVE = "fragments put behind each other"
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4-zero1": {"parallel": {"dp": 4}, "shard": "zero1"},
     "dp2-tp2": {"parallel": {"dp": 2, "tp": 2}},
@@ -66,59 +66,6 @@ class UniversalCheckpointClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (7,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted(
-            "wrong_elements",
-            "<=",
-            0.0,
-            _NAIVE,
-            statistic="max",
-            evidence="mechanism",
-            paper="bit for bit the same parameters",
-        ),
-        Metric.counted(
-            "loss_difference",
-            "<=",
-            0.02,
-            _NAIVE,
-            statistic="max",
-            evidence="mechanism",
-            quick=False,
-            unit="nats",
-            paper="the same loss curve",
-        ),
-        Metric.counted(
-            "same_layout_difference",
-            "<=",
-            0.0,
-            _NAIVE,
-            statistic="max",
-            evidence="mechanism",
-            quick=False,
-            unit="nats",
-        ),
-        Metric(
-            name="save_time",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=1.05,
-            baseline="saves without what conversion needs",
-            evidence="mechanism",
-            timing=True,
-            paper="no added cost",
-        ),
-        Metric.counted(
-            "extract_memory",
-            "<=",
-            1.5,
-            "the largest rank file",
-            statistic="ratio",
-            evidence="mechanism",
-            quick=False,
-            unit="x",
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "after", "rounds"):

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import JsonValue
 
+from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.pipeline_ranks import peak_memory, profile, time_steps
-from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
@@ -61,93 +62,6 @@ class VocabParallel(BaseClaim):
     pairs: int = 20
 
     rows: ClassVar[tuple[int, ...]] = (113,)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            name="simulated_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.4,
-            baseline="1f1b, equal stages",
-            evidence="simulated",
-            timing=True,
-            paper="5 to 51 % more throughput",
-        ),
-        Metric(
-            name="redistributed_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.10,
-            baseline="1f1b, best cut of blocks and output layer",
-            evidence="simulated",
-            timing=True,
-            paper="5 to 51 % more throughput",
-        ),
-        Metric(
-            name="two_process_speedup",
-            unit="x",
-            statistic="speedup",
-            comparison=">=",
-            threshold=1.15,
-            baseline="1f1b, best cut of blocks beside the output layer",
-            evidence="mechanism",
-            timing=True,
-            paper="5 to 51 % more throughput",
-        ),
-        Metric(
-            name="peak_memory",
-            unit="x",
-            statistic="ratio",
-            comparison="<=",
-            threshold=0.99,
-            baseline="1f1b, best cut of blocks beside the output layer",
-            evidence="mechanism",
-            quick=False,
-            paper="a much lower peak",
-        ),
-        Metric(
-            name="parameter_imbalance",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.05,
-            baseline="1f1b, equal stages",
-            evidence="mechanism",
-            paper="perfectly balanced with V-Half",
-        ),
-        Metric(
-            name="busy_imbalance",
-            unit="x",
-            statistic="max",
-            comparison="<=",
-            threshold=1.05,
-            baseline="1f1b, equal stages",
-            evidence="mechanism",
-            timing=True,
-            paper="perfectly balanced with V-Half",
-        ),
-        Metric(
-            name="in_flight_one_barrier",
-            unit="micro-batches",
-            statistic="max",
-            comparison="<=",
-            threshold=_RANKS + 1.0,
-            baseline="passes of the vocabulary in gpipe",
-            evidence="mechanism",
-            paper="p + 1",
-        ),
-        Metric(
-            name="in_flight_two_barriers",
-            unit="micro-batches",
-            statistic="max",
-            comparison="<=",
-            threshold=_RANKS + 2.0,
-            baseline="passes of the vocabulary in gpipe",
-            evidence="mechanism",
-            paper="p + 2",
-        ),
-    )
 
     def __post_init__(self) -> None:
         where = "claim.vocab_parallel"

@@ -17,14 +17,8 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from shoal.claims.protocols import (
-    Attempt,
-    BaseClaim,
-    ClaimSamples,
-    ExperimentContext,
-    Metric,
-    PairedSamples,
-)
+from shoal.claims.catalogue import BaseClaim
+from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -35,7 +29,6 @@ __all__ = ["ZeroInfinityClaim"]
 _MIB = 2**20
 # Elements fetched ahead: fewer than a layer has, so that both runs read the same.
 _AHEAD = 3 * 10**6
-_PLAIN = "PyTorch, everything on the device"
 
 
 @part
@@ -60,38 +53,6 @@ class ZeroInfinityClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (64,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric.counted(
-            "parameters", ">=", 8.0, _PLAIN, statistic="ratio", unit="x", paper="40x on 32 GPUs"
-        ),
-        Metric.counted("state_over_device", ">=", 8.0, "state that fits the device", unit="x"),
-        Metric.counted("differing_bits", "<=", 0.0, "torch.optim.AdamW", statistic="max"),
-        Metric.counted("peak_error", "<=", 0.1, _PLAIN, statistic="max"),
-        Metric.counted("peak_over_estimate", "<=", 1.0, _PLAIN, statistic="max", unit="x"),
-        Metric.speedup("fetch", 1.6, "an owner sends each parameter", evidence="mechanism"),
-        Metric.speedup("overlap", 1.25, "nothing fetched ahead", evidence="mechanism"),
-    )
-    attempts: ClassVar[tuple[Attempt, ...]] = (
-        Attempt(
-            metric="peak_error",
-            tried="a formula of the peak that took the loss for the largest moment",
-            value=0.158,
-        ),
-        Attempt(
-            metric="fetch",
-            tried="a model 256 wide, whose parts of a parameter take less than a millisecond to "
-            "arrive once read; gathered into memory of its own and copied. Now 512 wide, as for "
-            "the overlap, and gathered in place",
-            value=1.543,
-        ),
-        Attempt(
-            metric="overlap",
-            tried="2e7 elements ahead, more than the model has: the backward pass asked for its "
-            "last parameters first. Now 3e6, what is used again that soon stays, and the link does "
-            "not rest while transfers wait",
-            value=1.248,
-        ),
-    )
 
     def __post_init__(self) -> None:
         for name in ("device_mib", "host_mib", "pairs"):

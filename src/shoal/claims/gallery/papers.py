@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from shoal.claims.catalogue import CatalogueRow, CatalogueStatus, standings
+from shoal.claims.catalogue import CatalogueRow
 from shoal.claims.protocols import (
     PAIRED_STATISTICS,
     Evidence,
@@ -16,6 +16,7 @@ from shoal.claims.protocols import (
     Status,
 )
 from shoal.claims.record import ClaimRecord, RecordFault
+from shoal.claims.standing import CatalogueStatus, standings
 from shoal.core.config import Value
 from shoal.core.web.site import number
 
@@ -253,14 +254,12 @@ def _tied(text: str) -> str:
 
 
 def _paper(standing: CatalogueStatus) -> Paper:
-    from shoal.claims import CLAIMS
 
     row, record, fault = standing.row, standing.record, standing.fault
-    metrics: tuple[Metric, ...] = CLAIMS.load(row.claim).metrics if row.claim else ()
     if fault is not None:
-        return Paper(row=row, status=fault.kind, metrics=metrics, fault=fault)
+        return Paper(row=row, status=fault.kind, metrics=row.metrics, fault=fault)
     if record is None:
-        return Paper(row=row, status="planned", metrics=metrics)
+        return Paper(row=row, status="planned", metrics=row.metrics)
     by_name = {metric.name: metric for metric in record.metrics}
     return Paper(
         row=row,
