@@ -29,8 +29,9 @@ from shoal.ir import (
 from shoal.machine.described import load
 from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.emit import EMITTERS
-from shoal.plan.serving.disagg import GoodputReport, drifted, plan_goodput
+from shoal.plan.serving.disagg import plan_goodput
 from shoal.plan.serving.goodput import Goodput, Slo, poisson, replicas
+from shoal.plan.serving.goodput_report import GoodputReport, drifted
 
 LIMITS = SchedulerLimits(max_running=4, max_step_tokens=16, max_position=64)
 COST = Phased(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.cost.price.shares import microbatch_of, passes_of
 from shoal.cost.training.sequences import SequenceCost
-from shoal.cost.training.step import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
 from shoal.ir.architecture import Architecture
 from shoal.ir.routing import Routing
@@ -30,7 +30,7 @@ def schedule_of(job: TrainJob) -> Schedule:
     """
     parallel = job.parallel
     part = table("schedule").build(parallel.schedule, where="parallel.schedule")
-    passes = max(1, job.global_batch // parallel.dp // microbatch_of(job))
+    passes = passes_of(job)
     schedule: Schedule = part.build(parallel.pp, passes, parallel.vpp)
     if parallel.vocab_split == "pp":
         require(

@@ -160,7 +160,7 @@ class Averaging(ABC):
     def _bytes(self, work: Work) -> float:
         """What one rank averages: its part of the model, fp32, that its worker shares out."""
         from shoal.cost.price.experts import held_parameters
-        from shoal.cost.training.memory import sharers
+        from shoal.cost.price.shares import sharers
 
         whole = 4.0 * sum(held_parameters(work.shape, work.job.parallel))
         return whole / (
