@@ -204,3 +204,40 @@ def test_without_a_plan_that_fits_all_are_ranked_by_how_much_is_missing() -> Non
     plans = PLANNERS.build("search").plan(job, load("2xRTX-4090"))
     assert not plans[0].fits
     assert plans[0].notes[0].startswith("it does not fit: a rank needs")
+
+
+@pytest.mark.parametrize(
+    ("model", "stated", "ranks"),
+    [
+        ("OLMoE-1B-7B", {"finetune": "dora"}, 4),
+        ("Qwen3-0.6B", {"finetune": "ladder", "packing": "document"}, 4),
+        ("Qwen3-0.6B", {"optimizer": "muon"}, 4),
+        ("Qwen3-0.6B", {"compile": True}, 4),
+        ("Qwen3-0.6B", {"sync": {"name": "local_sgd", "within": 8}}, 16),
+        ("Qwen3-0.6B", {"sync": {"name": "diloco", "within": 3}}, 6),
+    ],
+)
+@pytest.mark.parametrize(
+    "planner",
+    [
+        {"name": "search", "keep": 2},
+        {"name": "rules"},
+        {"name": "megatron", "keep": 2},
+        {"name": "galvatron", "keep": 2, "runnable": True},
+    ],
+    ids=lambda planner: planner["name"],
+)
+def test_plans_have_splits_that_go_with_what_the_job_states(planner, model, stated, ranks):
+    """Others are refused before the best few are kept, so that some are left."""
+    job = TrainJob(model=model, steps=10, seq_len=1024, global_batch=48, **stated)
+    plans = plan(job, gpus(-(-ranks // 8), min(ranks, 8)), planner)
+    assert plans
+    for one in plans:
+        check_split(one.job, one.shape)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_a_job_states_and_does_not_go_together_is_refused_with_both(planner):
+    job = TrainJob(model="Qwen3-0.6B", finetune="mezo", packing="document")
+    with pytest.raises(PlanError, match=r"packing = document: expected .*with finetune mezo"):
+        plan(job, gpus(1, 4), planner)
