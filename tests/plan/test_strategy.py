@@ -1,11 +1,14 @@
 import pytest
 
 from shoal.core.errors import ConfigError, ModelError, PlanError
+from shoal.core.parts import Choice
 from shoal.cost.shapes import find
-from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan
+from shoal.cost.training.step import estimate
+from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Work
 from shoal.machine.described import load
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS
+from shoal.plan.strategy.judge import fits
 from shoal.plan.strategy.remedy import enlarged
 from shoal.plan.strategy.space import candidates, divisors, legal_parallel
 from shoal.plan.table import COLUMNS, explain, spell
@@ -77,10 +80,6 @@ def test_search_is_at_least_as_fast_as_the_rules():
 
 
 def test_search_equals_brute_force_over_its_own_space():
-    from shoal.cost.training.step import estimate
-    from shoal.ir import Work
-    from shoal.plan.strategy.judge import fits
-
     job = TrainJob(model="Llama-3-8B", steps=10, seq_len=2048, global_batch=32)
     machine, shape = gpus(1, 4), find("Llama-3-8B")
     priced = [(c, estimate(Work(shape=shape, job=c), machine)) for c in candidates(job, machine)]
@@ -241,3 +240,13 @@ def test_what_a_job_states_and_does_not_go_together_is_refused_with_both(planner
     job = TrainJob(model="Qwen3-0.6B", finetune="mezo", packing="document")
     with pytest.raises(PlanError, match=r"packing = document: expected .*with finetune mezo"):
         plan(job, gpus(1, 4), planner)
+
+
+def test_workers_share_the_outer_state_where_memory_is_short():
+    job = TrainJob(model="TinyLlama-1.1B", steps=10, seq_len=2048, global_batch=16)
+    first = plan(job, load("8x1xA100-40GB@ETH10"), {"name": "search", "sync": "auto"})[0]
+    assert first.fits and first.job.sync.name == "co2" and first.job.sync.options["sharded"]
+    whole = first.job.model_copy(update={"sync": Choice(name="co2")})
+    assert not fits(
+        whole, first.machine, estimate(Work(shape=first.shape, job=whole), first.machine)
+    )
