@@ -50,6 +50,7 @@ TRAITS: dict[str, str] = {
     "swaps_cache": "the cache of a preempted request goes to host memory",
     "takes_back": "tokens that were cached last can be given back",
     "token_by_token": "one token is decoded after the other",
+    "updates_in_passes": "weights change while a step makes its passes",
     "weights_stay": "all weights are in the device's memory",
     "whole_blocks": "blocks of several places are decoded at once",
 }

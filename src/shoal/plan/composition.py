@@ -109,6 +109,7 @@ RULES: tuple[CompositionRule, ...] = (
     *_rules("fine_tunes", "whose gradients and moments are few", "leaves_device"),
     *_rules("fine_tunes", "whose checkpoints lack the base", "replans", "dumps"),
     *_rules("own_blocks", "whose blocks are not the base's", "recomputes", "layers_differ"),
+    *_rules("updates_in_passes", "whose weights move while passes are made", "kept_in_memory"),
     *_rules("sees_no_documents", "whose passes see no borders", "separates_documents"),
 )
 
