@@ -232,6 +232,27 @@ def test_the_search_compares_both_kinds(report: GoodputReport, tmp_path: Path) -
     assert GoodputReport.load(tmp_path / "r.yaml") == report
 
 
+def test_no_prompt_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated one would be in a cache, of which the workload has said nothing."""
+    seen: list[list[Arrival]] = []
+
+    class Recording(Goodput):
+        def __init__(self, serve: Any, requests: Any, devices: int) -> None:
+            seen.append(list(requests))
+            super().__init__(serve, requests, devices)
+
+        def find(self, *args: Any, **kwargs: Any) -> float:
+            return 0.0
+
+    monkeypatch.setattr("shoal.plan.serving.disagg.Goodput", Recording)
+    slo = Slo(ttft=0.15, tpot=0.03)
+    with pytest.raises(PlanError, match="no setting"):
+        plan_goodput(job(), load("3xH100"), slo, costs=lambda tp, pp: COST, tolerance=2.0)
+    assert {len(arrivals) for arrivals in seen} == {500, 1000}
+    for arrivals in seen:
+        assert len({one.prompt for one in arrivals}) > 0.99 * len(arrivals)
+
+
 @pytest.mark.slow
 def test_a_plan_is_made_anew_when_requests_differ(report: GoodputReport) -> None:
     lengths = round(report.workload["prompt_p50"]), round(report.workload["output_p50"])

@@ -50,6 +50,8 @@ Progress = Callable[[float, float, str], None]
 
 # Splits of each phase that are put together, best first.
 _KEPT = 3
+# As many times as many requests are served where instances work together.
+_TOGETHER = 2
 # What is looked for is known to two percent at last.
 _FINE = 0.02
 # Rates of the drawn curves, as shares of the goodput.
@@ -133,6 +135,8 @@ class _Search:
         # A rate per device that was good enough: where to look next; and where to look first.
         self._guess = self._near = 0.0
         self.lengths = arrivals_of(self.job, self.shape, count=min(requests, 2000))
+        # Of instances that work together: a prompt that came before would be in somebody's cache.
+        self.many = arrivals_of(self.job, self.shape, count=_TOGETHER * requests)
         self.arrivals = poisson(self.lengths, len(self.lengths), job.seed)
         # Phases on any two devices: the slower link, where there are several nodes.
         self.link = machine.link("node") or machine.link("device") or machine.link("loopback")
@@ -351,8 +355,10 @@ class _Search:
             return simulate_fleet(fronts, backs, dispatcher, arrivals, wire=self._wire()).served
 
         used = setting.devices // copies
-        count = self.requests * min(2, sum(counts) // copies)
-        rates = Goodput(serve, poisson(self.lengths, count, self.job.seed), used)
+        together = min(_TOGETHER, sum(counts) // copies)
+        drawn = self.lengths if together == 1 else self.many
+        count = together * self.requests
+        rates = Goodput(serve, poisson(drawn, count, self.job.seed), used)
         position = rates.find(
             self.slo,
             tolerance=self.tolerance,
