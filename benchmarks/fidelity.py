@@ -29,7 +29,7 @@ from shoal.core.parts import table
 from shoal.cost.serving.simulator import ServedRequest, quantities, simulate
 from shoal.cost.step_cost.fitted import StepSample
 from shoal.ir import Arrival, ServeJob
-from shoal.plan.serving.plans import build_scheduler
+from shoal.plan.serving.simulation import build_scheduler
 from shoal.serve.bench.rehearse import OTHERS, STEADY, MachineSpeed, learned, spread_of
 from shoal.serve.bench.replay import replay
 from shoal.serve.engine.build import engine_of, prepare

@@ -18,8 +18,8 @@ from shoal.app.dash.goodput import FAMILIES, GoodputSearch, GoodputSearches, mea
 from shoal.core.parts import Choice
 from shoal.cost.workloads import WORKLOADS
 from shoal.ir import Phase, ServeJob
-from shoal.plan.serving.disagg import DisaggSetting, GoodputReport, SettingResult
 from shoal.plan.serving.goodput import Slo
+from shoal.plan.serving.goodput_report import DisaggSetting, GoodputReport, SettingResult
 from shoal.serve.watch.scrape import Scrape
 from shoal.serve.watch.upstream import ServerHealth
 

@@ -18,6 +18,7 @@ from shoal.cost.longctx.picture import picture
 from shoal.cost.longctx.reductions import (
     AXES,
     REDUCTIONS,
+    ReductionChoice,
     choose,
     factor_of,
     reaching,
@@ -182,6 +183,9 @@ def test_reductions_multiply_and_are_bounded() -> None:
     assert reduced(MODEL, chosen, YI, 1e5).kv_bytes == pytest.approx(MODEL.kv_bytes / 192)
     windowed = reduced(MODEL, choose(["window=1000", "bits=8"]), YI, 1e5)
     assert (windowed.window, windowed.kv_bytes) == (1000, MODEL.kv_bytes / 2)
+    # A way states that it bounds what a token sees; its name says nothing.
+    sink = replace(REDUCTIONS["window"], name="sink")
+    assert reduced(MODEL, [ReductionChoice(sink, 1000)], YI, 1e5).window == 1000
 
 
 def test_compositions_that_reach_are_the_smallest_that_do() -> None:
@@ -272,7 +276,7 @@ def test_the_picture_shows_every_device() -> None:
         (lambda: lengths(0, 10), "tokens"),
         (lambda: lengths(10, 5), "tokens"),
         (lambda: choose(["windw"]), "did you mean 'window'"),
-        (lambda: choose(["bits=32"]), "reduce.bits = '32'"),
+        (lambda: choose(["bits=32"]), "reduce.bits = '32'.*above 0, up to 16"),
         (lambda: choose(["evict=1.5"]), "up to 1"),
         (lambda: choose(["evict=x"]), "reduce.evict = 'x'"),
         (lambda: choose(["window", "evict"]), "both reduce tokens"),

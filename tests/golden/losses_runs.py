@@ -31,10 +31,10 @@ from shoal.ir.drafting import DrafterJob
 from shoal.model.config import ModelConfig
 from shoal.model.transformer import Transformer
 from shoal.parallel.engine import ParallelEngine
+from shoal.plan.composition import check_composition
 from shoal.train import loop, qat
 from shoal.train.drafters import protocols as drafting
 from shoal.train.drafters.execute import train_steps
-from shoal.train.peft.job import check_finetune
 from shoal.train.routers import train_routers
 from shoal.train.simple import Trainer as SimpleTrainer
 
@@ -126,7 +126,7 @@ def on_rank(row: Row, dtype: str, comm: Any, place: Path) -> dict[str, Any]:
     """Train on one rank: what it saw of losses, holds of the state, and has sent."""
     job = TrainJob.model_validate({**JOB, **row.job})
     config = ModelConfig.model_validate({**MODEL, **row.model})
-    check_finetune(job)
+    check_composition(job)
     if not hasattr(comm, "beat"):
         comm.beat = None
     trainer = loop.RankTrainer(

@@ -16,6 +16,7 @@ from shoal.kernel.calls import PagedAttentionCall  # noqa: E402
 from shoal.kernel.dispatch import dispatch, kernels_of  # noqa: E402
 from shoal.kernel.kv import kv_format  # noqa: E402
 from shoal.kernel.tensors import dtype_of  # noqa: E402
+from shoal.machine.described import load  # noqa: E402
 
 BACKENDS = kernels_of("paged_attention")
 # Rounding of results and of weights.
@@ -179,6 +180,19 @@ def test_same_bits_in_any_company(backend, dtype, form):
         assert torch.equal(alone[0], whole[row])
     parts = [run(queries[a:b], k, v, blocks, prompt[a:b], rows[a:b]) for a, b in ((0, 3), (3, 20))]
     assert torch.equal(torch.cat(parts), whole[:20])
+
+
+def test_short_contexts_do_not_make_the_reference_the_fastest():
+    """It goes query by query, and each takes longer than all of them take in one call."""
+    machine = load("laptop")
+
+    def seconds(backend, batch):
+        call = PagedAttentionCall(batch, 16, 4, 2, 32, 16, "fp32")
+        return BACKENDS[backend].estimate(call, machine).step_s.value
+
+    for batch in (1, 4, 64):
+        assert seconds("reference", batch) > seconds("torch", batch)
+    assert seconds("reference", 64) > 30 * seconds("reference", 1)
 
 
 def test_integers_are_what_floats_of_the_same_codes_are():

@@ -29,8 +29,9 @@ from shoal.ir import (
 from shoal.machine.described import load
 from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.emit import EMITTERS
-from shoal.plan.serving.disagg import GoodputReport, drifted, plan_goodput
+from shoal.plan.serving.disagg import plan_goodput
 from shoal.plan.serving.goodput import Goodput, Slo, poisson, replicas
+from shoal.plan.serving.goodput_report import GoodputReport, drifted
 
 LIMITS = SchedulerLimits(max_running=4, max_step_tokens=16, max_position=64)
 COST = Phased(
@@ -229,6 +230,27 @@ def test_the_search_compares_both_kinds(report: GoodputReport, tmp_path: Path) -
     assert "requests per second and device" in report.picture()
     report.save(tmp_path / "r.yaml")
     assert GoodputReport.load(tmp_path / "r.yaml") == report
+
+
+def test_no_prompt_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated one would be in a cache, of which the workload has said nothing."""
+    seen: list[list[Arrival]] = []
+
+    class Recording(Goodput):
+        def __init__(self, serve: Any, requests: Any, devices: int) -> None:
+            seen.append(list(requests))
+            super().__init__(serve, requests, devices)
+
+        def find(self, *args: Any, **kwargs: Any) -> float:
+            return 0.0
+
+    monkeypatch.setattr("shoal.plan.serving.disagg.Goodput", Recording)
+    slo = Slo(ttft=0.15, tpot=0.03)
+    with pytest.raises(PlanError, match="no setting"):
+        plan_goodput(job(), load("3xH100"), slo, costs=lambda tp, pp: COST, tolerance=2.0)
+    assert {len(arrivals) for arrivals in seen} == {500, 1000}
+    for arrivals in seen:
+        assert len({one.prompt for one in arrivals}) > 0.99 * len(arrivals)
 
 
 @pytest.mark.slow

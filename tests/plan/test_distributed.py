@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -10,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shoal.core.errors import ConfigError, ServeError
 from shoal.core.parts import table
 from shoal.cost.step_cost.lending import LendingStepCost
-from shoal.ir import Arrival, Request, SamplingParams, SchedulerLimits
+from shoal.ir import Arrival, Chunk, Copy, Request, SamplingParams, SchedulerLimits, Step
+from shoal.plan.batching.cache.borrowing import Borrower
 from shoal.plan.batching.cache.distributed import (
     UNBACKED,
     BlockLoan,
@@ -359,6 +362,17 @@ def test_alone_it_is_a_paged_cache_for_any_scheduler() -> None:
     assert min(made.blocks) >= 0
     scheduler.lose(made)
     assert (made.state, made.blocks, scheduler.num_waiting) == ("waiting", [], 1)
+
+
+def test_a_step_that_is_cut_to_its_memory_is_otherwise_the_same() -> None:
+    kv = DistributedBlocks(8, SIZE)
+    limits = SchedulerLimits(max_running=4, max_step_tokens=64, max_position=128)
+    borrower = Borrower(Fcfs().build(kv, limits), kv, 0)
+    whole, part, nothing = (Chunk(request(name, 20), 4, 16) for name in "abc")
+    step = Step((whole, part, nothing), wait_for=(3,), at=2.0, moves=(Copy(0, 1, 2),), scrub=(5,))
+    room = {"a": 20, "b": 9, "c": 4}
+    fitted = borrower.fit(step, lambda one, stop: room[one.id])
+    assert fitted == replace(step, chunks=(whole, Chunk(part.request, 4, 5)))
 
 
 # -- the same objects on a virtual clock ------------------------------------------------

@@ -62,6 +62,7 @@ WINS = (
     Win("context double_ring", "Qwen2.5-7B", "2x8xL40S@ETH100", 1, 32768),
     Win("sync every_step", "Qwen3-0.6B", "8xH100", 64, 4096, SYNC),
     Win("sync co2", "Qwen3-0.6B", "2x1xRTX-4090@ETH10", 8, 2048, SYNC),
+    Win("sync local_sgd", "Llama-3.2-1B", "4x1xA100-40GB@ETH10", 16, 2048, SYNC),
     Win("placer owners", "DeepSeek-V2-Lite", "16xH100", 64, 512),
     Win("offload zero_infinity", "Llama-3-8B", "1xRTX-4090", 8, 2048, OFFLOAD),
     Win("offload superpipeline", "Qwen2.5-7B", "1xL40S", 8, 2048, OFFLOAD),
@@ -76,9 +77,7 @@ NEVER = {
     "context ring": "the messages of zigzag, and unbalanced work under a causal mask",
     "context rsa": "the bytes of ring in twice as many messages",
     "context all_gather": "the bytes of zigzag, and whole sequences of keys and values in memory",
-    "sync local_sgd": "waits for averages that co2 sends behind the next round; its smaller memory "
-    "was needed by no job that was tried",
-    "sync diloco": "waits for averages that co2 sends behind the next round",
+    "sync diloco": "the memory of co2, and waits for averages that co2 sends behind the next round",
     "placer fssdp": "what copies save depends on a routing that no plan knows; state it",
     "activation keep": "what a job has that chooses nothing",
 }

@@ -32,15 +32,10 @@ from shoal.machine.described import load
 from shoal.plan.batching.balanced import Balanced
 from shoal.plan.batching.schedulers.ahead import AheadScheduler
 from shoal.plan.serving.choices import splits
+from shoal.plan.serving.inputs import arrivals_of, precision_of
 from shoal.plan.serving.memory import token_bytes
-from shoal.plan.serving.plans import (
-    arrivals_of,
-    build_scheduler,
-    competing,
-    plan_serve,
-    precision_of,
-    simulate_plan,
-)
+from shoal.plan.serving.plans import competing, plan_serve
+from shoal.plan.serving.simulation import build_scheduler, simulate_plan
 from shoal.plan.serving.table import COLUMNS, explain, rank
 
 LAPTOP = load("laptop")

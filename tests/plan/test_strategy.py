@@ -1,11 +1,14 @@
 import pytest
 
 from shoal.core.errors import ConfigError, ModelError, PlanError
+from shoal.core.parts import Choice
 from shoal.cost.shapes import find
-from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan
+from shoal.cost.training.step import estimate
+from shoal.ir import Device, Link, Machine, MemoryTier, TrainJob, TrainPlan, Work
 from shoal.machine.described import load
 from shoal.parallel.legal import check_split
 from shoal.plan.strategy import PLANNERS
+from shoal.plan.strategy.judge import fits
 from shoal.plan.strategy.remedy import enlarged
 from shoal.plan.strategy.space import candidates, divisors, legal_parallel
 from shoal.plan.table import COLUMNS, explain, spell
@@ -77,10 +80,6 @@ def test_search_is_at_least_as_fast_as_the_rules():
 
 
 def test_search_equals_brute_force_over_its_own_space():
-    from shoal.cost.training.step import estimate
-    from shoal.ir import Work
-    from shoal.plan.strategy.judge import fits
-
     job = TrainJob(model="Llama-3-8B", steps=10, seq_len=2048, global_batch=32)
     machine, shape = gpus(1, 4), find("Llama-3-8B")
     priced = [(c, estimate(Work(shape=shape, job=c), machine)) for c in candidates(job, machine)]
@@ -204,3 +203,50 @@ def test_without_a_plan_that_fits_all_are_ranked_by_how_much_is_missing() -> Non
     plans = PLANNERS.build("search").plan(job, load("2xRTX-4090"))
     assert not plans[0].fits
     assert plans[0].notes[0].startswith("it does not fit: a rank needs")
+
+
+@pytest.mark.parametrize(
+    ("model", "stated", "ranks"),
+    [
+        ("OLMoE-1B-7B", {"finetune": "dora"}, 4),
+        ("Qwen3-0.6B", {"finetune": "ladder", "packing": "document"}, 4),
+        ("Qwen3-0.6B", {"optimizer": "muon"}, 4),
+        ("Qwen3-0.6B", {"compile": True}, 4),
+        ("Qwen3-0.6B", {"sync": {"name": "local_sgd", "within": 8}}, 16),
+        ("Qwen3-0.6B", {"sync": {"name": "diloco", "within": 3}}, 6),
+    ],
+)
+@pytest.mark.parametrize(
+    "planner",
+    [
+        {"name": "search", "keep": 2},
+        {"name": "rules"},
+        {"name": "megatron", "keep": 2},
+        {"name": "galvatron", "keep": 2, "runnable": True},
+    ],
+    ids=lambda planner: planner["name"],
+)
+def test_plans_have_splits_that_go_with_what_the_job_states(planner, model, stated, ranks):
+    """Others are refused before the best few are kept, so that some are left."""
+    job = TrainJob(model=model, steps=10, seq_len=1024, global_batch=48, **stated)
+    plans = plan(job, gpus(-(-ranks // 8), min(ranks, 8)), planner)
+    assert plans
+    for one in plans:
+        check_split(one.job, one.shape)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_a_job_states_and_does_not_go_together_is_refused_with_both(planner):
+    job = TrainJob(model="Qwen3-0.6B", finetune="mezo", packing="document")
+    with pytest.raises(PlanError, match=r"packing = document: expected .*with finetune mezo"):
+        plan(job, gpus(1, 4), planner)
+
+
+def test_workers_share_the_outer_state_where_memory_is_short():
+    job = TrainJob(model="TinyLlama-1.1B", steps=10, seq_len=2048, global_batch=16)
+    first = plan(job, load("8x1xA100-40GB@ETH10"), {"name": "search", "sync": "auto"})[0]
+    assert first.fits and first.job.sync.name == "co2" and first.job.sync.options["sharded"]
+    whole = first.job.model_copy(update={"sync": Choice(name="co2")})
+    assert not fits(
+        whole, first.machine, estimate(Work(shape=first.shape, job=whole), first.machine)
+    )

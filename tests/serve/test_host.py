@@ -13,7 +13,7 @@ from shoal.cost.serving.simulator import SimulatedRunner  # noqa: E402
 from shoal.cost.step_cost.fitted import FittedStepCost  # noqa: E402
 from shoal.ir import Copy, HostLink, Request, SamplingParams, ServeJob, Step, Transfer  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
-from shoal.plan.serving.plans import build_scheduler  # noqa: E402
+from shoal.plan.serving.simulation import build_scheduler  # noqa: E402
 from shoal.serve.cache.host import HostMover, HostStore, measure_link  # noqa: E402
 from shoal.serve.cache.paged import PagedCache  # noqa: E402
 from shoal.serve.engine.build import concrete, engine_of  # noqa: E402

@@ -230,6 +230,31 @@ def test_what_nobody_foresaw_ends_requests_and_not_the_engine(random_model, engi
     assert engine.stats()["blocks_used"] == used
 
 
+@pytest.mark.parametrize("moving", [False, True])
+def test_an_engine_that_swaps_goes_on_only_if_nothing_moves(random_model, engine_for, moving):
+    engine = engine_for(
+        random_model(), kv_tokens=192, max_position=96, preempt="swap", host_tokens=512
+    )
+    for number, prompt in enumerate(prompts(6, 40)):
+        engine.add(request(f"r{number}", prompt, max_tokens=40))
+    engine.step()
+    assert not engine.scheduler.preemption.moving
+    while moving and not engine.scheduler.preemption.moving:
+        engine.step()
+
+    def broken(*args):
+        raise ZeroDivisionError("nobody foresaw it")
+
+    engine.runner.execute = broken
+    if moving:
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    else:
+        engine.step()
+        assert not engine.busy
+        assert "error" in {one["kind"] for one in engine.drain_events()}
+
+
 @pytest.mark.parametrize("accept", ["greedy", "sample_match", "rejection", "typical"])
 def test_a_tree_without_a_token_ends_its_request(random_model, engine_for, accept):
     engine = engine_for(

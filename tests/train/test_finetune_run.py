@@ -18,8 +18,9 @@ from shoal.ir import TrainPlan  # noqa: E402
 from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.model.parscale import use  # noqa: E402
+from shoal.plan.composition import check_composition  # noqa: E402
 from shoal.train.peft import files  # noqa: E402
-from shoal.train.peft.job import check_finetune, with_biases  # noqa: E402
+from shoal.train.peft.job import with_biases  # noqa: E402
 from shoal.train.run import execute  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
 
@@ -180,10 +181,17 @@ def test_what_no_directory_holds_stays_beside_the_base(
 
 
 def test_what_does_not_go_together_is_refused(make_plan: Make, base: Path) -> None:
-    for changes in ({"parallel": {"tp": 2}}, {"shard": "zero2", "parallel": {"dp": 2}},
-                    {"compile": True}, {"checkpoint": {"dump": "deepspeed"}},
+    for changes in ({"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}, {"compile": True},
+                    {"shard": "zero2", "parallel": {"dp": 2}}, {"replan": {"enabled": True}},
+                    {"checkpoint": {"dump": "deepspeed"}},
                     {"offload": {"name": "zero_infinity", "device_budget": "64MiB"}}):  # fmt: skip
-        with pytest.raises(PlanError, match="with finetune = lora"):
-            check_finetune(tuned(make_plan, base, **changes).job)
+        with pytest.raises(PlanError, match=r"finetune(:|( =)? lora).*fine_tunes excludes"):
+            check_composition(tuned(make_plan, base, **changes).job)
+    documents = {"finetune": "mezo", "packing": "document"}
+    with pytest.raises(PlanError, match=r"packing = document: expected stream .*finetune mezo"):
+        check_composition(tuned(make_plan, base, **documents).job)
+    for name in ("ladder", "offsite"):
+        with pytest.raises(PlanError, match=f"recompute = full: .* none with finetune {name}"):
+            check_composition(tuned(make_plan, base, finetune=name, recompute="full").job)
     with pytest.raises(ConfigError, match=r"lora\.r = 0"):
         make_plan(finetune={"name": "lora", "r": 0})

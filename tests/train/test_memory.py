@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.checkpoint.store import Store
-from shoal.core.errors import ConfigError, RankError
+from shoal.core.errors import ConfigError, PlanError, RankError
 from shoal.core.meter import read_events
 from shoal.ir import TrainPlan
 from shoal.train.chaos import Chaos
@@ -88,6 +88,27 @@ def test_a_killed_rank_and_a_killed_node_lose_at_most_one_step(
     assert not (run / "ranks" / "memory.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("method", ["adalora", "diff_pruning"])
+def test_what_a_fine_tuning_method_keeps_beside_parameters_comes_back(
+    make_plan: Make, tmp_path: Path, method: str
+) -> None:
+    job = {**RUN, "steps": 10, "seq_len": 32, "parallel": {"dp": 2}, "finetune": method}
+    execute(make_plan(**job, checkpoint=DISK), tmp_path / "straight")
+    execute(
+        make_plan(**job, checkpoint={**DISK, "memory": "copies"}),
+        tmp_path / "run",
+        restarts=1,
+        inject=killing({5: lambda supervisor: supervisor.processes[1].kill()}),
+    )
+    levels = [
+        e["level"] for e in read_events(tmp_path / "run/events.jsonl") if e["kind"] == "start"
+    ]
+    assert levels == ["disk", "memory"]
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
 def test_bad_starts(make_plan: Make, tmp_path: Path) -> None:
     def start(parallel: dict[str, int], memory: Any, **more: Any) -> None:
         checkpoint = {**DISK, "memory": memory}
@@ -103,6 +124,8 @@ def test_bad_starts(make_plan: Make, tmp_path: Path) -> None:
         start({"dp": 4}, {"name": "xor", "group": 3})
     with pytest.raises(ConfigError, match=r"replan\.enabled = True"):
         start({"dp": 2}, "xor", replan={"enabled": True})
+    with pytest.raises(PlanError, match="finetune mezo, whose weights move while passes are made"):
+        start({"dp": 2}, "xor", finetune="mezo")
     assert not (tmp_path / "run").exists()
 
 

@@ -24,7 +24,7 @@ from shoal.model import huggingface  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
 from shoal.train.build import StoredWeights, weights_of  # noqa: E402
 from shoal.train.peft import files  # noqa: E402
-from shoal.train.peft.job import check_finetune  # noqa: E402
+from shoal.train.peft.job import check_base  # noqa: E402
 from shoal.train.peft.shared import SharedWeights, image_of  # noqa: E402
 from shoal.train.run import execute  # noqa: E402
 from shoal.train.zoo import random  # noqa: E402
@@ -86,9 +86,9 @@ def test_a_disk_without_room(base: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_what_cannot_be_shared(base: Path, changes: dict[str, Any], match: str) -> None:
     job = TrainJob(model=str(base), base="shared", finetune={"name": "lora"})
-    check_finetune(job)
+    check_base(job)
     with pytest.raises(PlanError, match=match):
-        check_finetune(job.model_copy(update=changes))
+        check_base(job.model_copy(update=changes))
 
 
 @contextlib.contextmanager

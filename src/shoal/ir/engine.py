@@ -180,6 +180,11 @@ class Preemption(Protocol):
     A scheduler asks it while it plans; it is the only one that begins transfers.
     """
 
+    @property
+    def moving(self) -> bool:
+        """Whether copies between cache and host are planned or under way."""
+        ...
+
     def take(self, request: Request) -> None:
         """Take the blocks of a running or arriving request, and keep what is in them or not."""
         ...

@@ -19,7 +19,7 @@ from shoal.core.parts import Choice
 from shoal.core.traits import check_beside, traits
 from shoal.ir.engine import StepCost
 from shoal.ir.job_kind import Job
-from shoal.ir.serving import Arrival
+from shoal.ir.serving import Arrival, SchedulerLimits
 from shoal.ir.shape import ModelShape
 
 __all__ = ["Disagg", "Phase", "ServeJob", "ServeParallel", "ServeWork"]
@@ -250,6 +250,16 @@ class ServeJob(Job):
     def room_for_adapters(self) -> int:
         """Adapters that can be in memory."""
         return max(self.max_adapters, len(self.adapters))
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """What the scheduler of a concrete job keeps to."""
+        assert self.max_position is not None
+        return SchedulerLimits(
+            max_running=self.max_running,
+            max_step_tokens=self.max_step_tokens,
+            max_position=self.max_position,
+        )
 
     def threads_of(self, cores: int) -> int:
         """Threads that compute in a replica on a host of so many cores."""

@@ -48,7 +48,7 @@ class BaseKernel:
         rate: key of ``Device.peak_flops`` that bounds it.
         memory_share: of the read bandwidth that it reaches, if nobody measured.
         compute_share: of that rate that it reaches, if nobody measured.
-        call_s: of one call.
+        call_s: of one call, or of each of its rounds.
     """
 
     op: ClassVar[str]
@@ -101,13 +101,17 @@ class BaseKernel:
                 call, machine, self.rate or str(getattr(call, "dtype", "fp32"))
             )
             seconds = max(memory / self.memory_share, compute / self.compute_share)
-        seconds += self.call_s
+        seconds += self.rounds(call) * self.call_s
         return Estimate(
             step_s=Interval.around(seconds, spread),
             terms_s={"memory": seconds},
             flops=call.flops,
             bound="memory" if call.flops < 16 * call.moved_bytes else "compute",
         )
+
+    def rounds(self, call: Any) -> int:
+        """How often it does one thing after another in a call: rows, where it goes row by row."""
+        return 1
 
     def interpreted(self, call: Any) -> bool:
         """Whether it would run in an interpreter there: right, but never fast."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
+from shoal.cost.price.shares import microbatch_of, passes_of
 from shoal.cost.training.sequences import SequenceCost
-from shoal.cost.training.step import microbatch_of
 from shoal.ir import ModelShape, Schedule, TrainJob
 from shoal.ir.architecture import Architecture
 from shoal.ir.routing import Routing
@@ -30,7 +30,7 @@ def schedule_of(job: TrainJob) -> Schedule:
     """
     parallel = job.parallel
     part = table("schedule").build(parallel.schedule, where="parallel.schedule")
-    passes = max(1, job.global_batch // parallel.dp // microbatch_of(job))
+    passes = passes_of(job)
     schedule: Schedule = part.build(parallel.pp, passes, parallel.vpp)
     if parallel.vocab_split == "pp":
         require(
@@ -134,14 +134,6 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         f"{tp * TILES}, a tile for each",
         error=PlanError,
     )
-    optimizer = table("optimizer").build(job.optimizer)
-    require(
-        tp == 1 or not optimizer.whole_matrices,
-        "parallel.tp",
-        tp,
-        expected=f"1 with optimizer {job.optimizer.name}, which needs whole matrices",
-        error=PlanError,
-    )
     shard = table("shard").build(job.shard)
     if hasattr(shard, "check"):
         shard.check(job)
@@ -154,13 +146,6 @@ def check_split(job: TrainJob, shape: ModelShape) -> Schedule:
         expected="replicated where dp * cp = 1: there is nobody to share with",
         error=PlanError,
     )
-    require(
-        not (job.compile and (tp > 1 or cp > 1 or pp > 1)),
-        "compile",
-        job.compile,
-        expected="false where tp, cp or pp is above 1",
-        error=PlanError,
-    )
     return schedule
 
 
@@ -170,7 +155,6 @@ def _check_batching(job: TrainJob, shape: ModelShape) -> None:
         return
     p, name = job.parallel, job.batching.name
     rules: tuple[tuple[bool, str, object, str], ...] = (
-        (p.world == p.dp, "parallel", f"tp={p.tp}, pp={p.pp}, cp={p.cp}", "dp alone"),
         (shape.family != "mdlm", "model", shape.name, "a model whose tokens see those before"),
         (
             job.architecture == Architecture() and shape.architecture == Architecture(),

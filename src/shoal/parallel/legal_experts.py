@@ -12,7 +12,7 @@ import math
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.core.traits import traits
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of
 from shoal.ir import ModelShape, TrainJob
 from shoal.plan.placement.protocols import ExpertPlacer
 

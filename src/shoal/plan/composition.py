@@ -20,6 +20,7 @@ __all__ = [
     "CompositionRule",
     "check_composition",
     "clash",
+    "excluded_by",
     "part_traits",
     "split_traits",
     "work_traits",
@@ -81,6 +82,7 @@ RULES: tuple[CompositionRule, ...] = (
         "whose ranks have different numbers of passes, each of which needs no other rank",
         "shards_gradients",
         "experts_apart",
+        "divides_model",
         "recomputes_stage",
         "compiled",
         "leaves_device",
@@ -90,12 +92,25 @@ RULES: tuple[CompositionRule, ...] = (
         "replans",
     ),
     *_rules("compiled", "whose code keeps what it saves itself", "moves_activations"),
+    *_rules("compiled", "whose blocks send nothing", "divides_model"),
     *_rules("experts_apart", "whose tokens travel", "levels", "copies_weights", "compiled"),
     *_rules("experts_apart", "whose ranks divide the state already", "leaves_device"),
     *_rules("copies_experts", "which copies whole experts", "shards_gradients"),
     *_rules("slices_gradients", "which cuts whole gradients", "shards_gradients"),
-    *_rules("whole_matrices", "which needs whole matrices", "shards_gradients"),
-    *_rules("fine_tunes", "whose model is whole on every rank", "shards_optimizer"),
+    *_rules("whole_matrices", "which needs whole matrices", "shards_gradients", "divides_matrices"),
+    *_rules(
+        "fine_tunes",
+        "whose model is whole on every rank",
+        "divides_model",
+        "experts_apart",
+        "shards_optimizer",
+    ),
+    *_rules("fine_tunes", "whose method changes blocks", "compiled"),
+    *_rules("fine_tunes", "whose gradients and moments are few", "leaves_device"),
+    *_rules("fine_tunes", "whose checkpoints lack the base", "replans", "dumps"),
+    *_rules("own_blocks", "whose blocks are not the base's", "recomputes", "layers_differ"),
+    *_rules("updates_in_passes", "whose weights move while passes are made", "kept_in_memory"),
+    *_rules("sees_no_documents", "whose passes see no borders", "separates_documents"),
 )
 
 
@@ -139,15 +154,18 @@ def _part(where: str, kind: str, choice: Choice | None) -> Iterator[_Fact]:
         yield _Fact(where, choice.name, "nothing", part_traits(kind, choice.name), kind)
 
 
-def _setting(where: str, given: object, plain: str, stated: bool, trait: str) -> Iterator[_Fact]:
+def _setting(where: str, given: object, plain: str, stated: bool, *trait: str) -> Iterator[_Fact]:
     if stated:
-        yield _Fact(where, str(given), plain, frozenset({trait}))
+        yield _Fact(where, str(given), plain, frozenset(trait))
 
 
 def _of_split(split: Parallel) -> Iterator[_Fact]:
     yield from _part("parallel.schedule", "schedule", split.schedule)
     yield from _part("parallel.placer", "placer", split.placer)
-    whole, cut = split.vocab == "pp", bool(split.gradient_slices)
+    whole, cut, tp = split.vocab == "pp", bool(split.gradient_slices), split.tp
+    yield from _setting("parallel.tp", tp, "1", tp > 1, "divides_model", "divides_matrices")
+    yield from _setting("parallel.pp", split.pp, "1", split.pp > 1, "divides_model")
+    yield from _setting("parallel.cp", split.cp, "1", split.cp > 1, "divides_model")
     yield from _setting("parallel.vocab", split.vocab, "auto", whole, "passes_for_vocabulary")
     yield from _setting("parallel.ep", split.ep, "1, with etp = 1", split.folded, "experts_apart")
     yield from _setting("parallel.gradient_slices", "slices", "nothing", cut, "slices_gradients")
@@ -160,9 +178,11 @@ def _beside_split(job: TrainJob) -> Iterator[_Fact]:
     yield from _part("finetune", "peft", job.finetune)
     yield from _part("offload", "offload", job.offload)
     yield from _part("activation", "activation", job.activation)
-    again, saved = job.recompute == "stage", job.checkpoint
+    yield from _part("packing", "packing", job.packing)
+    again, saved = job.recompute, job.checkpoint
     yield from _setting("compile", "true", "false", job.compile, "compiled")
-    yield from _setting("recompute", job.recompute, "none or full", again, "recomputes_stage")
+    yield from _setting("recompute", again, "none", again != "none", "recomputes")
+    yield from _setting("recompute", again, "none or full", again == "stage", "recomputes_stage")
     yield from _setting("layers", len(job.layers), "nothing", bool(job.layers), "layers_differ")
     yield from _setting("replan.enabled", "true", "false", job.replan.enabled, "replans")
     kept, dumped = saved.memory is not None, saved.dump is not None
@@ -191,6 +211,13 @@ def clash(some: frozenset[str], others: frozenset[str]) -> CompositionRule | Non
             if rule.one in here and rule.other in there:
                 return rule
     return None
+
+
+def excluded_by(job: TrainJob, trait: str) -> str:
+    """What of a job excludes a trait, such as ``sync diloco``; empty if nothing does."""
+    facts = (*_of_split(job.parallel), *_beside_split(job))
+    named = (f"{one.where} {one.given}" for one in facts if clash(one.traits, frozenset({trait})))
+    return next(named, "")
 
 
 def check_composition(job: TrainJob) -> None:

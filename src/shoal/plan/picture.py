@@ -10,7 +10,8 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.pipeline.picture import MOST_BOXES, Picture
 from shoal.cost.pipeline.simulator import MachineLinks, Timeline, simulate
-from shoal.cost.training.step import Pricer, microbatch_of
+from shoal.cost.price.shares import passes_of
+from shoal.cost.training.step import Pricer
 from shoal.ir import TrainPlan, Work
 from shoal.plan.schedules.vocab import with_vocabulary
 from shoal.plan.strategy.judge import usable_bytes
@@ -30,7 +31,7 @@ def timeline(plan: TrainPlan) -> tuple[Timeline, str] | None:
     if split.pp == 1:
         return None
     part = table("schedule").build(split.schedule, where="parallel.schedule")
-    passes = max(1, job.global_batch // split.dp // microbatch_of(job))
+    passes = passes_of(job)
     # Some rounds show the shape of the pipeline; hundreds would be a grey bar.
     shown = min(passes, max(2 * split.pp * split.vpp, 8), MOST_BOXES // (4 * split.pp * split.vpp))
     shown = max(split.pp, shown - shown % split.pp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.checkpoint.inmemory import MEMORY_CODES
@@ -193,11 +194,16 @@ class MemoryHook(StepHook, RunHook):
     def step_done(self, run: RankRun, number: int, result: TrainStepResult) -> None:
         """Begin to copy; it is settled before the next update."""
         from shoal.train.resuming import meta_of
-        from shoal.train.state import held_by
 
         if self._snapshots.due(number + 1) and not run.ends(number, result):
             trainer, done = run.trainer, number + 1
-            held = held_by(trainer.engine, trainer.updater)
+            held = trainer.pieces()
+            for name, pieces in held.items():
+                # What changes before it is settled is copied at once.
+                held[name] = [
+                    replace(piece, tensor=piece.tensor.clone()) if piece.volatile else piece
+                    for piece in pieces
+                ]
             self._snapshots.begin(done, held, meta_of(trainer, run.plan.job, done))
 
     def after_backward(self, step: TrainStep) -> None:

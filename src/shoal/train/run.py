@@ -38,7 +38,7 @@ from shoal.train.device import computes_on
 from shoal.train.layout import RunDir
 from shoal.train.memory import EmulatedHosts, MemoryLevel, check_memory
 from shoal.train.nodes import tokens_of
-from shoal.train.peft.job import check_finetune, export
+from shoal.train.peft.job import check_base, export
 from shoal.train.report import make_report, write_page
 from shoal.train.run_lock import alone
 from shoal.train.start import begin_at
@@ -74,7 +74,7 @@ def plan_job(job: TrainJob, machine: Machine, *, planner: str = "search") -> Tra
     for plan in plans:
         try:
             check_split(plan.job, plan.shape)
-            check_finetune(plan.job)
+            check_base(plan.job)
         except PlanError as cause:
             refusal = refusal or cause
         else:
@@ -287,7 +287,7 @@ def prepare_run(
         expected=f"at most {shape.max_position}, the longest position of {job.model}",
     )
     check_split(job, shape)
-    check_finetune(job)
+    check_base(job)
     check_memory(job)
     if not resume:
         _check_free(directory.levels_of(job))

@@ -109,7 +109,6 @@ def train(
     """
     from shoal.app.show import as_json
     from shoal.core.config import resolve
-    from shoal.core.errors import PlanError
     from shoal.core.files import write_atomic
     from shoal.cost.shapes import resolve as shape_of
     from shoal.ir import TrainJob
@@ -144,9 +143,6 @@ def train(
         job = job.model_copy(update={"finetune": best.method})
         typer.echo(f"finetune: {best.method} ({best.reason})", err=True)
     plans = PLANNERS.build({"name": planner, **options}, where="--planner").plan(job, target)
-    plans = [plan for plan in plans if _tunable(plan)]
-    if not plans:
-        raise PlanError(f"{model} on {machine}: no legal plan")
     if out is not None:
         plans[0].save(out, header="The best plan; run it with `shoal train --plan`.")
         typer.echo(f"saved {out}", err=True)
@@ -198,18 +194,6 @@ class PlanFormat(StrEnum):
     text = "text"
     json = "json"
     yaml = "yaml"
-
-
-def _tunable(plan: TrainPlan) -> bool:
-    """Whether a plan that fine-tunes leaves the model whole on every rank."""
-    from shoal.core.errors import PlanError
-    from shoal.train.peft.job import check_finetune
-
-    try:
-        check_finetune(plan.job)
-    except PlanError:
-        return False
-    return True
 
 
 @app.command("serve")

@@ -9,8 +9,8 @@ import typer
 
 if TYPE_CHECKING:
     from shoal.ir import Machine, ServeJob
-    from shoal.plan.serving.disagg import GoodputReport
     from shoal.plan.serving.goodput import Slo
+    from shoal.plan.serving.goodput_report import GoodputReport
 
 __all__ = ["goodput"]
 
@@ -37,9 +37,10 @@ def goodput(
     from shoal.core.files import to_yaml, write_atomic
     from shoal.cost.shapes import resolve
     from shoal.ir import ServePlan
-    from shoal.plan.serving.disagg import GoodputReport, drifted, plan_goodput
+    from shoal.plan.serving.disagg import plan_goodput
     from shoal.plan.serving.goodput import FEWEST_REQUESTS
-    from shoal.plan.serving.plans import arrivals_of
+    from shoal.plan.serving.goodput_report import GoodputReport, drifted
+    from shoal.plan.serving.inputs import arrivals_of
 
     targets = targets_of(slo)
     if since is not None:

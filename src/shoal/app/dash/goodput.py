@@ -23,9 +23,10 @@ from shoal.core.svg import Series
 from shoal.cost import shapes
 from shoal.ir import ServeJob, StepCost
 from shoal.machine import described
-from shoal.plan.serving.disagg import GoodputReport, plan_goodput
+from shoal.plan.serving.disagg import plan_goodput
 from shoal.plan.serving.goodput import Slo, replicas
-from shoal.plan.serving.plans import sharded_costs
+from shoal.plan.serving.goodput_report import GoodputReport
+from shoal.plan.serving.simulation import sharded_costs
 from shoal.serve.watch.moments import Watch
 from shoal.serve.watch.scrape import share_below
 

@@ -14,7 +14,8 @@ from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.pipeline.simulator import MachineLinks, simulate
-from shoal.cost.training.step import Pricer, microbatch_of
+from shoal.cost.price.shares import passes_of
+from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, OpCosts, Work
 
 __all__ = ["BATCH_GROWTH", "TILES", "Rung", "ladder"]
@@ -105,7 +106,7 @@ def ladder(work: Work, machine: Machine) -> list[Rung]:
             boundary_bytes=0.0 if hops else with_tensor.boundary_bytes,
         )
         part = table("schedule").build(split.schedule)
-        steps = growth * max(1, work.job.global_batch // split.dp // microbatch_of(work.job))
+        steps = growth * passes_of(work.job)
         schedule = part.build(split.pp, steps, split.vpp)
         seconds = simulate(schedule, costs, None if hops else links).makespan + data * data_s
         tokens = growth * work.job.global_batch * work.job.seq_len

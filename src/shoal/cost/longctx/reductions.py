@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from shoal.core.errors import ConfigError, nearest, require
@@ -34,11 +35,10 @@ __all__ = [
 Axis = Literal["layers", "heads", "tokens", "hidden"]
 AXES: tuple[Axis, ...] = ("layers", "heads", "tokens", "hidden")
 
-Improves = Literal["concurrency", "prefill", "decode", "switch"]
-_CACHE: tuple[Improves, ...] = ("concurrency", "decode", "switch")
+_Factor = Callable[[ModelShape, float, float], float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Reduction:
     """One way.
 
@@ -47,130 +47,74 @@ class Reduction:
         axis: which of the four factors of a cache it reduces.
         argument: what ``NAME=NUMBER`` means.
         default: the number, where only the name is given.
+        most: the largest number that means something.
         factor: (shape, tokens of context, the number) -> what multiplies the cache, in (0, 1].
-        improves: which of the four numbers.
         breaks: what it costs beside bytes.
         source: the paper.
+        bounds_sight: the number is also how many tokens one of a prompt sees.
     """
 
     name: str
     axis: Axis
     argument: str
     default: float
-    factor: Callable[[ModelShape, float, float], float]
-    improves: tuple[Improves, ...]
+    most: float
+    factor: _Factor
     breaks: str
     source: str
+    bounds_sight: bool = False
 
 
-def _of(*reductions: Reduction) -> dict[str, Reduction]:
-    return {one.name: one for one in reductions}
+def _share(shape: ModelShape, tokens: float, number: float) -> float:
+    return number
 
 
-REDUCTIONS = _of(
-    Reduction(
-        name="share",
-        axis="layers",
-        argument="layers that share one cache",
-        default=2,
-        factor=lambda shape, tokens, number: 1 / min(number, shape.num_layers),
-        improves=_CACHE,
-        breaks="must be trained so; retrieval suffers as more layers share",
-        source="Brandon et al., Cross-Layer Attention, 2024",
-    ),
-    Reduction(
-        name="yoco",
-        axis="layers",
-        argument="layers that keep a cache of the whole context",
-        default=1,
-        factor=lambda shape, tokens, number: min(1.0, number / shape.num_layers),
-        improves=("concurrency", "prefill", "decode", "switch"),
-        breaks="must be trained so; the other layers see a window or that one cache",
-        source="Sun et al., You Only Cache Once, 2024",
-    ),
-    Reduction(
-        name="gqa",
-        axis="heads",
-        argument="key/value heads",
-        default=8,
-        factor=lambda shape, tokens, number: min(1.0, number / shape.num_kv_heads),
-        improves=_CACHE,
-        breaks="must be trained so, or finetuned from all heads",
-        source="Ainslie et al., GQA, 2023",
-    ),
-    Reduction(
-        name="mqa",
-        axis="heads",
-        argument="key/value heads",
-        default=1,
-        factor=lambda shape, tokens, number: min(1.0, number / shape.num_kv_heads),
-        improves=_CACHE,
-        breaks="must be trained so; quality falls, and tensor parallelism copies the head",
-        source="Shazeer, Fast Transformer Decoding, 2019",
-    ),
-    Reduction(
-        name="retrieval_heads",
-        axis="heads",
-        argument="share of heads that keep the whole context",
-        default=0.05,
-        factor=lambda shape, tokens, number: number,
-        improves=_CACHE,
-        breaks="those heads must be known; what others would have looked up is lost",
-        source="Wu et al., Retrieval Head, 2024",
-    ),
-    Reduction(
-        name="window",
-        axis="tokens",
-        argument="last tokens that are kept",
-        default=4096,
-        factor=lambda shape, tokens, number: min(1.0, number / tokens),
-        improves=("concurrency", "prefill", "decode", "switch"),
-        breaks="whatever lies before the window cannot be looked up",
-        source="Xiao et al., StreamingLLM, 2023",
-    ),
-    Reduction(
-        name="evict",
-        axis="tokens",
-        argument="share of tokens that are kept",
-        default=0.2,
-        factor=lambda shape, tokens, number: number,
-        improves=_CACHE,
-        breaks="what is evicted is lost; scores of all tokens must be watched",
-        source="Zhang et al., H2O, 2023",
-    ),
-    Reduction(
-        name="merge",
-        axis="tokens",
-        argument="share of tokens that are left after merging",
-        default=0.25,
-        factor=lambda shape, tokens, number: number,
-        improves=_CACHE,
-        breaks="must be finetuned so; single tokens blur",
-        source="Nawrot et al., Dynamic Memory Compression, 2024",
-    ),
-    Reduction(
-        name="latent",
-        axis="hidden",
-        argument="numbers of one token in one layer, in place of keys and values",
-        default=576,
-        factor=lambda shape, tokens, number: min(
-            1.0, number / (2 * shape.num_kv_heads * shape.head_dim)
-        ),
-        improves=_CACHE,
-        breaks="must be trained so; more FLOP a token, and every rank keeps all of it",
-        source="DeepSeek-AI, DeepSeek-V2, 2024",
-    ),
-    Reduction(
-        name="bits",
-        axis="hidden",
-        argument="bits of a number, of 16",
-        default=4,
-        factor=lambda shape, tokens, number: number / 16,
-        improves=_CACHE,
-        breaks="below 4 bits quality falls; numbers must be decoded on the way",
-        source="Liu et al., KIVI, 2024",
-    ),
+def _kv_heads(shape: ModelShape, tokens: float, number: float) -> float:
+    return min(1.0, number / shape.num_kv_heads)
+
+
+# fmt: off
+_WAYS = (
+    Reduction("share", "layers", "layers that share one cache", 2, inf,
+              lambda shape, tokens, number: 1 / min(number, shape.num_layers),
+              "must be trained so; retrieval suffers as more layers share",
+              "Brandon et al., Cross-Layer Attention, 2024"),
+    Reduction("yoco", "layers", "layers that keep a cache of the whole context", 1, inf,
+              lambda shape, tokens, number: min(1.0, number / shape.num_layers),
+              "must be trained so; the other layers see a window or that one cache",
+              "Sun et al., You Only Cache Once, 2024"),
+    Reduction("gqa", "heads", "key/value heads", 8, inf, _kv_heads,
+              "must be trained so, or finetuned from all heads",
+              "Ainslie et al., GQA, 2023"),
+    Reduction("mqa", "heads", "key/value heads", 1, inf, _kv_heads,
+              "must be trained so; quality falls, and tensor parallelism copies the head",
+              "Shazeer, Fast Transformer Decoding, 2019"),
+    Reduction("retrieval_heads", "heads", "share of heads that keep the whole context", 0.05, 1,
+              _share, "those heads must be known; what others would have looked up is lost",
+              "Wu et al., Retrieval Head, 2024"),
+    Reduction("window", "tokens", "last tokens that are kept", 4096, inf,
+              lambda shape, tokens, number: min(1.0, number / tokens),
+              "whatever lies before the window cannot be looked up",
+              "Xiao et al., StreamingLLM, 2023", bounds_sight=True),
+    Reduction("evict", "tokens", "share of tokens that are kept", 0.2, 1, _share,
+              "what is evicted is lost; scores of all tokens must be watched",
+              "Zhang et al., H2O, 2023"),
+    Reduction("merge", "tokens", "share of tokens that are left after merging", 0.25, 1, _share,
+              "must be finetuned so; single tokens blur",
+              "Nawrot et al., Dynamic Memory Compression, 2024"),
+    Reduction("latent", "hidden", "numbers of one token in one layer, in place of keys and values",
+              576, inf,
+              lambda shape, tokens, number: min(
+                  1.0, number / (2 * shape.num_kv_heads * shape.head_dim)),
+              "must be trained so; more FLOP a token, and every rank keeps all of it",
+              "DeepSeek-AI, DeepSeek-V2, 2024"),
+    Reduction("bits", "hidden", "bits of a number, of 16", 4, 16,
+              lambda shape, tokens, number: number / 16,
+              "below 4 bits quality falls; numbers must be decoded on the way",
+              "Liu et al., KIVI, 2024"),
 )
+# fmt: on
+REDUCTIONS = {one.name: one for one in _WAYS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +148,12 @@ def choose(words: Sequence[str]) -> tuple[ReductionChoice, ...]:
             value = float(number) if given else way.default
         except ValueError:
             value = -1.0
-        share = "share of" in way.argument
         require(
-            0 < value < float("inf")
-            and (not share or value <= 1)
-            and (name != "bits" or value <= 16),
+            0 < value < inf and value <= way.most,
             f"reduce.{name}",
             number,
-            expected=f"{way.argument}: a number above 0" + (", up to 1" if share else ""),
+            expected=f"{way.argument}: a number above 0"
+            + (f", up to {way.most:g}" if way.most < inf else ""),
         )
         for other in reduction_choices:
             require(
@@ -237,15 +179,10 @@ def reduced(
 ) -> LongModel:
     """The model with a smaller cache; at contexts of ``tokens``, where it depends on them.
 
-    A window also bounds what a prompt's tokens see.
+    What bounds the tokens that one sees makes a window; it is not a smaller cache beside that.
     """
-    window = model.window
-    others = []
-    for one in chosen:
-        if one.way.name == "window":
-            window = int(one.number)
-        else:
-            others.append(one)
+    window = next((int(one.number) for one in chosen if one.way.bounds_sight), model.window)
+    others = [one for one in chosen if not one.way.bounds_sight]
     kept = model.kv_bytes * factor_of(others, shape, tokens)
     return replace(model, kv_bytes=kept, window=window)
 

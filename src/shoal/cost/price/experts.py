@@ -17,6 +17,7 @@ from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
 from shoal.cost.price.expert_hops import ExpertExchange, hops
 from shoal.cost.price.ops import stage_share
 from shoal.cost.price.rates import ranks_per_host
+from shoal.cost.price.shares import passes_of
 from shoal.ir import Layout, Machine, ModelShape, Parallel, TrainJob
 
 __all__ = [
@@ -102,7 +103,7 @@ def dispatch(
     rows = microbatch * job.seq_len / split.cp / split.tp * shape.top_k
     per_node = ranks_per_node(machine, split)
     layers = mixture_layers(shape) * stage_share(shape, split.pp)
-    passes = max(1, job.global_batch // split.dp // microbatch)
+    passes = passes_of(job, microbatch)
     times = layers * (_EXCHANGES + 2 * (job.recompute != "none"))
     seconds = 0.0
     # Over etp every rank's rows go to all the others, not a share to each.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shoal.core.traits import traits
+from shoal.cost.price.shares import passes_of
 from shoal.ir import Machine, ModelShape, TrainJob, Work
 from shoal.machine.rehearsals import REHEARSALS, REHEARSED
 
@@ -46,9 +47,7 @@ class OperatorTimes(NamedTuple):
 def events(job: TrainJob, shape: ModelShape) -> dict[str, float]:
     """How often the ranks of a step meet, by kind of split; bytes gathered and summed for zero3."""
     split = job.parallel
-    passes = max(
-        1, job.global_batch // split.dp // (job.microbatch or job.global_batch // split.dp)
-    )
+    passes = passes_of(job)
     layers = -(-shape.num_layers // split.pp)
     events: dict[str, float] = {}
     if split.tp > 1:

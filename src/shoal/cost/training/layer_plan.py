@@ -16,11 +16,12 @@ from typing import NamedTuple, Protocol
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import table
 from shoal.cost.pipeline.simulator import MachineLinks, simulate
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.layer_fit import LayerProfile
 from shoal.cost.training.layers import LayerCost, ModelLayer, Strategy, layers_of
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.cost.training.memory import ALLOCATOR_SLACK, RUNTIME_BYTES
-from shoal.cost.training.step import Pricer, microbatch_of
+from shoal.cost.training.step import Pricer, bounds_of
 from shoal.ir import Estimate, Interval, Machine, ModelShape, OpCosts, TrainJob, Work
 
 __all__ = [
@@ -361,13 +362,7 @@ def estimate_layers(
     ratio = step / base.step_s.value
     spread = base.step_s.high / base.step_s.value - 1.0
     interval = Interval.around(step, spread)
-    groups = {
-        "compute": terms["matmul"] + terms["attention"],
-        "memory": terms["memory"] + terms["optimizer"],
-        "network": terms["collective"],
-        "bubble": terms["bubble"],
-        "overhead": terms["overhead"],
-    }
+    groups = bounds_of(terms)
     return Estimate(
         step_s=interval,
         terms_s=terms,

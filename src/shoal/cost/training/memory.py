@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.core.parts import table
-from shoal.core.traits import traits
 from shoal.cost.arithmetic import (
     activation_bytes,
     embedding_parameters,
@@ -21,6 +19,7 @@ from shoal.cost.arithmetic import (
 from shoal.cost.price.experts import held_parameters
 from shoal.cost.price.ops import MOST_PLAIN_SCORES, stage_share
 from shoal.cost.price.rates import ranks_per_host
+from shoal.cost.price.shares import sharers, vocab_ranks
 from shoal.ir import Machine, Parallel, TrainJob, Work
 
 __all__ = [
@@ -31,12 +30,9 @@ __all__ = [
     "in_flight_bytes",
     "passing_bytes",
     "runtime_bytes",
-    "sharers",
     "standing_bytes",
     "tier_bytes",
     "tuned_memory",
-    "vocab_ranks",
-    "workers_of",
 ]
 
 TIERS = ("device", "host", "disk")
@@ -52,24 +48,6 @@ RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
 PEERS_BYTES, PEER_BYTES = 0.025e9, 0.012e9
 # What the allocator keeps beyond the tensors (fragmentation, blocks waiting for reuse).
 ALLOCATOR_SLACK = 0.08
-
-
-def vocab_ranks(job: TrainJob) -> int:
-    """Ranks that share embedding and output layer."""
-    split = job.parallel.vocab_split
-    return {"tp": job.parallel.tp, "pp": job.parallel.pp, "none": 1}[split]
-
-
-def workers_of(job: TrainJob) -> int:
-    """Groups of data-parallel ranks that make updates of their own; 1 where all make one."""
-    if "local_updates" not in traits("sync", job.sync):
-        return 1
-    return table("sync").build(job.sync).workers(job.parallel.dp) or 1
-
-
-def sharers(job: TrainJob) -> int:
-    """Ranks that sum their gradients in every step, and share what sharding divides."""
-    return job.parallel.dp // workers_of(job) * job.parallel.cp
 
 
 def standing_bytes(

@@ -15,38 +15,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from shoal.core.errors import PlanError, require
-from shoal.core.parts import Choice, table
-from shoal.core.traits import traits
-from shoal.cost.arithmetic import (
-    flops_per_token,
-    parameters,
-)
+from shoal.cost.arithmetic import flops_per_token, parameters
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.price.experts import dispatch, held_parameters
-from shoal.cost.price.ops import Style, operators, stage_share
-from shoal.cost.price.passes import PassSeconds, op_pass
-from shoal.cost.price.rates import (
-    Curve,
-    RankRates,
-    ranks_per_host,
-)
+from shoal.cost.price.ops import stage_share
+from shoal.cost.price.rates import RankRates, ranks_per_host
 from shoal.cost.price.rehearsed import OperatorTimes, RehearsedRates, events
+from shoal.cost.price.shares import microbatch_of, passes_of, sharers, vocab_ranks
 from shoal.cost.training.gradient_slices import hidden_share
-from shoal.cost.training.memory import (
-    ALLOCATOR_SLACK,
-    RUNTIME_BYTES,
-    in_flight_bytes,
-    passing_bytes,
-    runtime_bytes,
-    sharers,
-    standing_bytes,
-    tuned_memory,
-    vocab_ranks,
-)
 from shoal.cost.training.moe_makespan import gained_s
+from shoal.cost.training.rank_memory import RankMemory
+from shoal.cost.training.step_passes import StepPasses
 from shoal.cost.training.totals import energy_of, price_of, saves_of, total_of
 from shoal.cost.training.wire import (
     add_wire,
@@ -55,9 +36,9 @@ from shoal.cost.training.wire import (
     tensor_parallel_s,
     tied_s,
 )
-from shoal.ir import Estimate, Interval, Machine, OpCosts, Parallel, Schedule, TrainJob, Work
+from shoal.ir import Estimate, Interval, Machine, Work
 
-__all__ = ["Pricer", "estimate", "microbatch_of"]
+__all__ = ["Pricer", "bounds_of", "estimate"]
 
 # Share of the backward pass behind which a GPU hides the gradients' collectives.
 OVERLAP = 0.8
@@ -70,22 +51,6 @@ _COMPUTE = ("matmul", "attention", "memory", "overhead", "optimizer", "bubble")
 _LEAST = 1.0 - 1e-9
 # Micro-batches of a pipeline that are simulated one by one.
 _SIMULATED = 32
-
-
-def microbatch_of(job: TrainJob) -> int:
-    """Sequences of one forward pass on one rank; all of a rank's if the job does not say."""
-    return job.microbatch or job.global_batch // job.parallel.dp
-
-
-def _grid(job: TrainJob) -> tuple[int, int] | None:
-    """Degrees ep and etp, where experts have a grid of their own."""
-    return (job.parallel.ep, job.parallel.etp) if job.parallel.folded else None
-
-
-def _style(job: TrainJob, rates: RankRates) -> Style:
-    if job.compile:
-        return "fused"
-    return "cpu" if rates.is_cpu else "gpu"
 
 
 def estimate(work: Work, machine: Machine) -> Estimate:
@@ -102,7 +67,7 @@ def estimate(work: Work, machine: Machine) -> Estimate:
     return Pricer(machine).estimate(work)
 
 
-class Pricer:
+class Pricer(StepPasses, RankMemory):
     """Estimates of many jobs on one machine, which remembers what they share.
 
     Args:
@@ -110,117 +75,9 @@ class Pricer:
     """
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self._passes: dict[tuple[object, ...], tuple[PassSeconds, dict[str, PassSeconds]]] = {}
-        self._curves: dict[tuple[object, ...], tuple[Curve, Curve]] = {}
-        self._parts: dict[tuple[str, Choice], Any] = {}
-        self._updates: dict[tuple[object, ...], Estimate] = {}
-        # Beside each value its key's objects, so that no other takes their place.
-        self._aside: dict[tuple[object, ...], tuple[object, float]] = {}
-        self._standing: dict[tuple[object, ...], tuple[object, dict[str, float], float]] = {}
-        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
+        super().__init__(machine)
         self._least: dict[tuple[object, ...], float] = {}
-        self._numbers: dict[tuple[object, ...], float] = {}
         self._sent: dict[tuple[object, ...], tuple[object, float, dict[str, float]]] = {}
-
-    def _part(self, kind: str, choice: Choice) -> Any:
-        key = (kind, choice)
-        if key not in self._parts:
-            self._parts[key] = table(kind).build(choice, where=kind)
-        return self._parts[key]
-
-    def _update(self, work: Work) -> Estimate:
-        """The optimizer's own estimate, which no split changes."""
-        key = (work.job.optimizer, work.shape, work.job.precision)
-        if key not in self._updates:
-            part = self._part("optimizer", work.job.optimizer)
-            self._updates[key] = part.estimate(work, self.machine)
-        return self._updates[key]
-
-    def _made(self, work: Work) -> Work:
-        """The same with the model that fine-tuning computes, where that is not the base."""
-        if work.job.finetune is None:
-            return work
-        shape = getattr(self._part("peft", work.job.finetune), "shape", None)
-        return work if shape is None else work.model_copy(update={"shape": shape(work.shape)})
-
-    def _trained(self, work: Work) -> float:
-        """Share of the parameters that have gradients and moments."""
-        if work.job.finetune is None:
-            return 1.0
-        part = self._part("peft", work.job.finetune)
-        if getattr(part, "forward_only", False):
-            return 0.0
-        return min(1.0, float(part.parameters(work.shape)) / parameters(work.shape))
-
-    def _others(self, work: Work) -> float:
-        """Seconds of a step by the parts that neither compute nor communicate.
-
-        A part's estimate may depend on the batch and on who shares it, on nothing else of a split.
-        """
-        job = work.job
-        chosen = (
-            ("corpus", job.data),
-            ("packing", job.packing),
-            ("lr_schedule", job.lr_schedule),
-        )
-        key = (
-            *(id(choice) for _, choice in chosen),
-            *(work.shape.name, job.seq_len, job.global_batch, job.microbatch, job.threads),
-            *(job.parallel.dp, job.parallel.world),
-        )
-        if key not in self._aside:
-            seconds = sum(
-                sum(self._part(kind, choice).estimate(work, self.machine).terms_s.values())
-                for kind, choice in chosen
-            )
-            self._aside[key] = chosen, seconds
-        return self._aside[key][1]
-
-    def _both(
-        self, work: Work, rates: RankRates, microbatch: int
-    ) -> tuple[PassSeconds, PassSeconds]:
-        """Seconds of one micro-batch forward and backward, recomputation included."""
-        job = work.job
-        forward, backward = self._ranks_passes(work, rates, microbatch, job.parallel.pp)
-        cp = job.parallel.cp
-        return forward.shared(cp), backward[job.recompute].shared(cp)
-
-    def _ranks_passes(
-        self, work: Work, rates: RankRates, microbatch: int, pp: int
-    ) -> tuple[PassSeconds, dict[str, PassSeconds]]:
-        """One micro-batch forward, and backward by recomputation, with sequences on one rank."""
-        job = work.job
-        where = (job.precision, rates.used, rates.sharing)
-        if where not in self._curves:
-            self._curves[where] = (rates.matmul_curve(job.precision), rates.stream_curve())
-        matmul, stream = self._curves[where]
-        tp, vocab, experts = job.parallel.tp, vocab_ranks(job), _grid(job)
-        key = (work.shape, job.seq_len, microbatch, tp, pp, vocab, experts, where, job.compile)
-        if key in self._passes:
-            return self._passes[key]
-        forward = PassSeconds()
-        backward = {"none": PassSeconds(), "full": PassSeconds(), "stage": PassSeconds()}
-        for op in operators(
-            work.shape,
-            seq_len=job.seq_len,
-            microbatch=microbatch,
-            precision=job.precision,
-            style=_style(job, rates),
-            tp=tp,
-            pp=pp,
-            vocab=vocab,
-            experts=experts,
-        ):
-            once = op_pass(op, False, matmul, stream, job.precision, rates.is_cpu)
-            back = op_pass(op, True, matmul, stream, job.precision, rates.is_cpu)
-            forward += once
-            for recompute in backward:
-                backward[recompute] += back
-                if recompute == "stage" or (recompute == "full" and op.recomputed):
-                    backward[recompute] += once
-        self._passes[key] = forward, backward
-        return forward, backward
 
     def least_s(self, work: Work, microbatch: int, recompute: str) -> float:
         """Seconds that a step of this split takes at least, and much sooner known than its price.
@@ -250,29 +107,9 @@ class Pricer:
             if job.finetune is not None:
                 device -= every[recompute].matmul / 2
             self._least[key] = device
-        passes = max(1, job.global_batch // split.dp // microbatch)
+        passes = passes_of(job, microbatch)
         share = passes * stage_share(work.shape, split.pp) / split.cp
         return device * share * (1.0 + self._idle(split, passes)) * _LEAST
-
-    def _idle(self, split: Parallel, passes: int) -> float:
-        """Bubble of a step, as a share of its micro-batches' seconds."""
-        if split.pp == 1:
-            return 0.0
-        key = ("bubble", split.schedule, split.pp, passes, split.vpp)
-        if key not in self._numbers:
-            part = self._part("schedule", split.schedule)
-            self._numbers[key] = part.bubble(split.pp, passes, split.vpp)
-        return self._numbers[key]
-
-    def _in_flight(self, split: Parallel, passes: int) -> float:
-        """Micro-batches that a rank keeps at a time."""
-        if split.pp == 1:
-            return 1.0
-        key = ("in flight", split.schedule, split.pp, passes, split.vpp)
-        if key not in self._numbers:
-            part = self._part("schedule", split.schedule)
-            self._numbers[key] = part.in_flight(split.pp, passes, split.vpp)
-        return self._numbers[key]
 
     def estimate(self, work: Work) -> Estimate:
         """See :func:`estimate`."""
@@ -284,10 +121,8 @@ class Pricer:
             return estimate_layers(work, machine)
         _check(work, machine)
         rates = RankRates(machine, job.parallel, job.threads)
-        dp, pp = job.parallel.dp, job.parallel.pp
-        held_by = sharers(job)
         microbatch = microbatch_of(job)
-        passes = max(1, job.global_batch // dp // microbatch)
+        passes = passes_of(job, microbatch)
         forward, backward = self._both(work, rates, microbatch)
         both = forward + backward
         launch = both.calls * machine.device.op_overhead_s * rates.crowding
@@ -300,7 +135,7 @@ class Pricer:
         tensor_s += dispatch(job, shape, machine, microbatch, wire)
         tensor_s = max(0.0, tensor_s - gained_s(job, shape, machine, microbatch))
         pipe_s = self._pipeline(work, wire) / passes
-        if pp > 1 and rates.is_cpu:
+        if job.parallel.pp > 1 and rates.is_cpu:
             whole, busy = self._staged(work, rates.crowding)
             bubble = whole - busy
             # The fullest stage's operators were counted; ranks of one host share the work.
@@ -319,12 +154,12 @@ class Pricer:
         own = self._update(work)
         experts, rest = held_parameters(shape, job.parallel)
         update = own.terms_s.get("optimizer", 0.0) * rates.sharing
-        whole, mine = experts + rest, rest / held_by + experts / job.parallel.edp
+        whole, mine = experts + rest, rest / sharers(job) + experts / job.parallel.edp
         moments = mine if "optimizer" in divides else whole
         update *= moments / parameters(shape)
         local = mine if "gradients" in divides else whole
         # Zero the gradients, take their norm, scale them.
-        stream = self._curves[job.precision, rates.used, rates.sharing][1]
+        stream = self._curves_of(job, rates)[1]
         update += 16.0 * local / stream(4.0 * local)
         trained = self._trained(work)
         update *= trained
@@ -370,6 +205,7 @@ class Pricer:
         saved = self._part("activation", job.activation).estimate(work, machine)
         terms["memory"] += saved.terms_s.get("memory", 0.0)
         step = sum(terms.values())
+        groups = bounds_of(terms)
         tokens = float(job.global_batch * job.seq_len)
         interval = Interval.around(step, _spread(machine, terms, step))
         ahead = forward.device / both.device if both.device else 0.3
@@ -387,7 +223,7 @@ class Pricer:
             total_s=total,
             energy_j=energy_of(machine, job.parallel.world, total),
             usd=price_of(machine, job.parallel.world, total),
-            bound=_bound(terms),
+            bound=max(groups, key=lambda name: groups[name]),
         )
 
     def _staged(self, work: Work, crowding: float) -> tuple[float, float]:
@@ -397,7 +233,7 @@ class Pricer:
         as the schedule would on cores of their own, or as all work on the cores that there are.
         """
         split = work.job.parallel
-        passes = max(1, work.job.global_batch // split.dp // microbatch_of(work.job))
+        passes = passes_of(work.job)
         # Of a long schedule the middle repeats.
         few = min(passes, max(_SIMULATED, split.pp))
         few -= few % split.pp if few > split.pp else 0
@@ -435,141 +271,6 @@ class Pricer:
         if known is None or known[0] is not self.machine:
             _LAST["machine"] = known = self.machine, _rehearsals(self.machine)
         return known[1]
-
-    def memory(self, work: Work) -> dict[str, float]:
-        """Bytes of one rank, by cause; much faster than the whole estimate."""
-        work = self._made(work)
-        job = work.job
-        split, microbatch = job.parallel, microbatch_of(job)
-        if job.offload is not None:
-            tiers = self._part("offload", job.offload).estimate(work, self.machine).memory_bytes
-            return {**tiers, "runtime": RUNTIME_BYTES[self.machine.device.kind]}
-        result = self.plain_memory(work, microbatch, job.recompute)
-        if "local_updates" in traits("sync", job.sync):
-            outer = self._part("sync", job.sync).kept_bytes(work)
-            result["optimizer"] = result.get("optimizer", 0.0) + outer
-        if "experts_stay" not in traits("placer", split.placer):
-            copied = self._part("placer", split.placer).estimate(work, self.machine).memory_bytes
-            result["activations"] += copied.get("activations", 0.0)
-        leaving = 0.0
-        if "moves_activations" in traits("activation", job.activation):
-            saved = self._part("activation", job.activation).estimate(work, self.machine)
-            leaving = min(result["activations"], saved.memory_bytes.get("disk", 0.0))
-            result["activations"] -= leaving
-        if job.finetune is not None:
-            result = tuned_memory(work, result, self._part("peft", job.finetune), microbatch)
-        return {**result, "disk": leaving} if leaving else result
-
-    def is_plain(self, job: TrainJob) -> bool:
-        """Whether :meth:`plain_memory` is all that a rank of such a job needs."""
-        return (
-            job.offload is None
-            and job.finetune is None
-            and "local_updates" not in traits("sync", job.sync)
-            and "moves_activations" not in traits("activation", job.activation)
-            and "experts_stay" in traits("placer", job.parallel.placer)
-        )
-
-    def plain_memory(self, work: Work, microbatch: int, recompute: str) -> dict[str, float]:
-        """Bytes of one rank, by cause, that trains all weights and keeps everything to itself.
-
-        Args:
-            work: whose job says everything else.
-            microbatch: sequences of a micro-batch.
-            recompute: none, full or stage.
-        """
-        job, split = work.job, work.job.parallel
-        aside = (split, job.shard, job.sync, job.finetune, job.optimizer)
-        key: tuple[object, ...] = (*map(id, aside), work.shape, job.precision)
-        if key not in self._standing:
-            shard = self._part("shard", job.shard)
-            levels = None
-            if hasattr(shard, "kept_bytes"):
-                levels = functools.partial(shard.kept_bytes, job, self.machine)
-            standing = standing_bytes(
-                work,
-                self._update(work).memory_bytes.get("optimizer", 0.0),
-                shard.divides,
-                self._trained(work),
-                levels,
-            )
-            self._standing[key] = aside, standing, runtime_bytes(self.machine, split)
-        _, standing, runtime = self._standing[key]
-        size = (job.seq_len, microbatch, recompute, job.precision)
-        key = (work.shape, size, split.tp, split.sp, split.pp, split.cp, vocab_ranks(job))
-        if key not in self._kept:
-            is_cpu = self.machine.device.kind == "cpu"
-            self._kept[key] = passing_bytes(work, is_cpu, microbatch, recompute)
-        kept, logits = self._kept[key]
-        passes = max(1, job.global_batch // split.dp // microbatch)
-        held = self._in_flight(split, passes)
-        kept = in_flight_bytes(work, kept, held, microbatch, recompute)
-        tensors = {**standing, "activations": kept, "logits": logits}
-        return {**tensors, "runtime": runtime + ALLOCATOR_SLACK * sum(tensors.values())}
-
-    def passes(self, work: Work) -> OpCosts:
-        """What each pass of the job's pipeline takes, stage by stage, tensor parallelism included.
-
-        The first stage has the embedding and the last one the output layer, unless all
-        ranks share the vocabulary in passes of their own.
-        """
-        job, shape = work.job, work.shape
-        split = job.parallel
-        rates = RankRates(self.machine, split, job.threads)
-        microbatch = microbatch_of(job)
-        self._both(work, rates, microbatch)  # fills the curves
-        matmul, stream = self._curves[job.precision, rates.used, rates.sharing]
-        vocab = vocab_ranks(job)
-        launch = self.machine.device.op_overhead_s * rates.crowding if rates.is_cpu else 0.0
-        seconds: dict[tuple[str, bool], float] = {}
-        for op in operators(
-            shape,
-            seq_len=job.seq_len,
-            microbatch=microbatch,
-            precision=job.precision,
-            style=_style(job, rates),
-            tp=split.tp,
-            pp=split.pp,
-            vocab=vocab,
-            experts=_grid(job),
-        ):
-            where = {"embedding": "embed", "logits": "head", "loss": "head", "final_norm": "norm"}
-            for late in (False, True):
-                result = op_pass(op, late, matmul, stream, job.precision, rates.is_cpu)
-                key = (where.get(op.name, "body"), late)
-                own = result.device / split.cp + result.calls * launch
-                seconds[key] = seconds.get(key, 0.0) + own
-        tensor = tensor_parallel_s(work, self.machine, microbatch, {}) / 2
-        tensor += dispatch(job, shape, self.machine, microbatch, {}) / 2
-        part = self._part("schedule", split.schedule)
-        steps = max(1, job.global_batch // split.dp // microbatch)
-        schedule: Schedule = part.build(split.pp, steps, split.vpp)
-        cells = schedule.num_cells - schedule.bare_head
-        again = 0.0 if job.recompute == "none" else 1.0
-        forward = (seconds["body", False] + tensor) * split.pp / cells
-        backward = (seconds["body", True] + tensor) * split.pp / cells + again * forward
-        ahead, behind = [forward] * cells, [backward] * cells
-        if schedule.bare_head:
-            ahead, behind = [*ahead, 0.0], [*behind, 0.0]
-        table: dict[str, tuple[float, ...]] = {}
-        ahead[-1] += seconds["norm", False]
-        behind[-1] += seconds["norm", True]
-        if split.vocab_split == "pp":
-            head = (seconds["head", False] + seconds["head", True]) / 2
-            table = dict.fromkeys(("S", "T"), (head,) * split.pp)
-            table["EF"] = (seconds["embed", False] / split.pp,) * split.pp
-            table["EB"] = (seconds["embed", True] / split.pp,) * split.pp
-        else:
-            ahead[0] += seconds["embed", False]
-            behind[0] += seconds["embed", True]
-            ahead[-1] += seconds["head", False]
-            behind[-1] += seconds["head", True]
-        each = schedule.cell_of
-        table |= {"F": tuple(ahead[c] for c in each), "B": tuple(behind[c] for c in each)}
-        table |= dict.fromkeys(("I", "W"), tuple(b / 2 for b in table["B"]))
-        width = 2.0 if job.precision == "bf16" else 4.0
-        tokens = microbatch * job.seq_len / split.cp
-        return OpCosts(seconds=table, boundary_bytes=width * tokens * shape.hidden / split.tp)
 
     def _pipeline(self, work: Work, wire: dict[str, float]) -> float:
         """Seconds in which a rank sends to its neighbours, all micro-batches."""
@@ -654,12 +355,12 @@ def _spread(machine: Machine, terms: Mapping[str, float], step: float) -> float:
     return math.sqrt(own**2 + wire**2 + (2 * (machine.noise or 0.0)) ** 2)
 
 
-def _bound(terms: Mapping[str, float]) -> str:
-    groups = {
+def bounds_of(terms: Mapping[str, float]) -> dict[str, float]:
+    """What may bind a step -> seconds of it."""
+    return {
         "compute": terms["matmul"] + terms["attention"],
         "memory": terms["memory"] + terms["optimizer"],
         "network": terms["collective"],
         "bubble": terms["bubble"],
         "overhead": terms["overhead"],
     }
-    return max(groups, key=lambda name: groups[name])

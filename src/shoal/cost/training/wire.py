@@ -6,7 +6,7 @@ from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.price.collectives import all_reduce_s
 from shoal.cost.price.ops import stage_share
 from shoal.cost.price.rates import data_link, tensor_link
-from shoal.cost.training.memory import sharers, vocab_ranks, workers_of
+from shoal.cost.price.shares import passes_of, sharers, vocab_ranks, workers_of
 from shoal.ir import Estimate, Machine, TrainJob, Work
 from shoal.ir.job import TILES
 
@@ -49,7 +49,7 @@ def tensor_parallel_s(
     sparse = mixture_layers(shape) if job.parallel.folded else 0
     layers = stage_share(shape, job.parallel.pp) * (shape.num_layers - sparse / 2)
     number = layers * (6 if job.recompute == "full" else 4) + 2
-    passes = max(1, job.global_batch // job.parallel.dp // microbatch)
+    passes = passes_of(job, microbatch)
     if link is not None:
         sent = number * 2 * size * (tp - 1) / tp * passes
         wire[link.scope] = wire.get(link.scope, 0.0) + sent

@@ -35,6 +35,11 @@ class ReferencePagedAttention(BaseKernel):
     rate: ClassVar[str | None] = "fp32"
     memory_share: ClassVar[float] = 0.02
     compute_share: ClassVar[float] = 0.02
+    call_s: ClassVar[float] = 2e-4
+
+    def rounds(self, call: PagedAttentionCall) -> int:
+        """A query at a time."""
+        return call.batch * call.queries
 
     def _refuses(self, call: PagedAttentionCall) -> str | None:
         reason = kv_format(call.format).refuses(call.head_dim)

@@ -24,7 +24,7 @@ from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.sizes import Size, human_bytes
 from shoal.cost.arithmetic import activation_bytes, flops_per_token
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of, passes_of
 from shoal.ir import Estimate, Interval, Machine, Work
 from shoal.memory.streaming.needs import disk_bandwidth, peak_flops
 
@@ -97,7 +97,7 @@ class SSDTrain:
         if self.adaptive:
             leaving = min(leaving, write * computed / 3)
         else:
-            passes = max(1, job.global_batch // split.dp // microbatch)
+            passes = passes_of(job, microbatch)
             waited = max(0.0, leaving / write - computed / 3)
             waited += max(0.0, leaving / read - computed * 2 / 3)
             seconds = passes * waited
@@ -111,7 +111,7 @@ class SSDTrain:
         """Most bytes on the disk at one time: of every block, and every micro-batch under way."""
         job, split = work.job, work.job.parallel
         layers = -(-work.shape.num_layers // split.pp)
-        passes = max(1, job.global_batch // split.dp // microbatch_of(job))
+        passes = passes_of(job)
         return self._saved(work, microbatch_of(job) * min(passes, split.pp), layers)
 
     def _saved(self, work: Work, sequences: int, layers: int) -> float:

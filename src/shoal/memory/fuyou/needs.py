@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shoal.core.sizes import human_bytes
 from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.price.host_link import copy_bytes_per_s
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of
 from shoal.ir import Estimate, Interval
 from shoal.memory.offload.options import short_budgets
 from shoal.memory.streaming.needs import (

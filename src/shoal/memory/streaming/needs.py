@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of, passes_of
 
 if TYPE_CHECKING:
     from shoal.ir import Machine, ModelShape, Work
@@ -231,7 +231,7 @@ def needs(
     if act == "host":
         host += _saved_on_host(work)
     # Weights forward and backward; all of it to update, and back without the gradient.
-    passes = max(1, job.global_batch // split.dp // microbatch_of(job))
+    passes = passes_of(job)
     again = 3 if job.recompute != "none" else 2
     on_disk = weights * (optim == "disk") * (states + passes)
     return MemoryNeeds(

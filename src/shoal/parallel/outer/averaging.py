@@ -8,8 +8,8 @@ the workers average what the round has changed, between ranks with the same plac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice, part
@@ -70,6 +70,20 @@ class Averaging(ABC):
             self.dtype,
             expected="fp32 with sharded, where parameters travel and not their changes",
         )
+
+    @classmethod
+    def between_groups(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """With the ranks of a node as a worker, or those of a site where there are several.
+
+        With rounds as long as hide an average; each worker with all of the outer state, or, where
+        memory is short, with its share.
+        """
+        split = work.job.parallel
+        groups = machine.sites if machine.sites > 1 else machine.nodes
+        within, rest = divmod(machine.num_devices // groups, split.tp * split.cp * split.pp)
+        if groups > 1 and not rest and 1 <= within < split.dp and split.dp % within == 0:
+            for sharded in (False, True):
+                yield cls(tau="auto", within=within, sharded=sharded)
 
     @abstractmethod
     def rule(self, like: Tensor, segments: Segments) -> Rule:
@@ -160,7 +174,7 @@ class Averaging(ABC):
     def _bytes(self, work: Work) -> float:
         """What one rank averages: its part of the model, fp32, that its worker shares out."""
         from shoal.cost.price.experts import held_parameters
-        from shoal.cost.training.memory import sharers
+        from shoal.cost.price.shares import sharers
 
         whole = 4.0 * sum(held_parameters(work.shape, work.job.parallel))
         return whole / (

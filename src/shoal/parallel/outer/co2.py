@@ -66,15 +66,8 @@ class CO2(Averaging):
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
-        """With the ranks of a node as a worker, or those of a site where there are several."""
-        split = work.job.parallel
-        groups = machine.sites if machine.sites > 1 else machine.nodes
-        model = split.tp * split.cp * split.pp
-        each = machine.num_devices // groups
-        if groups > 1 and each % model == 0 and 1 <= each // model < split.dp:
-            within = each // model
-            if split.dp % within == 0:
-                yield cls(within=within)
+        """Between nodes or sites."""
+        return cls.between_groups(work, machine)
 
     def rule(self, like: Tensor, segments: Segments) -> Rule:
         """Heavy-ball momentum on the penalised and clipped mean."""

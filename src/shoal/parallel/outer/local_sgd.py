@@ -7,9 +7,11 @@ stays where it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from shoal.core.parts import part
+from shoal.ir import Machine, Work
 from shoal.parallel.outer.averaging import Averaging
 
 if TYPE_CHECKING:
@@ -25,6 +27,11 @@ class LocalSGD(Averaging):
     """Parameters are averaged every ``tau`` steps, and all wait for it; the plainest of them."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
+        """Between nodes or sites: in less memory than ``co2``, which keeps a momentum."""
+        return cls.between_groups(work, machine)
 
     def rule(self, like: Tensor, segments: Segments) -> Rule:
         """The mean itself."""

@@ -10,7 +10,7 @@ import json
 from typing import Any, ClassVar, Literal
 
 from shoal.core.parts import part
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import (

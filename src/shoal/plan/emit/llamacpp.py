@@ -12,7 +12,7 @@ from shoal.core.parts import part, table
 from shoal.core.traits import traits
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import allowed, check_host, header, option, script
-from shoal.plan.serving.plans import precision_of
+from shoal.plan.serving.inputs import precision_of
 
 __all__ = ["LlamaCpp"]
 

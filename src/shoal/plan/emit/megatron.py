@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from shoal.core.parts import part
 from shoal.core.traits import traits
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import ModelShape, ServePlan, TrainJob, TrainPlan
 from shoal.plan.emit.shared import (

@@ -13,7 +13,7 @@ from shoal.core.parts import part, table
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.phases import first_port, phase_files, phases_of, urls
 from shoal.plan.emit.shared import allowed, check_host, header, model_word, script, unexpressed
-from shoal.plan.serving.plans import precision_of
+from shoal.plan.serving.inputs import precision_of
 
 __all__ = ["SGLang"]
 

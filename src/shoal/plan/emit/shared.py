@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import Job, ServePlan, TrainJob, TrainPlan
 

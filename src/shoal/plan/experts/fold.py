@@ -13,8 +13,9 @@ from typing import NamedTuple
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice
 from shoal.cost.price.experts import dispatch
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.shapes import shape_of
-from shoal.cost.training.step import Pricer, microbatch_of
+from shoal.cost.training.step import Pricer
 from shoal.ir import Estimate, Machine, Parallel, TrainJob, Work
 from shoal.plan.strategy.judge import usable_bytes
 from shoal.plan.strategy.space import candidates

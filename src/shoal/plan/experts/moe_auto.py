@@ -12,8 +12,8 @@ from typing import Any
 
 from shoal.core.errors import PlanError
 from shoal.cost.arithmetic import mixture_layers
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.moe_tasks import MoeLayer, layer_of
-from shoal.cost.training.step import microbatch_of
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob
 from shoal.plan.experts.moe_gradients import partition
 from shoal.plan.experts.moe_overlap import choose

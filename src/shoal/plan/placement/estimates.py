@@ -21,7 +21,7 @@ from shoal.cost.price.experts import (
 )
 from shoal.cost.price.ops import stage_share
 from shoal.cost.price.rates import RankRates
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of, passes_of
 from shoal.cost.training.wire import add_wire
 from shoal.ir import Estimate, Interval, Machine, Work
 from shoal.plan.placement.protocols import Again, LinkBudget
@@ -74,7 +74,7 @@ def copies(work: Work, machine: Machine, slots: int, again: Again = "off") -> Es
     if split.ep == 1 or not shape.num_experts or not slots:
         return nothing()
     layers = mixture_layers(shape) * stage_share(shape, split.pp)
-    passes = max(1, job.global_batch // split.dp // microbatch_of(job))
+    passes = passes_of(job)
     computed_again = job.recompute != "none"
     gathered = 0.0  # layers that gather again for themselves
     if not computed_again and (

@@ -8,7 +8,7 @@ from itertools import pairwise, repeat
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.pipeline.simulator import MachineLinks
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of, passes_of
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
@@ -79,7 +79,7 @@ def boundary_estimate(work: Work, machine: Machine, place: Sequence[int]) -> Est
     if not number:
         return nothing
     microbatch = microbatch_of(job)
-    steps = max(1, job.global_batch // job.parallel.dp // microbatch)
+    steps = passes_of(job, microbatch)
     split = job.parallel.tp * job.parallel.cp
     size = 4.0 * microbatch * job.seq_len * work.shape.hidden / split
     links = MachineLinks(machine, job.parallel.attention())

@@ -22,7 +22,7 @@ from typing import ClassVar
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import MachineLinks, simulate
-from shoal.cost.training.step import microbatch_of
+from shoal.cost.price.shares import microbatch_of, passes_of
 from shoal.ir.estimate import Estimate, Interval
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
@@ -186,7 +186,7 @@ class SkipPipe:
         if self._plain or job.parallel.pp == 1:
             return boundary_estimate(work, machine, looped(job.parallel.pp, 1))
         microbatch = microbatch_of(job)
-        passes = max(1, job.global_batch // job.parallel.dp // microbatch)
+        passes = passes_of(job, microbatch)
         schedule = self.build(job.parallel.pp, passes)
         split = job.parallel.tp * job.parallel.cp
         size = 4.0 * microbatch * job.seq_len * work.shape.hidden / split

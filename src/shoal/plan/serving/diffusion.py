@@ -14,16 +14,7 @@ from typing import Protocol
 from shoal.core.errors import PlanError
 from shoal.core.parts import Choice, table
 from shoal.cost.serving.simulator import Simulation, simulate
-from shoal.ir import (
-    Arrival,
-    KVManager,
-    Request,
-    SchedulerLimits,
-    ServeJob,
-    Step,
-    StepCost,
-    StepResult,
-)
+from shoal.ir import Arrival, KVManager, Request, ServeJob, Step, StepCost, StepResult
 from shoal.plan.batching.schedulers.masked import MaskedScheduler, block_of, full_length
 
 __all__ = ["DiffusionDecoding", "PredictedPasses", "simulate_passes", "usual_pass"]
@@ -97,13 +88,8 @@ def simulate_passes(job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival]) 
         )
     decode: DiffusionDecoding = table("decode").build(job.decode, where="decode")
     kv: KVManager = table("kv").build(job.kv, where="kv").build(job.kv_tokens)
-    limits = SchedulerLimits(
-        max_running=job.max_running,
-        max_step_tokens=job.max_step_tokens,
-        max_position=job.max_position,
-    )
     # No request of a simulation has a mask in its prompt.
-    scheduler = MaskedScheduler(kv, limits, block=decode.block, mask_id=-1)
+    scheduler = MaskedScheduler(kv, job.limits, block=decode.block, mask_id=-1)
     runner = PredictedPasses(cost, decode, job.max_position)
     return simulate(scheduler, cost, arrivals, runner=runner)
 

@@ -15,10 +15,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from shoal.core.config import Value
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
-from shoal.core.svg import Chart, Series
 from shoal.core.traits import traits
 from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate_fleet
 from shoal.cost.serving.queueing import busy_share
@@ -31,7 +29,6 @@ from shoal.ir import (
     Machine,
     ModelShape,
     Phase,
-    SchedulerLimits,
     ServeJob,
     ServeParallel,
     ServeWork,
@@ -41,147 +38,26 @@ from shoal.ir.phases import PhasePart
 from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.serving.choices import offered
 from shoal.plan.serving.goodput import FEWEST_REQUESTS, Goodput, Slo, poisson, replicas
+from shoal.plan.serving.goodput_report import DisaggSetting, GoodputReport, SettingResult
+from shoal.plan.serving.inputs import arrivals_of, positions, precision_of
 from shoal.plan.serving.memory import fillable, fixed_memory, token_bytes
-from shoal.plan.serving.plans import arrivals_of, positions, precision_of, sharded_costs
+from shoal.plan.serving.simulation import sharded_costs
 
-__all__ = [
-    "DisaggSetting",
-    "GoodputReport",
-    "SettingResult",
-    "drifted",
-    "plan_goodput",
-]
+__all__ = ["plan_goodput"]
 
 Costs = Callable[[int, int], StepCost]
 Progress = Callable[[float, float, str], None]
 
 # Splits of each phase that are put together, best first.
 _KEPT = 3
+# As many times as many requests are served where instances work together.
+_TOGETHER = 2
 # What is looked for is known to two percent at last.
 _FINE = 0.02
 # Rates of the drawn curves, as shares of the goodput.
 _CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
 # Requests at once of an engine that no limit of the job's keeps smaller.
 _UNLIMITED = 1e15
-
-
-class DisaggSetting(Value):
-    """A way to use devices.
-
-    Args:
-        scheduler: of engines that do both phases; None where each phase has its own.
-        both: their instances.
-        prefill: instances for prompts.
-        decode: instances that generate.
-    """
-
-    scheduler: Choice | None = None
-    both: Phase | None = None
-    prefill: Phase | None = None
-    decode: Phase | None = None
-
-    @property
-    def devices(self) -> int:
-        """Devices of all instances."""
-        return sum(one.devices for one in (self.both, self.prefill, self.decode) if one)
-
-    def __str__(self) -> str:
-        if self.both is not None:
-            return f"{self.scheduler} {_split(self.both)}"
-        assert self.prefill is not None
-        assert self.decode is not None
-        return f"prefill {_split(self.prefill)}, decode {_split(self.decode)}"
-
-
-def _split(phase: Phase) -> str:
-    shared = "".join(f" {name}{n}" for name, n in (("tp", phase.tp), ("pp", phase.pp)) if n > 1)
-    return f"{phase.count}x{shared}".replace("x ", " x ")
-
-
-class SettingResult(Value):
-    """A setting, and what it serves.
-
-    Args:
-        setting: the setting, in the numbers that fill the devices.
-        goodput: requests per second that all devices serve well enough.
-        per_device: the same for one of the devices there are, used or not.
-        curve: (rate per device, share of requests that meet both targets), for the best of a
-            kind.
-    """
-
-    setting: DisaggSetting
-    goodput: float
-    per_device: float
-    curve: tuple[tuple[float, float], ...] = ()
-
-
-class GoodputReport(Value):
-    """What serves a workload best under targets.
-
-    Args:
-        job: the job with the best setting.
-        machine: what the devices are.
-        devices: how many there are.
-        slo: the targets.
-        tried: settings, best first.
-        workload: numbers of the requests, as in ``describe``.
-        wanted: requests per second that shall be served; None if nobody said.
-        why: what the choice is, in a sentence.
-        notes: what a reader should know.
-    """
-
-    job: ServeJob
-    machine: Machine
-    devices: int
-    slo: Slo
-    tried: tuple[SettingResult, ...]
-    workload: dict[str, float] = {}
-    wanted: float | None = None
-    why: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def best(self) -> SettingResult:
-        """The one to take."""
-        return self.tried[0]
-
-    def best_of(self, *, apart: bool) -> SettingResult | None:
-        """The best with, or without, instances for each phase."""
-        return next((t for t in self.tried if (t.setting.both is None) == apart), None)
-
-    def picture(self) -> str:
-        """Attainment over rate as SVG: the best of each kind, and the share that is wanted."""
-        return self.chart().render()
-
-    def chart(self, *more: Series, width: int = 640, height: int = 360) -> Chart:
-        """The same before it is drawn.
-
-        Args:
-            *more: further lines or points, such as what was measured.
-            width: of the picture, in px.
-            height: of the picture, in px.
-        """
-        drawn = [one for one in (self.best_of(apart=a) for a in (True, False)) if one]
-        rates = [rate for one in drawn for rate, _ in one.curve]
-        series = [
-            Series(
-                str(one.setting),
-                [rate for rate, _ in one.curve],
-                [share for _, share in one.curve],
-                points=True,
-            )
-            for one in drawn
-        ]
-        ends = (min(rates), max(rates))
-        series.append(Series("wanted", ends, (self.slo.share,) * 2, dashed=True))
-        return Chart(
-            title=f"{self.job.model} on {self.devices} x {self.machine.name}",
-            x_label="requests per second and device",
-            y_label=f"share within ttft {self.slo.ttft:g} s, tpot {self.slo.tpot:g} s",
-            series=[*series, *more],
-            width=width,
-            height=height,
-        )
 
 
 def plan_goodput(
@@ -214,27 +90,6 @@ def plan_goodput(
             request alone meets.
     """
     return _Search(job, machine, slo, devices, costs, requests, tolerance).report(wanted, progress)
-
-
-def drifted(planned: GoodputReport, seen: Sequence[Arrival], *, by: float = 0.3) -> str:
-    """How what arrives differs from what was planned for; empty if it does not.
-
-    Args:
-        planned: what was planned, with its workload's numbers.
-        seen: what arrived lately.
-        by: relative change of the rate (where one was wanted) or of a median length.
-    """
-    require(by > 0, "drift", by, expected="a share above 0")
-    now = describe(seen)
-    expected = {name: planned.workload.get(name, 0.0) for name in ("prompt_p50", "output_p50")}
-    if planned.wanted:
-        expected["rate"] = planned.wanted
-    words = {"prompt_p50": "median prompt", "output_p50": "median output", "rate": "rate"}
-    return "; ".join(
-        f"{words[name]} {now[name]:.4g} instead of {value:.4g}"
-        for name, value in expected.items()
-        if value and now[name] and abs(now[name] / value - 1) > by
-    )
 
 
 class _Search:
@@ -280,15 +135,13 @@ class _Search:
         # A rate per device that was good enough: where to look next; and where to look first.
         self._guess = self._near = 0.0
         self.lengths = arrivals_of(self.job, self.shape, count=min(requests, 2000))
+        # Of instances that work together: a prompt that came before would be in somebody's cache.
+        self.many = arrivals_of(self.job, self.shape, count=_TOGETHER * requests)
         self.arrivals = poisson(self.lengths, len(self.lengths), job.seed)
         # Phases on any two devices: the slower link, where there are several nodes.
         self.link = machine.link("node") or machine.link("device") or machine.link("loopback")
         self.costs: Costs = costs or sharded_costs(job, machine)
-        self.limits = SchedulerLimits(
-            max_running=job.max_running,
-            max_step_tokens=job.max_step_tokens,
-            max_position=self.job.max_position or 0,
-        )
+        self.limits = self.job.limits
 
     def report(self, wanted: float | None, progress: Progress | None) -> GoodputReport:
         """Search, and say what was found."""
@@ -502,8 +355,10 @@ class _Search:
             return simulate_fleet(fronts, backs, dispatcher, arrivals, wire=self._wire()).served
 
         used = setting.devices // copies
-        count = self.requests * min(2, sum(counts) // copies)
-        rates = Goodput(serve, poisson(self.lengths, count, self.job.seed), used)
+        together = min(_TOGETHER, sum(counts) // copies)
+        drawn = self.lengths if together == 1 else self.many
+        count = together * self.requests
+        rates = Goodput(serve, poisson(drawn, count, self.job.seed), used)
         position = rates.find(
             self.slo,
             tolerance=self.tolerance,

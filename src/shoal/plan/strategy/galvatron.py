@@ -32,11 +32,12 @@ from shoal.cost.training.layer_plan import LayerPlan, estimate_layers
 from shoal.cost.training.layers import ModelLayer, Strategy, layers_of
 from shoal.cost.training.layerwise import LayerPricer
 from shoal.ir import LayerGroup, Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
+from shoal.plan.composition import excluded_by, work_traits
 from shoal.plan.experts.moe_auto import ChunkChooser
 from shoal.plan.strategy.judge import FILL, describe, to_plan
 from shoal.plan.strategy.layer_search import StageSearch, StageSolution
 from shoal.plan.strategy.search import SearchPlanner
-from shoal.plan.strategy.space import candidates, divisors, most_ranks, needs_whole_matrices, worlds
+from shoal.plan.strategy.space import candidates, composes, divisors, most_ranks, worlds
 
 __all__ = ["Galvatron", "Option", "group_words", "to_job"]
 
@@ -226,7 +227,11 @@ class Galvatron:
         for pp in divisors(world):
             if pp > shape.num_layers or (stated is not None and pp != stated.pp):
                 continue
-            every = list(self._layouts(job, machine, shape, world // pp))
+            every = [
+                (dp, tp, cp)
+                for dp, tp, cp in self._layouts(job, machine, shape, world // pp)
+                if stated is not None or composes(job, Parallel(dp=dp, tp=tp, cp=cp, pp=pp))
+            ]
             for sequences in divisors(job.global_batch):
                 legal = [
                     layout
@@ -246,10 +251,9 @@ class Galvatron:
             return
         inside = machine.devices_per_node if machine.device.kind == "gpu" else most_ranks(machine)
         wide = shape.expert_hidden if shape.num_experts else shape.ffn_hidden
-        whole = needs_whole_matrices(job)
         for tp in divisors(ranks):
             # Sums of tensor parallelism across nodes lose to every other use of the ranks.
-            if tp > inside or (tp > 1 and whole):
+            if tp > inside:
                 continue
             if shape.num_heads % tp or shape.num_kv_heads % tp or wide % tp:
                 continue
@@ -260,7 +264,7 @@ class Galvatron:
 
     def _of_layout(self, job: TrainJob, layout: tuple[int, int, int]) -> Iterator[Strategy]:
         dp, tp, cp = layout
-        shards = _shards(whole=needs_whole_matrices(job))
+        shards = _shards(whole="whole_matrices" in work_traits(job))
         if "shard" in job.model_fields_set:
             shards = (job.shard.name,)
         elif dp * cp == 1:
@@ -477,7 +481,11 @@ def _beyond(job: TrainJob) -> str:
         return f"the schedule {split.schedule.name}"
     if split.vocab_split == "pp":
         return "a vocabulary shared by the stages"
-    return "" if job.shard.name in _shards() else f"the sharding {job.shard.name}"
+    if job.finetune is not None:
+        return f"fine-tuning by {job.finetune.name}"
+    if job.shard.name not in _shards():
+        return f"the sharding {job.shard.name}"
+    return excluded_by(job, "layers_differ")
 
 
 def _shards(*, whole: bool = False) -> tuple[str, ...]:

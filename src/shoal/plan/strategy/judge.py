@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from shoal.core.parts import table
 from shoal.core.traits import traits
 from shoal.cost.price.rates import RankRates, ranks_per_host
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.memory import tier_bytes
-from shoal.cost.training.step import estimate, microbatch_of
+from shoal.cost.training.step import bounds_of, estimate
 from shoal.cost.training.totals import steps_of
 from shoal.ir import Estimate, Machine, ModelShape, TrainJob, TrainPlan, Work
 from shoal.plan.length import with_steps
@@ -108,16 +109,8 @@ def filled(job: TrainJob, machine: Machine, cost: Estimate) -> str:
 def describe(item: Judged, machine: Machine, *, place: int, first: str, best: Judged) -> str:
     """Why this plan, in a sentence, and what binds it."""
     job, cost = item
-    terms = cost.terms_s
-    step = cost.step_s.value
-    groups = {
-        "compute": terms["matmul"] + terms["attention"],
-        "memory": terms["memory"] + terms["optimizer"],
-        "network": terms["collective"],
-        "bubble": terms["bubble"],
-        "overhead": terms["overhead"],
-    }
-    bound = f"{cost.bound} binds it ({100 * groups[cost.bound] / step:.0f} % of a step)"
+    share = bounds_of(cost.terms_s)[cost.bound] / cost.step_s.value
+    bound = f"{cost.bound} binds it ({100 * share:.0f} % of a step)"
     memory = filled(job, machine, cost)
     if not fits(job, machine, cost):
         return f"does not fit: {memory}; {bound}"

@@ -23,6 +23,7 @@ from shoal.cost.shapes import shape_of
 from shoal.cost.training.megatron import bubble, training_days
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
+from shoal.plan.composition import check_composition
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 from shoal.plan.strategy.space import candidates, divisors, legal_parallel, most_ranks
@@ -56,6 +57,7 @@ class MegatronPlanner:
     def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
+        check_composition(job)
         pricer = Pricer(machine)
         tried: list[Judged] = []
         for parallel in self._degrees(job, shape, machine):

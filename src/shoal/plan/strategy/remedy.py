@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shoal.core.errors import ShoalError
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.memory import tier_bytes
-from shoal.cost.training.step import Pricer, microbatch_of
+from shoal.cost.training.step import Pricer
 from shoal.ir import Link, Machine, ModelShape, TrainJob
 from shoal.plan.strategy.beyond import NONE, all_ways
 from shoal.plan.strategy.bounded import best_of

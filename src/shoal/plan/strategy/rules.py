@@ -21,6 +21,7 @@ from shoal.core.traits import traits
 from shoal.cost.shapes import shape_of
 from shoal.cost.training.step import Pricer
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob, TrainPlan, Work
+from shoal.plan.composition import check_composition
 from shoal.plan.strategy.judge import Judged, describe, fits, rank, to_plan
 from shoal.plan.strategy.remedy import remedies
 from shoal.plan.strategy.space import candidates, legal_parallel, most_ranks
@@ -54,6 +55,7 @@ class RulesPlanner:
     def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""
         shape = shape_of(job)
+        check_composition(job)
         pricer = Pricer(machine)
         tried: list[Judged] = []
         chosen: Judged | None = None

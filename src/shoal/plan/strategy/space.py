@@ -23,11 +23,11 @@ from shoal.plan.experts.moe_auto import ChunkChooser
 __all__ = [
     "PlanFamily",
     "candidates",
+    "composes",
     "divisors",
     "families",
     "legal_parallel",
     "most_ranks",
-    "needs_whole_matrices",
     "sharding_choices",
     "splits",
 ]
@@ -52,7 +52,7 @@ def most_ranks(machine: Machine) -> int:
 def legal_parallel(
     job: TrainJob, shape: ModelShape, machine: Machine, world: int
 ) -> Iterator[Parallel]:
-    """Every split of ``world`` ranks into dp x tp x pp that shape, batch and machine allow.
+    """Every split of ``world`` ranks into dp x tp x pp that job, shape and machine allow.
 
     Tensor parallelism stays inside a node: its all-reduces wait for nothing else.
     """
@@ -64,8 +64,9 @@ def legal_parallel(
             continue
         for pp in divisors(world // tp):
             dp = world // tp // pp
-            if pp <= shape.num_layers and job.global_batch % dp == 0:
-                yield Parallel(dp=dp, tp=tp, pp=pp)
+            split = Parallel(dp=dp, tp=tp, pp=pp)
+            if pp <= shape.num_layers and job.global_batch % dp == 0 and composes(job, split):
+                yield split
 
 
 def splits(job: TrainJob, shape: ModelShape, machine: Machine, world: int) -> Iterator[Parallel]:
@@ -129,12 +130,6 @@ def _offered(
     # Both are values already; to check them again for every split takes longer than to price it.
     work = Work.model_construct(shape=shape, job=job.model_copy(update={"parallel": split}))
     return table(kind).offered(work, machine)
-
-
-def needs_whole_matrices(job: TrainJob) -> bool:
-    """The optimizer updates whole matrices, which ZeRO 2 and 3 would split."""
-    optimizer = table("optimizer").load(job.optimizer.name, where="optimizer")
-    return bool(getattr(optimizer, "whole_matrices", False))
 
 
 def sharding_choices(
@@ -229,7 +224,7 @@ def families(
     fixed = job.model_fields_set
     precisions = (job.precision,) if "precision" in fixed else _precisions(machine)
     recomputes: tuple[Literal["none", "full", "stage"], ...] = ("none", "full")
-    if "recompute" in fixed:
+    if "recompute" in fixed or clash(work_traits(job), frozenset({"recomputes"})):
         recomputes = (job.recompute,)
     for parallel in every:
         share = job.global_batch // parallel.dp
@@ -244,7 +239,7 @@ def families(
         if not legal:
             continue
         for agreeing in _agreeing(job, parallel, shape, machine, syncs):
-            if "parallel" not in fixed and not _composes(agreeing, parallel):
+            if "parallel" not in fixed and not composes(agreeing, parallel):
                 continue
             for shard in sharding_choices(agreeing, parallel, machine, shape):
                 if not clash(split_traits(parallel), traits("shard", shard)):
@@ -263,12 +258,9 @@ def _agreeing(
                 yield job.model_copy(update={"sync": choice})
 
 
-def _composes(job: TrainJob, parallel: Parallel) -> bool:
+def composes(job: TrainJob, parallel: Parallel) -> bool:
     """Whether an open split goes with what the job states."""
-    beside = work_traits(job)
-    if clash(split_traits(parallel), beside):
-        return False
-    if beside & {"fine_tunes", "passes_differ"} and parallel.world != parallel.dp:
+    if clash(split_traits(parallel), work_traits(job)):
         return False
     try:
         table("sync").build(job.sync).workers(parallel.dp)

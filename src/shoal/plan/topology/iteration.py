@@ -15,8 +15,9 @@ from typing import NamedTuple
 from shoal.core.parts import Choice, table
 from shoal.cost.arithmetic import parameters
 from shoal.cost.pipeline.simulator import simulate
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.shapes import shape_of
-from shoal.cost.training.step import Pricer, microbatch_of
+from shoal.cost.training.step import Pricer
 from shoal.ir import OpCosts, Parallel, Schedule, TrainJob, Work
 from shoal.plan.partition import block_costs
 from shoal.plan.topology.clusters import Clusters

@@ -19,8 +19,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shoal.core.errors import PlanError, require
+from shoal.cost.price.shares import microbatch_of
 from shoal.cost.shapes import shape_of
-from shoal.cost.training.step import Pricer, microbatch_of
+from shoal.cost.training.step import Pricer
 from shoal.ir import ModelShape, Parallel, TrainJob, Work
 from shoal.plan.strategy.judge import usable_bytes
 from shoal.plan.topology.clusters import Clusters

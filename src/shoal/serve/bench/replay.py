@@ -129,7 +129,9 @@ def bench_serve(
     from shoal.machine.described import load
     from shoal.machine.fingerprint import versions
     from shoal.plan.saved import check_device
-    from shoal.plan.serving.plans import arrivals_of, plan_serve, simulate_plan
+    from shoal.plan.serving.inputs import arrivals_of
+    from shoal.plan.serving.plans import plan_serve
+    from shoal.plan.serving.simulation import simulate_plan
     from shoal.serve.bench.profile import profile, spread
     from shoal.serve.bench.rehearse import learned, opening, others
     from shoal.serve.engine.build import concrete, engine_of

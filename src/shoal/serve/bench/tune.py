@@ -19,7 +19,7 @@ from shoal.core.errors import ConfigError, RankError, ServeError
 from shoal.core.pool.local import LocalActor
 from shoal.cost.serving.simulator import ServedRequest
 from shoal.ir import Arrival, ModelShape, Output, ServeJob
-from shoal.plan.serving.plans import arrivals_of
+from shoal.plan.serving.inputs import arrivals_of
 from shoal.plan.tune.protocols import Config, SearchSpace, Setting
 from shoal.plan.tune.serving import Measure, ServingSample, job_of, serving_space
 from shoal.serve.bench.replay import replay, weights_of

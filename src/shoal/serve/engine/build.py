@@ -430,11 +430,6 @@ def cache_of(
     assert job.kv_tokens is not None and job.max_position is not None
     kv_part: KVPart = table("kv").build(job.kv, where="kv")
     kv = kv_part.build(job.kv_tokens)
-    limits = SchedulerLimits(
-        max_running=job.max_running,
-        max_step_tokens=job.max_step_tokens,
-        max_position=job.max_position,
-    )
     cache = PagedCache(
         heads_of(model.config),
         kv.num_blocks,
@@ -445,7 +440,7 @@ def cache_of(
         zeros=zeros,
         slot_blocks=kv.max_len // kv.block_size if isinstance(kv, CompactingKVManager) else 0,
     )
-    return kv, limits, cache
+    return kv, job.limits, cache
 
 
 def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:

@@ -10,7 +10,6 @@ from typing import ClassVar, Protocol, runtime_checkable
 from shoal.core.errors import ServeError
 from shoal.ir import Output, PurgingKVManager, Request, Step
 from shoal.plan.batching.common import Queues
-from shoal.plan.batching.preemption.recompute import RecomputePreemption
 from shoal.serve.engine.failure import failure
 from shoal.serve.engine.hooks import EngineHook, ExecutedStep
 
@@ -74,14 +73,12 @@ class IsolationHook(EngineHook):
             ServeError: they cannot be trusted any more.
         """
         scheduler: object = self.engine.scheduler
+        if isinstance(cause, ServeError) or not isinstance(scheduler, Queues):
+            return False
         # What is on its way between cache and host belongs to nobody then.
-        recomputes = isinstance(scheduler, Queues) and isinstance(
-            scheduler.preemption, RecomputePreemption
-        )
-        if isinstance(cause, ServeError) or not recomputes:
+        if scheduler.preemption.moving:
             return False
         log.error("a step failed; all its requests end", exc_info=cause)
-        assert isinstance(scheduler, Queues)
         for request_id in list(scheduler.requests):
             self._end("error", request_id, failure(cause))
         self.check_integrity()

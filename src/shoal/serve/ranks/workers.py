@@ -35,7 +35,6 @@ from shoal.ir import (
     KVPart,
     Output,
     PreemptPart,
-    SchedulerLimits,
     SchedulerPart,
     ServeJob,
     Step,
@@ -378,15 +377,10 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
         assert job.kv_tokens is not None and job.max_position is not None
         kv_part: KVPart = table("kv").build(job.kv, where="kv")
         kv = kv_part.build(job.kv_tokens)
-        limits = SchedulerLimits(
-            max_running=job.max_running,
-            max_step_tokens=job.max_step_tokens,
-            max_position=job.max_position,
-        )
         preempt: PreemptPart = table("preempt").build(job.preempt, where="preempt")
-        preemption = preempt.build(kv, limits, host_tokens=job.host_tokens or 0)
+        preemption = preempt.build(kv, job.limits, host_tokens=job.host_tokens or 0)
         chosen: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
-        scheduler = cast("OpenScheduler", chosen.build(kv, limits, preemption))
+        scheduler = cast("OpenScheduler", chosen.build(kv, job.limits, preemption))
         runner.allocate(job, kv.num_blocks, kv.block_size)
         hooks = (
             HostCopyHook(),

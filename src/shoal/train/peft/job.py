@@ -1,4 +1,4 @@
-"""Fine-tuning in a training job: what it goes with, the model with its method, and the export."""
+"""Fine-tuning in a training job: a shared base, the model with its method, and the export."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from shoal.core.errors import PlanError
 from shoal.core.parts import table
-from shoal.core.traits import traits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,12 +21,8 @@ if TYPE_CHECKING:
     from shoal.train.peft.protocols import PeftMethod
     from shoal.train.peft.run.handle import ModelPeftHandle
 
-__all__ = ["FineTuned", "check_finetune", "export", "fingerprint"]
+__all__ = ["FineTuned", "check_base", "export", "fingerprint"]
 
-
-# Methods whose passes cannot be made again, or that see no documents.
-_NO_RECOMPUTE = ("ladder", "offsite")
-_NO_DOCUMENTS = ("mezo",)
 
 # Path in a block -> the key of a configuration that says that there is a bias.
 _BIASES = {
@@ -44,57 +39,16 @@ _HELD = {
 }
 
 
-def check_finetune(job: TrainJob) -> None:
-    """Refuse what fine-tuning does not go with.
+def check_base(job: TrainJob) -> None:
+    """Refuse a base that jobs share and that is not the same in all of them.
 
     Raises:
         PlanError: names the key and what is possible.
     """
-    if job.base == "shared":
-        _check_shared(job)
-    if job.finetune is None:
-        return
-    split = job.parallel
-    for key, value, plain in (
-        ("parallel.tp", split.tp, 1),
-        ("parallel.pp", split.pp, 1),
-        ("parallel.cp", split.cp, 1),
-        ("parallel.ep", split.ep, 1),
-        ("shard", job.shard.name, "replicated"),
-        ("compile", job.compile, False),
-        ("replan.enabled", job.replan.enabled, False),
-    ):
-        if value != plain:
-            raise PlanError(
-                f"{key} = {value!r} with finetune = {job.finetune.name}: a fine-tuned model is "
-                f"whole on every rank; give {key} = {plain!r}, and parallel.dp for more ranks"
-            )
-    name = job.finetune.name
-    if job.offload is not None:
-        raise PlanError(
-            f"offload = {job.offload.name} with finetune = {name}: gradients and moments of a few "
-            "parameters need no other place; leave it out, or give qlora for a smaller base"
-        )
-    if job.checkpoint.dump is not None:
-        raise PlanError(
-            f"checkpoint.dump = {job.checkpoint.dump} with finetune = {name}: a dump holds whole "
-            "models, and the base stands still; leave it out: the run writes the adapter, and the "
-            "merged model where there is one, for other tools"
-        )
-    if name in _NO_RECOMPUTE and (job.recompute != "none" or job.layers):
-        raise PlanError(
-            f"recompute with finetune = {name}: its blocks are not the base's; leave it out"
-        )
-    if name in _NO_DOCUMENTS and "separates_documents" in traits("packing", job.packing):
-        raise PlanError(
-            f"packing = {job.packing.name} with finetune = {name}: its passes see no borders of "
-            "documents; give packing = stream"
-        )
-
-
-def _check_shared(job: TrainJob) -> None:
     from shoal.train.build import is_directory
 
+    if job.base != "shared":
+        return
     if job.finetune is None:
         raise PlanError(
             "base = shared without finetune: every weight is trained, and none stands still; give "

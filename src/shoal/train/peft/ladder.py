@@ -31,6 +31,7 @@ class Ladder(PromptMethod):
     """
 
     width: int = 32
+    traits: ClassVar[frozenset[str]] = frozenset({"own_blocks"})
     name: ClassVar[str] = "ladder"
     kept: ClassVar[float] = 0.1
 

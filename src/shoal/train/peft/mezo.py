@@ -37,6 +37,7 @@ class MeZO:
     eps: float = 1e-3
     keep_base: bool = False
     targets: str = "*"
+    traits: ClassVar[frozenset[str]] = frozenset({"sees_no_documents", "updates_in_passes"})
     name: ClassVar[str] = "mezo"
     advice: ClassVar[str] = "no gradients at all, and thousands of steps"
     kept: ClassVar[float] = 0.0

@@ -39,6 +39,7 @@ class Offsite:
     first: int = 1
     last: int = 1
     keep: float = 0.5
+    traits: ClassVar[frozenset[str]] = frozenset({"own_blocks"})
     name: ClassVar[str] = "offsite"
     advice: ClassVar[str] = "needs no more than some blocks of the base while it trains"
     mergeable: ClassVar[bool] = True

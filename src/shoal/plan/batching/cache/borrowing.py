@@ -10,6 +10,7 @@ Source: Lin et al., Infinite-LLM, 2024, section 4.2 (rManager).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from shoal.ir import Chunk, Request, Step
 from shoal.plan.batching.cache.distributed import BlockLoan, DistributedBlocks
@@ -83,7 +84,7 @@ class Borrower:
                 chunks.append(chunk)
             elif stop > chunk.start:
                 chunks.append(Chunk(chunk.request, chunk.start, stop - chunk.start))
-        return Step(tuple(chunks), step.preempted, step.transfers, step.wait_for, step.at)
+        return replace(step, chunks=tuple(chunks))
 
     def give_way(self) -> None:
         """Nothing of a step has memory and nothing can be copied away: the newest is lost."""

@@ -70,6 +70,11 @@ class RecomputePreemption:
     def __init__(self, kv: KVManager) -> None:
         self.kv = kv
 
+    @property
+    def moving(self) -> bool:
+        """See :class:`~shoal.ir.engine.Preemption`."""
+        return False
+
     def take(self, request: Request) -> None:
         """See :class:`~shoal.ir.engine.Preemption`."""
         self.kv.free(request)

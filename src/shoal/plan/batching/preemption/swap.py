@@ -157,6 +157,11 @@ class SwapPreemption(RecomputePreemption):
         self._launched: float | None = None
         self._step_s = 0.0
 
+    @property
+    def moving(self) -> bool:
+        """See :class:`~shoal.ir.engine.Preemption`."""
+        return bool(self._under_way)
+
     def take(self, request: Request) -> None:
         """See :class:`~shoal.ir.engine.Preemption`."""
         # Of one that is not back yet, the host has everything.

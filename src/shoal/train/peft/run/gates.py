@@ -51,10 +51,8 @@ class GatedChange(SitePart):
         self.register_buffer("fixed", torch.zeros(()))
 
     def before_step(self, step: int, total: int) -> None:
-        """Other gates in every step, and none once the entries are fixed."""
+        """Other gates in every step."""
         self._step = step
-        if not self.fixed and step >= self._method.fix * total:
-            self._fix()
 
     @torch.no_grad()
     def _fix(self) -> None:
@@ -68,6 +66,9 @@ class GatedChange(SitePart):
 
     def after_update(self, step: int, total: int) -> None:
         """What is closed stays at zero, whatever moments an optimizer has."""
+        # Not before a step: what was saved of the last one may still be copied then.
+        if not self.fixed and self._method.fix * total <= step + 1 < total:
+            self._fix()
         if self.fixed:
             with torch.no_grad():
                 self.change.mul_(self.kept)

@@ -1,0 +1,160 @@
+"""A serving job in virtual time: its scheduler, its steps' seconds, the requests it serves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from shoal.core.errors import PlanError
+from shoal.core.parts import table
+from shoal.core.traits import traits
+from shoal.cost.price.host_link import host_link
+from shoal.cost.price.rates import RankRates
+from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
+from shoal.cost.serving.simulator import Simulation, Speculation, simulate, simulate_ahead
+from shoal.cost.shapes import resolve
+from shoal.cost.step_cost.lending import LendingStepCost
+from shoal.cost.step_cost.roofline import Roofline
+from shoal.cost.step_cost.sharded import ShardedStepCost
+from shoal.ir import Arrival, HostLink, Machine, Parallel, Scheduler, ServeJob, StepCost
+from shoal.plan.batching.balanced import Balanced
+from shoal.plan.batching.cache.distributed import Distributed
+from shoal.plan.batching.common import Queues
+from shoal.plan.batching.schedulers.ahead import AheadScheduler, OpenScheduler
+from shoal.plan.serving.diffusion import simulate_passes
+from shoal.plan.serving.inputs import precision_of
+from shoal.plan.serving.lending import simulate_lending
+from shoal.plan.serving.memory import block_size, expectation, head_bytes, weight_bytes
+from shoal.plan.trees.drafting import PredictedRows, ProfitableDrafting
+
+__all__ = ["build_scheduler", "guessing", "sharded_costs", "simulate_plan"]
+
+# A message to a process of the same host and its answer, s.
+HOP_S = 1e-4
+
+
+def build_scheduler(
+    job: ServeJob, *, link: HostLink | None = None, cost: StepCost | None = None
+) -> Scheduler:
+    """The scheduler of a concrete job, with its bookkeeping and without requests.
+
+    Args:
+        job: with ``kv_tokens`` and ``max_position``.
+        link: between cache and host, where it is known.
+        cost: seconds of a step, for ``preempt = auto``.
+
+    Raises:
+        PlanError: the job leaves ``kv_tokens`` or ``max_position`` open.
+        ConfigError: an option of a part is wrong.
+    """
+    if job.kv_tokens is None or job.max_position is None:
+        raise PlanError(
+            "kv_tokens and max_position: expected numbers in the job of a scheduler; plan it first"
+        )
+    kv = table("kv").build(job.kv, where="kv").build(job.kv_tokens)
+    preemption = (
+        table("preempt")
+        .build(job.preempt, where="preempt")
+        .build(kv, job.limits, host_tokens=job.host_tokens_of(job.kv_tokens), link=link, cost=cost)
+    )
+    part = table("scheduler").build(job.scheduler, where="scheduler")
+    scheduler: Scheduler = part.build(kv, job.limits, preemption)
+    return scheduler
+
+
+def simulate_plan(
+    job: ServeJob, machine: Machine, cost: StepCost, arrivals: Sequence[Arrival]
+) -> Simulation:
+    """Serve ``arrivals`` in virtual time, as a concrete job says.
+
+    Args:
+        job: with ``kv_tokens``, ``max_position`` and a precision.
+        machine: between whose memories caches are swapped.
+        cost: seconds of a step.
+        arrivals: what comes.
+
+    Raises:
+        PlanError: the job leaves a limit open.
+        ServeError: a request that can never run.
+    """
+    link = host_link(machine, resolve(job.model), job.precision, block_size(job))
+    split = job.parallel
+    if "whole_blocks" in traits("decode", job.decode):
+        return simulate_passes(job, cost, arrivals)
+    if "lends_blocks" in traits("kv", job.kv):
+        return _lending(job, cost, arrivals, link)
+    if job.replicas > 1:
+        balancer = table("balancer").build(job.balancer, where="balancer").build()
+        replicas = [
+            SimulatedInstance(build_scheduler(job, cost=cost), cost) for _ in range(job.replicas)
+        ]
+        dispatcher = Balanced(balancer, job.replicas, arrivals)
+        fleet = simulate_fleet(replicas, [], dispatcher, arrivals)
+        return Simulation(fleet.served, busy_s=sum(fleet.busy_s) / job.replicas)
+    scheduler = build_scheduler(job, link=link, cost=cost)
+    if split.pp == split.depth == 1:
+        speculation = guessing(job, machine)
+        if speculation is not None:
+            assert isinstance(scheduler, Queues)
+            context = round(sum(len(one.prompt) for one in arrivals) / len(arrivals))
+            costs = PredictedRows(cost, context, speculation.guess_s)
+            scheduler.drafting = ProfitableDrafting(speculation.tokens, costs)
+        return simulate(scheduler, cost, arrivals, link=link, speculation=speculation)
+    ahead = AheadScheduler(cast(OpenScheduler, scheduler), split.depth)
+    return simulate_ahead(scheduler, ahead, cost, arrivals, stages=split.pp)
+
+
+def guessing(job: ServeJob, machine: Machine) -> Speculation | None:
+    """What guesses of a job's drafter give, and the seconds in which its weights are read.
+
+    Raises:
+        ShoalError: the drafter's files are missing or damaged.
+    """
+    if job.speculative is None:
+        return None
+    result = expectation(job)
+    assert result is not None
+    rate = RankRates(machine, Parallel(), job.threads).stream_curve()(max(1.0, result.weight_bytes))
+    return Speculation(result.tokens, result.reads * result.weight_bytes / rate)
+
+
+def _lending(
+    job: ServeJob, cost: StepCost, arrivals: Sequence[Arrival], link: HostLink
+) -> Simulation:
+    """Instances that lend each other memory, each with ``kv_tokens`` of its own."""
+    part = table("kv").build(job.kv, where="kv")
+    assert isinstance(part, Distributed)
+    assert job.kv_tokens is not None
+    block_s = link.copy_s + link.block_bytes / link.bytes_per_s
+    lent = LendingStepCost(cost=cost, layers=link.layers, hop_s=HOP_S, block_s=block_s)
+    scheduler = table("scheduler").build(job.scheduler, where="scheduler")
+    return simulate_lending(part, job.kv_tokens, scheduler, job.limits, lent, arrivals)
+
+
+def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], ShardedStepCost]:
+    """(tp, pp) -> seconds of a step on that many devices, predicted from the machine's rates.
+
+    Args:
+        job: the model, and its precision.
+        machine: what the devices are; an instance stays on links between devices if it can.
+    """
+    inside = machine.link("device") or machine.link("node") or machine.link("loopback")
+    shape, precision = resolve(job.model), precision_of(job)
+
+    @functools.cache
+    def cost(tp: int, pp: int) -> ShardedStepCost:
+        # Ranks of a CPU share it; devices of their own are those of the machine.
+        ranks = tp * pp * job.replicas
+        roofline = Roofline(
+            machine,
+            shape,
+            precision,
+            job.threads,
+            ranks=ranks,
+            weight_bytes=weight_bytes(job, precision),
+            head_bytes=head_bytes(job, shape, precision),
+        )
+        return ShardedStepCost(roofline, tp, pp, inside)
+
+    return cost
