@@ -94,8 +94,8 @@ def test_what_goes_into_a_job_is_a_legal_value(kv_heads: int) -> None:
         (("--links", "mehs"), ("links = 'mehs'", "'switch', 'mesh' or 'ring'")),
         (("--duplex", "both"), ("duplex", "'full' or 'half'")),
         (("--precision", "fp8"), ("precision", "'bf16' or 'fp32'")),
-        (("--bandwidth", 0), ("--bandwidth", "greater than 0")),
-        (("--latency", -1), ("--latency", "greater than or equal to 0")),
+        (("--bandwidth", 0), ("--bandwidth", "above 0")),
+        (("--latency", -1), ("--latency", "at least 0")),
         (("--tflops", "nan"), ("tflops = 'nan'", "finite")),
     ],
 )

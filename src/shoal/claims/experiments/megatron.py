@@ -15,13 +15,13 @@ Megatron-LM, 2021.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.experiments.pipeline_ranks import profile, time_steps
 from shoal.claims.protocols import BaseClaim, ClaimSamples, ExperimentContext, Metric, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.training.megatron import training_days
@@ -49,8 +49,8 @@ class MegatronClaim(BaseClaim):
         pairs: timed steps of each schedule on two processes.
     """
 
-    rounds: int = 9
-    pairs: int = 20
+    rounds: Annotated[int, Ge(1)] = 9
+    pairs: Annotated[int, Ge(1)] = 20
 
     rows: ClassVar[tuple[int, ...]] = (22,)
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -99,10 +99,6 @@ class MegatronClaim(BaseClaim):
             paper="34 days for 300B tokens on 1024 GPUs at 140 TFLOP/s",
         ),
     )
-
-    def __post_init__(self) -> None:
-        require(self.rounds >= 1, "claim.megatron.rounds", self.rounds, expected="at least 1")
-        require(self.pairs >= 1, "claim.megatron.pairs", self.pairs, expected="at least 1")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

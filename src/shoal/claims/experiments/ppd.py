@@ -13,8 +13,9 @@ Medusa's heads.
 from __future__ import annotations
 
 import statistics
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.experiments.decoding import (
@@ -66,7 +67,7 @@ class PpdClaim(BaseClaim):
     train_tokens: int = 600_000
     texts: int = 40
     rounds: int = 5
-    new: int = 96
+    new: Annotated[int, Ge(8)] = 96
     sweep_texts: int = 8
     sizes: tuple[int, ...] = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
     exact_texts: int = 4
@@ -117,7 +118,6 @@ class PpdClaim(BaseClaim):
         ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 1, f"claim.ppd.{name}", value, expected="1 or more")
-        require(self.new >= 8, "claim.ppd.new", self.new, expected="8 or more")
         fewest = self.prompts * self.ensemble + 1
         good = bool(self.sizes) and fewest <= min(self.sizes) and max(self.sizes) <= 64
         require(good, "claim.ppd.sizes", list(self.sizes), expected=f"sizes of {fewest} to 64 rows")

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import functools
 import statistics
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.protocols import (
     Attempt,
@@ -27,7 +29,6 @@ from shoal.claims.protocols import (
     Metric,
     PairedSamples,
 )
-from shoal.core.errors import require
 from shoal.core.parts import part, table
 
 __all__ = ["Topo3Claim"]
@@ -58,12 +59,12 @@ class Topo3Claim(BaseClaim):
         seeds: how many of these there are.
     """
 
-    microbatches: int = 4
+    microbatches: Annotated[int, Ge(1)] = 4
     machine: str = "48xFrontier"
     model: str = "GPT-NeoX-20B"
-    sequences: int = 4
-    steps: int = 300
-    seeds: int = 2
+    sequences: Annotated[int, Ge(1)] = 4
+    steps: Annotated[int, Ge(1)] = 300
+    seeds: Annotated[int, Ge(1)] = 2
 
     rows: ClassVar[tuple[int, ...]] = (24,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
@@ -104,11 +105,6 @@ class Topo3Claim(BaseClaim):
         Attempt(metric="loss_gap", tried="norms in blocks with matrices, one seed", value=0.050),
         Attempt(metric="loss_gap", tried="norms travel whole, one seed", value=0.038),
     )
-
-    def __post_init__(self) -> None:
-        for name in ("microbatches", "sequences", "steps", "seeds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.topo3.{name}", value, expected="1 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -5,9 +5,10 @@ Source: Zheng et al., SGLang, 2024; the server arguments of SGLang (0.5).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.files import to_yaml
 from shoal.core.parts import part, table
 from shoal.ir import ServePlan, TrainPlan
@@ -35,17 +36,13 @@ class SGLang:
         memory: share of the GPU's memory for weights and cache.
     """
 
-    port: int = 30000
+    port: Annotated[int, Ge(1), Le(65535)] = 30000
     host: str = "127.0.0.1"
-    memory: float = 0.88
+    memory: Annotated[float, Gt(0), Le(1)] = 0.88
     job: ClassVar[Literal["train", "serve"]] = "serve"
 
     def __post_init__(self) -> None:
-        require(1 <= self.port <= 65535, "emit.sglang.port", self.port, expected="1 to 65535")
         check_host("sglang", self.host)
-        require(
-            0 < self.memory <= 1, "emit.sglang.memory", self.memory, expected="a share in (0, 1]"
-        )
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""

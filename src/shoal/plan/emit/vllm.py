@@ -5,9 +5,10 @@ Source: Kwon et al., PagedAttention, 2023; the engine arguments of vLLM (0.11 an
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.files import to_yaml
 from shoal.core.parts import part, table
 from shoal.ir import ServePlan, TrainPlan
@@ -37,15 +38,13 @@ class VLLM:
         memory: share of the GPU's memory that it may fill.
     """
 
-    port: int = 8000
+    port: Annotated[int, Ge(1), Le(65535)] = 8000
     host: str = "127.0.0.1"
-    memory: float = 0.92
+    memory: Annotated[float, Gt(0), Le(1)] = 0.92
     job: ClassVar[Literal["train", "serve"]] = "serve"
 
     def __post_init__(self) -> None:
-        require(1 <= self.port <= 65535, "emit.vllm.port", self.port, expected="1 to 65535")
         check_host("vllm", self.host)
-        require(0 < self.memory <= 1, "emit.vllm.memory", self.memory, expected="a share in (0, 1]")
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
