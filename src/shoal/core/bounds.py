@@ -7,7 +7,6 @@ they hold for each item.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -36,7 +35,7 @@ _WORDS = {
 }
 
 
-def check_bounds(cls: type[object], options: Mapping[str, Any], where: Callable[[], str]) -> None:
+def check_bounds(cls: type[Any], options: Mapping[str, Any], where: Callable[[], str]) -> None:
     """Raise unless every number in ``options`` is within the bounds of its annotation.
 
     Args:
@@ -79,11 +78,15 @@ def in_words(bounds: Mapping[str, Any]) -> str:
     return ", ".join([*words.values(), *(["finite"] if finite else [])])
 
 
-@functools.cache
-def _bounded(cls: type[object]) -> dict[str, Any]:
+_BOUNDED: dict[type[Any], dict[str, Any]] = {}
+
+
+def _bounded(cls: type[Any]) -> dict[str, Any]:
     """The annotations that have a bound."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {name: hint for name, hint in hints.items() if _has_bounds(hint)}
+    if cls not in _BOUNDED:
+        hints = get_type_hints(cls, include_extras=True)
+        _BOUNDED[cls] = {name: hint for name, hint in hints.items() if _has_bounds(hint)}
+    return _BOUNDED[cls]
 
 
 def _has_bounds(hint: Any) -> bool:

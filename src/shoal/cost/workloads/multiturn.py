@@ -47,7 +47,7 @@ class Multiturn:
     burstiness: Positive = 1.0
     scale: Scale = 1.0
     turns: Annotated[int, Ge(1), Le(1000)] = 4
-    think_s: Annotated[float, Ge(0), Le(1e6)] = 10.0
+    think_s: Annotated[float, Ge(0), Le(1_000_000)] = 10.0
 
     QUESTIONS: ClassVar = LengthLaw(100, 0.9, 4, 1000)
     ANSWERS: ClassVar = LengthLaw(120, 1.0, 4, 800)
