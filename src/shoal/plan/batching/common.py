@@ -150,6 +150,16 @@ class Queues:
         """Most tokens of a request that ever lie in the cache; the last one never does."""
         return most_cached(request, self.limits.max_position)
 
+    def admit_whole(self) -> None:
+        """Start those that wait, first come, while the cache holds them at their full lengths."""
+        while self.waiting and len(self.running) < self.limits.max_running:
+            request = self.waiting[0]
+            self.kv.match_prefix(request)
+            if not self.kv.allocate(request, self.most_cached(request)):
+                self.kv.free(request)
+                return
+            self._start(request)
+
     def add(self, request: Request) -> None:
         """See :class:`~shoal.ir.engine.Scheduler`."""
         where = f"request {request.id}"
