@@ -55,5 +55,5 @@ class ReferenceUnpack(_Reference, UnpackKernel):
 
 def _places(layout: Layout, buffer: Tensor) -> Tensor:
     """Of every packed byte in the buffer's memory, int64 [size]."""
-    here = buffer.storage_offset() * buffer.element_size()
+    here = int(buffer.storage_offset()) * buffer.element_size()
     return here + offsets_of(layout, buffer.device)

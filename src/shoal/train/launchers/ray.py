@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 
 from shoal.core import children, errors
-from shoal.core.errors import ConfigError, RankError, ShoalError
+from shoal.core.errors import ConfigError, RankError, ShoalError, rebuild
 from shoal.core.parts import part
 from shoal.core.pool import ActorResources
 from shoal.core.pool.ray import RayPool
@@ -272,8 +272,6 @@ class _Ranks:
         return states
 
     def _fail(self, number: int, kind: str, message: str) -> None:
-        from shoal.train.supervise import rebuild
-
         cls = getattr(errors, kind, RankError)
         text = message.removeprefix(f"rank {number}: ")
         order = 3 if issubclass(cls, RankError) else 1  # what others say of a lost one comes last
