@@ -108,7 +108,7 @@ def test_many_ranks_are_shown_by_the_first_and_the_last() -> None:
         (("1f1b", "--microbatches", -3), ("microbatches", "at least 1")),
         (("1f1b", "--forward", "nan"), ("schedule.forward = 'nan'",)),
         (("1f1b", "--forward", 0), ("schedule.forward = 0", "above 0")),
-        (("1f1b", "--send", -1), ("schedule.send = -1", "or equal to 0")),
+        (("1f1b", "--send", -1), ("schedule.send = -1", "at least 0")),
         (("1f1b", "--unit", "h"), ("schedule.unit = 'h'", "'s', 'ms', 'us' or 'none'")),
         (("1f1b", "--vocab-barriers", 3), ("schedule.vocab_barriers = 3", "0, 1 or 2")),
         (("1f1b", "--pp", 4096, "--microbatches", 4096), ("--pp", "at most")),

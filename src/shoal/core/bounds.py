@@ -62,7 +62,7 @@ def in_words(bounds: Mapping[str, Any]) -> str:
     """The numbers that are allowed, such as ``at least 1``, ``1 to 64`` or ``in (0, 1]``."""
     finite = bounds.get("lt") == math.inf
     texts = {
-        key: f"{bound:g}" if isinstance(bound, float) else str(bound)
+        key: f"{bound:g}" if isinstance(bound, float) else _spelled(bound)
         for key, bound in bounds.items()
         if not (finite and key == "lt")
     }
@@ -76,6 +76,10 @@ def in_words(bounds: Mapping[str, Any]) -> str:
         words = {key: word for key, word in words.items() if key == "multiple_of"}
         words["range"] = range_
     return ", ".join([*words.values(), *(["finite"] if finite else [])])
+
+
+def _spelled(bound: int) -> str:
+    return f"{bound:,}" if bound >= 10**6 else str(bound)
 
 
 _BOUNDED: dict[type[Any], dict[str, Any]] = {}
