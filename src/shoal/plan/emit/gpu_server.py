@@ -13,12 +13,10 @@ from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.phases import phases_of
 from shoal.plan.emit.shared import allowed, check_host, header, script, unexpressed
 
-__all__ = ["CACHES", "DTYPES", "GpuServer"]
+__all__ = ["DTYPES", "GpuServer"]
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
-# Parts of kind ``kv`` that it has words for.
-CACHES = ("paged",)
 # Why it has words for one part of a kind alone.
 _WHY = {"scheduler": "it joins requests any time", "kv": "its cache is paged"}
 
@@ -53,7 +51,7 @@ class GpuServer(ABC):
                 f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp"
             )
         expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
-        results += unexpressed(job, {**expresses, "kv": CACHES}, _WHY)
+        results += unexpressed(job, {**expresses, "kv": ("paged",)}, _WHY)
         return (*results, *self._refuses(plan))
 
     def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from shoal.core.parts import part, table
+from shoal.core.traits import traits
 from shoal.ir import ServePlan
-from shoal.plan.emit.gpu_server import CACHES, DTYPES, GpuServer
+from shoal.plan.emit.gpu_server import DTYPES, GpuServer
 from shoal.plan.emit.phases import first_port, phase_files, phases_of
 from shoal.plan.emit.shared import header, model_word, script
 from shoal.plan.serving.plans import precision_of
@@ -41,9 +42,9 @@ class VLLM(GpuServer):
         job = plan.job
         results = []
         block = getattr(table("kv").build(job.kv), "block_size", BLOCKS[0])
-        if job.kv.name in CACHES and block not in BLOCKS:
+        if "fixed_size_blocks" in traits("kv", job.kv) and block not in BLOCKS:
             words = ", ".join(map(str, BLOCKS))
-            results.append(f"kv.paged.block_size = {block}: use {words}")
+            results.append(f"kv.{job.kv.name}.block_size = {block}: use {words}")
         most = job.max_position or plan.shape.max_position
         if not _chunked(job.scheduler.options) and job.max_step_tokens < most:
             results.append(
