@@ -74,7 +74,7 @@ def describe(**changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"nodes": 0}, ("m.yaml", "nodes = 0", "greater than 0")),
+        ({"nodes": 0}, ("m.yaml", "nodes = 0", "above 0")),
         ({"device__power_watts": float("inf")}, ("device.power_watts = inf", "finite")),
         ({"device__matmul_flops": {"bf16": 9e14}}, ("above peak_flops.bf16", "correct one")),
         ({"device__memory": None}, ("device.memory: missing", "give a value")),
@@ -147,7 +147,7 @@ def saved() -> dict[str, object]:
         ("job.parallel.pp", 99, ("plan.yaml: parallel.pp = 99", "at most")),
         ("job.parallel.vpp", 2, ("parallel.vpp = 2", "with schedule 1f1b")),
         ("job.parallel.dp", 7, ("parallel.dp = 7", "make global_batch a multiple")),
-        ("job.parallel.dp", -1, ("job.parallel.dp = -1", "greater than 0")),
+        ("job.parallel.dp", -1, ("job.parallel.dp = -1", "above 0")),
         ("job.microbatch", 5, ("plan.yaml: microbatch = 5", "give a divisor")),
         ("job.parallel.schedule", "1f2b", ("schedule = '1f2b'", "1f1b")),
         ("job.parallel.dq", 2, ("job.parallel.dq: no such key", "did you mean 'dp'")),

@@ -78,7 +78,7 @@ def test_what_a_study_does_not_have_is_refused_before_anything_is_written(tmp_pa
     assert "--out: nothing is saved here" in str(done.exception)
     assert not list(tmp_path.iterdir())
     done = RUN.invoke(app, ["explain", "fold", "--pp", "0"])
-    assert "explain.fold.pp = 0: input should be greater than 0" in str(done.exception)
+    assert "explain.fold.pp = 0: expected above 0" in str(done.exception)
 
 
 def test_a_study_answers_programs() -> None:

@@ -247,7 +247,7 @@ def test_wrong_options() -> None:
         ("rs", "losses", 0),
         ("copies", "copies", 0),
     ]:
-        with pytest.raises(ConfigError, match=rf"checkpoint\.memory.*{option} = {value}"):
+        with pytest.raises(ConfigError, match=rf"memory.*{option} = {value}"):
             MEMORY_CODES.build({"name": name, option: value})
     with pytest.raises(ConfigError, match="parity on the node that holds the data"):
         Stripes.of(MEMORY_CODES.build("xor"), 1, 100)

@@ -211,7 +211,7 @@ def test_spec_reads_what_it_writes():
         ("- match: x", ConfigError, "expected the keys match and rule"),
         ("- {match: x, rule: fold}", UnknownPartError, "expected one of unique, replicated"),
         ("- {match: x, rule: fragment(dims=1)}", UnknownKeyError, "did you mean"),
-        ("- {match: x, rule: fragment(dim=-1)}", ConfigError, "0 or more"),
+        ("- {match: x, rule: fragment(dim=-1)}", ConfigError, "at least 0"),
         ("- {match: x, rule: 'fused(parts=[1, 0])'}", ConfigError, "above 0"),
         ("- {match: '(', rule: average}", ConfigError, "no regular expression"),
         ('- {match: x, rule: \'__import__("os").system("x")\'}', ConfigError, "cannot be read"),

@@ -27,7 +27,6 @@ CHOICES = {
 REASONS = {
     "ir/architecture.py": (6, "the value's own file; a gate of its own makes another model_type"),
     "model/architecture.py": (1, "two descriptions of one model are compared with each other"),
-    "plan/emit/vllm.py": (1, "the option in the message is that of the part it has a word for"),
     "serve/bench/tune.py": (1, "a recorded trace has its own number of requests"),
 }
 

@@ -135,7 +135,7 @@ def test_unknown_keys_name_layer_and_nearest_spelling(layers: Any, message: str)
     [
         ("paralel: {dp: 1}", "did you mean 'parallel'"),
         ("parallel: {dq: 1}", "did you mean 'dp'"),
-        ("steps: 0", "steps = 0: input should be greater than 0"),
+        ("steps: 0", "steps = 0: expected above 0"),
         ("steps: .inf", "steps"),
         ("[1, 2]", "expected a mapping"),
         ("steps: 1\nsteps: 2", "the key 'steps' stands twice"),

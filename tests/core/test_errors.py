@@ -52,7 +52,7 @@ def test_the_docstring_draws_the_tree_as_it_is() -> None:
 
 
 def test_all_names_are_handed_on() -> None:
-    assert sorted(errors.__all__) == sorted([*classes(), "nearest", "require"])
+    assert sorted(errors.__all__) == sorted([*classes(), "nearest", "rebuild", "require"])
 
 
 def test_no_shoal_error_is_defined_elsewhere_in_core() -> None:

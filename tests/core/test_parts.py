@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 
 from shoal.core import parts
-from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError
+from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError, require
 from shoal.core.parts import Choice, PartTable, options_of, part
 
 
@@ -42,7 +45,40 @@ class Needy:
     path: str
 
 
-TABLE = PartTable("compressor", {"topk": f"{__name__}:Topk", "needy": f"{__name__}:Needy"})
+@part
+class Bounded:
+    """A part whose options have bounds, and a rule between two of them.
+
+    Args:
+        port: of both sides.
+        least: from below.
+        rate: without an end.
+        share: open below.
+        sizes: a bound of each.
+        steps: a number or a word.
+        width: in units.
+    """
+
+    port: Annotated[int, Ge(1), Le(65535)] = 80
+    least: Annotated[int, Ge(2)] | None = None
+    rate: Annotated[float, Gt(0), Lt(math.inf)] = 1.0
+    share: Annotated[float, Gt(0), Le(1)] = 0.5
+    sizes: tuple[Annotated[int, Ge(4)], ...] = (4,)
+    steps: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
+    width: Annotated[int, MultipleOf(64), Ge(64)] = 64
+
+    def __post_init__(self) -> None:
+        require(self.port % self.sizes[0] == 0, "bounded.port", self.port, expected="a multiple")
+
+
+TABLE = PartTable(
+    "compressor",
+    {
+        "topk": f"{__name__}:Topk",
+        "needy": f"{__name__}:Needy",
+        "bounded": f"{__name__}:Bounded",
+    },
+)
 
 
 def test_part_is_frozen_and_keyword_only() -> None:
@@ -84,7 +120,7 @@ def test_spell_is_the_inverse_of_build() -> None:
 @pytest.mark.parametrize(
     ("choice", "error", "message"),
     [
-        ("topq", UnknownPartError, "expected one of topk, needy; did you mean 'topk'"),
+        ("topq", UnknownPartError, "expected one of topk, needy, bounded; did you mean 'topk'"),
         ({"name": "topk", "ratoi": 1}, UnknownKeyError, "did you mean 'ratio'"),
         ({"name": "topk", "ratio": "x"}, ConfigError, r"compressor\.topk\.ratio = 'x'"),
         ({"name": "needy"}, ConfigError, r"compressor\.needy\.path: missing"),
@@ -97,14 +133,57 @@ def test_bad_choices(choice: Any, error: type[Exception], message: str) -> None:
         TABLE.build(choice)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("port", 0, "port = 0: expected 1 to 65535"),
+        ("port", 65536, "port = 65536: expected 1 to 65535"),
+        ("least", 1, "least = 1: expected at least 2"),
+        ("rate", 0, "rate = 0: expected above 0, finite"),
+        ("rate", math.inf, "rate = inf: expected above 0, finite"),
+        ("rate", math.nan, "rate = nan: expected above 0, finite"),
+        ("share", 0.0, "share = 0.0: expected in (0, 1]"),
+        ("sizes", (4, 3), "sizes.1 = 3: expected at least 4"),
+        ("sizes", (0,), "sizes.0 = 0: expected at least 4"),  # before the rule divides by it
+        ("steps", 0, "steps = 0: expected at least 1"),
+        ("width", 96, "width = 96: expected a multiple of 64, at least 64"),
+        ("width", 0, "width = 0: expected a multiple of 64, at least 64"),
+    ],
+)
+def test_bounds_of_options(option: str, value: Any, message: str) -> None:
+    """A part that is chosen and one that is constructed raise the same."""
+    with pytest.raises(ConfigError, match="^" + re.escape(f"job.compressor.bounded.{message}")):
+        TABLE.build({"name": "bounded", option: value}, where="job.compressor")
+    with pytest.raises(ConfigError, match="^" + re.escape(f"Bounded.{message}")):
+        Bounded(**{option: value})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        dataclasses.replace(Bounded(), **{option: value})
+
+
+def test_values_within_their_bounds_are_taken() -> None:
+    given = {"port": 4096, "least": 2, "rate": 1e300, "share": 1, "sizes": (4, 8), "steps": "auto"}
+    assert TABLE.build({"name": "bounded", **given}) == Bounded(**given)
+    assert Bounded(steps=3).steps == 3
+    assert Bounded(least=None).least is None
+    with pytest.raises(ConfigError, match=r"bounded.port = 3: expected a multiple"):
+        Bounded(port=3)
+
+
+def test_message_of_a_registered_part_names_kind_and_part() -> None:
+    from shoal.fields.data.cluster.clara import CLARA
+
+    with pytest.raises(ConfigError, match=r"^clusterer\.clara\.samples = 0: expected at least 1"):
+        CLARA(samples=0)
+
+
 def test_where_names_the_place_in_the_config() -> None:
     with pytest.raises(UnknownPartError, match=r"^job\.sync = 'x'"):
         TABLE.build("x", where="job.sync")
 
 
 def test_table_is_a_mapping() -> None:
-    assert list(TABLE) == ["topk", "needy"]
-    assert len(TABLE) == 2
+    assert list(TABLE) == ["topk", "needy", "bounded"]
+    assert len(TABLE) == 3
     assert TABLE["topk"] == f"{__name__}:Topk"
     with pytest.raises(KeyError):
         TABLE["nothing"]

@@ -234,7 +234,7 @@ def test_local_a_signal_that_no_wait_notices_is_found_soon() -> None:
     ],
 )
 def test_bad_options(choice: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="expected 0 or more"):
+    with pytest.raises(ConfigError, match="expected at least 0"):
         POOLS.build(choice)
 
 

@@ -48,7 +48,7 @@ def test_the_corpus_is_that_of_its_seed():
     assert other.fingerprint() != first.fingerprint()
     assert not {one.text for one in documents} & {one.text for one in other.documents()}
     for bad in ({"problems": 0}, {"heldout": 0}, {"seed": -1}):
-        with pytest.raises(ConfigError, match=r"data\.tasks"):
+        with pytest.raises(ConfigError, match=r"corpus\.tasks"):
             CORPORA.build({"name": "tasks", **bad})
 
 

@@ -12,7 +12,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.parts import table
 from shoal.core.random import generator
 from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
-from shoal.cost.serving.queueing import busy_share, md1_ttft, md1_ttft_inter, md1_ttft_intra
+from shoal.cost.serving.queueing import busy_share, md1_ttft
 from shoal.ir import Arrival, SchedulerLimits
 from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 
@@ -43,34 +43,25 @@ def test_one_device() -> None:
 
 @pytest.mark.slow
 def test_two_stages() -> None:
-    # Beyond what one device could compute.
-    assert mean_ttft(1.4, 1.0, stages=2) == pytest.approx(md1_ttft_inter(1.4, 1.0), rel=0.03)
+    # Beyond what one device could compute: D + R D^2 / (4 (2 - R D)) of DistServe, equation 3.
+    assert mean_ttft(1.4, 1.0, stages=2) == pytest.approx(1 + 1.4 / (4 * 0.6), rel=0.03)
 
 
 @pytest.mark.slow
 def test_two_devices_that_share_layers() -> None:
-    result = mean_ttft(1.0, 1.0 / 1.5)
-    assert result == pytest.approx(md1_ttft_intra(1.0, 1.0, speedup=1.5), rel=0.03)
+    # D / K + R D^2 / (2 K (K - R D)) of DistServe, equation 2, with K = 1.5.
+    assert mean_ttft(1.0, 1.0 / 1.5) == pytest.approx(1 / 1.5 + 1 / (3 * 0.5), rel=0.03)
 
 
-def test_the_closed_forms_by_hand() -> None:
+def test_the_closed_form_by_hand() -> None:
     assert md1_ttft(0.5, 1.0) == pytest.approx(1 + 0.5 / (2 * 0.5))
-    assert md1_ttft_inter(0.5, 1.0) == pytest.approx(1 + 0.5 / (4 * 1.5))
-    assert md1_ttft_intra(0.5, 1.0, speedup=1.6) == pytest.approx(1 / 1.6 + 0.5 / (3.2 * 1.1))
-    # Without a queue sharing layers is sooner; where one device has no rest, stages are.
-    assert md1_ttft_intra(0.01, 1.0, speedup=1.5) < md1_ttft_inter(0.01, 1.0)
-    assert md1_ttft_inter(1.45, 1.0) < md1_ttft_intra(1.45, 1.0, speedup=1.5)
 
 
 def test_what_has_no_mean() -> None:
     with pytest.raises(ConfigError, match=r"less than 2 a second, all that one device can compute"):
         md1_ttft(2.0, 0.5)
-    with pytest.raises(ConfigError, match="a pipeline of two stages"):
-        md1_ttft_inter(2.0, 1.0)
     with pytest.raises(ConfigError, match="the queue grows without end"):
-        md1_ttft_intra(1.5, 1.0, speedup=1.5)
-    with pytest.raises(ConfigError, match="speedup"):
-        md1_ttft_intra(0.5, 1.0, speedup=0.5)
+        md1_ttft(1.5, 1.0)
     with pytest.raises(ConfigError, match="service"):
         md1_ttft(0.5, 0.0)
 

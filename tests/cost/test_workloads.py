@@ -202,9 +202,9 @@ def test_a_trace_is_written_and_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("requests", 0, "1 to 10 million"),
-        ("rate", -1.0, "requests per second above 0"),
-        ("scale", 0.5, "a number of 1 or more"),
+        ("requests", 0, "expected 1 to 10,000,000"),
+        ("rate", -1.0, "expected above 0, finite"),
+        ("scale", 0.5, "expected at least 1, finite"),
     ],
 )
 def test_refuses_wrong_options(name: str, option: str, value: float, message: str) -> None:
@@ -215,13 +215,13 @@ def test_refuses_wrong_options(name: str, option: str, value: float, message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "chat", "burstiness": 0}, "burstiness = 0.0: expected a number above 0"),
-        ({"name": "shared_prefix", "prefixes": 0}, "prefixes = 0: expected 1 or more"),
-        ({"name": "shared_prefix", "prefix_tokens": 0}, "prefix_tokens = 0: expected 1 or more"),
+        ({"name": "chat", "burstiness": 0}, "burstiness = 0: expected above 0"),
+        ({"name": "shared_prefix", "prefixes": 0}, "prefixes = 0: expected at least 1"),
+        ({"name": "shared_prefix", "prefix_tokens": 0}, "prefix_tokens = 0: expected at least 1"),
         ({"name": "multiturn", "turns": 0}, "turns = 0: expected 1 to 1000"),
-        ({"name": "multiturn", "think_s": -1}, "think_s = -1.0: expected 0 to a million"),
-        ({"name": "trace", "path": "x", "rate": 0}, "rate = 0.0: expected requests per second"),
-        ({"name": "trace", "path": "x", "requests": 0}, "requests = 0: expected 1 to 10 million"),
+        ({"name": "multiturn", "think_s": -1}, "think_s = -1: expected 0 to 1,000,000"),
+        ({"name": "trace", "path": "x", "rate": 0}, "rate = 0: expected above 0"),
+        ({"name": "trace", "path": "x", "requests": 0}, "requests = 0: expected 1 to 10,000,000"),
     ],
 )
 def test_refuses_wrong_options_of_its_own(options: dict[str, Any], message: str) -> None:

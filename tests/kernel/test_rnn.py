@@ -14,6 +14,7 @@ from shoal.core.errors import KernelError
 from shoal.kernel.dispatch import candidates, dispatch
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import FUNCTIONS
+from shoal.kernel.rnn.fused import tiles_of
 from shoal.plan.constrint.tiles import Facts
 
 FAST = ("fused", "alternating")
@@ -181,8 +182,7 @@ def test_a_head_that_threads_share_is_the_same(name: str) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        kernel: Any = dispatch(Recurrence(name, 1, 11, 1, 150), wanted="fused")
-        assert kernel.tiles(Recurrence(name, 1, 11, 1, 150))["team"] > 1 or name == "elman"
+        assert tiles_of(Recurrence(name, 1, 11, 1, 150))["team"] > 1 or name == "elman"
         result = gradients(given_, name, "fused")
         torch.set_num_threads(1)
         assert worst(result[:2], gradients(given_, name, "fused")[:2]) == 0
@@ -268,14 +268,13 @@ def test_dispatch_takes_the_fused_kernel_and_the_other_where_heads_are_large() -
 
 
 def test_tiles_follow_the_machine() -> None:
-    kernel: Any = dispatch(Recurrence("lstm", 1, 8, 12, 64), wanted="fused")
     call = Recurrence("lstm", 16, 8, 12, 64)
     wide = Facts(cores=2, vector_bytes=64, registers=32, l1_bytes=49152, l2_bytes=2097152)
-    assert kernel.tiles(call, wide)["rows"] == 6
-    assert kernel.tiles(call, wide.model_copy(update={"registers": 16}))["rows"] == 2
+    assert tiles_of(call, wide)["rows"] == 6
+    assert tiles_of(call, wide.model_copy(update={"registers": 16}))["rows"] == 2
     alone = Recurrence("lstm", 1, 8, 1, 256)
-    assert kernel.tiles(alone, wide)["team"] == 2
-    assert kernel.tiles(alone, wide.model_copy(update={"cores": 1}))["team"] == 1
+    assert tiles_of(alone, wide)["team"] == 2
+    assert tiles_of(alone, wide.model_copy(update={"cores": 1}))["team"] == 1
 
 
 @pytest.mark.parametrize(

@@ -428,10 +428,10 @@ def test_groups_of_workers():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"name": "co2", "tau": 0}, "at least 1 step"),
-        ({"name": "co2", "within": 0}, "at least 1 rank"),
-        ({"name": "co2", "clip": 0.0}, "none for no clipping"),
-        ({"name": "co2", "outer_momentum": 1.0}, "below 1"),
+        ({"name": "co2", "tau": 0}, "tau = 0: expected at least 1"),
+        ({"name": "co2", "within": 0}, "within = 0: expected at least 1"),
+        ({"name": "co2", "clip": 0.0}, "clip = 0.0: expected above 0"),
+        ({"name": "co2", "outer_momentum": 1.0}, r"outer_momentum = 1.0: expected in \[0, 1\)"),
         ({"name": "diloco", "outer_lr": 0.0}, "above 0"),
         ({"name": "co2", "dtype": "bf16", "sharded": True}, "fp32 with sharded"),
     ],

@@ -550,7 +550,7 @@ def test_refuses_a_cache_of_no_block(kv: str) -> None:
 
 
 def test_refuses_a_wrong_watermark() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler.fcfs.watermark = 1.0: expected a share"):
+    with pytest.raises(ConfigError, match=r"scheduler.fcfs.watermark = 1.0: expected in \[0, 1\)"):
         Fcfs(watermark=1.0)
 
 

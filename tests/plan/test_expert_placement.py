@@ -183,7 +183,7 @@ def test_loads_are_expected_by_what_was():
 
 def test_what_cannot_be():
     placers = table("placer")
-    with pytest.raises(ConfigError, match=r"fssdp.slots = -1.*0 or more"):
+    with pytest.raises(ConfigError, match=r"fssdp.slots = -1.*at least 0"):
         placers.build({"name": "fssdp", "slots": -1})
     with pytest.raises(ConfigError, match=r"rearranged.every = 0.*1 or more"):
         RearrangedPlacement(every=0)

@@ -71,11 +71,11 @@ def test_kubernetes_is_a_service_and_an_indexed_job(plan: TrainPlan) -> None:
     ("choice", "message"),
     [
         ({"name": "slurm", "partition": "a; rm -rf"}, "expected a plain word"),
-        ({"name": "slurm", "hours": 0}, "hours above 0"),
+        ({"name": "slurm", "hours": 0}, "hours = 0: expected above 0"),
         ({"name": "torchrun", "port": 80}, "1024 to 65535"),
-        ({"name": "torchrun", "restarts": -1}, "restarts = -1: expected 0 or more"),
+        ({"name": "torchrun", "restarts": -1}, "restarts = -1: expected at least 0"),
         ({"name": "kubernetes", "image": ""}, "an image name"),
-        ({"name": "ray", "room_s": -1}, "0 or more"),
+        ({"name": "ray", "room_s": -1}, "at least 0"),
         ("pbs", "expected one of torchrun, slurm, kubernetes"),
     ],
 )

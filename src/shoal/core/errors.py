@@ -54,6 +54,7 @@ __all__ = [
     "UnknownKeyError",
     "UnknownPartError",
     "nearest",
+    "rebuild",
     "require",
 ]
 
@@ -156,6 +157,13 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     cutoff = 0.5 if len(word) <= 3 else 0.6
     matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f"did you mean {matches[0]!r}?" if matches else ""
+
+
+def rebuild(cls: type[ShoalError], message: str) -> ShoalError:
+    """An error of another process, whatever the constructor of its class takes."""
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    return error
 
 
 def require(

@@ -49,6 +49,7 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.core.bounds import check_bounds, in_words
 from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError, nearest
 
 __all__ = [
@@ -131,9 +132,22 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def part(cls: type[_T]) -> type[_T]:
-    """Make ``cls`` a part: a frozen keyword-only dataclass that refuses unknown options."""
+    """Make ``cls`` a part: a frozen keyword-only dataclass that refuses unknown options.
+
+    A part built with a number beyond the bounds of its annotation raises ``ConfigError``.
+    """
     cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
-    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    result = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    construct = result.__init__
+
+    @functools.wraps(construct)
+    def checked(self: Any, **options: Any) -> None:
+        # Before the rules between options, which may rely on the bounds.
+        check_bounds(type(self), options, lambda: _spelled(type(self)))
+        construct(self, **options)
+
+    result.__init__ = checked  # type: ignore[method-assign]
+    return result
 
 
 def load_object(path: str) -> Any:
@@ -279,16 +293,23 @@ class PartTable(Mapping[str, str]):
         try:
             return _adapter(cls).validate_python(dict(chosen.options))
         except ValidationError as cause:
+            check_bounds(cls, chosen.options, lambda: f"{where}.{chosen.name}")
             known = keys_at(cls, cause.errors()[0]["loc"][:-1])
             raise explain(cause, f"{where}.{chosen.name}", known=known) from None
 
     def spell(self, instance: object) -> Choice:
         """The choice that builds ``instance`` again; options at their defaults are left out."""
-        for name in self:
-            module, _, attribute = self[name].partition(":")
-            if type(instance).__qualname__ == attribute and type(instance).__module__ == module:
-                return Choice(name=name, options=_given(instance))
-        raise UnknownPartError(f"{type(instance).__qualname__} is in no table of {self.kind} parts")
+        name = self.name_of(type(instance))
+        if name is None:
+            raise UnknownPartError(
+                f"{type(instance).__qualname__} is in no table of {self.kind} parts"
+            )
+        return Choice(name=name, options=_given(instance))
+
+    def name_of(self, cls: type[Any]) -> str | None:
+        """The name of a part in this table; None for any other class."""
+        path = f"{cls.__module__}:{cls.__qualname__}"
+        return next((name for name in self if self[name] == path), None)
 
 
 def table(kind: str) -> PartTable:
@@ -301,6 +322,14 @@ def table(kind: str) -> PartTable:
         raise UnknownPartError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
     table: PartTable = load_object(KINDS[kind])
     return table
+
+
+def _spelled(cls: type[Any]) -> str:
+    """``kind.name`` of a part in a message; the name of the class if no table lists it."""
+    for kind in KINDS:
+        if name := table(kind).name_of(cls):
+            return f"{kind}.{name}"
+    return cls.__qualname__
 
 
 def options_of(cls: type[Any]) -> tuple[str, ...]:
@@ -377,7 +406,10 @@ def explain(cause: ValidationError, where: str, known: tuple[str, ...] = ()) -> 
         )
     if first["type"] == "missing":
         return ConfigError(f"{place}: missing; give a value")
-    reason = first["msg"][0].lower() + first["msg"][1:]
+    if first["type"].startswith(("greater_than", "less_than", "multiple_of")):
+        reason = f"expected {in_words(first['ctx'])}"
+    else:
+        reason = first["msg"][0].lower() + first["msg"][1:]
     return ConfigError(f"{place} = {first['input']!r}: {reason}")
 
 

@@ -9,11 +9,13 @@ import posixpath
 import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from typing import IO, Any, NamedTuple
+from typing import IO, Annotated, Any, NamedTuple
 
-from shoal.core.errors import DataError, MissingExtraError
-from shoal.core.parts import Choice
-from shoal.corpora.protocols import data_time
+from annotated_types import Ge
+
+from shoal.core.errors import DataError, MissingExtraError, require
+from shoal.core.parts import Choice, part
+from shoal.corpora.protocols import HELDOUT_EVERY, data_time
 from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
@@ -191,16 +193,22 @@ def _reason(cause: BaseException) -> str:
     return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
 
 
+@part
 class FileCorpus:
     """Base of the corpora whose documents lie in files: their digest, their bytes, their cost.
 
-    Attributes:
+    Args:
         path: file or directory; any url that fsspec knows.
-        pattern: what a directory's file names must match.
+        pattern: what a directory's file names must match; ``*`` also spans ``/``.
+        heldout_every: one document in so many is held out.
     """
 
     path: str
-    pattern: str
+    pattern: str = "*"
+    heldout_every: Annotated[int, Ge(2)] = HELDOUT_EVERY
+
+    def __post_init__(self) -> None:
+        require(bool(self.path.strip()), "data.path", self.path, expected="a file or directory")
 
     def fingerprint(self) -> str:
         """Digest of the files; see :meth:`Listing.fingerprint`."""

@@ -9,8 +9,7 @@ from typing import Any
 from shoal.core.errors import DataError, require
 from shoal.core.parts import part
 from shoal.corpora.files import FileCorpus
-from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, split_of
-from shoal.corpora.text import check_options
+from shoal.corpora.protocols import Document, Split, split_of
 
 __all__ = ["JsonlCorpus"]
 
@@ -25,21 +24,16 @@ class JsonlCorpus(FileCorpus):
     ``id_field``, or without one ``file#line`` with lines counted from 0.
 
     Args:
-        path: file or directory; any url that fsspec knows.
         field: the key that holds the text.
         id_field: a key whose value names the row, or empty.
-        pattern: what a directory's file names must match; ``*`` also spans ``/``.
-        heldout_every: one document in so many is held out.
     """
 
-    path: str
     field: str = "text"
     id_field: str = ""
     pattern: str = "*.jsonl*"
-    heldout_every: int = HELDOUT_EVERY
 
     def __post_init__(self) -> None:
-        check_options("jsonl", self.path, self.heldout_every)
+        super().__post_init__()
         require(bool(self.field), "data.jsonl.field", self.field, expected="the name of a key")
 
     def documents(self, split: Split | None = None) -> Iterator[Document]:

@@ -8,8 +8,7 @@ from typing import Any
 from shoal.core.errors import DataError, MissingExtraError, require
 from shoal.core.parts import part
 from shoal.corpora.files import FileCorpus
-from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, split_of
-from shoal.corpora.text import check_options
+from shoal.corpora.protocols import Document, Split, split_of
 
 __all__ = ["Parquet"]
 
@@ -24,21 +23,16 @@ class Parquet(FileCorpus):
     ``id_column``, or without one ``file#row`` with rows counted from 0.
 
     Args:
-        path: file or directory; any url that fsspec knows.
         column: the column that holds the text.
         id_column: a column whose value names the row, or empty.
-        pattern: what a directory's file names must match; ``*`` also spans ``/``.
-        heldout_every: one document in so many is held out.
     """
 
-    path: str
     column: str = "text"
     id_column: str = ""
     pattern: str = "*.parquet"
-    heldout_every: int = HELDOUT_EVERY
 
     def __post_init__(self) -> None:
-        check_options("parquet", self.path, self.heldout_every)
+        super().__post_init__()
         require(bool(self.column), "data.parquet.column", self.column, expected="a column's name")
 
     def documents(self, split: Split | None = None) -> Iterator[Document]:

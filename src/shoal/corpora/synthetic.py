@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge, Le
 
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, data_time, split_of
@@ -60,24 +60,9 @@ class Synthetic:
     """
 
     kind: Literal["records", "logs", "arithmetic"] = "records"
-    size_bytes: int = 1_000_000
+    size_bytes: Annotated[int, Ge(1), Le(2**40)] = 1_000_000
     seed: int = 0
-    heldout_every: int = HELDOUT_EVERY
-
-    def __post_init__(self) -> None:
-        where = "data.synthetic"
-        require(
-            1 <= self.size_bytes <= 2**40,
-            f"{where}.size_bytes",
-            self.size_bytes,
-            expected="1 to 2**40 bytes",
-        )
-        require(
-            self.heldout_every >= 2,
-            f"{where}.heldout_every",
-            self.heldout_every,
-            expected="a whole number of at least 2",
-        )
+    heldout_every: Annotated[int, Ge(2)] = HELDOUT_EVERY
 
     def documents(self, split: Split | None = None) -> Iterator[Document]:
         """The documents of one split, or of both, in the order of their numbers."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from annotated_types import Ge
 
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.corpora.protocols import Document, Split, data_time
@@ -135,15 +135,9 @@ class Tasks:
         seed: of all problems.
     """
 
-    problems: int = 60_000
-    heldout: int = 600
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for key in ("problems", "heldout"):
-            count = getattr(self, key)
-            require(count >= 1, f"data.tasks.{key}", count, expected="at least 1")
-        require(self.seed >= 0, "data.tasks.seed", self.seed, expected="0 or more")
+    problems: Annotated[int, Ge(1)] = 60_000
+    heldout: Annotated[int, Ge(1)] = 600
+    seed: Annotated[int, Ge(0)] = 0
 
     def documents(self, split: Split | None = None) -> Iterator[Document]:
         """The problems of one split, or those to train on before those held out."""

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import IO
 
-from shoal.core.errors import DataError, require
+from shoal.core.errors import DataError
 from shoal.core.parts import part
 from shoal.corpora.files import BLOCK, FileCorpus
-from shoal.corpora.protocols import HELDOUT_EVERY, Document, Split, split_of
+from shoal.corpora.protocols import Document, Split, split_of
 
 __all__ = ["TextCorpus", "pieces"]
 
@@ -29,19 +29,7 @@ class TextCorpus(FileCorpus):
     that passes without a blank line, at the last line end. The pieces joined are the
     file. Held out: ``sha256(name) % heldout_every == 0``, where the name is the path
     relative to the directory, or ``file#number`` for a piece of a single file.
-
-    Args:
-        path: file or directory; any url that fsspec knows.
-        pattern: what a directory's file names must match; ``*`` also spans ``/``.
-        heldout_every: one document in so many is held out.
     """
-
-    path: str
-    pattern: str = "*"
-    heldout_every: int = HELDOUT_EVERY
-
-    def __post_init__(self) -> None:
-        check_options("text", self.path, self.heldout_every)
 
     def documents(self, split: Split | None = None) -> Iterator[Document]:
         """The documents of one split, or of both, in the order of the names.
@@ -64,21 +52,6 @@ class TextCorpus(FileCorpus):
                         place = split_of(name, self.heldout_every)
                     if split in (None, place):
                         yield Document(name, text, place)
-
-
-def check_options(corpus: str, path: str, heldout_every: int) -> None:
-    """Check what all corpora of user files share.
-
-    Raises:
-        ConfigError: an option has a value that cannot be used.
-    """
-    require(bool(path.strip()), f"data.{corpus}.path", path, expected="a file or directory")
-    require(
-        heldout_every >= 2,
-        f"data.{corpus}.heldout_every",
-        heldout_every,
-        expected="a whole number of at least 2",
-    )
 
 
 def pieces(stream: IO[bytes], where: str, target: int) -> Iterator[str]:

@@ -6,9 +6,11 @@ From these numbers :mod:`shoal.kernel.dispatch` tells which kernel is fastest fo
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.core.errors import MachineError, MissingExtraError, require
+from annotated_types import Ge
+
+from shoal.core.errors import MachineError, MissingExtraError
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.protocols import ProbeContext
@@ -34,10 +36,7 @@ class KernelsProbe:
         repeats: passes over a quarter of a gibibyte of weights; 0 for 2 (fast) or 6.
     """
 
-    repeats: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.repeats >= 0, "probe.kernels.repeats", self.repeats, expected="0 or more")
+    repeats: Annotated[int, Ge(0)] = 0
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantity ``OP.BACKEND`` (B/s) at a number of rows; the note is the type."""

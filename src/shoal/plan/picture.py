@@ -101,24 +101,9 @@ def content(plans: Sequence[TrainPlan], answers: Sequence[WhatIfResult] = ()) ->
 
 def page(plans: Sequence[TrainPlan], answers: Sequence[WhatIfResult] = (), *, title: str) -> str:
     """Plans as one HTML page without links to other files."""
-    from markupsafe import Markup
-
     from shoal.core.web import WebSite
 
-    site = WebSite("shoal.plan")
-
-    def asset(name: str) -> Markup:
-        # Files of this package, which stand in the page as they are.
-        return Markup(site.asset(name).decode())  # noqa: S704
-
-    return site.render(
-        "plans.html",
-        title=title,
-        style=asset("style.css"),
-        script=asset("theme.js"),
-        icon=asset("favicon.svg"),
-        **content(plans, answers),
-    )
+    return WebSite("shoal.plan").render_alone("plans.html", title=title, **content(plans, answers))
 
 
 def _short(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

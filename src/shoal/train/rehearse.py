@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
@@ -43,7 +45,7 @@ class StepsProbe:
     """
 
     names: tuple[str, ...] = ()
-    repeats: int = 0
+    repeats: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         require(
@@ -52,7 +54,6 @@ class StepsProbe:
             ", ".join(self.names),
             expected=f"some of {', '.join(REHEARSALS)}",
         )
-        require(self.repeats >= 0, "probe.steps.repeats", self.repeats, expected="0 or more")
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantity ``step`` (s); the note names the rehearsal."""

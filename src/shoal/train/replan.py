@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shoal.parallel.protocols import Comm
     from shoal.train.loop import TrainStepResult
 
-__all__ = ["Change", "ReplanHook", "Replanner", "measure_links"]
+__all__ = ["Change", "ReplanHook", "Replanner", "link_calls", "measure_links"]
 
 # Steps that are not measured: memory and threads are cold.
 _WARMUP = 2
@@ -59,6 +59,37 @@ class Change(NamedTuple):
     reason: str
 
 
+def link_calls(comm: Comm, size: int, *, tag: str) -> dict[str, tuple[float, Callable[[], None]]]:
+    """Of each operation among all ranks: bytes that a rank sends, and the call that sends them.
+
+    Args:
+        comm: all ranks, two or more.
+        size: bytes of the whole tensor, rounded down to equal parts.
+        tag: of the messages.
+    """
+    import torch
+
+    n = comm.world
+    count = size // 4 // n * n
+    whole = torch.zeros(count, device=comm.device)
+    part = torch.zeros(count // n, device=comm.device)
+    buffer = torch.empty_like(whole)
+
+    def swap() -> None:
+        other = comm.receive(buffer, (comm.rank - 1) % n, tag=tag)
+        own = comm.send(whole, (comm.rank + 1) % n, tag=tag)
+        other.wait()
+        own.wait()
+
+    share = 4.0 * count * (n - 1) / n
+    return {
+        "all_reduce": (2 * share, lambda: comm.all_reduce(whole, tag=tag).wait()),
+        "gather": (share, lambda: comm.all_gather(whole, part, tag=tag).wait()),
+        "scatter": (share, lambda: comm.reduce_scatter(part, whole, tag=tag).wait()),
+        "send": (4.0 * count, swap),
+    }
+
+
 def measure_links(comm: Comm) -> tuple[LinkFit, ...]:
     """Fits of sums, gathers and messages among all ranks, as they are at the moment.
 
@@ -71,29 +102,12 @@ def measure_links(comm: Comm) -> tuple[LinkFit, ...]:
 
     if comm.world == 1:
         return ()
-    points: dict[str, list[tuple[float, float]]] = {"all_reduce": [], "gather": [], "send": []}
-    n = comm.world
+    ops = ("all_reduce", "gather", "send")
+    points: dict[str, list[tuple[float, float]]] = {op: [] for op in ops}
     for size in _SIZES:
-        count = size // 4 // n * n
-        whole = torch.zeros(count, device=comm.device)
-        part = torch.zeros(count // n, device=comm.device)
-        buffer = torch.empty_like(whole)
-
-        def swap(whole: torch.Tensor = whole, buffer: torch.Tensor = buffer) -> None:
-            other = comm.receive(buffer, (comm.rank - 1) % n, tag=_TAG)
-            own = comm.send(whole, (comm.rank + 1) % n, tag=_TAG)
-            other.wait()
-            own.wait()
-
-        def add(whole: torch.Tensor = whole) -> None:
-            comm.all_reduce(whole, tag=_TAG).wait()
-
-        def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> None:
-            comm.all_gather(whole, part, tag=_TAG).wait()
-
-        share = 4.0 * count * (n - 1) / n
-        calls = (("all_reduce", add, 2 * share), ("gather", gather, share))
-        for op, call, sent in (*calls, ("send", swap, 4.0 * count)):
+        calls = link_calls(comm, size, tag=_TAG)
+        for op in ops:
+            sent, call = calls[op]
             results = []
             for _ in range(_REPEATS):
                 comm.barrier()
@@ -105,8 +119,8 @@ def measure_links(comm: Comm) -> tuple[LinkFit, ...]:
             comm.all_reduce(slowest, tag=_TAG, op="max").wait()
             points[op].append((sent, float(slowest)))
     fits = []
-    for op in ("all_reduce", "gather", "send"):
-        group = 2 if op == "send" else n
+    for op in ops:
+        group = 2 if op == "send" else comm.world
         small, large = points[op]
         # Noise can make the larger message the faster one; then its rate is all there is.
         large = (large[0], max(large[1], 1.001 * small[1]))

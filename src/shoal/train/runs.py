@@ -205,6 +205,12 @@ def number(value: Any) -> float:
         return math.nan
 
 
+def finite(value: Any) -> float | None:
+    """A number of an event; None when it is none, or not finite."""
+    result = number(value)
+    return result if math.isfinite(result) else None
+
+
 class _Cache(Generic[_T]):
     """The last few values, made again when their key changes."""
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.checkpoint.store import Store
 from shoal.core import children, errors
-from shoal.core.errors import CheckpointError, RankError, ShoalError
+from shoal.core.errors import CheckpointError, RankError, rebuild
 from shoal.ir import TrainPlan
 from shoal.parallel.comm.heartbeat import BeatReader, Heartbeat, HeartbeatReading, blame
 from shoal.parallel.comm.silent import said, silent_links
@@ -34,7 +34,7 @@ from shoal.train.watch.recorder import read as read_flight
 if TYPE_CHECKING:
     from shoal.checkpoint.inmemory.fleet import Fleet
 
-__all__ = ["Failure", "Supervisor", "rebuild"]
+__all__ = ["Failure", "Supervisor"]
 
 _POLL_S = 0.05
 # With thousands of ranks a look at all of them takes milliseconds: processes are asked for at once
@@ -420,13 +420,6 @@ def child_ended() -> bool:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True  # all were waited for
-
-
-def rebuild(cls: type[ShoalError], message: str) -> ShoalError:
-    """An error of another process, whatever the constructor of its class takes."""
-    error = cls.__new__(cls)
-    Exception.__init__(error, message)
-    return error
 
 
 def _full(folder: Path) -> str:

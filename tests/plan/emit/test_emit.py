@@ -475,9 +475,9 @@ def test_unknown_engines_and_options() -> None:
         EMITTERS.build("megatorn", where="--emit")
     from shoal.core.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"emit\.vllm\.memory"):
+    with pytest.raises(ConfigError, match=r"emitter\.vllm\.memory"):
         EMITTERS.build({"name": "vllm", "memory": 1.5})
-    with pytest.raises(ConfigError, match=r"emit\.llamacpp\.port"):
+    with pytest.raises(ConfigError, match=r"emitter\.llamacpp\.port"):
         EMITTERS.build({"name": "llamacpp", "port": 0})
 
 

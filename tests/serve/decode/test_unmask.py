@@ -194,7 +194,7 @@ def test_every_policy_moves_and_touches_only_masks(name):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"name": "threshold", "tau": 0.0}, r"unmask.threshold.tau = 0.0: expected a probability"),
+        ({"name": "threshold", "tau": 0.0}, r"unmask.threshold.tau = 0.0: expected in \(0, 1\]"),
         ({"name": "threshold", "tau": 1.2}, r"unmask.threshold.tau = 1.2"),
         ({"name": "credit", "tau": -1.0}, r"unmask.credit.tau"),
         ({"name": "credit", "beta": 2.0}, r"unmask.credit.beta"),

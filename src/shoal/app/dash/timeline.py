@@ -20,7 +20,7 @@ from shoal.app.dash.lanes import Lanes, LaneSpan, LaneStay, PlaceHistory
 from shoal.core.errors import ShoalError
 from shoal.core.parts import table
 from shoal.train.layout import RunDir
-from shoal.train.runs import Events, RunStatus, number, open_inside
+from shoal.train.runs import Events, RunStatus, finite, number, open_inside
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.protocols import Fault
 from shoal.train.watch.recorder import COMPUTE, Flight, read
@@ -229,15 +229,10 @@ def _start_row(start: _Start, base: str) -> dict[str, Any]:
         "bad": fault is not None,
         "rank": None if fault is None else fault.get("rank"),
         "place": place,
-        "after_s": None if fault is None else _finite(fault.get("seconds")),
+        "after_s": None if fault is None else finite(fault.get("seconds")),
         "message": "" if fault is None else str(fault.get("message", ""))[:600],
         "then": after,
     }
-
-
-def _finite(value: Any) -> float | None:
-    result = number(value)
-    return result if math.isfinite(result) else None
 
 
 def _places(starts: Sequence[_Start], live: bool) -> PlaceHistory:

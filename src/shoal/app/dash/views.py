@@ -24,7 +24,7 @@ from shoal.ir import Machine, Plan, Quantity, Report, compared, kind_of, quantit
 from shoal.machine.described import load, names
 from shoal.plan.saved import read_plan
 from shoal.serve.watch.moments import WINDOW_S, Watch
-from shoal.train.runs import FILES, Events, Runs, RunStatus, number, open_inside
+from shoal.train.runs import FILES, Events, Runs, RunStatus, finite, number, open_inside
 from shoal.train.saves import checkpoints, heat_of, stalls_of
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
     left = (total - done) * number(last.get("step_s")) if last and found.live else None
     return {
         "run": found,
-        "last": {key: _finite(last.get(key)) for key in _LAST},
+        "last": {key: finite(last.get(key)) for key in _LAST},
         "done": done,
         "total": total,
         "left_s": left if left is not None and math.isfinite(left) else None,
@@ -222,12 +222,6 @@ def run(runs: Runs, found: RunStatus) -> dict[str, Any]:
 
 
 _LAST = ("loss", "tokens_per_s", "mfu", "memory_bytes", "step_s", "lr", "grad_norm")
-
-
-def _finite(value: Any) -> float | None:
-    """A number of an event; None when it is none."""
-    result = number(value)
-    return result if math.isfinite(result) else None
 
 
 def _so_far(report: Report[Any], live: bool) -> Report[Any]:

@@ -11,7 +11,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Le
 
 from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.formats.deepspeed_files import (
@@ -159,12 +161,7 @@ class DeepSpeedFormat:
         zero: how a rank's buffers are cut: 1 and 2 cut groups, 3 cuts every parameter.
     """
 
-    zero: int = 1
-
-    def __post_init__(self) -> None:
-        require(
-            1 <= self.zero <= 3, "checkpoint_format.deepspeed.zero", self.zero, expected="1 to 3"
-        )
+    zero: Annotated[int, Ge(1), Le(3)] = 1
 
     def holds(self, path: Path) -> bool:
         """Rank files, or the name of a directory of them."""

@@ -21,7 +21,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
 
 from shoal.checkpoint.formats import pickles
 from shoal.checkpoint.formats.huggingface import model_of
@@ -166,15 +168,7 @@ class MegatronFormat:
         multiple: the vocabulary is padded to a multiple of this for each tp rank.
     """
 
-    multiple: int = 128
-
-    def __post_init__(self) -> None:
-        require(
-            self.multiple >= 1,
-            "checkpoint_format.megatron.multiple",
-            self.multiple,
-            expected="1 or more",
-        )
+    multiple: Annotated[int, Ge(1)] = 128
 
     def holds(self, path: Path) -> bool:
         """Rank directories, or the number of an iteration."""

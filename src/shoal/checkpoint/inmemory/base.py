@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.sizes import Size
@@ -23,33 +27,19 @@ class MemoryCodeBase:
         max_overhead: share of a step's time that copying may take from computation.
     """
 
-    every: int = 1
+    every: Annotated[int, Ge(1)] = 1
     group: int = 0
-    ranks_per_node: int = 1
-    bucket: Size = 4 * 2**20
-    max_overhead: float = 0.02
+    ranks_per_node: Annotated[int, Ge(1)] = 1
+    bucket: Annotated[Size, Ge(4096)] = 4 * 2**20
+    max_overhead: Annotated[float, Gt(0), Le(1)] = 0.02
 
     def __post_init__(self) -> None:
         where = "checkpoint.memory"
-        require(self.every >= 1, f"{where}.every", self.every, expected="1 or more steps")
         require(
             self.group == 0 or 2 <= self.group <= _MEMBERS,
             f"{where}.group",
             self.group,
             expected=f"2 to {_MEMBERS} members, or 0 for one on every node",
-        )
-        require(
-            self.ranks_per_node >= 1,
-            f"{where}.ranks_per_node",
-            self.ranks_per_node,
-            expected="1 or more",
-        )
-        require(self.bucket >= 4096, f"{where}.bucket", self.bucket, expected="4096 or more bytes")
-        require(
-            0 < self.max_overhead <= 1,
-            f"{where}.max_overhead",
-            self.max_overhead,
-            expected="a share in (0, 1]",
         )
 
     def check(self, members: int) -> None:

@@ -6,7 +6,9 @@ Checkpoints, 2023, section 4 (replicas on the following machines).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
 
 from shoal.checkpoint.inmemory.base import MemoryCodeBase
 from shoal.core.errors import require
@@ -28,16 +30,10 @@ class ReplicaCode(MemoryCodeBase):
         copies: members that keep a copy of each piece, beside its own.
     """
 
-    copies: int = 1
+    copies: Annotated[int, Ge(1)] = 1
 
     def __post_init__(self) -> None:
         MemoryCodeBase.__post_init__(self)
-        require(
-            self.copies >= 1,
-            "checkpoint.memory.copies.copies",
-            self.copies,
-            expected="1 or more",
-        )
 
     def check(self, members: int) -> None:
         """Refuse more copies than there are other members.

@@ -6,7 +6,9 @@ Correction to the 1997 Tutorial on Reed-Solomon Coding, 2003.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
 
 from shoal.checkpoint.inmemory.base import MemoryCodeBase
 from shoal.core.errors import require
@@ -26,16 +28,10 @@ class ReedSolomon(MemoryCodeBase):
         losses: members of a group that may be lost at once.
     """
 
-    losses: int = 2
+    losses: Annotated[int, Ge(1)] = 2
 
     def __post_init__(self) -> None:
         MemoryCodeBase.__post_init__(self)
-        require(
-            self.losses >= 1,
-            "checkpoint.memory.rs.losses",
-            self.losses,
-            expected="1 or more members",
-        )
 
     def check(self, members: int) -> None:
         """Refuse a group that is not larger than the losses.

@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
 
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.modes.cost import estimate, saved_bytes, seconds_of
@@ -23,7 +25,6 @@ from shoal.checkpoint.plan import WritePlanner
 from shoal.checkpoint.protocols import SaveTicket
 from shoal.checkpoint.source import CHUNK_BYTES, ByteSource, host_memory
 from shoal.checkpoint.store import plain_meta
-from shoal.core.errors import require
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -50,10 +51,7 @@ class Snapshot:
             writes.
     """
 
-    pools: int = 2
-
-    def __post_init__(self) -> None:
-        require(self.pools >= 1, "save_mode.snapshot.pools", self.pools, expected="at least 1")
+    pools: Annotated[int, Ge(1)] = 2
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """The copy's time."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge, Gt
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part
@@ -54,22 +54,14 @@ class BipolarIntClaim(BaseClaim):
         finetune_s: seconds of finetuning.
     """
 
-    size: int = 4096
-    tokens: int = 256
-    pairs: int = 25
-    buffers: int = 20
-    finetune_s: float = 60.0
+    size: Annotated[int, Ge(64)] = 4096
+    tokens: Annotated[int, Ge(64)] = 256
+    pairs: Annotated[int, Ge(3)] = 25
+    buffers: Annotated[int, Ge(1)] = 20
+    finetune_s: Annotated[float, Gt(0)] = 60.0
 
     rows: ClassVar[tuple[int, ...]] = (130,)
     # Taken beside other work, with weights that stayed in the cache.
-
-    def __post_init__(self) -> None:
-        where = "claim.bipolar_int"
-        for name, value in (("size", self.size), ("tokens", self.tokens)):
-            require(value >= 64, f"{where}.{name}", value, expected="at least 64")
-        require(self.pairs >= 3, f"{where}.pairs", self.pairs, expected="at least 3")
-        require(self.buffers >= 1, f"{where}.buffers", self.buffers, expected="at least 1")
-        require(self.finetune_s > 0, f"{where}.finetune_s", self.finetune_s, expected="above 0")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Without an engine there is nothing to compare."""

@@ -20,14 +20,14 @@ Development, 2024.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge, Le, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.bytecheckpoint_load import measure_load
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["ByteCheckpointClaim"]
@@ -46,23 +46,12 @@ class ByteCheckpointClaim(BaseClaim):
         width: of the model; 1024 gives 600 MB of state.
     """
 
-    samples: int = 40
-    saves: int = 2
-    width: int = 1024
+    samples: Annotated[int, Ge(1)] = 40
+    saves: Annotated[int, Ge(1)] = 2
+    width: Annotated[int, MultipleOf(64), Ge(64), Le(4096)] = 1024
 
     rows: ClassVar[tuple[int, ...]] = (102,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "saves"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.bytecheckpoint.{name}", value, expected="1 or more")
-        require(
-            64 <= self.width <= 4096 and self.width % 64 == 0,
-            "claim.bytecheckpoint.width",
-            self.width,
-            expected="a multiple of 64 up to 4096",
-        )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

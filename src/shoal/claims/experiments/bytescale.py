@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments import ragged
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["ByteScaleClaim"]
@@ -46,18 +46,13 @@ class ByteScaleClaim(BaseClaim):
         seeds: ragged batches that are compared with one process.
     """
 
-    documents: int = 40
-    longest: int = 2048
-    turns: int = 9
-    seeds: int = 4
+    documents: Annotated[int, Ge(2)] = 40
+    longest: Annotated[int, Ge(2)] = 2048
+    turns: Annotated[int, Ge(2)] = 9
+    seeds: Annotated[int, Ge(2)] = 4
 
     rows: ClassVar[tuple[int, ...]] = (20,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("documents", "longest", "turns", "seeds"):
-            value = getattr(self, name)
-            require(value >= 2, f"claim.bytescale.{name}", value, expected="2 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

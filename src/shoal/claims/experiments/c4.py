@@ -15,14 +15,14 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.path_jobs import times_of_jobs
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
 from shoal.machine.emulate import emulate, unavailable
@@ -54,26 +54,11 @@ class C4(BaseClaim):
         draws: placements of the three jobs.
     """
 
-    faults: int = 60
-    clean_steps: int = 1000
-    draws: int = 20
+    faults: Annotated[int, MultipleOf(4), Ge(4)] = 60
+    clean_steps: Annotated[int, Ge(_CHUNK)] = 1000
+    draws: Annotated[int, Ge(1)] = 20
 
     rows: ClassVar[tuple[int, ...]] = (4,)
-
-    def __post_init__(self) -> None:
-        require(
-            self.faults >= 4 and self.faults % 4 == 0,
-            "claim.c4.faults",
-            self.faults,
-            expected="a multiple of 4",
-        )
-        require(
-            self.clean_steps >= _CHUNK,
-            "claim.c4.clean_steps",
-            self.clean_steps,
-            expected=f"at least {_CHUNK}",
-        )
-        require(self.draws >= 1, "claim.c4.draws", self.draws, expected="at least 1")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

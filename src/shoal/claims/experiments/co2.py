@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.machine.emulate import emulate, unavailable
 
@@ -64,20 +65,15 @@ class CO2Claim(BaseClaim):
         seeds: how many of these there are of CO2 and of summed gradients; of others one.
     """
 
-    bandwidth: float = 6.25e6
-    packet: int = 16000
-    tau: int = 6
-    turns: int = 18
-    steps: int = 2400
-    seeds: int = 3
+    bandwidth: Annotated[float, Ge(1)] = 6.25e6
+    packet: Annotated[int, Ge(1)] = 16000
+    tau: Annotated[int, Ge(1)] = 6
+    turns: Annotated[int, Ge(1)] = 18
+    steps: Annotated[int, Ge(1)] = 2400
+    seeds: Annotated[int, Ge(1)] = 3
 
     rows: ClassVar[tuple[int, ...]] = (13,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "packet", "tau", "turns", "steps", "seeds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.co2.{name}", value, expected="1 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -22,13 +22,13 @@ Source: Maurya et al., DataStates-LLM: Lazy Asynchronous Checkpointing for Large
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge, Le, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["DataStatesClaim"]
@@ -49,23 +49,12 @@ class DataStatesClaim(BaseClaim):
         tokens: of a step; enough that the disk keeps up.
     """
 
-    rounds: int = 3
-    steps: int = 4
-    width: int = 1024
-    tokens: int = 1024
+    rounds: Annotated[int, Ge(1)] = 3
+    steps: Annotated[int, Ge(1)] = 4
+    width: Annotated[int, MultipleOf(64), Ge(64), Le(4096)] = 1024
+    tokens: Annotated[int, Ge(1)] = 1024
 
     rows: ClassVar[tuple[int, ...]] = (36,)
-
-    def __post_init__(self) -> None:
-        for name in ("rounds", "steps", "tokens"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.datastates.{name}", value, expected="1 or more")
-        require(
-            64 <= self.width <= 4096 and self.width % 64 == 0,
-            "claim.datastates.width",
-            self.width,
-            expected="a multiple of 64 up to 4096",
-        )
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """A process of torch, and a core for who copies."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
@@ -61,18 +61,12 @@ class DeepOptimizerStatesClaim(BaseClaim):
         pairs: rounds.
     """
 
-    sub_group: int = 250_000
-    groups: int = 24
-    host_rate: float = 3e7
-    pairs: int = 11
+    sub_group: Annotated[int, Ge(1)] = 250_000
+    groups: Annotated[int, Ge(1)] = 24
+    host_rate: Annotated[float, Ge(1)] = 3e7
+    pairs: Annotated[int, Ge(1)] = 11
 
     rows: ClassVar[tuple[int, ...]] = (51,)
-
-    def __post_init__(self) -> None:
-        for name in ("sub_group", "groups", "host_rate", "pairs"):
-            value = getattr(self, name)
-            where = f"claim.deep_optimizer_states.{name}"
-            require(value >= 1, where, value, expected="1 or more")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Two threads need a core each."""

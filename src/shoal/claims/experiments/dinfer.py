@@ -20,9 +20,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -95,12 +96,11 @@ class DInfer(BaseClaim):
     """
 
     problems: int = 900
-    rounds: int = 10
+    rounds: Annotated[int, Ge(1)] = 10
 
     rows: ClassVar[tuple[int, ...]] = (107,)
 
     def __post_init__(self) -> None:
-        require(self.rounds >= 1, "claim.dinfer.rounds", self.rounds, expected="at least 1")
         require(
             self.problems >= self.rounds * len(NAMES),
             "claim.dinfer.problems",

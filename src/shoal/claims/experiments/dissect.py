@@ -16,8 +16,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -82,7 +83,7 @@ class Dissect(BaseClaim):
     """
 
     largest_bytes: int = 2**30
-    repeats: int = 9
+    repeats: Annotated[int, Ge(3)] = 9
     threads: int = 1
 
     rows: ClassVar[tuple[int, ...]] = (48,)
@@ -100,7 +101,6 @@ class Dissect(BaseClaim):
             self.threads,
             expected=f"0 to {len(host.cpus())}, the cores of this process",
         )
-        require(self.repeats >= 3, "claim.dissect.repeats", self.repeats, expected="at least 3")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Without a compiler nothing can be probed."""

@@ -18,14 +18,14 @@ Language Model Serving, 2024.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge, Gt
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate_fleet
 from shoal.cost.serving.queueing import md1_ttft
@@ -94,15 +94,11 @@ class DistServe(BaseClaim):
         model: of the zoo, for the real runs.
     """
 
-    requests: int = 600
-    seconds: float = 8.0
+    requests: Annotated[int, Ge(500)] = 600
+    seconds: Annotated[float, Gt(0)] = 8.0
     model: str = "shoal-8m"
 
     rows: ClassVar[tuple[int, ...]] = (40,)
-
-    def __post_init__(self) -> None:
-        require(self.requests >= 500, "claim.distserve.requests", self.requests, expected="500 up")
-        require(self.seconds > 0, "claim.distserve.seconds", self.seconds, expected="more than 0")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -15,7 +15,9 @@ import functools
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
@@ -42,10 +44,10 @@ class DovetailClaim(BaseClaim):
         weights: format of the drafters' matrices.
     """
 
-    prompts: int = 24
-    prompt_tokens: int = 64
-    new_tokens: int = 96
-    rounds: int = 3
+    prompts: Annotated[int, Ge(1)] = 24
+    prompt_tokens: Annotated[int, Ge(1)] = 64
+    new_tokens: Annotated[int, Ge(1)] = 96
+    rounds: Annotated[int, Ge(1)] = 3
     layers: tuple[int, ...] = (1, 2)
     sweep: tuple[int, ...] = (3, 6, 10, 16)
     link_s: float = 20e-6
@@ -56,9 +58,6 @@ class DovetailClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (133,)
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "new_tokens", "rounds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.dovetail.{name}", value, expected="1 or more")
         for name in ("layers", "sweep"):
             value = getattr(self, name)
             require(bool(value) and min(value) >= 1, f"claim.dovetail.{name}", list(value),

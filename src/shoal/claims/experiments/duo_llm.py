@@ -16,9 +16,10 @@ Models, 2024.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -49,18 +50,15 @@ class DuoLLM(BaseClaim):
         groups: parts of them, each a sample.
     """
 
-    steps: int = 400
-    router_steps: int = 120
-    hidden: int = 192
+    steps: Annotated[int, Ge(1)] = 400
+    router_steps: Annotated[int, Ge(1)] = 120
+    hidden: Annotated[int, Ge(1)] = 192
     tokens: int = 2048
-    groups: int = 8
+    groups: Annotated[int, Ge(1)] = 8
 
     rows: ClassVar[tuple[int, ...]] = (119,)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "router_steps", "hidden", "groups"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.duo_llm.{name}", value, expected="at least 1")
         require(
             self.tokens % (self.groups * _LENGTH) == 0,
             "claim.duo_llm.tokens",

@@ -12,11 +12,12 @@ group of its own. Eight devices are simulated by what a published draft would re
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -45,33 +46,19 @@ class EasySpecClaim(BaseClaim):
         draft: a model of the zoo.
     """
 
-    group: int = 6
+    group: Annotated[int, Ge(1)] = 6
     stale: str = "full"
-    depth: int = 4
-    prompts: int = 24
-    asked: int = 72
-    prompt_tokens: int = 64
-    new_tokens: int = 96
-    rounds: int = 3
-    passes: int = 31
+    depth: Annotated[int, Ge(1)] = 4
+    prompts: Annotated[int, Ge(1)] = 24
+    asked: Annotated[int, Ge(1)] = 72
+    prompt_tokens: Annotated[int, Ge(1)] = 64
+    new_tokens: Annotated[int, Ge(1)] = 96
+    rounds: Annotated[int, Ge(1)] = 3
+    passes: Annotated[int, Ge(1)] = 31
     draft: str = "shoal-draft-8l"
 
     rows: ClassVar[tuple[int, ...]] = (142,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in (
-            "group",
-            "depth",
-            "prompts",
-            "asked",
-            "prompt_tokens",
-            "new_tokens",
-            "rounds",
-            "passes",
-        ):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.easyspec.{name}", value, expected="1 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

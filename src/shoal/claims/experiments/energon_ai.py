@@ -16,13 +16,13 @@ Source: Du et al., EnergonAI: An Inference System for 10-100 Billion Parameter T
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 
@@ -49,19 +49,14 @@ class EnergonAI(BaseClaim):
         rounds: timed pairs.
     """
 
-    prompts: int = 16
-    longest: int = 200
-    requests: int = 16
-    tokens: int = 32
-    layers: int = 20
-    rounds: int = 16
+    prompts: Annotated[int, Ge(2)] = 16
+    longest: Annotated[int, Ge(2)] = 200
+    requests: Annotated[int, Ge(2)] = 16
+    tokens: Annotated[int, Ge(2)] = 32
+    layers: Annotated[int, Ge(2)] = 20
+    rounds: Annotated[int, Ge(2)] = 16
 
     rows: ClassVar[tuple[int, ...]] = (17,)
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "longest", "requests", "tokens", "layers", "rounds"):
-            value = getattr(self, name)
-            require(value >= 2, f"claim.energon_ai.{name}", value, expected="at least 2")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

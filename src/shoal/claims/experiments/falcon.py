@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge, Le
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -57,26 +58,21 @@ class FalconClaim(BaseClaim):
     """
 
     k: int = 2
-    forwards: int = 2
-    train_tokens: int = 600_000
-    seeds: int = 3
-    texts: int = 40
-    rounds: int = 5
-    new: int = 96
-    nodes: int = 16
-    exact_texts: int = 4
+    forwards: Annotated[int, Ge(1)] = 2
+    train_tokens: Annotated[int, Ge(1)] = 600_000
+    seeds: Annotated[int, Ge(1)] = 3
+    texts: Annotated[int, Ge(1)] = 40
+    rounds: Annotated[int, Ge(1)] = 5
+    new: Annotated[int, Ge(8)] = 96
+    nodes: Annotated[int, Ge(1), Le(63)] = 16
+    exact_texts: Annotated[int, Ge(1)] = 4
     threads: int = 0
 
     rows: ClassVar[tuple[int, ...]] = (104,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def __post_init__(self) -> None:
-        for name in ("forwards", "train_tokens", "seeds", "texts", "rounds", "exact_texts"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.falcon.{name}", value, expected="1 or more")
         require(self.k >= 2, "claim.falcon.k", self.k, expected="2 or more: 1 is the baseline")
-        require(self.new >= 8, "claim.falcon.new", self.new, expected="8 or more")
-        require(1 <= self.nodes <= 63, "claim.falcon.nodes", self.nodes, expected="1 to 63")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -141,23 +142,20 @@ class FastSwitch(BaseClaim):
     """
 
     model: str = "shoal-4m"
-    requests: int = 80
+    requests: Annotated[int, Ge(1)] = 80
     rate: float = 24.0
-    turns: int = 20
+    turns: Annotated[int, Ge(1)] = 20
     think_s: float = 0.7
-    kv_tokens: int = 4096
-    group: int = 16
+    kv_tokens: Annotated[int, Ge(1)] = 4096
+    group: Annotated[int, Ge(1)] = 16
     frequency: float = 0.07
     policy: Policy = "uniform"
-    rounds: int = 4
+    rounds: Annotated[int, Ge(1)] = 4
 
     rows: ClassVar[tuple[int, ...]] = (86,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def __post_init__(self) -> None:
-        for name in ("requests", "turns", "kv_tokens", "group", "rounds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.fastswitch.{name}", value, expected="1 or more")
         require(
             self.rate > 0 and self.think_s > 0 and 0 < self.frequency <= 1,
             "claim.fastswitch.rate",

@@ -14,13 +14,13 @@ and brute force in the place of the solver. The GPU's kernels are timed where th
 from __future__ import annotations
 
 import time
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part
@@ -63,17 +63,12 @@ class FlashRNN(BaseClaim):
         train_steps: of each model that learns parity.
     """
 
-    steps: int = 1024
-    pairs: int = 61
-    train_steps: int = 1500
+    steps: Annotated[int, Ge(1)] = 1024
+    pairs: Annotated[int, Ge(1)] = 61
+    train_steps: Annotated[int, Ge(1)] = 1500
 
     rows: ClassVar[tuple[int, ...]] = (116,)
     # Noisy with 15 pairs.
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "pairs", "train_steps"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.flash_rnn.{name}", value, expected="1 or more")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """The fused kernel needs a compiler."""

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 
@@ -110,21 +110,14 @@ class Flover(BaseClaim):
     """
 
     model: str = "shoal-4m"
-    requests: int = 60
-    rate: float = 80.0
-    batch: int = 16
-    window_s: float = 0.05
-    rounds: int = 8
+    requests: Annotated[int, Ge(1)] = 60
+    rate: Annotated[float, Gt(0)] = 80.0
+    batch: Annotated[int, Ge(1)] = 16
+    window_s: Annotated[float, Ge(0)] = 0.05
+    rounds: Annotated[int, Ge(1)] = 8
 
     rows: ClassVar[tuple[int, ...]] = (95,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "batch", "rounds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.flover.{name}", value, expected="1 or more")
-        require(self.rate > 0, "claim.flover.rate", self.rate, expected="positive")
-        require(self.window_s >= 0, "claim.flover.window_s", self.window_s, expected="0 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -17,14 +17,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.cost.scaling_reports import scaling_report
 from shoal.ir import Machine, ModelShape, Parallel, TrainJob
@@ -83,16 +83,11 @@ class FrontierRecipe(BaseClaim):
         explained: trials of the search from which the influence of the axes is learnt.
     """
 
-    trials: int = 48
-    seeds: int = 10
-    explained: int = 64
+    trials: Annotated[int, Ge(24)] = 48
+    seeds: Annotated[int, Ge(1)] = 10
+    explained: Annotated[int, Ge(24)] = 64
 
     rows: ClassVar[tuple[int, ...]] = (9,)
-
-    def __post_init__(self) -> None:
-        for name, value in (("trials", self.trials), ("explained", self.explained)):
-            require(value >= 24, f"claim.frontier.{name}", value, expected="24 or more")
-        require(self.seeds >= 1, "claim.frontier.seeds", self.seeds, expected="1 or more")
 
     def _scarce(self, seed: int) -> dict[str, JsonValue]:
         """The same search on sixteen nodes, where 3 % of the configurations work."""

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import statistics
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import PlanError, require
+from shoal.core.errors import PlanError
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -70,18 +72,13 @@ class FsmoeClaim(BaseClaim):
         repeats: pairs of timings.
     """
 
-    hidden: int = 512
-    width: int = 1024
-    tokens: int = 1024
-    repeats: int = 24
+    hidden: Annotated[int, Ge(4)] = 512
+    width: Annotated[int, Ge(4)] = 1024
+    tokens: Annotated[int, Ge(4)] = 1024
+    repeats: Annotated[int, Ge(4)] = 24
 
     rows: ClassVar[tuple[int, ...]] = (35,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "width", "tokens", "repeats"):
-            value = getattr(self, name)
-            require(value >= 4, f"claim.fsmoe.{name}", value, expected="4 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from annotated_types import Ge, Gt, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
 
@@ -48,29 +48,16 @@ class FuyouClaim(BaseClaim):
         amounts: of swapped bytes that are measured.
     """
 
-    device_mib: int = 96
-    host_mib: int = 160
-    disk_rate: float = 400e6
-    width: int = 1024
-    tokens: int = 512
-    pairs: int = 5
-    amounts: int = 9
+    device_mib: Annotated[int, Ge(1)] = 96
+    host_mib: Annotated[int, Ge(1)] = 160
+    disk_rate: Annotated[float, Gt(0)] = 400e6
+    width: Annotated[int, MultipleOf(64), Ge(128)] = 1024
+    tokens: Annotated[int, Ge(1)] = 512
+    pairs: Annotated[int, Ge(1)] = 5
+    amounts: Annotated[int, Ge(2)] = 9
 
     rows: ClassVar[tuple[int, ...]] = (79,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("device_mib", "host_mib", "tokens", "pairs"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.fuyou.{name}", value, expected="1 or more")
-        require(self.amounts >= 2, "claim.fuyou.amounts", self.amounts, expected="2 or more")
-        require(self.disk_rate > 0, "claim.fuyou.disk_rate", self.disk_rate, expected="above 0")
-        require(
-            self.width >= 128 and self.width % 64 == 0,
-            "claim.fuyou.width",
-            self.width,
-            expected="a multiple of 64 from 128",
-        )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

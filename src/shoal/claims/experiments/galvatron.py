@@ -20,9 +20,10 @@ import statistics
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Le
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -64,25 +65,19 @@ class GalvatronClaim(BaseClaim):
         patience: steps in which another plan must be better.
     """
 
-    bandwidth: float = 25e6
-    cut_from: float = 200e6
-    rounds: int = 2
-    turns: int = 4
-    final: int = 12
-    before: int = 12
-    after: int = 120
-    patience: int = 20
+    bandwidth: Annotated[float, Ge(1e5), Le(1e9)] = 25e6
+    cut_from: Annotated[float, Ge(1e5), Le(1e9)] = 200e6
+    rounds: Annotated[int, Ge(1)] = 2
+    turns: Annotated[int, Ge(1)] = 4
+    final: Annotated[int, Ge(1)] = 12
+    before: Annotated[int, Ge(1)] = 12
+    after: Annotated[int, Ge(1)] = 120
+    patience: Annotated[int, Ge(1)] = 20
 
     rows: ClassVar[tuple[int, ...]] = (103,)
 
     def __post_init__(self) -> None:
         where = "claim.galvatron"
-        for name in ("bandwidth", "cut_from"):
-            value = getattr(self, name)
-            require(1e5 <= value <= 1e9, f"{where}.{name}", value, expected="1e5 to 1e9 byte/s")
-        for name in ("rounds", "turns", "final", "before", "after", "patience"):
-            value = getattr(self, name)
-            require(value >= 1, f"{where}.{name}", value, expected="at least 1")
         require(
             self.after > self.patience,
             f"{where}.after",

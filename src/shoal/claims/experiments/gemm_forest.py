@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part
@@ -52,21 +52,11 @@ class GemmForest(BaseClaim):
         pairs: rounds of the best and the worst tile at 1024^3.
     """
 
-    budget_s: float = 150.0
-    trees: int = 100
-    pairs: int = 25
+    budget_s: Annotated[float, Gt(0)] = 150.0
+    trees: Annotated[int, Ge(1)] = 100
+    pairs: Annotated[int, Ge(1)] = 25
 
     rows: ClassVar[tuple[int, ...]] = (41,)
-
-    def __post_init__(self) -> None:
-        require(
-            self.budget_s > 0,
-            "claim.gemm_forest.budget_s",
-            self.budget_s,
-            expected="seconds above 0",
-        )
-        for name, value in (("trees", self.trees), ("pairs", self.pairs)):
-            require(value >= 1, f"claim.gemm_forest.{name}", value, expected="1 or more")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """The kernel needs a compiler, the forest scikit-learn, the library torch."""

@@ -19,8 +19,9 @@ import functools
 import itertools
 import math
 import statistics
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -50,10 +51,10 @@ class GPipeClaim(BaseClaim):
     """
 
     layers: int = 8
-    width: int = 512
+    width: Annotated[int, Ge(8)] = 512
     batch: int = 4096
-    repeats: int = 11
-    budget: int = 6
+    repeats: Annotated[int, Ge(3)] = 11
+    budget: Annotated[int, Ge(4)] = 6
 
     rows: ClassVar[tuple[int, ...]] = (139,)
 
@@ -70,9 +71,6 @@ class GPipeClaim(BaseClaim):
             self.batch,
             expected=f"a multiple of {_MANY}, the most micro-batches",
         )
-        require(self.width >= 8, "claim.gpipe.width", self.width, expected="at least 8")
-        require(self.repeats >= 3, "claim.gpipe.repeats", self.repeats, expected="at least 3")
-        require(self.budget >= 4, "claim.gpipe.budget", self.budget, expected="at least 4")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -17,13 +17,13 @@ The A/A run has experts on their owners.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part, table
 
 if TYPE_CHECKING:
@@ -47,18 +47,12 @@ class HecateClaim(BaseClaim):
         tokens: of a device and step, of the simulated layer.
     """
 
-    steps: int = 240
-    slots: int = 2
-    tokens: int = 4096
+    steps: Annotated[int, Ge(1)] = 240
+    slots: Annotated[int, Ge(0)] = 2
+    tokens: Annotated[int, Ge(1)] = 4096
 
     rows: ClassVar[tuple[int, ...]] = (65,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "tokens"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.hecate.{name}", value, expected="1 or more")
-        require(self.slots >= 0, "claim.hecate.slots", self.slots, expected="0 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

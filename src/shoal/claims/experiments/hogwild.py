@@ -21,15 +21,15 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.bench.decode import LOOPS, distinct_runs
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -60,20 +60,11 @@ class HogwildClaim(BaseClaim):
         problems: prompts of eight sums.
     """
 
-    pairs: int = 21
-    steps: int = 6
-    problems: int = 200
+    pairs: Annotated[int, Ge(3)] = 21
+    steps: Annotated[int, Ge(4)] = 6
+    problems: Annotated[int, Ge(10)] = 200
 
     rows: ClassVar[tuple[int, ...]] = (143,)
-
-    def __post_init__(self) -> None:
-        for name, least in (("pairs", 3), ("steps", 4), ("problems", 10)):
-            require(
-                getattr(self, name) >= least,
-                f"claim.hogwild.{name}",
-                getattr(self, name),
-                expected=f"at least {least}",
-            )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

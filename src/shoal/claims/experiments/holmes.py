@@ -16,7 +16,9 @@ The A/A run has hosts in turn.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
@@ -51,18 +53,15 @@ class HolmesClaim(BaseClaim):
     """
 
     global_batches: tuple[int, ...] = (256, 512)
-    microbatch: int = 1
-    bandwidth: float = 6.25e6
-    steps: int = 3
-    turns: int = 14
+    microbatch: Annotated[int, Ge(1)] = 1
+    bandwidth: Annotated[float, Ge(1)] = 6.25e6
+    steps: Annotated[int, Ge(1)] = 3
+    turns: Annotated[int, Ge(1)] = 14
 
     rows: ClassVar[tuple[int, ...]] = (12,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def __post_init__(self) -> None:
-        for name in ("microbatch", "bandwidth", "steps", "turns"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.holmes.{name}", value, expected="1 or more")
         require(
             bool(self.global_batches) and min(self.global_batches) >= 32,
             "claim.holmes.global_batches",

@@ -16,13 +16,13 @@ Distributed KVCache, 2024.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -53,28 +53,19 @@ class InfiniteLLM(BaseClaim):
         rounds: timed pairs.
     """
 
-    layers: int = 6
-    hidden: int = 384
-    room: int = 1024
-    kv_tokens: int = 7680
-    long: int = 6000
-    long_new: int = 144
-    shorts: int = 40
-    short: int = 64
-    short_new: int = 256
-    rounds: int = 4
+    layers: Annotated[int, Ge(1)] = 6
+    hidden: Annotated[int, Ge(1)] = 384
+    room: Annotated[int, Ge(512)] = 1024
+    kv_tokens: Annotated[int, Ge(512)] = 7680
+    long: Annotated[int, Ge(1)] = 6000
+    long_new: Annotated[int, Ge(1)] = 144
+    shorts: Annotated[int, Ge(1)] = 40
+    short: Annotated[int, Ge(1)] = 64
+    short_new: Annotated[int, Ge(1)] = 256
+    rounds: Annotated[int, Ge(2)] = 4
 
     rows: ClassVar[tuple[int, ...]] = (39,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "long", "long_new", "shorts", "short", "short_new"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.infinite_llm.{name}", value, expected="1 or more")
-        for name in ("room", "kv_tokens"):
-            value = getattr(self, name)
-            require(value >= 512, f"claim.infinite_llm.{name}", value, expected="512 or more")
-        require(self.rounds >= 2, "claim.infinite_llm.rounds", self.rounds, expected="2 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

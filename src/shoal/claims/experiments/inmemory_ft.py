@@ -24,14 +24,15 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.cached import own_home
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import ShoalError, require
+from shoal.core.errors import ShoalError
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
@@ -64,27 +65,12 @@ class InMemoryFT(BaseClaim):
         trials: simulated jobs.
     """
 
-    trainers: int = 5
-    nodes: int = 4
-    samples: int = 10
-    trials: int = 100_000
+    trainers: Annotated[int, Ge(1)] = 5
+    nodes: Annotated[int, Ge(1)] = 4
+    samples: Annotated[int, Ge(1)] = 10
+    trials: Annotated[int, Ge(1000)] = 100_000
 
     rows: ClassVar[tuple[int, ...]] = (62,)
-
-    def __post_init__(self) -> None:
-        for name in ("trainers", "nodes", "samples"):
-            require(
-                getattr(self, name) >= 1,
-                f"claim.inmemory_ft.{name}",
-                getattr(self, name),
-                expected="at least 1",
-            )
-        require(
-            self.trials >= 1000,
-            "claim.inmemory_ft.trials",
-            self.trials,
-            expected="at least 1000",
-        )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

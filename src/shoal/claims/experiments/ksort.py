@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -55,20 +56,11 @@ class KSort(BaseClaim):
         pairs: rounds of the timing of attention.
     """
 
-    eval_tokens: int = 16384
-    samples: int = 4
-    pairs: int = 15
+    eval_tokens: Annotated[int, Ge(1024)] = 16384
+    samples: Annotated[int, Ge(1)] = 4
+    pairs: Annotated[int, Ge(3)] = 15
 
     rows: ClassVar[tuple[int, ...]] = (132,)
-
-    def __post_init__(self) -> None:
-        for name, least in (("eval_tokens", 1024), ("samples", 1), ("pairs", 3)):
-            require(
-                getattr(self, name) >= least,
-                f"claim.ksort.{name}",
-                getattr(self, name),
-                expected=f"at least {least}",
-            )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

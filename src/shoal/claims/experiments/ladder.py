@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.ir import Architecture
@@ -59,20 +59,15 @@ class LadderClaim(BaseClaim):
         rounds: timed pairs.
     """
 
-    seeds: int = 3
-    steps: int = 250
-    deep: int = 8
-    hidden: int = 768
-    layers: int = 8
-    tokens: int = 24
-    rounds: int = 16
+    seeds: Annotated[int, Ge(1)] = 3
+    steps: Annotated[int, Ge(1)] = 250
+    deep: Annotated[int, Ge(1)] = 8
+    hidden: Annotated[int, Ge(1)] = 768
+    layers: Annotated[int, Ge(1)] = 8
+    tokens: Annotated[int, Ge(1)] = 24
+    rounds: Annotated[int, Ge(1)] = 16
 
     rows: ClassVar[tuple[int, ...]] = (63,)
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "steps", "deep", "hidden", "layers", "tokens", "rounds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.ladder.{name}", value, expected="at least 1")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -26,8 +26,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -115,7 +116,7 @@ class LongCtx(BaseClaim):
     model: str = "shoal-4m"
     first: int = 512
     last: int = 16_384
-    repeats: int = 48
+    repeats: Annotated[int, Ge(1)] = 48
 
     rows: ClassVar[tuple[int, ...]] = (85,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
@@ -127,7 +128,6 @@ class LongCtx(BaseClaim):
             self.first,
             expected=f"a multiple of {_BLOCK}, up to last = {self.last}, which is up to 131072",
         )
-        require(self.repeats >= 1, "claim.longctx.repeats", self.repeats, expected="1 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -16,13 +16,14 @@ import functools
 import importlib.util
 import statistics
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge, Le
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import PlanError, require
+from shoal.core.errors import PlanError
 from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.memory.mapping import MAPPERS
@@ -51,16 +52,11 @@ class MallocGameClaim(BaseClaim):
         pairs: runs of each of two mappings of a real model.
     """
 
-    rounds: int = 10
-    small: int = 10
-    pairs: int = 15
+    rounds: Annotated[int, Ge(1), Le(1000)] = 10
+    small: Annotated[int, Ge(1), Le(1000)] = 10
+    pairs: Annotated[int, Ge(1), Le(1000)] = 15
 
     rows: ClassVar[tuple[int, ...]] = (134,)
-
-    def __post_init__(self) -> None:
-        for name in ("rounds", "small", "pairs"):
-            value = getattr(self, name)
-            require(1 <= value <= 1000, f"claim.malloc_game.{name}", value, expected="1 to 1000")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """The search needs a compiler, the networks torch."""

@@ -17,15 +17,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab import marlin_layout
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -60,27 +60,12 @@ class MarlinClaim(BaseClaim):
         model: mini-model of the zoo whose quality is measured.
     """
 
-    cold_bytes: float = 1e9
-    pairs: int = 15
-    width: int = 1024
+    cold_bytes: Annotated[float, Ge(1e6)] = 1e9
+    pairs: Annotated[int, Ge(3)] = 15
+    width: Annotated[int, MultipleOf(128), Ge(256)] = 1024
     model: str = "shoal-4m-h128"
 
     rows: ClassVar[tuple[int, ...]] = (117,)
-
-    def __post_init__(self) -> None:
-        require(self.pairs >= 3, "claim.marlin.pairs", self.pairs, expected="at least 3")
-        require(
-            self.cold_bytes >= 1e6,
-            "claim.marlin.cold_bytes",
-            self.cold_bytes,
-            expected="at least 1e6",
-        )
-        require(
-            self.width >= 256 and self.width % 128 == 0,
-            "claim.marlin.width",
-            self.width,
-            expected="a multiple of 128, at least 256",
-        )
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Where the 4-bit kernels cannot run."""

@@ -11,7 +11,9 @@ A/A run the heads are left out: plain decoding stands in the place of the part.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.decoding import (
@@ -23,7 +25,6 @@ from shoal.claims.experiments.decoding import (
     target_of,
 )
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["MedusaClaim"]
@@ -44,20 +45,15 @@ class MedusaClaim(BaseClaim):
         weights: format of the heads' matrices.
     """
 
-    prompts: int = 60
-    prompt_tokens: int = 64
-    new_tokens: int = 96
-    rounds: int = 5
-    exact: int = 6
+    prompts: Annotated[int, Ge(1)] = 60
+    prompt_tokens: Annotated[int, Ge(1)] = 64
+    new_tokens: Annotated[int, Ge(1)] = 96
+    rounds: Annotated[int, Ge(1)] = 5
+    exact: Annotated[int, Ge(1)] = 6
     weights: str = "plain"
 
     rows: ClassVar[tuple[int, ...]] = (97,)
     needs: ClassVar[tuple[str, ...]] = ("torch", "transformers")
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "new_tokens", "rounds", "exact"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.medusa.{name}", value, expected="1 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

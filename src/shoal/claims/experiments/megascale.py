@@ -22,8 +22,9 @@ import statistics
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.cached import own_home
@@ -32,7 +33,7 @@ from shoal.claims.experiments.c4 import longest_waiter
 from shoal.claims.lab.bootstrap import bootstrap, groups_of
 from shoal.claims.lab.overlap_ladder import ladder
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import ShoalError, require
+from shoal.core.errors import ShoalError
 from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
@@ -67,33 +68,12 @@ class MegaScaleClaim(BaseClaim):
         ranks: fake ranks that make their groups.
     """
 
-    faults: int = 5
-    clean_steps: int = 500
-    pairs: int = 9
-    ranks: int = 1024
+    faults: Annotated[int, Ge(1)] = 5
+    clean_steps: Annotated[int, Ge(20)] = 500
+    pairs: Annotated[int, Ge(1)] = 9
+    ranks: Annotated[int, MultipleOf(_TP * _PP), Ge(256)] = 1024
 
     rows: ClassVar[tuple[int, ...]] = (81,)
-
-    def __post_init__(self) -> None:
-        for name in ("faults", "pairs"):
-            require(
-                getattr(self, name) >= 1,
-                f"claim.megascale.{name}",
-                getattr(self, name),
-                expected="at least 1",
-            )
-        require(
-            self.clean_steps >= 20,
-            "claim.megascale.clean_steps",
-            self.clean_steps,
-            expected="at least 20",
-        )
-        require(
-            self.ranks >= 256 and self.ranks % (_TP * _PP) == 0,
-            "claim.megascale.ranks",
-            self.ranks,
-            expected=f"a multiple of {_TP * _PP}, 256 or more",
-        )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -15,14 +15,14 @@ Megatron-LM, 2021.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.pipeline_ranks import profile, time_steps
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.training.megatron import training_days
@@ -50,14 +50,10 @@ class MegatronClaim(BaseClaim):
         pairs: timed steps of each schedule on two processes.
     """
 
-    rounds: int = 9
-    pairs: int = 20
+    rounds: Annotated[int, Ge(1)] = 9
+    pairs: Annotated[int, Ge(1)] = 20
 
     rows: ClassVar[tuple[int, ...]] = (22,)
-
-    def __post_init__(self) -> None:
-        require(self.rounds >= 1, "claim.megatron.rounds", self.rounds, expected="at least 1")
-        require(self.pairs >= 1, "claim.megatron.pairs", self.pairs, expected="at least 1")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -17,11 +17,12 @@ The A/A run has the experts inside dp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.kernel.threads import torch_threads
 
@@ -47,20 +48,15 @@ class MoeFoldingClaim(BaseClaim):
         rounds: timed rounds.
     """
 
-    seq_len: int = 4096
-    global_batch: int = 256
-    hidden: int = 512
-    tiny: int = 128
-    tokens: int = 2048
-    rounds: int = 150
+    seq_len: Annotated[int, Ge(1)] = 4096
+    global_batch: Annotated[int, Ge(1)] = 256
+    hidden: Annotated[int, Ge(1)] = 512
+    tiny: Annotated[int, Ge(1)] = 128
+    tokens: Annotated[int, Ge(1)] = 2048
+    rounds: Annotated[int, Ge(1)] = 150
 
     rows: ClassVar[tuple[int, ...]] = (92,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("seq_len", "global_batch", "hidden", "tiny", "tokens", "rounds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.moe_folding.{name}", value, expected="1 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -27,9 +27,10 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -62,20 +63,13 @@ class OneFlow(BaseClaim):
         repeats: pairs of throughput samples.
     """
 
-    graphs: int = 300
-    ranks: int = 4
-    stage_s: float = 0.004
-    items: int = 50
-    repeats: int = 11
+    graphs: Annotated[int, Ge(10)] = 300
+    ranks: Annotated[int, Ge(2)] = 4
+    stage_s: Annotated[float, Gt(0)] = 0.004
+    items: Annotated[int, Ge(4)] = 50
+    repeats: Annotated[int, Ge(3)] = 11
 
     rows: ClassVar[tuple[int, ...]] = (21,)
-
-    def __post_init__(self) -> None:
-        for name, least in (("graphs", 10), ("ranks", 2), ("items", 4), ("repeats", 3)):
-            given = getattr(self, name)
-            where = f"claim.oneflow.{name}"
-            require(given >= least, where, given, expected=f"at least {least}")
-        require(self.stage_s > 0, "claim.oneflow.stage_s", self.stage_s, expected="more than 0 s")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

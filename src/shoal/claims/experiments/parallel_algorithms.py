@@ -14,14 +14,14 @@ import functools
 import importlib.util
 import statistics
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave, num_cores
 from shoal.core.native import compiler
 from shoal.core.parts import part
@@ -44,15 +44,10 @@ class ParallelAlgorithms(BaseClaim):
         pairs: rounds.
     """
 
-    elements: int = 1 << 25
-    pairs: int = 21
+    elements: Annotated[int, Ge(1)] = 1 << 25
+    pairs: Annotated[int, Ge(1)] = 21
 
     rows: ClassVar[tuple[int, ...]] = (10,)
-
-    def __post_init__(self) -> None:
-        for name in ("elements", "pairs"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.parallel_algorithms.{name}", value, expected="1 or more")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """The loops need a compiler, and torch's threads."""

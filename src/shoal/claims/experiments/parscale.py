@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 from statistics import fmean
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt, Lt
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -66,29 +67,24 @@ class ParScaleClaim(BaseClaim):
         rounds: timed rounds of decoding.
     """
 
-    seeds: int = 3
-    steps: int = 250
-    late: float = 0.2
-    hidden: int = 160
+    seeds: Annotated[int, Ge(1)] = 3
+    steps: Annotated[int, Ge(1)] = 250
+    late: Annotated[float, Gt(0), Lt(1)] = 0.2
+    hidden: Annotated[int, Ge(1)] = 160
     wider: tuple[int, ...] = (224,)
-    prefix: int = 48
-    faster: float = 5.0
-    rounds: int = 20
+    prefix: Annotated[int, Ge(1)] = 48
+    faster: Annotated[float, Gt(0)] = 5.0
+    rounds: Annotated[int, Ge(1)] = 20
 
     rows: ClassVar[tuple[int, ...]] = (108,)
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "steps", "hidden", "prefix", "rounds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.parscale.{name}", value, expected="at least 1")
         require(
             len(self.wider) >= 1 and min(self.wider) > self.hidden,
             "claim.parscale.wider",
             self.wider,
             expected=f"widths above hidden = {self.hidden}",
         )
-        require(0 < self.late < 1, "claim.parscale.late", self.late, expected="in (0, 1)")
-        require(self.faster > 0, "claim.parscale.faster", self.faster, expected="a number above 0")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

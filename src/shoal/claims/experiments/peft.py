@@ -15,9 +15,10 @@ import copy
 import dataclasses
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -32,7 +33,6 @@ from shoal.claims.experiments.peft_learning import (
     tune,
 )
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part, table
 from shoal.core.random import generator
@@ -83,26 +83,18 @@ class PeftClaim(BaseClaim):
         rounds: rounds of timed batches of requests.
     """
 
-    hidden: int = 192
-    layers: int = 4
-    pretrain: int = 1500
-    steps: int = 120
-    seeds: int = 3
-    batch: int = 8
-    length: int = 128
-    pairs: int = 31
-    rounds: int = 15
+    hidden: Annotated[int, MultipleOf(64)] = 192
+    layers: Annotated[int, Ge(1)] = 4
+    pretrain: Annotated[int, Ge(1)] = 1500
+    steps: Annotated[int, Ge(1)] = 120
+    seeds: Annotated[int, Ge(1)] = 3
+    batch: Annotated[int, Ge(1)] = 8
+    length: Annotated[int, Ge(1)] = 128
+    pairs: Annotated[int, Ge(1)] = 31
+    rounds: Annotated[int, Ge(1)] = 15
 
     rows: ClassVar[tuple[int, ...]] = (66,)
     needs: ClassVar[tuple[str, ...]] = ("torch", "peft", "transformers")
-
-    def __post_init__(self) -> None:
-        for name in ("pretrain", "steps", "seeds", "batch", "length", "pairs", "rounds", "layers"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.peft.{name}", value, expected="1 or more")
-        require(
-            self.hidden % 64 == 0, "claim.peft.hidden", self.hidden, expected="a multiple of 64"
-        )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

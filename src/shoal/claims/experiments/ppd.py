@@ -13,8 +13,9 @@ Medusa's heads.
 from __future__ import annotations
 
 import statistics
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -54,27 +55,21 @@ class PpdClaim(BaseClaim):
         threads: that compute; 0 for all cores.
     """
 
-    prompts: int = 3
-    ensemble: int = 1
-    train_tokens: int = 600_000
-    texts: int = 40
-    rounds: int = 5
-    new: int = 96
-    sweep_texts: int = 8
+    prompts: Annotated[int, Ge(1)] = 3
+    ensemble: Annotated[int, Ge(1)] = 1
+    train_tokens: Annotated[int, Ge(1)] = 600_000
+    texts: Annotated[int, Ge(1)] = 40
+    rounds: Annotated[int, Ge(1)] = 5
+    new: Annotated[int, Ge(8)] = 96
+    sweep_texts: Annotated[int, Ge(1)] = 8
     sizes: tuple[int, ...] = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
-    exact_texts: int = 4
+    exact_texts: Annotated[int, Ge(1)] = 4
     threads: int = 0
 
     rows: ClassVar[tuple[int, ...]] = (129,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def __post_init__(self) -> None:
-        for name in (
-            "prompts", "ensemble", "train_tokens", "texts", "rounds", "sweep_texts", "exact_texts"
-        ):  # fmt: skip
-            value = getattr(self, name)
-            require(value >= 1, f"claim.ppd.{name}", value, expected="1 or more")
-        require(self.new >= 8, "claim.ppd.new", self.new, expected="8 or more")
         fewest = self.prompts * self.ensemble + 1
         good = bool(self.sizes) and fewest <= min(self.sizes) and max(self.sizes) <= 64
         require(good, "claim.ppd.sizes", list(self.sizes), expected=f"sizes of {fewest} to 64 rows")

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt, Lt, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import Choice, part
 from shoal.kernel.threads import torch_threads
 from shoal.plan.routes.conflicts import random_routes
@@ -87,22 +87,12 @@ class SkipPipeClaim(BaseClaim):
         corpus: where the text is from.
     """
 
-    width: int = 64
-    steps: int = 600
-    lr: float = 6e-3
+    width: Annotated[int, MultipleOf(32), Ge(32)] = 64
+    steps: Annotated[int, Ge(20)] = 600
+    lr: Annotated[float, Gt(0), Lt(1)] = 6e-3
     corpus: str = "stdlib"
 
     rows: ClassVar[tuple[int, ...]] = (93,)
-
-    def __post_init__(self) -> None:
-        require(
-            self.width >= 32 and self.width % 32 == 0,
-            "claim.skippipe.width",
-            self.width,
-            expected="a multiple of 32",
-        )
-        require(self.steps >= 20, "claim.skippipe.steps", self.steps, expected="at least 20")
-        require(0 < self.lr < 1, "claim.skippipe.lr", self.lr, expected="a number between 0 and 1")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

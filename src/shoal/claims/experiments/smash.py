@@ -14,16 +14,16 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Le
 from pydantic import JsonValue
 from scipy.sparse import csr_array
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.rmat import grid, rmat
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.native import compiler
 from shoal.core.parts import part
@@ -47,22 +47,14 @@ class Smash(BaseClaim):
         pairs: rounds.
     """
 
-    inner_scale: int = 13
-    scale: int = 14
-    edge_factor: int = 16
-    points: int = 20_000
-    grid_edge: int = 512
-    pairs: int = 31
+    inner_scale: Annotated[int, Ge(4), Le(18)] = 13
+    scale: Annotated[int, Ge(4), Le(18)] = 14
+    edge_factor: Annotated[int, Ge(1)] = 16
+    points: Annotated[int, Ge(1)] = 20_000
+    grid_edge: Annotated[int, Ge(1)] = 512
+    pairs: Annotated[int, Ge(1)] = 31
 
     rows: ClassVar[tuple[int, ...]] = (124,)
-
-    def __post_init__(self) -> None:
-        for name in ("inner_scale", "scale"):
-            value = getattr(self, name)
-            require(4 <= value <= 18, f"claim.smash.{name}", value, expected="4 to 18")
-        for name in ("edge_factor", "points", "grid_edge", "pairs"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.smash.{name}", value, expected="1 or more")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """The kernels need a compiler and torch."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
@@ -47,24 +47,13 @@ class SSDTrainClaim(BaseClaim):
         pairs: rounds.
     """
 
-    sequences: int = 4
-    length: int = 256
-    hidden: int = 256
-    pairs: int = 21
+    sequences: Annotated[int, Ge(1)] = 4
+    length: Annotated[int, Ge(1)] = 256
+    hidden: Annotated[int, MultipleOf(64), Ge(64)] = 256
+    pairs: Annotated[int, Ge(1)] = 21
 
     rows: ClassVar[tuple[int, ...]] = (99,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("sequences", "length", "pairs"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.ssdtrain.{name}", value, expected="at least 1")
-        require(
-            self.hidden >= 64 and self.hidden % 64 == 0,
-            "claim.ssdtrain.hidden",
-            self.hidden,
-            expected="a multiple of 64",
-        )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

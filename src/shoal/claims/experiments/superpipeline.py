@@ -17,13 +17,13 @@ import importlib
 import importlib.util
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 
@@ -49,24 +49,13 @@ class SuperpipelineClaim(BaseClaim):
         pairs: rounds.
     """
 
-    hidden: int = 512
-    tokens: int = 96
-    bytes_per_s: float = 2e9
-    pairs: int = 15
+    hidden: Annotated[int, MultipleOf(64), Ge(64)] = 512
+    tokens: Annotated[int, Ge(1)] = 96
+    bytes_per_s: Annotated[float, Ge(1)] = 2e9
+    pairs: Annotated[int, Ge(1)] = 15
 
     rows: ClassVar[tuple[int, ...]] = (141,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        require(
-            self.hidden >= 64 and self.hidden % 64 == 0,
-            "claim.superpipeline.hidden",
-            self.hidden,
-            expected="a multiple of 64",
-        )
-        for name in ("tokens", "bytes_per_s", "pairs"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.superpipeline.{name}", value, expected="at least 1")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

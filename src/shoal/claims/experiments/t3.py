@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from annotated_types import Ge, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.meter import Meter
 from shoal.core.parts import part
 from shoal.cost.t3.sublayers import MODELS, SublayerComparison, compare, sublayers
@@ -46,21 +46,11 @@ class T3(BaseClaim):
         repeats: pairs of timings.
     """
 
-    tokens: int = 8192
-    width: int = 1024
-    repeats: int = 15
+    tokens: Annotated[int, MultipleOf(2), Ge(64)] = 8192
+    width: Annotated[int, MultipleOf(2), Ge(64)] = 1024
+    repeats: Annotated[int, Ge(3)] = 15
 
     rows: ClassVar[tuple[int, ...]] = (6,)
-
-    def __post_init__(self) -> None:
-        for name, value in (("tokens", self.tokens), ("width", self.width)):
-            require(
-                value >= 64 and value % 2 == 0,
-                f"claim.t3.{name}",
-                value,
-                expected="an even number of at least 64",
-            )
-        require(self.repeats >= 3, "claim.t3.repeats", self.repeats, expected="at least 3")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

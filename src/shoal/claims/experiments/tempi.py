@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.kernel.strided.canonical import StridedBlock, canonical, rewritten
@@ -65,23 +65,13 @@ class Tempi(BaseClaim):
         repeats: rounds of each of the 60 messages.
     """
 
-    edge: int = 256
-    arrays: int = 12
-    pairs: int = 31
-    nests: int = 300
-    repeats: int = 31
+    edge: Annotated[int, Ge(64)] = 256
+    arrays: Annotated[int, Ge(4)] = 12
+    pairs: Annotated[int, Ge(3)] = 31
+    nests: Annotated[int, Ge(1)] = 300
+    repeats: Annotated[int, Ge(3)] = 31
 
     rows: ClassVar[tuple[int, ...]] = (19,)
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("edge", self.edge, 64),
-            ("arrays", self.arrays, 4),
-            ("pairs", self.pairs, 3),
-            ("nests", self.nests, 1),
-            ("repeats", self.repeats, 3),
-        ):
-            require(value >= least, f"claim.tempi.{name}", value, expected=f"at least {least}")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Needs a compiler for the kernels; MPI and a GPU are skipped by themselves."""

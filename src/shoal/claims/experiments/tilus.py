@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.measure import interleave
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -62,26 +62,11 @@ class Tilus(BaseClaim):
         pairs: rounds of the timings.
     """
 
-    edge: int = 8192
-    cold_bytes: float = 6e8
-    pairs: int = 25
+    edge: Annotated[int, MultipleOf(256), Ge(256)] = 8192
+    cold_bytes: Annotated[float, Ge(1e6)] = 6e8
+    pairs: Annotated[int, Ge(3)] = 25
 
     rows: ClassVar[tuple[int, ...]] = (109,)
-
-    def __post_init__(self) -> None:
-        require(self.pairs >= 3, "claim.tilus.pairs", self.pairs, expected="at least 3")
-        require(
-            self.edge >= 256 and self.edge % 256 == 0,
-            "claim.tilus.edge",
-            self.edge,
-            expected="a multiple of 256, at least 256",
-        )
-        require(
-            self.cold_bytes >= 1e6,
-            "claim.tilus.cold_bytes",
-            self.cold_bytes,
-            expected="at least 1e6",
-        )
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Where the program's C++ cannot run."""

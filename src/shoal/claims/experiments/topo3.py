@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import functools
 import statistics
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part, table
 
 __all__ = ["Topo3Claim"]
@@ -52,20 +53,15 @@ class Topo3Claim(BaseClaim):
         seeds: how many of these there are.
     """
 
-    microbatches: int = 4
+    microbatches: Annotated[int, Ge(1)] = 4
     machine: str = "48xFrontier"
     model: str = "GPT-NeoX-20B"
-    sequences: int = 4
-    steps: int = 300
-    seeds: int = 2
+    sequences: Annotated[int, Ge(1)] = 4
+    steps: Annotated[int, Ge(1)] = 300
+    seeds: Annotated[int, Ge(1)] = 2
 
     rows: ClassVar[tuple[int, ...]] = (24,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("microbatches", "sequences", "steps", "seeds"):
-            value = getattr(self, name)
-            require(value >= 1, f"claim.topo3.{name}", value, expected="1 or more")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -19,9 +19,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt, Lt
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
@@ -88,20 +89,14 @@ class TuneServing(BaseClaim):
     """
 
     models: tuple[str, ...] = ("shoal-0.3m", "shoal-4m")
-    requests: int = 40
-    rounds: int = 3
-    noise: float = 0.02
+    requests: Annotated[int, Ge(1)] = 40
+    rounds: Annotated[int, Ge(2)] = 3
+    noise: Annotated[float, Gt(0), Lt(1)] = 0.02
 
     rows: ClassVar[tuple[int, ...]] = (122,)
 
     def __post_init__(self) -> None:
         require(bool(self.models), "claim.tune_serving.models", (), expected="at least one")
-        for name, least in (("requests", 1), ("rounds", 2)):
-            value = getattr(self, name)
-            require(
-                value >= least, f"claim.tune_serving.{name}", value, expected=f"{least} or more"
-            )
-        require(0 < self.noise < 1, "claim.tune_serving.noise", self.noise, expected="in (0, 1)")
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Engines, two cores, and a way to keep to one of them."""

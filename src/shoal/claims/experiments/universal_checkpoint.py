@@ -24,13 +24,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from annotated_types import Ge, Le, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.scratch import SHARED_MEMORY, scratch_directory
 
@@ -59,25 +59,13 @@ class UniversalCheckpointClaim(BaseClaim):
         large: width of the model whose saves are timed.
     """
 
-    steps: int = 100
-    after: int = 50
-    rounds: int = 40
-    large: int = 256
+    steps: Annotated[int, Ge(1)] = 100
+    after: Annotated[int, Ge(1)] = 50
+    rounds: Annotated[int, Ge(1)] = 40
+    large: Annotated[int, MultipleOf(64), Ge(64), Le(4096)] = 256
 
     rows: ClassVar[tuple[int, ...]] = (7,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "after", "rounds"):
-            value = getattr(self, name)
-            where = f"claim.universal_checkpoint.{name}"
-            require(value >= 1, where, value, expected="1 or more")
-        require(
-            64 <= self.large <= 4096 and self.large % 64 == 0,
-            "claim.universal_checkpoint.large",
-            self.large,
-            expected="a multiple of 64 up to 4096",
-        )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

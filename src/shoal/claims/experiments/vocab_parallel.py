@@ -19,15 +19,15 @@ Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.pipeline_ranks import peak_memory, profile, time_steps
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
 from shoal.ir import TrainJob
@@ -58,15 +58,10 @@ class VocabParallel(BaseClaim):
         pairs: timed steps of two processes, each way.
     """
 
-    rounds: int = 7
-    pairs: int = 20
+    rounds: Annotated[int, Ge(1)] = 7
+    pairs: Annotated[int, Ge(1)] = 20
 
     rows: ClassVar[tuple[int, ...]] = (113,)
-
-    def __post_init__(self) -> None:
-        where = "claim.vocab_parallel"
-        require(self.rounds >= 1, f"{where}.rounds", self.rounds, expected="at least 1")
-        require(self.pairs >= 1, f"{where}.pairs", self.pairs, expected="at least 1")
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -13,13 +13,13 @@ clock.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from annotated_types import Ge, Gt, MultipleOf
 from pydantic import JsonValue
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.kernel.threads import torch_threads
@@ -44,38 +44,15 @@ class ZeroInfinityClaim(BaseClaim):
         pairs: rounds.
     """
 
-    device_mib: int = 64
-    host_mib: int = 256
-    widest: int = 1536
-    disk_rate: float = 100e6
-    width: int = 512
-    pairs: int = 9
+    device_mib: Annotated[int, Ge(1)] = 64
+    host_mib: Annotated[int, Ge(1)] = 256
+    widest: Annotated[int, MultipleOf(64), Ge(128)] = 1536
+    disk_rate: Annotated[float, Gt(0)] = 100e6
+    width: Annotated[int, MultipleOf(64), Ge(128)] = 512
+    pairs: Annotated[int, Ge(1)] = 9
 
     rows: ClassVar[tuple[int, ...]] = (64,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        for name in ("device_mib", "host_mib", "pairs"):
-            require(
-                getattr(self, name) >= 1,
-                f"claim.zero_infinity.{name}",
-                getattr(self, name),
-                expected="1 or more",
-            )
-        for name in ("widest", "width"):
-            value = getattr(self, name)
-            require(
-                value >= 128 and value % 64 == 0,
-                f"claim.zero_infinity.{name}",
-                value,
-                expected="a multiple of 64 from 128",
-            )
-        require(
-            self.disk_rate > 0,
-            "claim.zero_infinity.disk_rate",
-            self.disk_rate,
-            expected="above 0",
-        )
 
     def run(
         self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False

@@ -34,6 +34,7 @@ from shoal.ir import Parallel
 from shoal.parallel.comm.ranks import ranks_of
 from shoal.parallel.pipeline.stage import Stage
 from shoal.parallel.protocols import MicroBatch
+from shoal.train.replan import link_calls
 
 if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
@@ -204,40 +205,15 @@ def _time(
 
 def _links(comm: Comm, repeats: int) -> dict[str, list[list[float]]]:
     """Rows of bytes sent and seconds of sums, gathers and messages among all ranks."""
-    n = comm.world
-    links: dict[str, list[list[float]]] = {
-        op: [] for op in ("all_reduce", "gather", "scatter", "send")
-    }
-    if n == 1:
-        return {}
+    links: dict[str, list[list[float]]] = {}
+    if comm.world == 1:
+        return links
     for size in _SIZES:
-        count = size // 4 // n * n
-        whole, part = torch.zeros(count), torch.zeros(count // n)
-        buffer = torch.empty_like(whole)
-
-        def add(whole: Tensor = whole) -> None:
-            comm.all_reduce(whole, tag=_TAG).wait()
-
-        def gather(whole: Tensor = whole, part: Tensor = part) -> None:
-            comm.all_gather(whole, part, tag=_TAG).wait()
-
-        def scatter(whole: Tensor = whole, part: Tensor = part) -> None:
-            comm.reduce_scatter(part, whole, tag=_TAG).wait()
-
-        def swap(whole: Tensor = whole, buffer: Tensor = buffer) -> None:
-            other = comm.receive(buffer, (comm.rank - 1) % n, tag=_TAG)
-            own = comm.send(whole, (comm.rank + 1) % n, tag=_TAG)
-            other.wait()
-            own.wait()
-
-        share = 4.0 * count * (n - 1) / n
         # In a row, as a step has them: a link that lets some bytes pass at once after a pause
         # does so for the first of them only.
         row = max(2, _IN_A_ROW // size)
-        links["all_reduce"].append([2 * share, _median(comm, add, repeats, row)])
-        links["gather"].append([share, _median(comm, gather, repeats, row)])
-        links["scatter"].append([share, _median(comm, scatter, repeats, row)])
-        links["send"].append([4.0 * count, _median(comm, swap, repeats, row)])
+        for op, (sent, call) in link_calls(comm, size, tag=_TAG).items():
+            links.setdefault(op, []).append([sent, _median(comm, call, repeats, row)])
     return links
 
 

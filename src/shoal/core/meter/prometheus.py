@@ -10,7 +10,9 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt
 
 from shoal.core.errors import ConfigError, StoreError, require
 from shoal.core.extras import import_extra
@@ -36,7 +38,7 @@ class Prometheus:
     port: int = 9464
     address: str = "127.0.0.1"
     textfile: Path | None = None
-    every_s: float = 5.0
+    every_s: Annotated[float, Gt(0)] = 5.0
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -52,9 +54,6 @@ class Prometheus:
             self.port,
             expected="a port, or a textfile beside -1",
             hint="with neither nobody would see the numbers",
-        )
-        require(
-            self.every_s > 0, "sink.prometheus.every_s", self.every_s, expected="seconds above 0"
         )
 
     def open(self) -> PrometheusWriter:

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
+
+from annotated_types import Ge
 
 from shoal.core import children
 from shoal.core.child import die_with_parent
@@ -54,11 +56,7 @@ class LocalPool:
         workers: number of processes; 0 for one a core.
     """
 
-    workers: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        require(self.workers >= 0, "pool.local.workers", self.workers, expected="0 or more")
+    workers: Annotated[int, Ge(0)] = 0
 
     def open(self, needs: ActorResources = ActorResources()) -> LocalWorkers:  # noqa: B008 - one machine
         """Start the processes; they get ready in the background."""

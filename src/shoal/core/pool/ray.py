@@ -20,7 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+from annotated_types import Ge
 
 from shoal.core.errors import RankError, require
 from shoal.core.extras import import_extra
@@ -59,18 +61,11 @@ class RayPool:
 
     traits: ClassVar[frozenset[str]] = frozenset({"remote"})
     address: str = ""
-    workers: int = 0
-    cpus_per_call: float = 1.0
-    cpus_per_actor: float | None = None
-    gpus_per_actor: float | None = None
-    room_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        require(self.workers >= 0, "pool.ray.workers", self.workers, expected="0 or more")
-        for key in ("cpus_per_call", "cpus_per_actor", "gpus_per_actor", "room_s"):
-            value = getattr(self, key)
-            require(value is None or value >= 0, f"pool.ray.{key}", value, expected="0 or more")
+    workers: Annotated[int, Ge(0)] = 0
+    cpus_per_call: Annotated[float, Ge(0)] = 1.0
+    cpus_per_actor: Annotated[float, Ge(0)] | None = None
+    gpus_per_actor: Annotated[float, Ge(0)] | None = None
+    room_s: Annotated[float, Ge(0)] = 60.0
 
     def open(self, needs: ActorResources = ActorResources()) -> RayWorkers:  # noqa: B008 - frozen
         """Join or start the cluster.

@@ -120,6 +120,20 @@ class WebSite:
         except jinja2.UndefinedError as cause:
             raise ConfigError(f"template {template!r}: {cause}; give it to render()") from cause
 
+    def render_alone(self, template: str, **values: object) -> str:
+        """A page that is one file without links to others: style, script and icon stand in it.
+
+        Args:
+            template: one that extends ``alone.html``.
+            **values: what it shows.
+        """
+        # Files of packages, which stand in the page as they are.
+        style, script, icon = (
+            Markup(self.asset(name).decode())  # noqa: S704
+            for name in ("style.css", "theme.js", "favicon.svg")
+        )
+        return self.render(template, style=style, script=script, icon=icon, **values)
+
     def asset(self, name: str) -> bytes:
         """Content of a file under ``assets/``.
 

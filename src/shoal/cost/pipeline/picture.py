@@ -13,7 +13,6 @@ from functools import cached_property
 from html import escape
 
 import numpy as np
-from markupsafe import Markup
 
 from shoal.core.errors import PlanError, require
 from shoal.core.web import WebSite
@@ -233,12 +232,6 @@ def page(timelines: Mapping[str, Timeline], *, title: str, unit: str = "s") -> s
     Raises:
         PlanError: there is no pass, or there are too many to draw.
     """
-    site = WebSite("shoal.cost")
-
-    def asset(name: str) -> Markup:
-        # Files of this package, which stand in the page as they are.
-        return Markup(site.asset(name).decode())  # noqa: S704
-
     rows = [
         {
             "name": name,
@@ -250,16 +243,13 @@ def page(timelines: Mapping[str, Timeline], *, title: str, unit: str = "s") -> s
         for name, timeline in timelines.items()
         for rank in range(timeline.ranks)
     ]
-    return site.render(
+    return WebSite("shoal.cost").render_alone(
         "pipeline.html",
         title=title,
         picture=Picture(title=title, timelines=timelines, unit=unit),
         timelines=timelines,
         rows=rows,
         unit=unit,
-        style=asset("style.css"),
-        script=asset("theme.js"),
-        icon=asset("favicon.svg"),
     )
 
 

@@ -17,13 +17,14 @@ from typing import ClassVar
 from shoal.core.errors import DataError
 from shoal.core.parts import part
 from shoal.cost.workloads.drawing import (
-    check_requests,
-    check_scale,
+    Positive,
+    Requests,
+    Scale,
     check_sizes,
     clipped,
     token_ids,
 )
-from shoal.cost.workloads.trace import check_rate, find_data, retimed
+from shoal.cost.workloads.trace import find_data, retimed
 from shoal.ir import Arrival
 
 __all__ = ["Azure"]
@@ -44,16 +45,11 @@ class Azure:
     """
 
     path: str
-    requests: int | None = 500
-    rate: float | None = None
-    scale: float = 1.0
+    requests: Requests | None = 500
+    rate: Positive | None = None
+    scale: Scale = 1.0
 
     usual_path: ClassVar = "azure-llm-traces/conv.csv"
-
-    def __post_init__(self) -> None:
-        check_requests("workload.azure", self.requests)
-        check_rate("workload.azure", self.rate)
-        check_scale("workload.azure", self.scale)
 
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int

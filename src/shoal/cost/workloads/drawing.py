@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
 
 from shoal.core.errors import require
 from shoal.core.random import generator
@@ -19,13 +20,23 @@ from shoal.ir import Arrival
 
 __all__ = [
     "LengthLaw",
-    "check_options",
+    "Positive",
+    "Requests",
+    "Scale",
     "check_sizes",
     "clipped",
     "independent",
     "times",
     "token_ids",
 ]
+
+
+Requests = Annotated[int, Ge(1), Le(10_000_000)]
+"""How many requests a workload has."""
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
+"""Requests per second, or how they come in bursts."""
+Scale = Annotated[float, Ge(1), Lt(math.inf)]
+"""By which lengths are divided."""
 
 
 class LengthLaw:
@@ -45,47 +56,6 @@ class LengthLaw:
         """One length, divided by ``scale``; at least 1."""
         length = self.median * math.exp(self.sigma * random.standard_normal())
         return max(1, round(min(max(length, self.low), self.high) / scale))
-
-
-def check_options(where: str, options: Any) -> None:
-    """Refuse impossible values of the options that all made-up workloads have."""
-    require(
-        options.rate is None or (options.rate > 0 and math.isfinite(options.rate)),
-        f"{where}.rate",
-        options.rate,
-        expected="requests per second above 0",
-        hint="leave it out to have all requests at once",
-    )
-    check_requests(where, options.requests)
-    check_scale(where, options.scale)
-    burstiness = getattr(options, "burstiness", 1.0)
-    require(
-        burstiness > 0 and math.isfinite(burstiness),
-        f"{where}.burstiness",
-        burstiness,
-        expected="a number above 0",
-        hint="1 is a Poisson process",
-    )
-
-
-def check_requests(where: str, requests: int | None) -> None:
-    """Refuse a number of requests that is none."""
-    require(
-        requests is None or 1 <= requests <= 10_000_000,
-        f"{where}.requests",
-        requests,
-        expected="1 to 10 million",
-    )
-
-
-def check_scale(where: str, scale: float) -> None:
-    """Refuse a divisor of lengths that would lengthen or is none."""
-    require(
-        scale >= 1 and math.isfinite(scale),
-        f"{where}.scale",
-        scale,
-        expected="a number of 1 or more, by which lengths are divided",
-    )
 
 
 def check_sizes(count: int | None, vocab_size: int, max_position: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shoal.core.parts import part
-from shoal.cost.workloads.drawing import LengthLaw, check_options, independent
+from shoal.cost.workloads.drawing import LengthLaw, Positive, Requests, Scale, independent
 from shoal.ir import Arrival
 
 __all__ = ["Independent"]
@@ -23,18 +23,15 @@ class Independent:
         scale: divides all lengths, for small models and machines.
     """
 
-    requests: int = 200
-    rate: float | None = None
-    burstiness: float = 1.0
-    scale: float = 1.0
+    requests: Requests = 200
+    rate: Positive | None = None
+    burstiness: Positive = 1.0
+    scale: Scale = 1.0
 
     # Each workload's own.
     NAME: ClassVar[str]
     PROMPTS: ClassVar[LengthLaw]
     OUTPUTS: ClassVar[LengthLaw]
-
-    def __post_init__(self) -> None:
-        check_options(f"workload.{self.NAME}", self)
 
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int

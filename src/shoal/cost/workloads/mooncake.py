@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 from shoal.core.errors import DataError
 from shoal.core.parts import part
 from shoal.cost.workloads.drawing import (
-    check_requests,
-    check_scale,
+    Positive,
+    Requests,
+    Scale,
     check_sizes,
     clipped,
     token_ids,
 )
-from shoal.cost.workloads.trace import check_rate, find_data, number_of, read_lines, retimed
+from shoal.cost.workloads.trace import find_data, number_of, read_lines, retimed
 from shoal.ir import Arrival
 
 __all__ = ["Mooncake"]
@@ -44,16 +45,11 @@ class Mooncake:
     """
 
     path: str
-    requests: int | None = 500
-    rate: float | None = None
-    scale: float = 1.0
+    requests: Requests | None = 500
+    rate: Positive | None = None
+    scale: Scale = 1.0
 
     usual_path: ClassVar = "mooncake-trace/conversation_trace.jsonl"
-
-    def __post_init__(self) -> None:
-        check_requests("workload.mooncake", self.requests)
-        check_rate("workload.mooncake", self.rate)
-        check_scale("workload.mooncake", self.scale)
 
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.core.random import generator
-from shoal.cost.workloads.drawing import LengthLaw, check_options, check_sizes, times, token_ids
+from shoal.cost.workloads.drawing import (
+    LengthLaw,
+    Positive,
+    Requests,
+    Scale,
+    check_sizes,
+    times,
+    token_ids,
+)
 from shoal.ir import Arrival
 
 __all__ = ["Multiturn"]
@@ -33,26 +42,15 @@ class Multiturn:
         think_s: mean time between two turns, s, exponentially distributed.
     """
 
-    requests: int = 200
-    rate: float | None = None
-    burstiness: float = 1.0
-    scale: float = 1.0
-    turns: int = 4
-    think_s: float = 10.0
+    requests: Requests = 200
+    rate: Positive | None = None
+    burstiness: Positive = 1.0
+    scale: Scale = 1.0
+    turns: Annotated[int, Ge(1), Le(1000)] = 4
+    think_s: Annotated[float, Ge(0), Le(1_000_000)] = 10.0
 
     QUESTIONS: ClassVar = LengthLaw(100, 0.9, 4, 1000)
     ANSWERS: ClassVar = LengthLaw(120, 1.0, 4, 800)
-
-    def __post_init__(self) -> None:
-        where = "workload.multiturn"
-        check_options(where, self)
-        require(1 <= self.turns <= 1000, f"{where}.turns", self.turns, expected="1 to 1000")
-        require(
-            0 <= self.think_s <= 1e6,
-            f"{where}.think_s",
-            self.think_s,
-            expected="0 to a million seconds",
-        )
 
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.workloads.drawing import (
     LengthLaw,
-    check_options,
+    Positive,
+    Requests,
+    Scale,
     check_sizes,
     independent,
     token_ids,
@@ -34,26 +36,15 @@ class SharedPrefix:
         prefix_tokens: tokens of a prefix.
     """
 
-    requests: int = 200
-    rate: float | None = None
-    burstiness: float = 1.0
-    scale: float = 1.0
-    prefixes: int = 4
-    prefix_tokens: int = 1024
+    requests: Requests = 200
+    rate: Positive | None = None
+    burstiness: Positive = 1.0
+    scale: Scale = 1.0
+    prefixes: Annotated[int, Ge(1)] = 4
+    prefix_tokens: Annotated[int, Ge(1)] = 1024
 
     QUESTIONS: ClassVar = LengthLaw(60, 0.6, 8, 400)
     OUTPUTS: ClassVar = LengthLaw(120, 1.0, 4, 800)
-
-    def __post_init__(self) -> None:
-        where = "workload.shared_prefix"
-        check_options(where, self)
-        require(self.prefixes >= 1, f"{where}.prefixes", self.prefixes, expected="1 or more")
-        require(
-            self.prefix_tokens >= 1,
-            f"{where}.prefix_tokens",
-            self.prefix_tokens,
-            expected="1 or more",
-        )
 
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int

@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, require
+from shoal.core.errors import DataError
 from shoal.core.parts import part
-from shoal.cost.workloads.drawing import check_requests, check_sizes, clipped
+from shoal.cost.workloads.drawing import Positive, Requests, check_sizes, clipped
 from shoal.ir import Arrival
 
 __all__ = ["TraceWorkload", "find_data", "read_lines", "retimed"]
@@ -31,12 +31,8 @@ class TraceWorkload:
     """
 
     path: str
-    requests: int | None = None
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        check_requests("workload.trace", self.requests)
-        check_rate("workload.trace", self.rate)
+    requests: Requests | None = None
+    rate: Positive | None = None
 
     def arrivals(
         self, *, count: int | None, vocab_size: int, max_position: int, seed: int
@@ -66,17 +62,6 @@ class TraceWorkload:
                     f"it, {results[index - 1].at}; sort the lines by time"
                 )
         return retimed(results, self.rate)
-
-
-def check_rate(where: str, rate: float | None) -> None:
-    """Refuse a rate that is none."""
-    require(
-        rate is None or 0 < rate < 1e9,
-        f"{where}.rate",
-        rate,
-        expected="requests per second above 0",
-        hint="leave it out to keep the trace's own times",
-    )
 
 
 def retimed(arrivals: list[Arrival], rate: float | None) -> list[Arrival]:

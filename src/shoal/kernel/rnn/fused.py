@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
 from shoal.ir import Machine
-from shoal.kernel.rnn.base import RecurrenceGradients, RecurrenceKernel, RecurrenceTrace
+from shoal.kernel.rnn.base import RecurrenceKernel
 from shoal.kernel.rnn.call import Recurrence
 from shoal.plan.constrint.solve import UnsatisfiableError
 from shoal.plan.constrint.tiles import RecurrenceShape, Tiling, facts_of, here, tiling
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from shoal.plan.constrint.tiles import Facts
 
-__all__ = ["FusedRecurrence"]
+__all__ = ["FusedRecurrence", "tiles_of"]
 
 
 @part
@@ -40,69 +38,14 @@ class FusedRecurrence(RecurrenceKernel):
     memory_share: ClassVar[float] = 0.4
     compute_share: ClassVar[float] = 0.25
     step_s: ClassVar[float] = 5e-7
-
-    def forward(
-        self,
-        call: Recurrence,
-        wx: Tensor,
-        R: Tensor,
-        bias: Tensor,
-        states: Tensor,
-        *,
-        keep: bool = False,
-        out: Tensor | None = None,
-    ) -> RecurrenceTrace:
-        """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
-        from shoal.kernel.rnn.native_calls import fused_forward
-
-        return fused_forward(call, self.tiles(call), wx, R, bias, states, keep=keep, out=out)
-
-    def backward(
-        self,
-        call: Recurrence,
-        wx: Tensor,
-        R: Tensor,
-        bias: Tensor,
-        states: Tensor,
-        trace: RecurrenceTrace,
-        dh: Tensor | None,
-        drest: Tensor | None,
-        dlast: Tensor | None,
-        clip: float,
-    ) -> RecurrenceGradients:
-        """See :class:`~shoal.kernel.rnn.base.RecurrenceKernel`."""
-        from shoal.kernel.rnn.native_calls import fused_backward
-
-        return fused_backward(call, self.tiles(call), wx, R, states, trace, dh, drest, dlast, clip)
-
-    def tiles(self, call: Recurrence, facts: Facts | None = None) -> Tiling:
-        """How the work is cut.
-
-        Raises:
-            UnsatisfiableError: the recurrent matrix of a head fits into no team's caches.
-        """
-        if facts is None:
-            facts = here()
-            torch = sys.modules.get("torch")
-            if torch is not None:
-                facts = facts.model_copy(update={"cores": torch.get_num_threads()})
-        shape = RecurrenceShape(
-            hidden=call.heads * call.units,
-            heads=call.heads,
-            # Beyond, only more of the same.
-            batch=min(call.batch, 64),
-            function=call.function,
-            lanes=8 if call.dtype == "fp64" else 16,
-            number_bytes={"fp64": 8, "fp32": 4, "bf16": 2}[call.dtype],
-        )
-        return tiling(shape, facts)
+    calls: ClassVar[str] = "shoal.kernel.rnn.native_calls"
 
     def _refuses(self, call: Any) -> str | None:
         reason = super()._refuses(call)
         if reason is not None:
             return reason
         try:
-            self.tiles(call)
+            tiles_of(call)
         except UnsatisfiableError as cause:
             return (
                 f"keeps the recurrent matrix of a head of {call.units} units in the L2 of the "
@@ -117,3 +60,26 @@ class FusedRecurrence(RecurrenceKernel):
         busy = min(facts.cores, max(1, call.heads * call.batch))
         streamed = call.matrix_bytes / (48 * 2.5e9 * busy)
         return (self.step_s + streamed) * (3.0 if call.backward else 1.0)
+
+
+def tiles_of(call: Recurrence, facts: Facts | None = None) -> Tiling:
+    """How the work of a call is cut.
+
+    Raises:
+        UnsatisfiableError: the recurrent matrix of a head fits into no team's caches.
+    """
+    if facts is None:
+        facts = here()
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            facts = facts.model_copy(update={"cores": torch.get_num_threads()})
+    shape = RecurrenceShape(
+        hidden=call.heads * call.units,
+        heads=call.heads,
+        # Beyond, only more of the same.
+        batch=min(call.batch, 64),
+        function=call.function,
+        lanes=8 if call.dtype == "fp64" else 16,
+        number_bytes={"fp64": 8, "fp32": 4, "bf16": 2}[call.dtype],
+    )
+    return tiling(shape, facts)

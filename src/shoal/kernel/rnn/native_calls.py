@@ -17,14 +17,15 @@ from shoal.kernel.pages import empty
 from shoal.kernel.rnn.base import RecurrenceGradients, RecurrenceTrace
 from shoal.kernel.rnn.call import Recurrence
 from shoal.kernel.rnn.functions import Function, function
+from shoal.kernel.rnn.fused import tiles_of
 from shoal.kernel.rnn.shapes import wide
 from shoal.plan.constrint.tiles import Tiling
 
 __all__ = [
     "NativeSteps",
+    "backward",
     "buffers",
-    "fused_backward",
-    "fused_forward",
+    "forward",
     "matrix_gradient",
     "ready",
 ]
@@ -98,9 +99,8 @@ def buffers(
     return RecurrenceTrace(empty(shape, dtype), rest, gates)
 
 
-def fused_forward(
+def forward(
     call: Recurrence,
-    tiles: Tiling,
     wx: Tensor,
     R: Tensor,
     bias: Tensor,
@@ -117,7 +117,7 @@ def fused_forward(
     scratch = torch.empty((1 + len(what.states)) * padded, dtype=dtype)
     packed = _forward_packed(R.detach())
     held = [ready(one, dtype) for one in (wx, bias, states)]
-    shape = _shape(call, wx, tiles)
+    shape = _shape(call, wx, tiles_of(call))
     run = _native(call.function, "forward", dtype, "ppppppppp")
     run(
         held[0].data_ptr(),
@@ -133,9 +133,8 @@ def fused_forward(
     return trace
 
 
-def fused_backward(
+def backward(
     call: Recurrence,
-    tiles: Tiling,
     wx: Tensor,
     R: Tensor,
     states: Tensor,
@@ -149,6 +148,7 @@ def fused_backward(
     what, dtype = function(call.function), wide(wx.dtype)
     lanes, batch = _lanes(dtype), wx.shape[0]
     padded = math.ceil(call.units / lanes) * lanes
+    tiles = tiles_of(call)
     slices = tiles["slices"]
     size = call.heads * batch * padded * (len(what.states) + 2 * what.products)
     scratch = torch.empty(size + slices * call.heads * len(what.gates) * padded, dtype=dtype)

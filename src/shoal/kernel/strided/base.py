@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.errors import KernelError, require
 from shoal.ir import Estimate, Interval, Machine
 from shoal.kernel.base import BaseKernel
+from shoal.kernel.protocols import Ready
+from shoal.kernel.strided.calls import Pack, Unpack
 from shoal.kernel.strided.canonical import BlockList, Layout
 from shoal.kernel.strided.datatype import BYTES_OF
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["StridedKernel", "byte_tensor", "checked_out", "checked_room", "offsets_of"]
+__all__ = ["PackKernel", "StridedKernel", "UnpackKernel", "byte_tensor", "offsets_of"]
 
 
 class StridedKernel(BaseKernel):
@@ -48,7 +51,56 @@ class StridedKernel(BaseKernel):
         )
 
 
-def checked_room(span: tuple[int, int], buffer: Tensor) -> None:
+class PackKernel(StridedKernel):
+    """Base of the kernels of ``pack``: a part adds ``_mover``."""
+
+    op: ClassVar[str] = "pack"
+
+    def _mover(self, layout: Layout) -> Callable[[Tensor, Tensor], object]:
+        """What copies the bytes of a layout: (buffer, packed bytes), both checked."""
+        raise TypeError(f"{type(self).__name__} cannot run")
+
+    def _prepare(self, call: Pack) -> Ready:
+        import torch
+
+        size, span, move = call.layout.size, call.layout.span, self._mover(call.layout)
+
+        def pack(buffer: Tensor, out: Tensor | None = None) -> Tensor:
+            _check_room(span, buffer)
+            if out is None:
+                out = torch.empty(size, dtype=torch.uint8, device=buffer.device)
+            else:
+                _check_packed(size, out, buffer)
+            if size:
+                move(buffer, out)
+            return out
+
+        return pack
+
+
+class UnpackKernel(StridedKernel):
+    """Base of the kernels of ``unpack``: a part adds ``_mover``."""
+
+    op: ClassVar[str] = "unpack"
+
+    def _mover(self, layout: Layout) -> Callable[[Tensor, Tensor], object]:
+        """What copies packed bytes to their places: (buffer, packed bytes), both checked."""
+        raise TypeError(f"{type(self).__name__} cannot run")
+
+    def _prepare(self, call: Unpack) -> Ready:
+        size, span, move = call.layout.size, call.layout.span, self._mover(call.layout)
+
+        def unpack(packed: Tensor, buffer: Tensor) -> Tensor:
+            _check_room(span, buffer)
+            _check_packed(size, packed, buffer)
+            if size:
+                move(buffer, packed)
+            return buffer
+
+        return unpack
+
+
+def _check_room(span: tuple[int, int], buffer: Tensor) -> None:
     """Refuse a layout that leaves the memory of its buffer.
 
     Args:
@@ -68,7 +120,7 @@ def checked_room(span: tuple[int, int], buffer: Tensor) -> None:
         )
 
 
-def checked_out(size: int, packed: Tensor, like: Tensor) -> None:
+def _check_packed(size: int, packed: Tensor, like: Tensor) -> None:
     """Refuse packed bytes of another number, with gaps, or on another device.
 
     Raises:

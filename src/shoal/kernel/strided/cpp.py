@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.protocols import Ready
-from shoal.kernel.strided.base import StridedKernel, checked_out, checked_room
-from shoal.kernel.strided.calls import Pack, Unpack
+from shoal.kernel.strided.base import PackKernel, StridedKernel, UnpackKernel
 from shoal.kernel.strided.canonical import Layout, StridedBlock
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _plan(layout: StridedBlock) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * (3 + 2 * dims))(*head, *layout.counts, *layout.strides)
 
 
-def _mover(layout: Layout, op: str) -> Ready:
+def _walk(layout: Layout, op: str) -> Ready:
     """(address of offset 0, address of the packed bytes) -> nothing."""
     from shoal.kernel.native import function
 
@@ -57,8 +57,23 @@ def _mover(layout: Layout, op: str) -> Ready:
     return move_list
 
 
+class _Cpp(StridedKernel):
+    backend: ClassVar[str] = "cpp"
+    invariant: ClassVar[bool] = True
+    compiled: ClassVar[bool] = True
+    call_s: ClassVar[float] = 2e-6
+
+    def _mover(self, layout: Layout) -> Callable[[Tensor, Tensor], object]:
+        run = _walk(layout, self.op)
+
+        def move(buffer: Tensor, packed: Tensor) -> None:
+            run(buffer.data_ptr(), packed.data_ptr())
+
+        return move
+
+
 @part
-class CppPack(StridedKernel):
+class CppPack(_Cpp, PackKernel):
     """Words of a block's own size, one loop for one to three dimensions, a walk for more.
 
     Results of 4 MiB and more are gathered by pages and stored past the caches. Where the
@@ -66,54 +81,13 @@ class CppPack(StridedKernel):
     tiles of both are moved.
     """
 
-    op: ClassVar[str] = "pack"
-    backend: ClassVar[str] = "cpp"
-    invariant: ClassVar[bool] = True
-    compiled: ClassVar[bool] = True
     memory_share: ClassVar[float] = 0.6
     block_s: ClassVar[float] = 5e-10
-    call_s: ClassVar[float] = 2e-6
-
-    def _prepare(self, call: Pack) -> Ready:
-        import torch
-
-        layout, span = call.layout, call.layout.span
-        size, move = layout.size, _mover(layout, "pack")
-
-        def pack(buffer: Tensor, out: Tensor | None = None) -> Tensor:
-            checked_room(span, buffer)
-            if out is None:
-                out = torch.empty(size, dtype=torch.uint8)
-            else:
-                checked_out(size, out, buffer)
-            if size:
-                move(buffer.data_ptr(), out.data_ptr())
-            return out
-
-        return pack
 
 
 @part
-class CppUnpack(StridedKernel):
+class CppUnpack(_Cpp, UnpackKernel):
     """The same walk in the other direction."""
 
-    op: ClassVar[str] = "unpack"
-    backend: ClassVar[str] = "cpp"
-    invariant: ClassVar[bool] = True
-    compiled: ClassVar[bool] = True
     memory_share: ClassVar[float] = 0.5
     block_s: ClassVar[float] = 7e-10
-    call_s: ClassVar[float] = 2e-6
-
-    def _prepare(self, call: Unpack) -> Ready:
-        layout, span = call.layout, call.layout.span
-        size, move = layout.size, _mover(layout, "unpack")
-
-        def unpack(packed: Tensor, buffer: Tensor) -> Tensor:
-            checked_room(span, buffer)
-            checked_out(size, packed, buffer)
-            if size:
-                move(buffer.data_ptr(), packed.data_ptr())
-            return buffer
-
-        return unpack

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
-from shoal.kernel.protocols import Ready
-from shoal.kernel.strided.base import StridedKernel, byte_tensor, checked_out, checked_room
-from shoal.kernel.strided.calls import Pack, Unpack
-from shoal.kernel.strided.canonical import StridedBlock, word_bytes
+from shoal.kernel.strided.base import PackKernel, StridedKernel, UnpackKernel, byte_tensor
+from shoal.kernel.strided.canonical import Layout, StridedBlock, word_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,18 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["LibraryPack", "LibraryUnpack"]
 
 
-def _refusal(layout: Any) -> str | None:
-    if not isinstance(layout, StridedBlock):
-        return "copies strided blocks, not lists of blocks"
-    if min(layout.strides) < 0:
-        return "has no negative strides"
-    return None
-
-
-def _view(layout: StridedBlock, buffer: Tensor, packed: Tensor) -> Tensor:
+def _view(layout: Layout, buffer: Tensor, packed: Tensor) -> Tensor:
     """The layout as a tensor of the widest words that fit both, the dense dimension last."""
     import torch
 
+    assert isinstance(layout, StridedBlock)
     here = int(buffer.storage_offset()) * buffer.element_size() + layout.start
     there = int(packed.storage_offset()) * packed.element_size()
     whole = byte_tensor(buffer)
@@ -45,11 +37,7 @@ def _view(layout: StridedBlock, buffer: Tensor, packed: Tensor) -> Tensor:
     return words.as_strided(shape, strides, here // word)
 
 
-@part
-class LibraryPack(StridedKernel):
-    """``as_strided`` and ``copy_``."""
-
-    op: ClassVar[str] = "pack"
+class _Library(StridedKernel):
     backend: ClassVar[str] = "torch"
     invariant: ClassVar[bool] = True
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -57,56 +45,36 @@ class LibraryPack(StridedKernel):
     block_s: ClassVar[float] = 3e-9
     call_s: ClassVar[float] = 1e-5
 
-    def _refuses(self, call: Pack) -> str | None:
-        return _refusal(call.layout)
-
-    def _prepare(self, call: Pack) -> Ready:
-        import torch
-
-        layout, span = call.layout, call.layout.span
-        assert isinstance(layout, StridedBlock)
-
-        def pack(buffer: Tensor, out: Tensor | None = None) -> Tensor:
-            checked_room(span, buffer)
-            if out is None:
-                out = torch.empty(layout.size, dtype=torch.uint8, device=buffer.device)
-            checked_out(layout.size, out, buffer)
-            if layout.size:
-                view = _view(layout, buffer, out)
-                _words(out, view).copy_(view)
-            return out
-
-        return pack
+    def _refuses(self, call: Any) -> str | None:
+        if not isinstance(call.layout, StridedBlock):
+            return "copies strided blocks, not lists of blocks"
+        if min(call.layout.strides) < 0:
+            return "has no negative strides"
+        return None
 
 
 @part
-class LibraryUnpack(StridedKernel):
+class LibraryPack(_Library, PackKernel):
     """``as_strided`` and ``copy_``."""
 
-    op: ClassVar[str] = "unpack"
-    backend: ClassVar[str] = "torch"
-    invariant: ClassVar[bool] = True
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    memory_share: ClassVar[float] = 0.3
-    block_s: ClassVar[float] = 3e-9
-    call_s: ClassVar[float] = 1e-5
+    def _mover(self, layout: Layout) -> Callable[[Tensor, Tensor], object]:
+        def move(buffer: Tensor, packed: Tensor) -> None:
+            view = _view(layout, buffer, packed)
+            _words(packed, view).copy_(view)
 
-    def _refuses(self, call: Unpack) -> str | None:
-        return _refusal(call.layout)
+        return move
 
-    def _prepare(self, call: Unpack) -> Ready:
-        layout, span = call.layout, call.layout.span
-        assert isinstance(layout, StridedBlock)
 
-        def unpack(packed: Tensor, buffer: Tensor) -> Tensor:
-            checked_room(span, buffer)
-            checked_out(layout.size, packed, buffer)
-            if layout.size:
-                view = _view(layout, buffer, packed)
-                view.copy_(_words(packed, view))
-            return buffer
+@part
+class LibraryUnpack(_Library, UnpackKernel):
+    """``as_strided`` and ``copy_``."""
 
-        return unpack
+    def _mover(self, layout: Layout) -> Callable[[Tensor, Tensor], object]:
+        def move(buffer: Tensor, packed: Tensor) -> None:
+            view = _view(layout, buffer, packed)
+            view.copy_(_words(packed, view))
+
+        return move
 
 
 def _words(packed: Tensor, view: Tensor) -> Tensor:

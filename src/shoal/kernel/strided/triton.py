@@ -6,15 +6,15 @@ as the type allows. One launch moves up to three dimensions.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.core.parts import part
 from shoal.kernel.base import TritonKernel
-from shoal.kernel.protocols import Ready
-from shoal.kernel.strided.base import StridedKernel, byte_tensor, checked_out, checked_room
-from shoal.kernel.strided.calls import Pack, Unpack
-from shoal.kernel.strided.canonical import StridedBlock, word_bytes
+from shoal.kernel.strided.base import PackKernel, StridedKernel, UnpackKernel, byte_tensor
+from shoal.kernel.strided.canonical import Layout, StridedBlock, word_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,56 +36,26 @@ class _Triton(TritonKernel, StridedKernel):
             return "copies strided blocks, not lists of blocks"
         return None
 
+    def _mover(self, layout: Layout) -> Callable[[Tensor, Tensor], object]:
+        return functools.partial(_move, layout, pack=self.op == "pack")
+
 
 @part
-class TritonPack(_Triton):
+class TritonPack(_Triton, PackKernel):
     """Words of the largest power of two up to 8 bytes that divides everything."""
 
-    op: ClassVar[str] = "pack"
-
-    def _prepare(self, call: Pack) -> Ready:
-        import torch
-
-        layout, span = call.layout, call.layout.span
-        assert isinstance(layout, StridedBlock)
-
-        def pack(buffer: Tensor, out: Tensor | None = None) -> Tensor:
-            checked_room(span, buffer)
-            if out is None:
-                out = torch.empty(layout.size, dtype=torch.uint8, device=buffer.device)
-            checked_out(layout.size, out, buffer)
-            _move(layout, buffer, out, pack=True)
-            return out
-
-        return pack
-
 
 @part
-class TritonUnpack(_Triton):
+class TritonUnpack(_Triton, UnpackKernel):
     """The same in the other direction."""
 
-    op: ClassVar[str] = "unpack"
 
-    def _prepare(self, call: Unpack) -> Ready:
-        layout, span = call.layout, call.layout.span
-        assert isinstance(layout, StridedBlock)
-
-        def unpack(packed: Tensor, buffer: Tensor) -> Tensor:
-            checked_room(span, buffer)
-            checked_out(layout.size, packed, buffer)
-            _move(layout, buffer, packed, pack=False)
-            return buffer
-
-        return unpack
-
-
-def _move(layout: StridedBlock, buffer: Tensor, packed: Tensor, *, pack: bool) -> None:
+def _move(layout: Layout, buffer: Tensor, packed: Tensor, *, pack: bool) -> None:
     import torch
 
     from shoal.kernel.strided.triton_code import move
 
-    if not layout.size:
-        return
+    assert isinstance(layout, StridedBlock)
     here = int(buffer.storage_offset()) * buffer.element_size() + layout.start
     there = int(packed.storage_offset()) * packed.element_size()
     word = word_bytes(layout, here, there, largest=8)

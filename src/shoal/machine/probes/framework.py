@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from shoal.core.errors import MachineError, MissingExtraError, require
+from typing import Annotated
+
+from annotated_types import Ge
+
+from shoal.core.errors import MachineError, MissingExtraError
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.protocols import ProbeContext
@@ -19,17 +23,8 @@ class Framework:
         repeats: samples; 0 for 5 (fast) or 15.
     """
 
-    bytes_each: int = 2**26
-    repeats: int = 0
-
-    def __post_init__(self) -> None:
-        require(
-            self.bytes_each >= 4096,
-            "probe.framework.bytes_each",
-            self.bytes_each,
-            expected="at least 4096",
-        )
-        require(self.repeats >= 0, "probe.framework.repeats", self.repeats, expected="0 or more")
+    bytes_each: Annotated[int, Ge(4096)] = 2**26
+    repeats: Annotated[int, Ge(0)] = 0
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities: ``overhead.OP`` and ``op_overhead`` (s, mean over operators).

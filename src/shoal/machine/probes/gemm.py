@@ -14,9 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Le
 
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
@@ -135,10 +136,10 @@ class Gemm:
 
     budget_s: float = 180.0
     path: str = ""
-    largest: int = 4096
+    largest: Annotated[int, Ge(32), Le(32768)] = 4096
     dtypes: tuple[str, ...] = ("fp32", "bf16", "int8")
     watts: float = 0.0
-    repeats: int = REPEATS
+    repeats: Annotated[int, Ge(REPEATS), Le(1000)] = REPEATS
     seed: int = 0
 
     on_request: ClassVar[bool] = True
@@ -152,22 +153,10 @@ class Gemm:
             expected="seconds above 0, up to a day",
         )
         require(
-            32 <= self.largest <= 32768,
-            "probe.gemm.largest",
-            self.largest,
-            expected="a size of 32 to 32768",
-        )
-        require(
             set(self.dtypes) <= set(DTYPE_BYTES),
             "probe.gemm.dtypes",
             self.dtypes,
             expected=f"some of {', '.join(DTYPE_BYTES)}",
-        )
-        require(
-            REPEATS <= self.repeats <= 1000,
-            "probe.gemm.repeats",
-            self.repeats,
-            expected=f"{REPEATS} to 1000",
         )
         require(
             0 <= self.watts <= 100_000,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
@@ -25,7 +27,7 @@ class GpuProbe:
     """
 
     sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    repeats: int = 0
+    repeats: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         require(
@@ -34,7 +36,6 @@ class GpuProbe:
             self.sizes,
             expected="edges of 16 to 32768",
         )
-        require(self.repeats >= 0, "probe.gpu.repeats", self.repeats, expected="0 or more")
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``matmul_DTYPE`` (FLOP/s, at the edge), ``memory`` and the copies.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
 from shoal.machine.native import library
@@ -27,24 +29,9 @@ class Loopback:
         repeats: samples; 0 for 7 (fast) or 25.
     """
 
-    message_bytes: int = 64
-    bulk_bytes: int = 64 * 2**20
-    repeats: int = 0
-
-    def __post_init__(self) -> None:
-        require(
-            1 <= self.message_bytes <= 2**20,
-            "probe.loopback.message_bytes",
-            self.message_bytes,
-            expected="1 to 1048576",
-        )
-        require(
-            self.bulk_bytes >= 2**20,
-            "probe.loopback.bulk_bytes",
-            self.bulk_bytes,
-            expected="at least 1048576",
-        )
-        require(self.repeats >= 0, "probe.loopback.repeats", self.repeats, expected="0 or more")
+    message_bytes: Annotated[int, Ge(1), Le(2**20)] = 64
+    bulk_bytes: Annotated[int, Ge(2**20)] = 64 * 2**20
+    repeats: Annotated[int, Ge(0)] = 0
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``round_trip`` (s) and ``bandwidth`` (byte/s)."""

@@ -7,6 +7,9 @@ fp32 product is measured instead, with the threads that its BLAS chooses.
 from __future__ import annotations
 
 import time
+from typing import Annotated
+
+from annotated_types import Ge
 
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
@@ -28,7 +31,7 @@ class Matmul:
 
     sizes: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ("fp32", "bf16")
-    repeats: int = 0
+    repeats: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         require(
@@ -43,7 +46,6 @@ class Matmul:
             self.dtypes,
             expected="some of fp32, bf16, fp16",
         )
-        require(self.repeats >= 0, "probe.matmul.repeats", self.repeats, expected="0 or more")
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``matmul_DTYPE`` and ``matmul_DTYPE_1core`` in FLOP/s, at the edge.

@@ -10,6 +10,9 @@ Source: McCalpin, Memory Bandwidth and Machine Balance (STREAM), 1995.
 from __future__ import annotations
 
 import ctypes
+from typing import Annotated
+
+from annotated_types import Ge
 
 from shoal.core.errors import MachineError, require
 from shoal.core.parts import part
@@ -76,25 +79,18 @@ class MemoryBandwidth:
         repeats: samples; 0 for 5 (fast) or 15.
     """
 
-    smallest_bytes: int = 16384
+    smallest_bytes: Annotated[int, Ge(8192)] = 16384
     largest_bytes: int = 0
-    repeats: int = 0
+    repeats: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         where = "probe.memory_bandwidth"
-        require(
-            self.smallest_bytes >= 8192,
-            f"{where}.smallest_bytes",
-            self.smallest_bytes,
-            expected="at least 8192",
-        )
         require(
             self.largest_bytes == 0 or self.largest_bytes >= self.smallest_bytes,
             f"{where}.largest_bytes",
             self.largest_bytes,
             expected="0, or smallest_bytes or more",
         )
-        require(self.repeats >= 0, f"{where}.repeats", self.repeats, expected="0 or more")
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``KERNEL_Nthreads`` in byte/s of all threads, at bytes of one thread."""

@@ -10,6 +10,9 @@ Source: McVoy and Staelin, lmbench, 1996; Sattolo's algorithm, 1986.
 from __future__ import annotations
 
 import ctypes
+from typing import Annotated
+
+from annotated_types import Ge
 
 from shoal.core.errors import MachineError, require
 from shoal.core.parts import part
@@ -113,27 +116,20 @@ class MemoryLatency:
             the system grants them.
     """
 
-    smallest_bytes: int = 4096
+    smallest_bytes: Annotated[int, Ge(4 * LINE)] = 4096
     largest_bytes: int = 0
-    repeats: int = 0
+    repeats: Annotated[int, Ge(0)] = 0
     huge_pages: str = "both"
     order: str = "random"
 
     def __post_init__(self) -> None:
         where = "probe.memory_latency"
         require(
-            self.smallest_bytes >= 4 * LINE,
-            f"{where}.smallest_bytes",
-            self.smallest_bytes,
-            expected="at least 256 bytes",
-        )
-        require(
             self.largest_bytes == 0 or self.largest_bytes >= 8 * self.smallest_bytes,
             f"{where}.largest_bytes",
             self.largest_bytes,
             expected="0, or 8 times smallest_bytes or more",
         )
-        require(self.repeats >= 0, f"{where}.repeats", self.repeats, expected="0 or more")
         require(
             self.order in ("random", "sequential"),
             f"{where}.order",

@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from typing import Annotated
+
+from annotated_types import Ge
 
 from shoal.core.errors import MachineError, require
 from shoal.core.parts import part
@@ -30,7 +33,7 @@ class SystemProbe:
     """
 
     file_bytes: int = 0
-    repeats: int = 0
+    repeats: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         require(
@@ -39,7 +42,6 @@ class SystemProbe:
             self.file_bytes,
             expected="0, or at least 1048576",
         )
-        require(self.repeats >= 0, "probe.system.repeats", self.repeats, expected="0 or more")
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Seconds: ``core_to_core``, ``thread_wake``, ``page_fault``, ``process_launch``.

@@ -13,8 +13,11 @@ from __future__ import annotations
 import ctypes
 import platform
 from dataclasses import dataclass
+from typing import Annotated
 
-from shoal.core.errors import MachineError, require
+from annotated_types import Ge
+
+from shoal.core.errors import MachineError
 from shoal.core.native import cpu_flags
 from shoal.core.parts import part
 from shoal.ir.machine import Measurement
@@ -92,12 +95,8 @@ class Units:
             chains.
     """
 
-    repeats: int = 0
-    blocks: int = 30_000
-
-    def __post_init__(self) -> None:
-        require(self.repeats >= 0, "probe.units.repeats", self.repeats, expected="0 or more")
-        require(self.blocks >= 100, "probe.units.blocks", self.blocks, expected="at least 100")
+    repeats: Annotated[int, Ge(0)] = 0
+    blocks: Annotated[int, Ge(100)] = 30_000
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities: ``clock`` in Hz; per unit ``X`` in op/cycle, ``X.latency`` in cycles."""

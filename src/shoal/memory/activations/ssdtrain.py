@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt
+
 from shoal.core.parts import part
 from shoal.core.sizes import Size, human_bytes
 from shoal.cost.arithmetic import activation_bytes, flops_per_token
@@ -56,22 +57,13 @@ class SSDTrain:
 
     traits: ClassVar[frozenset[str]] = frozenset({"moves_activations"})
     path: str = ""
-    capacity: Size = 4 * 2**30
+    capacity: Annotated[Size, Ge(1)] = 4 * 2**30
     adaptive: bool = True
-    min_bytes: Size = 4096
-    last: int = 1
-    depth: int = 1
-    bytes_per_s: float | None = None
-    endurance: Size = 600 * 10**12
-
-    def __post_init__(self) -> None:
-        where = "activation.ssdtrain"
-        for name in ("capacity", "min_bytes", "depth", "endurance"):
-            value = getattr(self, name)
-            require(value >= 1, f"{where}.{name}", value, expected="at least 1")
-        require(self.last >= 0, f"{where}.last", self.last, expected="at least 0")
-        rate = self.bytes_per_s
-        require(rate is None or rate > 0, f"{where}.bytes_per_s", rate, expected="above 0")
+    min_bytes: Annotated[Size, Ge(1)] = 4096
+    last: Annotated[int, Ge(0)] = 1
+    depth: Annotated[int, Ge(1)] = 1
+    bytes_per_s: Annotated[float, Gt(0)] | None = None
+    endurance: Annotated[Size, Ge(1)] = 600 * 10**12
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:

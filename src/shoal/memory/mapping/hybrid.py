@@ -7,9 +7,11 @@ Differs: the agent learns from what simulated annealing finds where that is bett
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Annotated
 
-from shoal.core.errors import require
+import numpy as np
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.memory.mapping.muzero import MuZero
 from shoal.plan.mapping.anneal import Anneal
@@ -33,15 +35,8 @@ class HybridMapper(MuZero):
         changes: that simulated annealing tries before the agent plays; 0 for none.
     """
 
-    retries: int = 4
-    changes: int = 60_000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.retries <= 64, "mapper.hybrid.retries", self.retries, expected="0 to 64")
-        require(
-            0 <= self.changes <= 10**7, "mapper.hybrid.changes", self.changes, expected="0 to 1e7"
-        )
+    retries: Annotated[int, Ge(0), Le(64)] = 4
+    changes: Annotated[int, Ge(0), Le(10**7)] = 60_000
 
     def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """The best of greedy, annealing, their demonstrations and all games of the agent.

@@ -13,10 +13,12 @@ convolutions.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 
-from shoal.core.errors import MissingExtraError, require
+from shoal.core.errors import MissingExtraError
 from shoal.core.parts import part
 from shoal.plan.mapping.layout import Mapping
 from shoal.plan.mapping.native import Native, mapping_of
@@ -46,48 +48,19 @@ class MuZero:
         rate: learning rate.
     """
 
-    rounds: int = 12
-    moves: int = 24_000
-    updates: int = 60
-    simulations: int = 50
-    demonstrations: int = 32
-    hidden: int = 64
-    latent: int = 32
-    batch: int = 128
-    unroll: int = 4
-    horizon: int = 16
-    discount: float = 0.97
-    noise: float = 0.25
-    rate: float = 2e-3
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("rounds", 1),
-            ("moves", 1),
-            ("updates", 0),
-            ("simulations", 1),
-            ("demonstrations", 0),
-            ("hidden", 8),
-            ("latent", 4),
-            ("batch", 1),
-            ("unroll", 1),
-            ("horizon", 1),
-        ):
-            value = getattr(self, name)
-            require(
-                least <= value <= 1_000_000,
-                f"mapper.muzero.{name}",
-                value,
-                expected=f"{least} to 1000000",
-            )
-        for name, low, high in (("discount", 0.5, 0.9999), ("noise", 0.0, 0.5), ("rate", 0.0, 1.0)):
-            value = getattr(self, name)
-            require(
-                low <= value <= high,
-                f"mapper.muzero.{name}",
-                value,
-                expected=f"{low:g} to {high:g}",
-            )
+    rounds: Annotated[int, Ge(1), Le(1_000_000)] = 12
+    moves: Annotated[int, Ge(1), Le(1_000_000)] = 24_000
+    updates: Annotated[int, Ge(0), Le(1_000_000)] = 60
+    simulations: Annotated[int, Ge(1), Le(1_000_000)] = 50
+    demonstrations: Annotated[int, Ge(0), Le(1_000_000)] = 32
+    hidden: Annotated[int, Ge(8), Le(1_000_000)] = 64
+    latent: Annotated[int, Ge(4), Le(1_000_000)] = 32
+    batch: Annotated[int, Ge(1), Le(1_000_000)] = 128
+    unroll: Annotated[int, Ge(1), Le(1_000_000)] = 4
+    horizon: Annotated[int, Ge(1), Le(1_000_000)] = 16
+    discount: Annotated[float, Ge(0.5), Le(0.9999)] = 0.97
+    noise: Annotated[float, Ge(0.0), Le(0.5)] = 0.25
+    rate: Annotated[float, Ge(0.0), Le(1.0)] = 2e-3
 
     def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """Learn the program's game from nothing; the best game is the answer.

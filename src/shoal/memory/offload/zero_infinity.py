@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from annotated_types import Ge, Le
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
@@ -78,7 +80,7 @@ class ZeroInfinity:
     prefetch_numel: Count = 10_000_000
     tiling: Literal["auto", "none"] | int = "none"
     placement: Literal["sharded", "owner"] = "sharded"
-    min_efficiency: float = 0.5
+    min_efficiency: Annotated[float, Ge(0), Le(1)] = 0.5
     path: str = ""
 
     def __post_init__(self) -> None:
@@ -90,12 +92,6 @@ class ZeroInfinity:
             host_budget=LEAST_BUDGET,
             sub_group_numel=2**14,
             prefetch_numel=0,
-        )
-        require(
-            0 <= self.min_efficiency <= 1,
-            f"{where}.min_efficiency",
-            self.min_efficiency,
-            expected="a share of 1",
         )
         require(
             isinstance(self.tiling, str) or self.tiling >= 2,

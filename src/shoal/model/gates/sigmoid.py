@@ -7,9 +7,10 @@ Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, algori
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.model.gates.base import BaseGate, best_of
 
@@ -34,14 +35,8 @@ class Sigmoid(BaseGate):
         bias_rate: by how much, at least 0; 0 leaves biases as they are.
     """
 
-    bias_rate: float = 0.001
+    bias_rate: Annotated[float, Ge(0), Le(1)] = 0.001
     kept: ClassVar[frozenset[str]] = frozenset({_BIAS})
-
-    def __post_init__(self) -> None:
-        require(
-            0 <= self.bias_rate <= 1, "gate.sigmoid.bias_rate", self.bias_rate,
-            expected="a number from 0 to 1",
-        )  # fmt: skip
 
     def shapes(self, hidden: int, num_experts: int) -> dict[str, tuple[int, ...]]:
         """Parameters of the router by their names in the layer, the matrix last."""

@@ -6,9 +6,10 @@ Source: Chi et al., On the Representation Collapse of Sparse Mixture of Experts,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shoal.core.errors import require
+from annotated_types import Gt
+
 from shoal.core.parts import part
 from shoal.model.gates.softmax import Softmax
 
@@ -33,10 +34,7 @@ class XMoE(Softmax):
         dim: of the space; half as many as experts, if not given.
     """
 
-    dim: int | None = None
-
-    def __post_init__(self) -> None:
-        require(self.dim is None or self.dim > 0, "gate.xmoe.dim", self.dim, expected="above 0")
+    dim: Annotated[int, Gt(0)] | None = None
 
     def shapes(self, hidden: int, num_experts: int) -> dict[str, tuple[int, ...]]:
         """Parameters of the router by their names in the layer, the matrix last."""

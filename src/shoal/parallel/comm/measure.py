@@ -7,6 +7,9 @@ two ranks and two sizes both unknowns follow.
 from __future__ import annotations
 
 import time
+from typing import Annotated
+
+from annotated_types import Ge
 
 from shoal.core.errors import MachineError, MissingExtraError, require
 from shoal.core.parts import part
@@ -33,7 +36,7 @@ class CollectiveProbe:
 
     small_bytes: int = 1024
     large_bytes: int = 16 * 2**20
-    repeats: int = 0
+    repeats: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         require(
@@ -42,7 +45,6 @@ class CollectiveProbe:
             self.small_bytes,
             expected="at least 4, and below large_bytes",
         )
-        require(self.repeats >= 0, "probe.collective.repeats", self.repeats, expected="0 or more")
 
     def run(self, context: ProbeContext) -> list[Measurement]:
         """Quantities ``all_reduce`` (s, at bytes), ``latency`` (s), ``bandwidth`` (byte/s)."""

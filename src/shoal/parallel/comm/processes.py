@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.core import children, errors
-from shoal.core.errors import ConfigError, RankError, ShoalError, require
+from shoal.core.errors import ConfigError, RankError, rebuild, require
 from shoal.core.files import write_json
 from shoal.core.janitor import leave
 from shoal.core.scratch import scratch_directory
@@ -250,7 +250,7 @@ class _Processes:
             raise RankError(f"{self._named(rank)}, {how}{self._printed(rank)}")
         cls = getattr(errors, result["type"], None)
         if cls is not None:
-            raise _rebuild(cls, f"{self._named(rank)}: {result['message']}")
+            raise rebuild(cls, f"{self._named(rank)}: {result['message']}")
         raise RankError(
             f"{self._named(rank)}: {result['type']}: {result['message']} ({result['where']})"
         )
@@ -284,12 +284,6 @@ class _Processes:
     def _printed(self, rank: int) -> str:
         lines = _read(self.folder / f"log-{rank}").strip().splitlines()[-3:]
         return "; it printed last: " + " | ".join(lines) if lines else "; it printed nothing"
-
-
-def _rebuild(cls: type[ShoalError], message: str) -> ShoalError:
-    error = cls.__new__(cls)
-    Exception.__init__(error, message)
-    return error
 
 
 def _read(path: Path) -> str:

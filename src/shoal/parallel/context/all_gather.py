@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.core.parts import part
-from shoal.cost.context.traffic import ContextTraffic, ring_traffic
 from shoal.parallel.context.base import ContextAttention
 
 if TYPE_CHECKING:
@@ -29,12 +28,6 @@ class AllGather(ContextAttention):
 
     name: ClassVar[str] = "all_gather"
     paired: ClassVar[bool] = True
-
-    def traffic(
-        self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
-    ) -> ContextTraffic:
-        """Elements that one rank sends for one layer."""
-        return ring_traffic(tokens, heads, kv_heads, head_dim, world)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, view: PeerView, comm: Comm) -> Tensor:
         from shoal.parallel.context.run.all_gather import gathered_attention

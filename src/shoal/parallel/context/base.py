@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from shoal.core.errors import require
-from shoal.cost.context.traffic import ContextTraffic
+from shoal.cost.context.traffic import ContextTraffic, ring_traffic
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.context.cost import Route, context_estimate
 from shoal.parallel.context.positions import contiguous, zigzag
@@ -24,7 +24,7 @@ __all__ = ["ContextAttention", "group_of", "near_ranks"]
 
 
 class ContextAttention:
-    """Base of the parts: a part adds ``traffic`` and ``_run``, and ``check`` if it is choosy.
+    """Base of the parts: a part adds ``_run``; ``traffic`` and ``check`` where a ring's do not fit.
 
     Attributes:
         name: as in the table.
@@ -53,7 +53,7 @@ class ContextAttention:
     def traffic(
         self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int
     ) -> ContextTraffic:
-        """What one rank sends for one layer if no block is wholly masked.
+        """What one rank sends for one layer if no block is wholly masked; that of a ring.
 
         Args:
             tokens: queries of one rank, n (times sequences).
@@ -62,7 +62,7 @@ class ContextAttention:
             head_dim: width of a head.
             world: context-parallel ranks N.
         """
-        raise TypeError(f"{type(self).__name__} has no traffic")
+        return ring_traffic(tokens, heads, kv_heads, head_dim, world)
 
     def routes(
         self, tokens: int, heads: int, kv_heads: int, head_dim: int, world: int

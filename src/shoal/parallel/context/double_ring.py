@@ -9,9 +9,10 @@ Source: Gu et al., LoongTrain, 2024.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from shoal.core.errors import require
+from annotated_types import Ge
+
 from shoal.core.parts import part
 from shoal.cost.context.traffic import ContextTraffic, ring_traffic
 from shoal.ir import Machine, Work
@@ -36,12 +37,9 @@ class DoubleRing(ContextAttention):
         inner: ranks of a group, a divisor of cp.
     """
 
-    inner: int = 2
+    inner: Annotated[int, Ge(1)] = 2
     name: ClassVar[str] = "double_ring"
     paired: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require(self.inner >= 1, "context.double_ring.inner", self.inner, expected="at least 1")
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import numpy as np
+from annotated_types import Ge
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -41,13 +42,10 @@ class USP(ContextAttention):
         replicate_kv: with more ranks in a group than key/value heads, give a head to several.
     """
 
-    ulysses: int = 2
+    ulysses: Annotated[int, Ge(1)] = 2
     replicate_kv: bool = False
     name: ClassVar[str] = "usp"
     paired: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require(self.ulysses >= 1, "context.usp.ulysses", self.ulysses, expected="at least 1")
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from annotated_types import Ge
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice, part
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.parallel.outer.rule import Rule, Segments
     from shoal.parallel.protocols import Ranks
 
-__all__ = ["LONGEST", "Averaging", "check_outer"]
+__all__ = ["LONGEST", "Averaging"]
 
 LONGEST = 48
 """Most steps of a round that ``tau: auto`` chooses (Sun et al., 2024, table 2)."""
@@ -46,8 +48,8 @@ class Averaging(ABC):
             steps behind which it travels. x and the outer state stay as the parameters are.
     """
 
-    tau: int | Literal["auto"] = 8
-    within: int = 1
+    tau: Annotated[int, Ge(1)] | Literal["auto"] = 8
+    within: Annotated[int, Ge(1)] = 1
     sharded: bool = False
     dtype: Literal["fp32", "bf16"] = "fp32"
 
@@ -57,13 +59,6 @@ class Averaging(ABC):
     """The outer update keeps a momentum."""
 
     def __post_init__(self) -> None:
-        require(
-            self.tau == "auto" or self.tau >= 1,
-            "sync.tau",
-            self.tau,
-            expected="at least 1 step, or auto",
-        )
-        require(self.within >= 1, "sync.within", self.within, expected="at least 1 rank")
         require(
             self.dtype == "fp32" or not self.sharded,
             "sync.dtype",
@@ -196,13 +191,3 @@ class Averaging(ABC):
         options = {"tau": _ENDLESS, "within": self.within}
         alone = work.job.model_copy(update={"sync": Choice(name="local_sgd", options=options)})
         return estimate(work.model_copy(update={"job": alone}), machine).step_s.value
-
-
-def check_outer(lr: float, momentum: float) -> None:
-    """Refuse an outer update that cannot go anywhere, or never ends.
-
-    Raises:
-        ConfigError: the step is not above 0, or the momentum not from 0 to below 1.
-    """
-    require(lr > 0, "sync.outer_lr", lr, expected="above 0")
-    require(0 <= momentum < 1, "sync.outer_momentum", momentum, expected="from 0 to below 1")

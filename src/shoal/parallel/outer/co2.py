@@ -10,12 +10,13 @@ it, so the penalty needs no message of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Lt
+
 from shoal.core.parts import part
 from shoal.ir import Machine, Work
-from shoal.parallel.outer.averaging import Averaging, check_outer
+from shoal.parallel.outer.averaging import Averaging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,24 +46,14 @@ class CO2(Averaging):
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})
-    tau: int | Literal["auto"] = "auto"
-    outer_momentum: float = 0.2
-    outer_lr: float = 1.0
-    clip: float | None = 1.0
+    tau: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
+    outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.2
+    outer_lr: Annotated[float, Gt(0)] = 1.0
+    clip: Annotated[float, Gt(0)] | None = 1.0
     penalty: Literal["gap", "const", "none"] = "gap"
 
     delayed: ClassVar[bool] = True
     momentum: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_outer(self.outer_lr, self.outer_momentum)
-        require(
-            self.clip is None or self.clip > 0,
-            "sync.clip",
-            self.clip,
-            expected="above 0, or none for no clipping",
-        )
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:

@@ -6,10 +6,12 @@ algorithm 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Lt
 
 from shoal.core.parts import part
-from shoal.parallel.outer.averaging import Averaging, check_outer
+from shoal.parallel.outer.averaging import Averaging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,15 +33,11 @@ class DiLoCo(Averaging):
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"local_updates"})
-    tau: int | Literal["auto"] = 48
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    tau: Annotated[int, Ge(1)] | Literal["auto"] = 48
+    outer_lr: Annotated[float, Gt(0)] = 0.7
+    outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
 
     momentum: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_outer(self.outer_lr, self.outer_momentum)
 
     def rule(self, like: Tensor, segments: Segments) -> Rule:
         """Nesterov's momentum on the mean."""

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from shoal.core.errors import RankError, require
+from annotated_types import Gt, Le
+
+from shoal.core.errors import RankError
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.kernel.squares import sum_of_squares
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from shoal.parallel.protocols import Comm, Pending, ShardedModel
 
-__all__ = ["ReplicatedModel", "ReplicatedShard", "bucket_bytes", "check_bucket"]
+__all__ = ["ReplicatedModel", "ReplicatedShard", "bucket_bytes"]
 
 
 @part
@@ -38,11 +40,8 @@ class ReplicatedShard:
             GPUs if not given.
     """
 
-    bucket_mb: float | None = None
+    bucket_mb: Annotated[float, Gt(0), Le(4096)] | None = None
     divides: ClassVar[frozenset[str]] = frozenset()
-
-    def __post_init__(self) -> None:
-        check_bucket(self.bucket_mb, "shard.replicated.bucket_mb")
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:
@@ -61,20 +60,6 @@ class ReplicatedShard:
         """Hook the model's gradients."""
         device = next(model.parameters()).device.type
         return ReplicatedModel(model, comm, bucket_bytes=bucket_bytes(self.bucket_mb, device))
-
-
-def check_bucket(bucket_mb: float | None, where: str) -> None:
-    """Refuse a bucket without room.
-
-    Raises:
-        ConfigError: the size is not above 0, or beyond 4 GiB.
-    """
-    require(
-        bucket_mb is None or 0 < bucket_mb <= 4096,
-        where,
-        bucket_mb,
-        expected="MiB above 0 and up to 4096",
-    )
 
 
 def bucket_bytes(bucket_mb: float | None, device: str) -> int:

@@ -10,12 +10,14 @@ Source: Rajbhandari et al., ZeRO, 2020, section 5.1; by parameter instead of by 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+
+from annotated_types import Gt, Le
 
 from shoal.core.parts import part
 from shoal.ir import Estimate, Machine, Work
 from shoal.parallel.shard.cost import sharding_estimate
-from shoal.parallel.shard.replicated import ReplicatedModel, bucket_bytes, check_bucket
+from shoal.parallel.shard.replicated import ReplicatedModel, bucket_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,12 +36,9 @@ class Zero1:
             GPUs if not given.
     """
 
-    bucket_mb: float | None = None
+    bucket_mb: Annotated[float, Gt(0), Le(4096)] | None = None
     divides: ClassVar[frozenset[str]] = frozenset({"optimizer"})
     traits: ClassVar[frozenset[str]] = frozenset(f"shards_{what}" for what in divides)
-
-    def __post_init__(self) -> None:
-        check_bucket(self.bucket_mb, "shard.zero1.bucket_mb")
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[Self]:

@@ -9,6 +9,9 @@ import hashlib
 import struct
 from collections import deque
 from functools import partial
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from shoal.core.errors import ServeError, require
 from shoal.ir import (
@@ -28,9 +31,9 @@ from shoal.ir.serving import FinishReason
 from shoal.plan.batching.preemption.recompute import RecomputePreemption
 
 __all__ = [
+    "BlockSize",
     "DigestChain",
     "Queues",
-    "check_block_size",
     "guessable",
     "most_cached",
     "whole_blocks",
@@ -39,15 +42,6 @@ __all__ = [
 _DIGEST_BYTES = 16
 # Twice as fast as Output(...), which matters with millions of tokens.
 _output = partial(tuple.__new__, Output)
-
-
-def check_block_size(where: str, block_size: int) -> None:
-    """Refuse blocks that no cache has.
-
-    Raises:
-        ConfigError: the size is out of range.
-    """
-    require(1 <= block_size <= 4096, where, block_size, expected="1 to 4096 tokens")
 
 
 def whole_blocks(num_tokens: int, block_size: int) -> int:
@@ -64,6 +58,10 @@ def whole_blocks(num_tokens: int, block_size: int) -> int:
         hint="give the cache more tokens, or use a smaller kv.block_size",
     )
     return num_tokens // block_size
+
+
+BlockSize = Annotated[int, Ge(1), Le(4096)]
+"""Tokens of a block of a cache."""
 
 
 class DigestChain:
@@ -151,6 +149,16 @@ class Queues:
     def most_cached(self, request: Request) -> int:
         """Most tokens of a request that ever lie in the cache; the last one never does."""
         return most_cached(request, self.limits.max_position)
+
+    def admit_whole(self) -> None:
+        """Start those that wait, first come, while the cache holds them at their full lengths."""
+        while self.waiting and len(self.running) < self.limits.max_running:
+            request = self.waiting[0]
+            self.kv.match_prefix(request)
+            if not self.kv.allocate(request, self.most_cached(request)):
+                self.kv.free(request)
+                return
+            self._start(request)
 
     def add(self, request: Request) -> None:
         """See :class:`~shoal.ir.engine.Scheduler`."""

@@ -5,9 +5,10 @@ Source: the arguments of llama.cpp's server, 2026.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part, table
 from shoal.core.traits import traits
 from shoal.ir import ServePlan, TrainPlan
@@ -30,12 +31,11 @@ class LlamaCpp:
         host: address that it listens on; that of this host alone unless another is given.
     """
 
-    port: int = 8080
+    port: Annotated[int, Ge(1), Le(65535)] = 8080
     host: str = "127.0.0.1"
     job: ClassVar[Literal["train", "serve"]] = "serve"
 
     def __post_init__(self) -> None:
-        require(1 <= self.port <= 65535, "emit.llamacpp.port", self.port, expected="1 to 65535")
         check_host("llamacpp", self.host)
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:

@@ -5,80 +5,44 @@ Source: Zheng et al., SGLang, 2024; the server arguments of SGLang (0.5).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from shoal.core.errors import require
-from shoal.core.files import to_yaml
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.parts import part, table
-from shoal.ir import ServePlan, TrainPlan
+from shoal.ir import ServePlan
+from shoal.plan.emit.gpu_server import DTYPES, GpuServer
 from shoal.plan.emit.phases import first_port, phase_files, phases_of, urls
-from shoal.plan.emit.shared import allowed, check_host, header, model_word, script, unexpressed
+from shoal.plan.emit.shared import header, model_word, script
 from shoal.plan.serving.inputs import precision_of
 
 __all__ = ["SGLang"]
 
 # Where prefill instances tell decode instances how to fetch from them.
 _BOOTSTRAP = 8998
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-
-# Why it has words for one part of a kind alone.
-WHY = {"scheduler": "it joins requests any time", "kv": "its cache is paged"}
 
 
 @part
-class SGLang:
+class SGLang(GpuServer):
     """``sglang.yaml``, which ``sglang.launch_server --config`` reads, and ``launch.sh``.
 
     Args:
         port: where the server listens.
-        host: address that it listens on; that of this host alone unless another is given.
         memory: share of the GPU's memory for weights and cache.
     """
 
-    port: int = 30000
-    host: str = "127.0.0.1"
-    memory: float = 0.88
-    job: ClassVar[Literal["train", "serve"]] = "serve"
+    port: Annotated[int, Ge(1), Le(65535)] = 30000
+    memory: Annotated[float, Gt(0), Le(1)] = 0.88
+    engine: ClassVar[str] = "sglang"
 
-    def __post_init__(self) -> None:
-        require(1 <= self.port <= 65535, "emit.sglang.port", self.port, expected="1 to 65535")
-        check_host("sglang", self.host)
-        require(
-            0 < self.memory <= 1, "emit.sglang.memory", self.memory, expected="a share in (0, 1]"
-        )
-
-    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        if not isinstance(plan, ServePlan):
-            return ("a training plan",)
-        job = plan.job
-        results = []
-        if plan.machine.device.kind == "cpu":
-            results.append(
-                f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp"
-            )
-        expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
-        expresses["kv"] = ("paged",)
-        results += unexpressed(job, expresses, WHY)
-        return tuple(results)
-
-    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        whole = allowed(plan, ServePlan, "sglang", self.refuses(plan))
-        if phases_of(whole):
-            return self._apart(whole)
-        words = [
+    def _command(self, plan: ServePlan, config: str) -> list[str]:
+        return [
             "python -m sglang.launch_server",
-            f"--model-path {model_word(whole)}",
-            '--config "$(dirname "$0")/sglang.yaml"',
+            f"--model-path {model_word(plan)}",
+            f'--config "$(dirname "$0")/{config}"',
         ]
-        return {
-            "sglang.yaml": header(whole) + to_yaml(self._config(whole)),
-            "launch.sh": script(header(whole), words),
-        }
 
     def _apart(self, plan: ServePlan) -> dict[str, str]:
-        """A configuration and a script for each phase, and the router before them."""
         configs, commands = {}, {}
         for name, phase in phases_of(plan).items():
             own = self._config(plan)
@@ -86,9 +50,7 @@ class SGLang:
             own |= {"tp-size": phase.tp, "pp-size": phase.pp, "disaggregation-mode": name}
             configs[name] = own
             commands[name] = [
-                "python -m sglang.launch_server",
-                f"--model-path {model_word(plan)}",
-                f'--config "$(dirname "$0")/{name}.yaml"',
+                *self._command(plan, f"{name}.yaml"),
                 f"--port $(({first_port(self.port, name)} + n))",
                 f"--disaggregation-bootstrap-port $(({_BOOTSTRAP} + n))",
                 '--disaggregation-transfer-backend "${TRANSFER:-nixl}"',

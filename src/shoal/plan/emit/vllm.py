@@ -5,14 +5,16 @@ Source: Kwon et al., PagedAttention, 2023; the engine arguments of vLLM (0.11 an
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from shoal.core.errors import require
-from shoal.core.files import to_yaml
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.parts import part, table
-from shoal.ir import ServePlan, TrainPlan
+from shoal.core.traits import traits
+from shoal.ir import ServePlan
+from shoal.plan.emit.gpu_server import DTYPES, GpuServer
 from shoal.plan.emit.phases import first_port, phase_files, phases_of
-from shoal.plan.emit.shared import allowed, check_host, header, model_word, script, unexpressed
+from shoal.plan.emit.shared import header, model_word, script
 from shoal.plan.serving.inputs import precision_of
 
 __all__ = ["VLLM"]
@@ -21,74 +23,40 @@ BLOCKS = (8, 16, 32, 64, 128)
 # Where instances tell each other how to fetch from them.
 _SIDE_CHANNEL = 5600
 _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-
-# Why it has words for one part of a kind alone.
-WHY = {"scheduler": "it joins requests any time", "kv": "its cache is paged"}
 
 
 @part
-class VLLM:
+class VLLM(GpuServer):
     """``vllm.yaml``, which ``vllm serve --config`` reads, and ``launch.sh``.
 
     Args:
         port: where the server listens.
-        host: address that it listens on; that of this host alone unless another is given.
         memory: share of the GPU's memory that it may fill.
     """
 
-    port: int = 8000
-    host: str = "127.0.0.1"
-    memory: float = 0.92
-    job: ClassVar[Literal["train", "serve"]] = "serve"
+    port: Annotated[int, Ge(1), Le(65535)] = 8000
+    memory: Annotated[float, Gt(0), Le(1)] = 0.92
+    engine: ClassVar[str] = "vllm"
 
-    def __post_init__(self) -> None:
-        require(1 <= self.port <= 65535, "emit.vllm.port", self.port, expected="1 to 65535")
-        check_host("vllm", self.host)
-        require(0 < self.memory <= 1, "emit.vllm.memory", self.memory, expected="a share in (0, 1]")
-
-    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        if not isinstance(plan, ServePlan):
-            return ("a training plan",)
+    def _refuses(self, plan: ServePlan) -> list[str]:
         job = plan.job
         results = []
-        if plan.machine.device.kind == "cpu":
-            results.append(
-                f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp"
-            )
-        expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
-        expresses["kv"] = ("paged",)
-        results += unexpressed(job, expresses, WHY)
         block = getattr(table("kv").build(job.kv), "block_size", BLOCKS[0])
-        if job.kv.name in expresses["kv"] and block not in BLOCKS:
+        if "fixed_size_blocks" in traits("kv", job.kv) and block not in BLOCKS:
             words = ", ".join(map(str, BLOCKS))
-            results.append(f"kv.paged.block_size = {block}: use {words}")
+            results.append(f"kv.{job.kv.name}.block_size = {block}: use {words}")
         most = job.max_position or plan.shape.max_position
         if not _chunked(job.scheduler.options) and job.max_step_tokens < most:
             results.append(
                 f"scheduler.chunked = false with max_step_tokens = {job.max_step_tokens} below "
                 f"max_position = {most}: raise the first or cut prompts"
             )
-        return tuple(results)
+        return results
 
-    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
-        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
-        whole = allowed(plan, ServePlan, "vllm", self.refuses(plan))
-        if phases_of(whole):
-            return self._apart(whole)
-        words = [
-            "vllm serve",
-            model_word(whole),
-            '--config "$(dirname "$0")/vllm.yaml"',
-        ]
-        return {
-            "vllm.yaml": header(whole) + to_yaml(self._config(whole)),
-            "launch.sh": script(header(whole), words),
-        }
+    def _command(self, plan: ServePlan, config: str) -> list[str]:
+        return ["vllm serve", model_word(plan), f'--config "$(dirname "$0")/{config}"']
 
     def _apart(self, plan: ServePlan) -> dict[str, str]:
-        """A configuration and a script for each phase, and the proxy before them."""
         configs, commands = {}, {}
         for place, (name, phase) in enumerate(phases_of(plan).items()):
             own = self._config(plan)
@@ -99,9 +67,7 @@ class VLLM:
             side = _SIDE_CHANNEL + 100 * place
             commands[name] = [
                 f"env VLLM_NIXL_SIDE_CHANNEL_PORT=$(({side} + n * {phase.tp * phase.pp}))",
-                "vllm serve",
-                model_word(plan),
-                f'--config "$(dirname "$0")/{name}.yaml"',
+                *self._command(plan, f"{name}.yaml"),
                 f"--port $(({first_port(self.port, name)} + n))",
                 f"--kv-transfer-config '{_CONNECTOR}'",
             ]

@@ -6,8 +6,10 @@ Source: Kirkpatrick et al., Optimization by Simulated Annealing, 1983.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -30,12 +32,11 @@ class Anneal:
         cold: the same in the end.
     """
 
-    rounds: int = 20_000
+    rounds: Annotated[int, Ge(1), Le(10**7)] = 20_000
     hot: float = 1e-3
     cold: float = 1e-6
 
     def __post_init__(self) -> None:
-        require(1 <= self.rounds <= 10**7, "mapper.anneal.rounds", self.rounds, expected="1 to 1e7")
         require(
             0 < self.cold <= self.hot <= 1,
             "mapper.anneal.cold",

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, Mapping
 from shoal.plan.mapping.native import FAST, mapping_of, replayer
@@ -34,10 +35,7 @@ class GreedyMapper:
         retries: how many cheaper candidates one may push out, one after the other.
     """
 
-    retries: int = 4
-
-    def __post_init__(self) -> None:
-        require(0 <= self.retries <= 64, "mapper.greedy.retries", self.retries, expected="0 to 64")
+    retries: Annotated[int, Ge(0), Le(64)] = 4
 
     def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """Place candidates from the best down."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from shoal.core.errors import PlanError, require
+from shoal.core.errors import PlanError
 from shoal.core.parts import part
 from shoal.plan.mapping.layout import COPY, DROP, NO_COPY, CopyTime, Mapping, Rectangle, verify
 from shoal.plan.mapping.program import Compiled, MappingProgram, TierSpec
@@ -38,12 +40,8 @@ class Milp:
         seconds: after which it gives up.
     """
 
-    most: int = 25
-    seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        require(1 <= self.most <= 200, "mapper.milp.most", self.most, expected="1 to 200")
-        require(self.seconds > 0, "mapper.milp.seconds", self.seconds, expected="above 0")
+    most: Annotated[int, Ge(1), Le(200)] = 25
+    seconds: Annotated[float, Gt(0)] = 120.0
 
     def map(self, program: MappingProgram, tiers: TierSpec, *, seed: int = 0) -> Mapping:
         """The fastest mapping.

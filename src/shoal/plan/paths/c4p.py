@@ -12,8 +12,10 @@ Communication-Driven Approach, 2024.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
@@ -37,22 +39,8 @@ class C4P:
             leaf has better ones.
     """
 
-    connections: int = 1
-    bad_below: float = 0.5
-
-    def __post_init__(self) -> None:
-        require(
-            1 <= self.connections <= 1024,
-            "path_planner.c4p.connections",
-            self.connections,
-            expected="1 to 1024",
-        )
-        require(
-            0.0 <= self.bad_below <= 1.0,
-            "path_planner.c4p.bad_below",
-            self.bad_below,
-            expected="0 to 1",
-        )
+    connections: Annotated[int, Ge(1), Le(1024)] = 1
+    bad_below: Annotated[float, Ge(0.0), Le(1.0)] = 0.5
 
     def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """Deal connections evenly; around bad links, by the linear programme.

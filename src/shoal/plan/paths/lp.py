@@ -10,7 +10,10 @@ Parallelizing the Dual Revised Simplex Method, 2018 (HiGHS).
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
+from annotated_types import Ge, Le
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
@@ -34,12 +37,7 @@ class MinMaxLP:
         pieces: equal pieces of each flow (of each port), each on a path of its own.
     """
 
-    pieces: int = 4
-
-    def __post_init__(self) -> None:
-        require(
-            1 <= self.pieces <= 1024, "path_planner.lp.pieces", self.pieces, expected="1 to 1024"
-        )
+    pieces: Annotated[int, Ge(1), Le(1024)] = 4
 
     def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
         """Solve and round phase by phase; phases with the same demand are solved once.

@@ -11,9 +11,10 @@ Parallelism, 2025.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from annotated_types import Ge
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -41,14 +42,12 @@ class FSSDP:
         resharding_every: steps after which owners are chosen anew; None for never.
     """
 
-    slots: int = 2
-    slack: float = 0.05
+    slots: Annotated[int, Ge(0)] = 2
+    slack: Annotated[float, Ge(0)] = 0.05
     rematerialize: Again = "auto"
     resharding_every: int | None = 100
 
     def __post_init__(self) -> None:
-        require(self.slots >= 0, "placer.fssdp.slots", self.slots, expected="0 or more")
-        require(self.slack >= 0, "placer.fssdp.slack", self.slack, expected="0 or more")
         require(
             self.resharding_every is None or self.resharding_every >= 1,
             "placer.fssdp.resharding_every",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, repeat
+from typing import ClassVar, Self
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.pipeline.simulator import MachineLinks
@@ -14,7 +15,16 @@ from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 from shoal.ir.schedule import Op
 
-__all__ = ["boundary_estimate", "check_numbers", "looped", "passes", "sends", "vee"]
+__all__ = [
+    "OneStage",
+    "VShaped",
+    "boundary_estimate",
+    "check_numbers",
+    "looped",
+    "passes",
+    "sends",
+    "vee",
+]
 
 # Twice as fast as Op(...), which matters with two million passes.
 _OP = partial(tuple.__new__, Op)
@@ -94,3 +104,31 @@ def boundary_estimate(work: Work, machine: Machine, place: Sequence[int]) -> Est
         terms_s={"collective": seconds},
         wire_bytes={scope: steps * number * size},
     )
+
+
+class OneStage:
+    """What schedules with one stage a rank share."""
+
+    chunks: ClassVar[int | None] = 1
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes of the boundaries, each forward and back."""
+        return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))
+
+
+class VShaped:
+    """What schedules share whose ranks have two chunks, in the shape of a V."""
+
+    traits: ClassVar[frozenset[str]] = frozenset({"several_stages", "splits_backward"})
+    chunks: ClassVar[int | None] = 2
+
+    @classmethod
+    def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
+        """Where a rank has two equal chunks, and no ranks share sequences."""
+        split = work.job.parallel
+        if split.cp == 1 and work.shape.num_layers % (2 * split.pp) == 0:
+            yield cls(), 2
+
+    def estimate(self, work: Work, machine: Machine) -> Estimate:
+        """Bytes of the boundaries of both chunks; the turn of the V stays on its rank."""
+        return boundary_estimate(work, machine, vee(work.job.parallel.pp))

@@ -5,23 +5,16 @@ Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks, 2018.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shoal.core.parts import part
-from shoal.ir.estimate import Estimate
-from shoal.ir.machine import Machine
-from shoal.ir.plan import Work
 from shoal.ir.schedule import Op, Schedule
-from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped
+from shoal.plan.schedules.common import OneStage, check_numbers
 
 __all__ = ["GPipe"]
 
 
 @part
-class GPipe:
+class GPipe(OneStage):
     """Every rank holds the activations of all micro-batches when the backwards begin."""
-
-    chunks: ClassVar[int | None] = 1
 
     def build(self, pp: int, microbatches: int, vpp: int = 1) -> Schedule:
         """Backwards go from the last micro-batch to the first."""
@@ -40,7 +33,3 @@ class GPipe:
     def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """All of them."""
         return float(microbatches)
-
-    def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Bytes of the boundaries, each forward and back."""
-        return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))

@@ -6,23 +6,20 @@ Source: Narayanan et al., PipeDream, 2019; the flushing form of Narayanan et al.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Self
 
 from shoal.core.parts import part
-from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 from shoal.ir.schedule import Op, Schedule
-from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped
+from shoal.plan.schedules.common import OneStage, check_numbers
 
 __all__ = ["OneFOneB"]
 
 
 @part
-class OneFOneB:
+class OneFOneB(OneStage):
     """A rank's warm-up is as long as the stages behind it; then forward and backward alternate."""
-
-    chunks: ClassVar[int | None] = 1
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
@@ -50,7 +47,3 @@ class OneFOneB:
     def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """One for each rank."""
         return float(min(pp, microbatches))
-
-    def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Bytes of the boundaries, each forward and back."""
-        return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))

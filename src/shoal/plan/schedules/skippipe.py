@@ -17,7 +17,9 @@ import math
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Le
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
@@ -64,8 +66,8 @@ class SkipPipe:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"skips_stages"})
-    keep: int | None = None
-    of: int | None = None
+    keep: Annotated[int, Ge(1)] | None = None
+    of: Annotated[int, Ge(1)] | None = None
     swap: bool = False
     network: str = ""
     forward_s: float = 0.3
@@ -73,22 +75,14 @@ class SkipPipe:
     head_s: float = 0.1
     boundary_bytes: float = 8e6
     sync_bytes: float = 1e8
-    most_in_flight: int | None = None
-    effort: int = 50
+    most_in_flight: Annotated[int, Ge(1)] | None = None
+    effort: Annotated[int, Ge(0), Le(100_000)] = 50
     seed: int = 0
 
     chunks: ClassVar[int | None] = 1
     exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("keep", "of", "most_in_flight"):
-            value = getattr(self, name)
-            require(
-                value is None or value >= 1,
-                f"schedule.skippipe.{name}",
-                value,
-                expected="at least 1, or nothing",
-            )
         for name in ("forward_s", "backward_s", "head_s", "boundary_bytes", "sync_bytes"):
             number = getattr(self, name)
             free = name not in ("forward_s", "backward_s")
@@ -103,12 +97,6 @@ class SkipPipe:
             "schedule.skippipe.keep",
             self.keep,
             expected=f"1 to of = {self.of}, the stages",
-        )
-        require(
-            0 <= self.effort <= 100_000,
-            "schedule.skippipe.effort",
-            self.effort,
-            expected="0 to 100000",
         )
 
     @property

@@ -10,33 +10,17 @@ Yeung et al., Vocabulary Parallelism, 2024.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar, Self
-
 from shoal.core.parts import part
-from shoal.ir.estimate import Estimate
-from shoal.ir.machine import Machine
-from shoal.ir.plan import Work
 from shoal.ir.schedule import Schedule
 from shoal.plan.schedules.blocks import PERIOD, ScheduleBlock, repeated
-from shoal.plan.schedules.common import boundary_estimate, check_numbers, vee
+from shoal.plan.schedules.common import VShaped, check_numbers
 
 __all__ = ["VHalf"]
 
 
 @part
-class VHalf:
+class VHalf(VShaped):
     """Building blocks in the order of their time; idle places close up when it runs."""
-
-    traits: ClassVar[frozenset[str]] = frozenset({"several_stages", "splits_backward"})
-    chunks: ClassVar[int | None] = 2
-
-    @classmethod
-    def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
-        """Where a rank has two equal chunks, and no ranks share sequences."""
-        split = work.job.parallel
-        if split.cp == 1 and work.shape.num_layers % (2 * split.pp) == 0:
-            yield cls(), 2
 
     def build(self, pp: int, microbatches: int, vpp: int = 2) -> Schedule:
         """Passes of rank r sorted by the block's offset plus six times the micro-batch."""
@@ -62,7 +46,3 @@ class VHalf:
     def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """``pp + 2`` chunks of half a rank."""
         return min((pp + 2) / 2, float(microbatches))
-
-    def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Bytes of the boundaries of both chunks; the turn of the V stays on its rank."""
-        return boundary_estimate(work, machine, vee(work.job.parallel.pp))

@@ -13,21 +13,19 @@ from collections.abc import Iterator
 from typing import ClassVar, Self
 
 from shoal.core.parts import part
-from shoal.ir.estimate import Estimate
 from shoal.ir.machine import Machine
 from shoal.ir.plan import Work
 from shoal.ir.schedule import Op, Schedule
-from shoal.plan.schedules.common import boundary_estimate, check_numbers, looped
+from shoal.plan.schedules.common import OneStage, check_numbers, looped
 
 __all__ = ["ZeroBubbleH1"]
 
 
 @part
-class ZeroBubbleH1:
+class ZeroBubbleH1(OneStage):
     """1F1B whose weight gradients wait for the end of the pipeline's slope."""
 
     traits: ClassVar[frozenset[str]] = frozenset({"splits_backward"})
-    chunks: ClassVar[int | None] = 1
 
     @classmethod
     def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
@@ -63,7 +61,3 @@ class ZeroBubbleH1:
     def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """As 1F1B."""
         return float(min(pp, microbatches))
-
-    def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Bytes of the boundaries, the same as those of 1F1B."""
-        return boundary_estimate(work, machine, looped(work.job.parallel.pp, 1))

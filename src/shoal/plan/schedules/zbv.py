@@ -9,32 +9,16 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar, Self
-
 from shoal.core.parts import part
-from shoal.ir.estimate import Estimate
-from shoal.ir.machine import Machine
-from shoal.ir.plan import Work
 from shoal.ir.schedule import Op, Schedule
-from shoal.plan.schedules.common import boundary_estimate, check_numbers, vee
+from shoal.plan.schedules.common import VShaped, check_numbers, vee
 
 __all__ = ["ZeroBubbleV"]
 
 
 @part
-class ZeroBubbleV:
+class ZeroBubbleV(VShaped):
     """Forwards down, forwards up, and both backwards as early as they can be."""
-
-    traits: ClassVar[frozenset[str]] = frozenset({"several_stages", "splits_backward"})
-    chunks: ClassVar[int | None] = 2
-
-    @classmethod
-    def candidates(cls, work: Work, machine: Machine) -> Iterator[tuple[Self, int]]:
-        """Where a rank has two equal chunks, and no ranks share sequences."""
-        split = work.job.parallel
-        if split.cp == 1 and work.shape.num_layers % (2 * split.pp) == 0:
-            yield cls(), 2
 
     def build(self, pp: int, microbatches: int, vpp: int = 2) -> Schedule:
         """The order of a full pipeline, less the micro-batches that there are not."""
@@ -57,10 +41,6 @@ class ZeroBubbleV:
     def in_flight(self, pp: int, microbatches: int, vpp: int = 1) -> float:
         """``2 pp`` chunks of half a rank."""
         return float(min(pp, microbatches))
-
-    def estimate(self, work: Work, machine: Machine) -> Estimate:
-        """Bytes of the boundaries of both chunks; the turn of the V stays on its rank."""
-        return boundary_estimate(work, machine, vee(work.job.parallel.pp))
 
 
 def _program(pp: int, microbatches: int, rank: int) -> list[Op]:

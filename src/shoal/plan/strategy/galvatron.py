@@ -20,9 +20,11 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from shoal.core.errors import PlanError, require
+from annotated_types import Ge, Gt, Le
+
+from shoal.core.errors import PlanError
 from shoal.core.parts import Choice, part, table
 from shoal.core.traits import traits
 from shoal.cost.price.rates import RankRates
@@ -80,27 +82,11 @@ class Galvatron:
         runnable: only plans that this version can run.
     """
 
-    keep: int = 10
-    memory_gib: float | None = None
-    units: int = 256
-    layouts: int = 6
+    keep: Annotated[int, Ge(1), Le(10_000)] = 10
+    memory_gib: Annotated[float, Gt(0), Le(1e6)] | None = None
+    units: Annotated[int, Ge(16), Le(65536)] = 256
+    layouts: Annotated[int, Ge(3), Le(64)] = 6
     runnable: bool = False
-
-    def __post_init__(self) -> None:
-        where = "planner.galvatron"
-        require(1 <= self.keep <= 10_000, f"{where}.keep", self.keep, expected="1 to 10000")
-        require(
-            self.memory_gib is None or 0 < self.memory_gib <= 1e6,
-            f"{where}.memory_gib",
-            self.memory_gib,
-            expected="GiB above 0",
-        )
-        require(
-            16 <= self.units <= 65536, f"{where}.units", self.units, expected="16 to 65536 units"
-        )
-        require(
-            3 <= self.layouts <= 64, f"{where}.layouts", self.layouts, expected="3 to 64 layouts"
-        )
 
     def plan(
         self,

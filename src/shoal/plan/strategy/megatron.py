@@ -15,8 +15,11 @@ Megatron-LM, 2021, take-aways 1 to 3 and section 2.2.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
-from shoal.core.errors import PlanError, require
+from annotated_types import Ge, Gt, Le
+
+from shoal.core.errors import PlanError
 from shoal.core.parts import Choice, part
 from shoal.cost.arithmetic import parameters
 from shoal.cost.shapes import shape_of
@@ -42,17 +45,9 @@ class MegatronPlanner:
         keep: plans handed back, best first.
     """
 
-    bubble: float = 0.1
-    largest_vpp: int = 8
-    keep: int = 10
-
-    def __post_init__(self) -> None:
-        where = "planner.megatron"
-        require(0 < self.bubble <= 1, f"{where}.bubble", self.bubble, expected="a share in (0, 1]")
-        require(
-            self.largest_vpp >= 1, f"{where}.largest_vpp", self.largest_vpp, expected="1 or more"
-        )
-        require(1 <= self.keep <= 10_000, f"{where}.keep", self.keep, expected="1 to 10000")
+    bubble: Annotated[float, Gt(0), Le(1)] = 0.1
+    largest_vpp: Annotated[int, Ge(1)] = 8
+    keep: Annotated[int, Ge(1), Le(10_000)] = 10
 
     def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""

@@ -14,8 +14,11 @@ Using Megatron-LM, 2021, sections 3.2 to 3.5.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
-from shoal.core.errors import PlanError, require
+from annotated_types import Ge, Gt, Le
+
+from shoal.core.errors import PlanError
 from shoal.core.parts import part
 from shoal.core.traits import traits
 from shoal.cost.shapes import shape_of
@@ -38,19 +41,8 @@ class RulesPlanner:
         bubble: largest share of a step that the pipeline's bubble may take.
     """
 
-    largest_microbatch: int = 8
-    bubble: float = 0.15
-
-    def __post_init__(self) -> None:
-        require(
-            self.largest_microbatch >= 1,
-            "planner.rules.largest_microbatch",
-            self.largest_microbatch,
-            expected="1 or more",
-        )
-        require(
-            0 < self.bubble <= 1, "planner.rules.bubble", self.bubble, expected="a share in (0, 1]"
-        )
+    largest_microbatch: Annotated[int, Ge(1)] = 8
+    bubble: Annotated[float, Gt(0), Le(1)] = 0.15
 
     def plan(self, job: TrainJob, machine: Machine) -> list[TrainPlan]:
         """See :class:`~shoal.plan.strategy.protocols.Planner`."""

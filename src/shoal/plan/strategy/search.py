@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part, table
 from shoal.cost.shapes import shape_of
@@ -32,12 +36,11 @@ class SearchPlanner:
             so none is searched unless it is asked for.
     """
 
-    keep: int = 10
+    keep: Annotated[int, Ge(1), Le(10_000)] = 10
     offload: tuple[str, ...] | str = ()
     sync: tuple[str, ...] | str = ()
 
     def __post_init__(self) -> None:
-        require(1 <= self.keep <= 10_000, "planner.search.keep", self.keep, expected="1 to 10000")
         names_of(self.offload or (NONE,))
         self._syncs()
 

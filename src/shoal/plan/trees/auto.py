@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
@@ -28,11 +29,7 @@ class AutoTree:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"follows_guesses"})
-    nodes: int = MAX_NODES
-
-    def __post_init__(self) -> None:
-        require(1 <= self.nodes <= MAX_NODES, "tree.auto.nodes", self.nodes,
-                expected=f"1 to {MAX_NODES}")  # fmt: skip
+    nodes: Annotated[int, Ge(1), Le(MAX_NODES)] = MAX_NODES
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """See :class:`~shoal.ir.decoding.TreePart`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.core.errors import require
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.common import tree_of
@@ -20,11 +23,7 @@ class ChainTree:
     Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
     """
 
-    depth: int = 0
-
-    def __post_init__(self) -> None:
-        require(0 <= self.depth <= MAX_NODES, "tree.chain.depth", self.depth,
-                expected=f"0 to {MAX_NODES}")  # fmt: skip
+    depth: Annotated[int, Ge(0), Le(MAX_NODES)] = 0
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """See :class:`~shoal.ir.decoding.TreePart`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.core.errors import require
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.ir import MAX_NODES, DrafterCalibration, TreeSpec
 from shoal.plan.trees.auto import AutoTree
@@ -23,11 +26,7 @@ class Hardware:
     Source: Chen et al., Hardware-Aware Parallel Prompt Decoding, 2024, section 3.3.
     """
 
-    rows: int = MAX_NODES + 1
-
-    def __post_init__(self) -> None:
-        require(2 <= self.rows <= MAX_NODES + 1, "tree.hardware.rows", self.rows,
-                expected=f"2 to {MAX_NODES + 1}")  # fmt: skip
+    rows: Annotated[int, Ge(2), Le(MAX_NODES + 1)] = MAX_NODES + 1
 
     def build(self, calibration: DrafterCalibration, most: int = MAX_NODES) -> TreeSpec:
         """See :class:`~shoal.ir.decoding.TreePart`."""

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge, Le
 from scipy.special import ndtr
 
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.plan.tune.protocols import (
@@ -67,19 +67,10 @@ class Bayes:
         explore: improvement below this share of the values' spread is none.
     """
 
-    starts: int = 16
+    starts: Annotated[int, Ge(2)] = 16
     surrogate: Literal["gp", "forest"] = "gp"
-    parallel: int = 1
-    explore: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(self.starts >= 2, "tuner.bayes.starts", self.starts, expected="2 or more")
-        require(
-            1 <= self.parallel <= 1024, "tuner.bayes.parallel", self.parallel, expected="1 to 1024"
-        )
-        require(
-            0 <= self.explore <= 1, "tuner.bayes.explore", self.explore, expected="a share, 0 to 1"
-        )
+    parallel: Annotated[int, Ge(1), Le(1024)] = 1
+    explore: Annotated[float, Ge(0), Le(1)] = 0.0
 
     def tune(
         self,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+from annotated_types import Ge
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
@@ -19,10 +22,7 @@ class Exhaustive:
         most: configurations beyond which it refuses.
     """
 
-    most: int = 3000
-
-    def __post_init__(self) -> None:
-        require(self.most >= 1, "tuner.exhaustive.most", self.most, expected="1 or more")
+    most: Annotated[int, Ge(1)] = 3000
 
     def tune(
         self,

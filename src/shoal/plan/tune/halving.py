@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.parts import part
 from shoal.plan.tune.protocols import (
     Objective,
@@ -38,14 +40,8 @@ class Halving:
         least: the first share, above 0 to 1.
     """
 
-    factor: int = 3
-    least: float = 1 / 9
-
-    def __post_init__(self) -> None:
-        require(self.factor >= 2, "tuner.halving.factor", self.factor, expected="2 or more")
-        require(
-            0 < self.least <= 1, "tuner.halving.least", self.least, expected="above 0, at most 1"
-        )
+    factor: Annotated[int, Ge(2)] = 3
+    least: Annotated[float, Gt(0), Le(1)] = 1 / 9
 
     def tune(
         self,

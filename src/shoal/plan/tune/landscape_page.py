@@ -41,24 +41,12 @@ def page(study: TuningResult, *, title: str, unit: str) -> str:
     Raises:
         PlanError: nothing worked.
     """
-    from markupsafe import Markup
-
     from shoal.core.web import WebSite
 
-    site = WebSite("shoal.plan")
-
-    def asset(name: str) -> Markup:
-        # Files of this package, which stand in the page as they are.
-        return Markup(site.asset(name).decode())  # noqa: S704
-
     best = study.best
-    return site.render(
-        "plans.html",
-        body="landscape_body.html",
+    return WebSite("shoal.plan").render_alone(
+        "landscape.html",
         title=title,
-        style=asset("style.css"),
-        script=asset("theme.js"),
-        icon=asset("favicon.svg"),
         why=f"Best of {len(study.trials)} of {study.space.size} configurations: "
         f"{_spelt(best.config)}, {best.value:.4g} {unit}.",
         pictures=_charts(study, unit),

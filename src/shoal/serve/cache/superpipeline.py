@@ -6,9 +6,10 @@ kernels that pack weights, or keep their addresses, cannot work with weights tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt
+
 from shoal.core.parts import part
 from shoal.core.sizes import Size
 
@@ -33,28 +34,11 @@ class SuperpipelineMemory:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"moves_weights"})
-    k: int | Literal["auto"] = "auto"
-    k_prime: int | None = None
+    k: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
+    k_prime: Annotated[int, Ge(1)] | None = None
     device_budget: Size | None = None
-    goal: float = 1.1
-    bytes_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        where = "memory.superpipeline"
-        require(self.k == "auto" or self.k >= 1, f"{where}.k", self.k, expected="at least 1")
-        require(
-            self.k_prime is None or self.k_prime >= 1,
-            f"{where}.k_prime",
-            self.k_prime,
-            expected="at least 1",
-        )
-        require(self.goal >= 1, f"{where}.goal", self.goal, expected="at least 1")
-        require(
-            self.bytes_per_s is None or self.bytes_per_s > 0,
-            f"{where}.bytes_per_s",
-            self.bytes_per_s,
-            expected="more than 0 B/s",
-        )
+    goal: Annotated[float, Ge(1)] = 1.1
+    bytes_per_s: Annotated[float, Gt(0)] | None = None
 
     def apply(self, model: Transformer) -> Wrapped:
         """See :class:`~shoal.serve.cache.weights.MemoryPart`.

@@ -18,7 +18,9 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+
+from annotated_types import Ge, Gt
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -67,9 +69,9 @@ class PeerMemory:
     """
 
     fraction: float = 0.3
-    slots: int = 2
+    slots: Annotated[int, Ge(1)] = 2
     prefetch: bool = True
-    bytes_per_s: float | None = None
+    bytes_per_s: Annotated[float, Gt(0)] | None = None
 
     def __post_init__(self) -> None:
         where = "memory.peer"
@@ -78,13 +80,6 @@ class PeerMemory:
             f"{where}.fraction",
             self.fraction,
             expected="a share in (0, 0.5]: every copy hides behind a layer that stays",
-        )
-        require(self.slots >= 1, f"{where}.slots", self.slots, expected="at least 1")
-        require(
-            self.bytes_per_s is None or self.bytes_per_s > 0,
-            f"{where}.bytes_per_s",
-            self.bytes_per_s,
-            expected="more than 0 B/s",
         )
 
     def apply(self, model: Transformer) -> PeerPool | None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
+from annotated_types import Ge, Le
+
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part
@@ -42,7 +44,7 @@ class Ngram:
 
     longest: int = 4
     shortest: int = 2
-    nodes: int = 8
+    nodes: Annotated[int, Ge(1), Le(MAX_NODES)] = 8
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
 
     def __post_init__(self) -> None:
@@ -51,12 +53,6 @@ class Ngram:
             "speculative.ngram.shortest",
             self.shortest,
             expected=f"1 to longest = {self.longest}, at most 64",
-        )
-        require(
-            1 <= self.nodes <= MAX_NODES,
-            "speculative.ngram.nodes",
-            self.nodes,
-            expected=f"1 to {MAX_NODES}",
         )
 
     @classmethod

@@ -6,9 +6,10 @@ Source: Zhang et al., Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt
+
 from shoal.core.parts import part
 from shoal.cost.arithmetic import block_parameters
 from shoal.ir import Estimate, Machine, ModelShape
@@ -33,19 +34,10 @@ class DovetailTraining:
         weight: what the divergence from the target's distribution counts beside the features.
     """
 
-    layers: int = 1
-    depth: int = 5
-    lr: float = 1e-3
-    weight: float = 0.1
-
-    def __post_init__(self) -> None:
-        where = "drafter.dovetail"
-        for name in ("layers", "depth"):
-            value = getattr(self, name)
-            require(value >= 1, f"{where}.{name}", value, expected="at least 1")
-        for name in ("lr", "weight"):
-            value = getattr(self, name)
-            require(value > 0, f"{where}.{name}", value, expected="a number above 0")
+    layers: Annotated[int, Ge(1)] = 1
+    depth: Annotated[int, Ge(1)] = 5
+    lr: Annotated[float, Gt(0)] = 1e-3
+    weight: Annotated[float, Gt(0)] = 0.1
 
     def parameters(self, shape: ModelShape) -> int:
         """Two square matrices, the gate, and the layers."""

@@ -6,7 +6,9 @@ Semi-Autoregressive Drafting and Custom-Designed Decoding Tree, 2025, section 3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt, Le
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -38,26 +40,14 @@ class FalconTraining:
         soft: share of the target's distribution in the loss of tokens; the rest is the text's.
     """
 
-    k: int = 2
-    forwards: int = 2
-    lstm_layers: int = 2
-    lr: float = 1e-3
-    glance_from: float = 0.6
-    glance_to: float = 0.1
-    weight: float = 0.1
-    soft: float = 0.9
-
-    def __post_init__(self) -> None:
-        where = "drafter.falcon"
-        for name in ("k", "forwards", "lstm_layers"):
-            value = getattr(self, name)
-            require(value >= 1, f"{where}.{name}", value, expected="at least 1")
-        for name in ("lr", "weight"):
-            value = getattr(self, name)
-            require(value > 0, f"{where}.{name}", value, expected="a number above 0")
-        for name in ("glance_from", "glance_to", "soft"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"{where}.{name}", value, expected="a share in [0, 1]")
+    k: Annotated[int, Ge(1)] = 2
+    forwards: Annotated[int, Ge(1)] = 2
+    lstm_layers: Annotated[int, Ge(1)] = 2
+    lr: Annotated[float, Gt(0)] = 1e-3
+    glance_from: Annotated[float, Ge(0), Le(1)] = 0.6
+    glance_to: Annotated[float, Ge(0), Le(1)] = 0.1
+    weight: Annotated[float, Gt(0)] = 0.1
+    soft: Annotated[float, Ge(0), Le(1)] = 0.9
 
     def parameters(self, shape: ModelShape) -> int:
         """The LSTM, whose first layer reads two vectors, and a block of the target's kind."""

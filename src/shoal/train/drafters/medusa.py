@@ -6,9 +6,10 @@ Heads, 2024, sections 2.1 and 2.2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le, Lt
+
 from shoal.core.parts import part
 from shoal.cost.arithmetic import flops_per_token, parameters
 from shoal.ir import Estimate, Machine, ModelShape
@@ -37,22 +38,13 @@ class MedusaTraining:
         r: version 2, rank of the change.
     """
 
-    heads: int = 4
+    heads: Annotated[int, Ge(1)] = 4
     version: Literal[1, 2] = 1
-    lr: float = 1e-3
-    decay: float = 0.8
-    weight: float = 0.2
-    warmup: float = 0.3
-    r: int = 8
-
-    def __post_init__(self) -> None:
-        where = "drafter.medusa"
-        require(self.heads >= 1, f"{where}.heads", self.heads, expected="at least 1")
-        require(self.lr > 0, f"{where}.lr", self.lr, expected="a number above 0")
-        require(0 < self.decay <= 1, f"{where}.decay", self.decay, expected="a number in (0, 1]")
-        require(self.weight > 0, f"{where}.weight", self.weight, expected="a number above 0")
-        require(0 <= self.warmup < 1, f"{where}.warmup", self.warmup, expected="a share in [0, 1)")
-        require(self.r >= 1, f"{where}.r", self.r, expected="at least 1")
+    lr: Annotated[float, Gt(0)] = 1e-3
+    decay: Annotated[float, Gt(0), Le(1)] = 0.8
+    weight: Annotated[float, Gt(0)] = 0.2
+    warmup: Annotated[float, Ge(0), Lt(1)] = 0.3
+    r: Annotated[int, Ge(1)] = 8
 
     def parameters(self, shape: ModelShape) -> int:
         """A square matrix, a bias and an output matrix for each head."""

@@ -6,9 +6,10 @@ LLM Inference, 2024, sections 3.1 to 3.3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.parts import part
 from shoal.cost.arithmetic import flops_per_token, parameters
 from shoal.ir import Estimate, Machine, ModelShape
@@ -34,19 +35,11 @@ class PpdTraining:
         decay: the loss of distance i counts decay^(i - 1).
     """
 
-    prompts: int = 3
-    ensemble: int = 1
-    points: int = 16
-    lr: float = 1e-2
-    decay: float = 0.8
-
-    def __post_init__(self) -> None:
-        where = "drafter.ppd"
-        for name in ("prompts", "ensemble", "points"):
-            value = getattr(self, name)
-            require(value >= 1, f"{where}.{name}", value, expected="at least 1")
-        require(self.lr > 0, f"{where}.lr", self.lr, expected="a number above 0")
-        require(0 < self.decay <= 1, f"{where}.decay", self.decay, expected="a number in (0, 1]")
+    prompts: Annotated[int, Ge(1)] = 3
+    ensemble: Annotated[int, Ge(1)] = 1
+    points: Annotated[int, Ge(1)] = 16
+    lr: Annotated[float, Gt(0)] = 1e-2
+    decay: Annotated[float, Gt(0), Le(1)] = 0.8
 
     def parameters(self, shape: ModelShape) -> int:
         """Rows of the embedding."""

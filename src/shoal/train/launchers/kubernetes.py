@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from annotated_types import Ge, Le
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -32,21 +33,12 @@ class Kubernetes:
 
     image: str = "shoal:latest"
     claim: str = "shoal-runs"
-    port: int = 29500
-    restarts: int = 3
+    port: Annotated[int, Ge(1024), Le(65535)] = 29500
+    restarts: Annotated[int, Ge(0)] = 3
 
     def __post_init__(self) -> None:
-        require(
-            self.restarts >= 0, "launch.kubernetes.restarts", self.restarts, expected="0 or more"
-        )
         require(bool(self.image), "launch.kubernetes.image", self.image, expected="an image name")
         require(bool(self.claim), "launch.kubernetes.claim", self.claim, expected="a claim's name")
-        require(
-            1024 <= self.port <= 65535,
-            "launch.kubernetes.port",
-            self.port,
-            expected="1024 to 65535",
-        )
 
     def files(self, plan: TrainPlan) -> dict[str, str]:
         """``launch.yaml`` with both objects."""

@@ -22,10 +22,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
 
 from shoal.core import children, errors
-from shoal.core.errors import ConfigError, RankError, ShoalError, require
+from shoal.core.errors import ConfigError, RankError, ShoalError, rebuild
 from shoal.core.parts import part
 from shoal.core.pool import ActorResources
 from shoal.core.pool.ray import RayPool
@@ -55,13 +57,8 @@ class Ray:
     """
 
     address: str = ""
-    cpus_per_rank: float = 0.0
-    room_s: float = 120.0
-
-    def __post_init__(self) -> None:
-        for key in ("cpus_per_rank", "room_s"):
-            value = getattr(self, key)
-            require(value >= 0, f"launch.ray.{key}", value, expected="0 or more")
+    cpus_per_rank: Annotated[float, Ge(0)] = 0.0
+    room_s: Annotated[float, Ge(0)] = 120.0
 
     def files(self, plan: TrainPlan) -> dict[str, str]:
         """``launch.sh``, to be started on a node of the cluster."""
@@ -275,8 +272,6 @@ class _Ranks:
         return states
 
     def _fail(self, number: int, kind: str, message: str) -> None:
-        from shoal.train.supervise import rebuild
-
         cls = getattr(errors, kind, RankError)
         text = message.removeprefix(f"rank {number}: ")
         order = 3 if issubclass(cls, RankError) else 1  # what others say of a lost one comes last

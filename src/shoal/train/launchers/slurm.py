@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -28,19 +31,14 @@ class Slurm:
 
     partition: str = ""
     account: str = ""
-    hours: float = 24.0
-    port: int = 29500
-    restarts: int = 3
+    hours: Annotated[float, Gt(0)] = 24.0
+    port: Annotated[int, Ge(1024), Le(65535)] = 29500
+    restarts: Annotated[int, Ge(0)] = 3
 
     def __post_init__(self) -> None:
         for key in ("partition", "account"):
             word = getattr(self, key)
             require(bool(_WORD.match(word)), f"launch.slurm.{key}", word, expected="a plain word")
-        require(self.restarts >= 0, "launch.slurm.restarts", self.restarts, expected="0 or more")
-        require(self.hours > 0, "launch.slurm.hours", self.hours, expected="hours above 0")
-        require(
-            1024 <= self.port <= 65535, "launch.slurm.port", self.port, expected="1024 to 65535"
-        )
 
     def files(self, plan: TrainPlan) -> dict[str, str]:
         """``launch.sbatch``."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from typing import Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.ir import TrainPlan
 
@@ -29,14 +31,8 @@ class Torchrun:
         restarts: how often lost ranks are started again, from the last checkpoint.
     """
 
-    port: int = 29500
-    restarts: int = 3
-
-    def __post_init__(self) -> None:
-        require(
-            1024 <= self.port <= 65535, "launch.torchrun.port", self.port, expected="1024 to 65535"
-        )
-        require(self.restarts >= 0, "launch.torchrun.restarts", self.restarts, expected="0 or more")
+    port: Annotated[int, Ge(1024), Le(65535)] = 29500
+    restarts: Annotated[int, Ge(0)] = 3
 
     def files(self, plan: TrainPlan) -> dict[str, str]:
         """``launch.sh``, which takes the node's number and the first node's address."""

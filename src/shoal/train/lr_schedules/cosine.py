@@ -6,8 +6,10 @@ Source: Loshchilov and Hutter, SGDR, 2017, equation 5, without restarts.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 from shoal.ir import Estimate, Interval, Machine, Work
 
@@ -23,12 +25,8 @@ class Cosine:
         floor: last factor.
     """
 
-    warmup: float = 0.05
-    floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        require(0 <= self.warmup <= 1, "lr_schedule.cosine.warmup", self.warmup, expected="0 to 1")
-        require(0 <= self.floor <= 1, "lr_schedule.cosine.floor", self.floor, expected="0 to 1")
+    warmup: Annotated[float, Ge(0), Le(1)] = 0.05
+    floor: Annotated[float, Ge(0), Le(1)] = 0.1
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """It costs nothing."""

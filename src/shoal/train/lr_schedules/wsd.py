@@ -5,6 +5,10 @@ Source: Hu et al., MiniCPM, 2024, section 4 (WSD); linear decay as in Hägele et
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Estimate, Interval, Machine, Work
@@ -22,14 +26,11 @@ class WarmupStableDecay:
         floor: last factor.
     """
 
-    warmup: float = 0.05
-    decay: float = 0.7
-    floor: float = 0.02
+    warmup: Annotated[float, Ge(0), Le(1)] = 0.05
+    decay: Annotated[float, Ge(0), Le(1)] = 0.7
+    floor: Annotated[float, Ge(0), Le(1)] = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("warmup", "decay", "floor"):
-            share = getattr(self, name)
-            require(0 <= share <= 1, f"lr_schedule.wsd.{name}", share, expected="0 to 1")
         require(
             self.warmup + self.decay <= 1,
             "lr_schedule.wsd.decay",

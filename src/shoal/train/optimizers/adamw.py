@@ -6,9 +6,10 @@ Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, algo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Lt
+
 from shoal.core.parts import part
 from shoal.cost.arithmetic import parameters as count_parameters
 from shoal.ir import Estimate, Interval, Machine, Work
@@ -36,27 +37,14 @@ class AdamW:
         fused: one kernel for all of an update, instead of one for each operation.
     """
 
-    lr: float = 3e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    lr: Annotated[float, Gt(0)] = 3e-3
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    eps: Annotated[float, Gt(0)] = 1e-8
+    weight_decay: Annotated[float, Ge(0)] = 0.1
     fused: bool = True
     whole_matrices: ClassVar[bool] = False
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-
-    def __post_init__(self) -> None:
-        require(self.lr > 0, "optimizer.adamw.lr", self.lr, expected="a number above 0")
-        for name in ("beta1", "beta2"):
-            beta = getattr(self, name)
-            require(0 <= beta < 1, f"optimizer.adamw.{name}", beta, expected="a number in [0, 1)")
-        require(self.eps > 0, "optimizer.adamw.eps", self.eps, expected="a number above 0")
-        require(
-            self.weight_decay >= 0,
-            "optimizer.adamw.weight_decay",
-            self.weight_decay,
-            expected="0 or more",
-        )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Two fp32 moments; reads weight, gradient and moments, writes weight and moments."""

@@ -9,9 +9,10 @@ Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Lt
+
 from shoal.core.parts import part
 from shoal.cost.arithmetic import parameters as count_parameters
 from shoal.ir import Estimate, Interval, Machine, Work
@@ -39,27 +40,14 @@ class Lamb:
         weight_decay: decay of matrices, added to Adam's direction before it is scaled.
     """
 
-    lr: float = 1e-2
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-6
-    weight_decay: float = 0.01
+    lr: Annotated[float, Gt(0)] = 1e-2
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    eps: Annotated[float, Gt(0)] = 1e-6
+    weight_decay: Annotated[float, Ge(0)] = 0.01
     whole_matrices: ClassVar[bool] = True
     # Its steps depend on which experts lie in one tensor.
     whole_tensors: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require(self.lr > 0, "optimizer.lamb.lr", self.lr, expected="a number above 0")
-        for name in ("beta1", "beta2"):
-            beta = getattr(self, name)
-            require(0 <= beta < 1, f"optimizer.lamb.{name}", beta, expected="a number in [0, 1)")
-        require(self.eps > 0, "optimizer.lamb.eps", self.eps, expected="a number above 0")
-        require(
-            self.weight_decay >= 0,
-            "optimizer.lamb.weight_decay",
-            self.weight_decay,
-            expected="0 or more",
-        )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Two fp32 moments; a pass for moments and direction, two for norms, one for the step."""

@@ -9,9 +9,10 @@ Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le, Lt
+
 from shoal.core.parts import part
 from shoal.cost.arithmetic import linears
 from shoal.cost.arithmetic import parameters as count_parameters
@@ -42,34 +43,14 @@ class Muon:
         beta2: decay of AdamW's second moment.
     """
 
-    lr: float = 3e-3
-    matrix_lr: float = 2.0
-    momentum: float = 0.95
-    weight_decay: float = 0.1
-    iterations: int = 5
-    beta1: float = 0.9
-    beta2: float = 0.95
+    lr: Annotated[float, Gt(0)] = 3e-3
+    matrix_lr: Annotated[float, Gt(0)] = 2.0
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    iterations: Annotated[int, Ge(1), Le(20)] = 5
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
     whole_matrices: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "matrix_lr"):
-            rate = getattr(self, name)
-            require(rate > 0, f"optimizer.muon.{name}", rate, expected="a number above 0")
-        for name in ("momentum", "beta1", "beta2"):
-            beta = getattr(self, name)
-            require(0 <= beta < 1, f"optimizer.muon.{name}", beta, expected="a number in [0, 1)")
-        require(
-            self.weight_decay >= 0,
-            "optimizer.muon.weight_decay",
-            self.weight_decay,
-            expected="0 or more",
-        )
-        require(
-            1 <= self.iterations <= 20,
-            "optimizer.muon.iterations",
-            self.iterations,
-            expected="1 to 20",
-        )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """One moment for matrices, two for the rest; the iterations' matrix products."""

@@ -6,11 +6,13 @@ Source: Zhang et al., AdaLoRA: Adaptive Budget Allocation for Parameter-Efficien
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
+from shoal.train.peft.base import ATTENTION, SiteMethod
 
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
@@ -40,31 +42,31 @@ class AdaLora(SiteMethod):
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
-    r: int = 12
-    target: int = 8
-    alpha: float = 32.0
-    begin: float = 0.1
-    end: float = 0.7
-    every: int = 1
-    beta1: float = 0.85
-    beta2: float = 0.85
-    orthogonal: float = 0.1
+    r: Annotated[int, Ge(1)] = 12
+    target: Annotated[int, Ge(1)] = 8
+    alpha: Annotated[float, Gt(0)] = 32.0
+    begin: Annotated[float, Ge(0)] = 0.1
+    end: Annotated[float, Le(1)] = 0.7
+    every: Annotated[int, Ge(1)] = 1
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.85
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.85
+    orthogonal: Annotated[float, Ge(0)] = 0.1
     targets: str = ATTENTION
     name: ClassVar[str] = "adalora"
 
     def __post_init__(self) -> None:
-        check_rank(self.r, "finetune.adalora.r")
-        for name, value, good, expected in (
-            ("target", self.target, 1 <= self.target <= self.r, f"a rank from 1 to r = {self.r}"),
-            ("alpha", self.alpha, self.alpha > 0, "above 0"),
-            ("begin", self.begin, 0 <= self.begin < self.end, "a share below end"),
-            ("end", self.end, self.end <= 1, "a share up to 1"),
-            ("every", self.every, self.every >= 1, "1 step or more"),
-            ("beta1", self.beta1, 0 <= self.beta1 < 1, "a number in [0, 1)"),
-            ("beta2", self.beta2, 0 <= self.beta2 < 1, "a number in [0, 1)"),
-            ("orthogonal", self.orthogonal, self.orthogonal >= 0, "0 or more"),
-        ):
-            require(good, f"finetune.adalora.{name}", value, expected=expected)
+        require(
+            self.target <= self.r,
+            "finetune.adalora.target",
+            self.target,
+            expected=f"a rank from 1 to r = {self.r}",
+        )
+        require(
+            self.begin < self.end,
+            "finetune.adalora.begin",
+            self.begin,
+            expected="a share below end",
+        )
 
     def count(self, rows: int, columns: int) -> float:
         """P, E and Q."""

@@ -5,9 +5,10 @@ Source: Houlsby et al., Parameter-Efficient Transfer Learning for NLP, 2019.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge
+
 from shoal.core.parts import part
 from shoal.train.peft.branches import BRANCHES, BranchMethod
 
@@ -29,17 +30,9 @@ class Adapter(BranchMethod):
         targets: branches that get one: patterns of names joined by a bar.
     """
 
-    bottleneck: int = 16
+    bottleneck: Annotated[int, Ge(1)] = 16
     targets: str = BRANCHES
     name: ClassVar[str] = "adapter"
-
-    def __post_init__(self) -> None:
-        require(
-            self.bottleneck >= 1,
-            f"finetune.{self.name}.bottleneck",
-            self.bottleneck,
-            expected="1 or more",
-        )
 
     def count(self, width: int) -> float:
         """Two matrices with their biases."""

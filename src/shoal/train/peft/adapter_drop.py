@@ -5,7 +5,9 @@ Source: Rücklé et al., AdapterDrop: On the Efficiency of Adapters in Transform
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -30,12 +32,8 @@ class AdapterDrop(Adapter):
         drop: blocks without an adapter.
     """
 
-    drop: int = 2
+    drop: Annotated[int, Ge(0)] = 2
     name: ClassVar[str] = "adapter_drop"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.drop >= 0, "finetune.adapter_drop.drop", self.drop, expected="0 or more")
 
     def prepare(self, handle: ModelPeftHandle, seed: int) -> None:
         """Some blocks must have an adapter in every step.

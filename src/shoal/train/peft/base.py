@@ -11,8 +11,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from shoal.core.errors import require
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -101,12 +99,3 @@ class SiteMethod:
 
     def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
         """What is done once, before the sites are filled."""
-
-
-def check_rank(r: int, where: str) -> None:
-    """Refuse a rank that is none; whether it is too large is known once the matrix is.
-
-    Raises:
-        ConfigError: below 1.
-    """
-    require(r >= 1, where, r, expected="a rank of 1 or more")

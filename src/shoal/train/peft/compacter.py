@@ -6,7 +6,9 @@ equation 5.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge
 
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import part
@@ -32,16 +34,13 @@ class Compacter(BranchMethod):
         targets: branches that get one: patterns of names joined by a bar.
     """
 
-    bottleneck: int = 32
-    n: int = 4
-    rank: int = 1
+    bottleneck: Annotated[int, Ge(1)] = 32
+    n: Annotated[int, Ge(1)] = 4
+    rank: Annotated[int, Ge(1)] = 1
     targets: str = BRANCHES
     name: ClassVar[str] = "compacter"
 
     def __post_init__(self) -> None:
-        for key in ("bottleneck", "n", "rank"):
-            value = getattr(self, key)
-            require(value >= 1, f"finetune.compacter.{key}", value, expected="1 or more")
         require(
             self.bottleneck % self.n == 0,
             "finetune.compacter.bottleneck",

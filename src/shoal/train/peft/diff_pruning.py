@@ -6,9 +6,10 @@ Louizos et al., Learning Sparse Neural Networks through L0 Regularization, 2018.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.parts import part
 from shoal.train.peft.base import EVERY, SiteMethod
 
@@ -35,20 +36,12 @@ class DiffPruning(SiteMethod):
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
-    penalty: float = 0.05
+    penalty: Annotated[float, Ge(0)] = 0.05
     structured: bool = False
-    share: float = 0.01
-    fix: float = 0.7
+    share: Annotated[float, Gt(0), Le(1)] = 0.01
+    fix: Annotated[float, Gt(0), Le(1)] = 0.7
     targets: str = EVERY
     name: ClassVar[str] = "diff_pruning"
-
-    def __post_init__(self) -> None:
-        for key, good, expected in (
-            ("penalty", self.penalty >= 0, "0 or more"),
-            ("share", 0 < self.share <= 1, "in (0, 1]"),
-            ("fix", 0 < self.fix <= 1, "a share of the steps in (0, 1]"),
-        ):
-            require(good, f"finetune.diff_pruning.{key}", getattr(self, key), expected=expected)
 
     def count(self, rows: int, columns: int) -> float:
         """Changes and gates."""

@@ -6,7 +6,9 @@ Search-Free Low Rank Adaptation, 2022, algorithm 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -27,13 +29,12 @@ class DyLora(Lora):
         use: rank that is used outside of training; r if not given.
     """
 
-    use: int | None = None
+    use: Annotated[int, Ge(1)] | None = None
     name: ClassVar[str] = "dylora"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(
-            self.use is None or 1 <= self.use <= self.r,
+            self.use is None or self.use <= self.r,
             "finetune.dylora.use",
             self.use,
             expected=f"a rank from 1 to r = {self.r}",

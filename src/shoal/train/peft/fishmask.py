@@ -5,9 +5,10 @@ Source: Sung et al., Training Neural Networks with Fixed Sparse Masks, 2021, equ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.parts import part
 from shoal.train.peft.base import EVERY, SiteMethod
 
@@ -32,14 +33,10 @@ class FishMask(SiteMethod):
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
-    share: float = 0.01
-    batches: int = 4
+    share: Annotated[float, Gt(0), Le(1)] = 0.01
+    batches: Annotated[int, Ge(1)] = 4
     targets: str = EVERY
     name: ClassVar[str] = "fishmask"
-
-    def __post_init__(self) -> None:
-        require(0 < self.share <= 1, "finetune.fishmask.share", self.share, expected="in (0, 1]")
-        require(self.batches >= 1, "finetune.fishmask.batches", self.batches, expected="1 or more")
 
     def count(self, rows: int, columns: int) -> float:
         """The share, one entry at least."""

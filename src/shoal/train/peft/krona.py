@@ -6,9 +6,10 @@ Source: Edalati et al., KronA: Parameter Efficient Tuning with Kronecker Adapter
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Gt
+
 from shoal.core.parts import part
 from shoal.train.peft.base import ATTENTION, SiteMethod
 
@@ -35,12 +36,9 @@ class KronA(SiteMethod):
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
-    scale: float = 1.0
+    scale: Annotated[float, Gt(0)] = 1.0
     targets: str = ATTENTION
     name: ClassVar[str] = "krona"
-
-    def __post_init__(self) -> None:
-        require(self.scale > 0, "finetune.krona.scale", self.scale, expected="above 0")
 
     def count(self, rows: int, columns: int) -> float:
         """Both factors."""

@@ -6,9 +6,10 @@ Source: Sung et al., LST: Ladder Side-Tuning for Parameter and Memory Efficient 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge
+
 from shoal.core.parts import part
 from shoal.train.peft.prompts import PromptMethod
 
@@ -30,13 +31,10 @@ class Ladder(PromptMethod):
         width: of the side stream.
     """
 
-    width: int = 32
+    width: Annotated[int, Ge(1)] = 32
     traits: ClassVar[frozenset[str]] = frozenset({"own_blocks"})
     name: ClassVar[str] = "ladder"
     kept: ClassVar[float] = 0.1
-
-    def __post_init__(self) -> None:
-        require(self.width >= 1, "finetune.ladder.width", self.width, expected="1 or more")
 
     def parameters(self, shape: ModelShape) -> float:
         """A rung and a block of the side stream for each block, and the way back."""

@@ -6,9 +6,10 @@ algorithm 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge
+
 from shoal.core.parts import part
 from shoal.train.peft.qlora import QLora
 
@@ -27,12 +28,8 @@ class LoftQ(QLora):
         rounds: of quantising what B A leaves, and of decomposing what Q leaves.
     """
 
-    rounds: int = 5
+    rounds: Annotated[int, Ge(1)] = 5
     name: ClassVar[str] = "loftq"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.rounds >= 1, "finetune.loftq.rounds", self.rounds, expected="1 or more")
 
     def prepare(self, handle: ModelPeftHandle, sites: list[Site], seed: int) -> None:
         """Quantise the base, all matrices with their pairs in turns."""

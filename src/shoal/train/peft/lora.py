@@ -5,11 +5,12 @@ Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Lt
+
 from shoal.core.parts import part
-from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
+from shoal.train.peft.base import ATTENTION, SiteMethod
 
 if TYPE_CHECKING:
     from shoal.train.peft.run.handle import ModelPeftHandle
@@ -29,21 +30,11 @@ class Lora(SiteMethod):
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
-    r: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    r: Annotated[int, Ge(1)] = 8
+    alpha: Annotated[float, Gt(0)] = 16.0
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     targets: str = ATTENTION
     name: ClassVar[str] = "lora"
-
-    def __post_init__(self) -> None:
-        check_rank(self.r, f"finetune.{self.name}.r")
-        require(self.alpha > 0, f"finetune.{self.name}.alpha", self.alpha, expected="above 0")
-        require(
-            0 <= self.dropout < 1,
-            f"finetune.{self.name}.dropout",
-            self.dropout,
-            expected="a share in [0, 1)",
-        )
 
     @property
     def scale(self) -> float:

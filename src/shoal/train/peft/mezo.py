@@ -5,9 +5,10 @@ Source: Malladi et al., Fine-Tuning Language Models with Just Forward Passes, 20
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Gt
+
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class MeZO:
         targets: parameters that are trained: patterns of the model's own names joined by a bar.
     """
 
-    eps: float = 1e-3
+    eps: Annotated[float, Gt(0)] = 1e-3
     keep_base: bool = False
     targets: str = "*"
     traits: ClassVar[frozenset[str]] = frozenset({"sees_no_documents", "updates_in_passes"})
@@ -43,9 +44,6 @@ class MeZO:
     kept: ClassVar[float] = 0.0
     mergeable: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require(self.eps > 0, "finetune.mezo.eps", self.eps, expected="above 0")
 
     def parameters(self, shape: ModelShape) -> float:
         """All of them."""

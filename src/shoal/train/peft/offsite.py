@@ -6,7 +6,9 @@ Source: Xiao et al., Offsite-Tuning: Transfer Learning without Full Model, 2023,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -36,8 +38,8 @@ class Offsite:
         keep: share of the blocks between that the emulator keeps.
     """
 
-    first: int = 1
-    last: int = 1
+    first: Annotated[int, Ge(0)] = 1
+    last: Annotated[int, Ge(0)] = 1
     keep: float = 0.5
     traits: ClassVar[frozenset[str]] = frozenset({"own_blocks"})
     name: ClassVar[str] = "offsite"
@@ -45,8 +47,6 @@ class Offsite:
     mergeable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, value in (("first", self.first), ("last", self.last)):
-            require(value >= 0, f"finetune.offsite.{name}", value, expected="0 or more")
         require(
             self.first + self.last >= 1,
             "finetune.offsite.first",

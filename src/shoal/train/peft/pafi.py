@@ -6,9 +6,10 @@ section 3.1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Gt, Le
+
 from shoal.core.parts import part
 from shoal.train.peft.base import EVERY, SiteMethod
 
@@ -28,12 +29,9 @@ class PaFi(SiteMethod):
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
-    share: float = 0.01
+    share: Annotated[float, Gt(0), Le(1)] = 0.01
     targets: str = EVERY
     name: ClassVar[str] = "pafi"
-
-    def __post_init__(self) -> None:
-        require(0 < self.share <= 1, "finetune.pafi.share", self.share, expected="in (0, 1]")
 
     def count(self, rows: int, columns: int) -> float:
         """The share, one entry at least."""

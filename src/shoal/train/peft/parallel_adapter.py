@@ -6,9 +6,10 @@ section 4.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Gt
+
 from shoal.core.parts import part
 from shoal.train.peft.branches import BranchMethod
 
@@ -31,15 +32,10 @@ class ParallelAdapter(BranchMethod):
         targets: branches that get one: patterns of names joined by a bar.
     """
 
-    bottleneck: int = 32
-    scale: float = 4.0
+    bottleneck: Annotated[int, Gt(0)] = 32
+    scale: Annotated[float, Gt(0)] = 4.0
     targets: str = "*.mlp"
     name: ClassVar[str] = "parallel_adapter"
-
-    def __post_init__(self) -> None:
-        for key in ("bottleneck", "scale"):
-            value = getattr(self, key)
-            require(value > 0, f"finetune.parallel_adapter.{key}", value, expected="above 0")
 
     def count(self, width: int) -> float:
         """Two matrices with their biases."""

@@ -5,9 +5,10 @@ Source: Li and Liang, Prefix-Tuning: Optimizing Continuous Prompts for Generatio
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge
+
 from shoal.core.parts import part
 from shoal.train.peft.prompts import PromptMethod
 
@@ -28,18 +29,9 @@ class PrefixTuning(PromptMethod):
             afterwards; 0 trains them directly.
     """
 
-    tokens: int = 16
-    projection: int = 0
+    tokens: Annotated[int, Ge(1)] = 16
+    projection: Annotated[int, Ge(0)] = 0
     name: ClassVar[str] = "prefix"
-
-    def __post_init__(self) -> None:
-        require(self.tokens >= 1, "finetune.prefix.tokens", self.tokens, expected="1 or more")
-        require(
-            self.projection >= 0,
-            "finetune.prefix.projection",
-            self.projection,
-            expected="0 or more",
-        )
 
     def parameters(self, shape: ModelShape) -> float:
         """Keys and values, or the perceptron and its inputs."""

@@ -5,9 +5,10 @@ Source: Lester et al., The Power of Scale for Parameter-Efficient Prompt Tuning,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge
+
 from shoal.core.parts import part
 from shoal.train.peft.prompts import PromptMethod
 
@@ -26,11 +27,8 @@ class PromptTuning(PromptMethod):
         tokens: how many.
     """
 
-    tokens: int = 16
+    tokens: Annotated[int, Ge(1)] = 16
     name: ClassVar[str] = "prompt"
-
-    def __post_init__(self) -> None:
-        require(self.tokens >= 1, "finetune.prompt.tokens", self.tokens, expected="1 or more")
 
     def parameters(self, shape: ModelShape) -> float:
         """The embeddings."""

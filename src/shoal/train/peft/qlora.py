@@ -5,7 +5,9 @@ Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023, se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge
 
 from shoal.core.parts import part
 from shoal.train.peft.lora import Lora
@@ -32,14 +34,8 @@ class QLora(Lora):
         block: weights that share a scale.
     """
 
-    block: int = 64
+    block: Annotated[int, Ge(2)] = 64
     name: ClassVar[str] = "qlora"
-
-    def __post_init__(self) -> None:
-        from shoal.core.errors import require
-
-        super().__post_init__()
-        require(self.block >= 2, f"finetune.{self.name}.block", self.block, expected="2 or more")
 
     @property
     def weight_bits(self) -> float:

@@ -8,7 +8,9 @@ Source: Chen et al., Parallel Scaling Law for Language Models, 2025, dynamic par
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge, Le
 
 from shoal.core.parts import part
 from shoal.ir.architecture import Streams
@@ -33,23 +35,15 @@ class ParallelStreams(PromptMethod):
             fewer; else all steps compute all.
     """
 
-    num: int = 4
-    prefix: int = 48
-    smoothing: float = 0.1
+    num: Annotated[int, Ge(2), Le(64)] = 4
+    prefix: Annotated[int, Ge(1)] = 48
+    smoothing: Annotated[float, Ge(0), Le(1)] = 0.1
     fewer: bool = True
     name: ClassVar[str] = "streams"
     whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        from shoal.core.errors import require
-
-        for option, good, wanted in (
-            ("num", 2 <= self.num <= 64, "2 to 64"),
-            ("prefix", self.prefix >= 1, "1 or more"),
-            ("smoothing", 0 <= self.smoothing <= 1, "0 to 1"),
-        ):
-            value = getattr(self, option)
-            require(good, f"finetune.streams.{option}", value, expected=wanted)
+        pass
 
     @property
     def streams(self) -> Streams:

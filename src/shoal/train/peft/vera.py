@@ -5,11 +5,13 @@ Source: Kopiczko et al., VeRA: Vector-based Random Matrix Adaptation, 2023, equa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge, Lt
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.train.peft.base import ATTENTION, SiteMethod, check_rank
+from shoal.train.peft.base import ATTENTION, SiteMethod
 
 if TYPE_CHECKING:
     from shoal.ir import ModelShape
@@ -30,21 +32,14 @@ class Vera(SiteMethod):
         targets: linear layers that it changes: patterns of names joined by a bar.
     """
 
-    r: int = 64
+    r: Annotated[int, Ge(1)] = 64
     initial: float = 0.1
-    dropout: float = 0.0
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     targets: str = ATTENTION
     name: ClassVar[str] = "vera"
 
     def __post_init__(self) -> None:
-        check_rank(self.r, "finetune.vera.r")
         require(self.initial != 0, "finetune.vera.initial", self.initial, expected="not 0")
-        require(
-            0 <= self.dropout < 1,
-            "finetune.vera.dropout",
-            self.dropout,
-            expected="a share in [0, 1)",
-        )
 
     def count(self, rows: int, columns: int) -> float:
         """D of the rank and b of the outputs."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
 
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.train.watch.evidence import Evidence, OperationRecord, half_middle, robust_z
 from shoal.train.watch.hangs import find_hangs, hang_limit_s
@@ -58,32 +59,13 @@ class C4D:
             without a history, if not given.
     """
 
-    window: int = 20
-    z: float = 4.0
-    false_alarms: float = 5e-4
-    factor: float = 2.0
-    share: float = 0.7
-    late: float = 0.1
-    hang_s: float | None = None
-
-    def __post_init__(self) -> None:
-        require(self.window >= 1, "locator.c4d.window", self.window, expected="at least 1 step")
-        require(self.z > 0, "locator.c4d.z", self.z, expected="a number above 0")
-        require(
-            0 < self.false_alarms < 1,
-            "locator.c4d.false_alarms",
-            self.false_alarms,
-            expected="in (0, 1)",
-        )
-        require(self.factor > 1, "locator.c4d.factor", self.factor, expected="a number above 1")
-        require(0 < self.share <= 1, "locator.c4d.share", self.share, expected="in (0, 1]")
-        require(0 < self.late < 1, "locator.c4d.late", self.late, expected="in (0, 1)")
-        require(
-            self.hang_s is None or self.hang_s > 0,
-            "locator.c4d.hang_s",
-            self.hang_s,
-            expected="seconds above 0",
-        )
+    window: Annotated[int, Ge(1)] = 20
+    z: Annotated[float, Gt(0)] = 4.0
+    false_alarms: Annotated[float, Gt(0), Lt(1)] = 5e-4
+    factor: Annotated[float, Gt(1)] = 2.0
+    share: Annotated[float, Gt(0), Le(1)] = 0.7
+    late: Annotated[float, Gt(0), Lt(1)] = 0.1
+    hang_s: Annotated[float, Gt(0)] | None = None
 
     def locate(self, evidence: Evidence) -> FaultVerdict:
         """Name what hangs, else what is slow."""

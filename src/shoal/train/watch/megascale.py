@@ -10,8 +10,10 @@ GPUs, 2024, section 5.
 from __future__ import annotations
 
 import statistics
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Gt
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -41,27 +43,18 @@ class MegaScale:
             without a history, if not given.
     """
 
-    z: float = 3.5
-    steps: int = 10
+    z: Annotated[float, Gt(0)] = 3.5
+    steps: Annotated[int, Ge(1)] = 10
     window: int = 20
-    ratio: float = 1.3
-    hang_s: float | None = None
+    ratio: Annotated[float, Ge(1)] = 1.3
+    hang_s: Annotated[float, Gt(0)] | None = None
 
     def __post_init__(self) -> None:
-        require(self.z > 0, "locator.megascale.z", self.z, expected="a number above 0")
-        require(self.steps >= 1, "locator.megascale.steps", self.steps, expected="at least 1")
         require(
             self.window >= self.steps,
             "locator.megascale.window",
             self.window,
             expected=f"at least steps = {self.steps}",
-        )
-        require(self.ratio >= 1, "locator.megascale.ratio", self.ratio, expected="at least 1")
-        require(
-            self.hang_s is None or self.hang_s > 0,
-            "locator.megascale.hang_s",
-            self.hang_s,
-            expected="seconds above 0",
         )
 
     def locate(self, evidence: Evidence) -> FaultVerdict:

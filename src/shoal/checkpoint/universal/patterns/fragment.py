@@ -7,11 +7,13 @@ dim 0 with zero rows at its end where the ranks cannot share it evenly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from shoal.checkpoint.universal.patterns.cuts import others_equal, run
 from shoal.checkpoint.universal.protocols import Copies, FragmentArrangement, Shape
-from shoal.core.errors import CheckpointError, require
+from shoal.core.errors import CheckpointError
 from shoal.core.parts import part
 from shoal.parallel.tensor.slices import Slices
 
@@ -31,21 +33,11 @@ class FragmentPattern:
         tolerance: how far copies of a fragment on other ranks may be apart.
     """
 
-    dim: int = 0
-    size: int = 0
-    multiple: int = 1
+    dim: Annotated[int, Ge(0)] = 0
+    size: Annotated[int, Ge(0)] = 0
+    multiple: Annotated[int, Ge(1)] = 1
     axis: Literal["tp", "pp", "ep"] = "tp"
-    tolerance: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(self.dim >= 0, "pattern.fragment.dim", self.dim, expected="0 or more")
-        require(self.size >= 0, "pattern.fragment.size", self.size, expected="0 or more")
-        require(
-            self.multiple >= 1, "pattern.fragment.multiple", self.multiple, expected="1 or more"
-        )
-        require(
-            self.tolerance >= 0, "pattern.fragment.tolerance", self.tolerance, expected="0 or more"
-        )
+    tolerance: Annotated[float, Ge(0)] = 0.0
 
     @property
     def axes(self) -> tuple[str, ...]:

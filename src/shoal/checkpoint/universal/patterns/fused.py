@@ -8,6 +8,9 @@ them: a wrong matrix of the right shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+from annotated_types import Ge
 
 from shoal.checkpoint.universal.patterns.cuts import others_equal, parts_of
 from shoal.checkpoint.universal.protocols import Copies, FragmentArrangement, Shape
@@ -29,8 +32,8 @@ class FusedPattern:
     """
 
     parts: tuple[int, ...] = ()
-    dim: int = 0
-    tolerance: float = 0.0
+    dim: Annotated[int, Ge(0)] = 0
+    tolerance: Annotated[float, Ge(0)] = 0.0
 
     def __post_init__(self) -> None:
         require(
@@ -38,10 +41,6 @@ class FusedPattern:
             "pattern.fused.parts",
             self.parts,
             expected="extents above 0, such as [2048, 256, 256]",
-        )
-        require(self.dim >= 0, "pattern.fused.dim", self.dim, expected="0 or more")
-        require(
-            self.tolerance >= 0, "pattern.fused.tolerance", self.tolerance, expected="0 or more"
         )
 
     @property

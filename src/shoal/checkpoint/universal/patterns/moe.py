@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Annotated
+
+from annotated_types import Ge
 
 from shoal.checkpoint.universal.patterns.cuts import parts_of
 from shoal.checkpoint.universal.patterns.fused import divided
@@ -34,7 +37,7 @@ class MoePattern:
     expert_dim: int = 0
     shard_dim: int = 1
     parts: tuple[int, ...] = ()
-    tolerance: float = 0.0
+    tolerance: Annotated[float, Ge(0)] = 0.0
 
     def __post_init__(self) -> None:
         require(
@@ -49,7 +52,6 @@ class MoePattern:
             self.parts,
             expected="extents above 0, such as [1024, 1024]",
         )
-        require(self.tolerance >= 0, "pattern.moe.tolerance", self.tolerance, expected="0 or more")
 
     @property
     def axes(self) -> tuple[str, ...]:

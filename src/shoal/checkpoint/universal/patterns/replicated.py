@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from annotated_types import Ge
+
 from shoal.checkpoint.universal.patterns.whole import WholePattern
 from shoal.checkpoint.universal.protocols import Copies
-from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["ReplicatedPattern"]
@@ -19,15 +22,7 @@ class ReplicatedPattern(WholePattern):
             nothing.
     """
 
-    tolerance: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(
-            self.tolerance >= 0,
-            "pattern.replicated.tolerance",
-            self.tolerance,
-            expected="0 or more",
-        )
+    tolerance: Annotated[float, Ge(0)] = 0.0
 
     @property
     def copies(self) -> Copies:

@@ -9,10 +9,11 @@ Training Deep Nets with Sublinear Memory Cost, 2016 (checkpoints).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.lab.attention_kernels.base import AttentionKernel, Prepared
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.mask import Mask
 
@@ -31,14 +32,9 @@ class Chunked(AttentionKernel):
         chunk: queries of a chunk.
     """
 
-    chunk: int = 256
+    chunk: Annotated[int, Ge(1)] = 256
 
     name: ClassVar[str] = "chunked"
-
-    def __post_init__(self) -> None:
-        require(
-            self.chunk >= 1, "attention_kernel.chunked.chunk", self.chunk, expected="at least 1"
-        )
 
     def _prepare(self, mask: Mask, dtype: torch.dtype, device: torch.device) -> Prepared:
         import torch

@@ -10,11 +10,12 @@ Transformers, 2019.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge
 
 from shoal.claims.lab.attention_kernels.base import AttentionKernel, Prepared
 from shoal.claims.lab.attention_kernels.blocks import block_table
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir.mask import Mask
 
@@ -32,12 +33,9 @@ class Tiled(AttentionKernel):
         block: edge of a tile.
     """
 
-    block: int = 128
+    block: Annotated[int, Ge(1)] = 128
 
     name: ClassVar[str] = "tiled"
-
-    def __post_init__(self) -> None:
-        require(self.block >= 1, "attention_kernel.tiled.block", self.block, expected="at least 1")
 
     def cells(self, mask: Mask) -> int:
         """Cells of the tiles in which something is seen."""

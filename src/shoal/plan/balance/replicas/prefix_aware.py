@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
-from shoal.core.errors import require
+from annotated_types import Gt
+
 from shoal.core.parts import part
 from shoal.plan.balance.replicas.prefixes import Prefixes, chain
 
@@ -37,15 +39,10 @@ class PrefixAware:
         open_blocks: blocks that must have been seen to make up for one open request more.
     """
 
-    block: int = 64
-    most_blocks: int = 512
-    entries: int = 65_536
-    open_blocks: float = 4.0
-
-    def __post_init__(self) -> None:
-        for name in ("block", "most_blocks", "entries", "open_blocks"):
-            value = getattr(self, name)
-            require(value > 0, f"balancer.prefix_aware.{name}", value, expected="more than 0")
+    block: Annotated[int, Gt(0)] = 64
+    most_blocks: Annotated[int, Gt(0)] = 512
+    entries: Annotated[int, Gt(0)] = 65_536
+    open_blocks: Annotated[float, Gt(0)] = 4.0
 
     def build(self) -> PrefixAwareBalancer:
         """See :class:`~shoal.plan.balance.replicas.protocols.BalancerPart`."""

@@ -20,7 +20,7 @@ from shoal.core.errors import PlanError, require
 from shoal.cost.training.sequences import Exchange, SequenceCost
 from shoal.ir import Estimate, Machine, Work
 
-__all__ = ["Assignment", "MicroStep", "SequenceAssigner", "check_capacity", "lengths_of"]
+__all__ = ["Assignment", "MicroStep", "SequenceAssigner", "lengths_of"]
 
 
 class MicroStep(NamedTuple):
@@ -114,15 +114,6 @@ class SequenceAssigner(Protocol):
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes a rank sends for shared sequences in a step, and seconds not hidden."""
         ...
-
-
-def check_capacity(capacity: int, where: str) -> None:
-    """Refuse a rank that holds no token.
-
-    Raises:
-        ConfigError: names the option.
-    """
-    require(capacity >= 1, f"{where}.capacity_tokens", capacity, expected="at least 1 token")
 
 
 def lengths_of(

@@ -22,9 +22,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge
 
 from shoal.core.errors import PlanError
 from shoal.core.parts import part
@@ -33,7 +34,6 @@ from shoal.ir import Estimate, Machine, Work
 from shoal.plan.balance.sequences.assignment import (
     Assignment,
     MicroStep,
-    check_capacity,
     lengths_of,
 )
 from shoal.plan.balance.sequences.estimated import assigned_estimate
@@ -52,11 +52,8 @@ class ByteScale:
             hides it, so that they take fewer ranks.
     """
 
-    capacity_tokens: int = 8192
+    capacity_tokens: Annotated[int, Ge(1)] = 8192
     offload: Literal["none", "auto"] = "none"
-
-    def __post_init__(self) -> None:
-        check_capacity(self.capacity_tokens, "assigner.bytescale")
 
     def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
         """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""

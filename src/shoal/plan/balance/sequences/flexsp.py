@@ -16,7 +16,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from annotated_types import Ge
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
@@ -25,7 +27,6 @@ from shoal.ir import Estimate, Machine, Work
 from shoal.plan.balance.sequences.assignment import (
     Assignment,
     MicroStep,
-    check_capacity,
     lengths_of,
 )
 from shoal.plan.balance.sequences.estimated import assigned_estimate
@@ -64,14 +65,9 @@ class FlexSP:
         limit_s: s that the solver may take for a batch; 0 leaves the search without it.
     """
 
-    capacity_tokens: int = 8192
-    buckets: int = 16
-    limit_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        check_capacity(self.capacity_tokens, "assigner.flexsp")
-        require(self.buckets >= 1, "assigner.flexsp.buckets", self.buckets, expected="at least 1")
-        require(self.limit_s >= 0, "assigner.flexsp.limit_s", self.limit_s, expected="at least 0 s")
+    capacity_tokens: Annotated[int, Ge(1)] = 8192
+    buckets: Annotated[int, Ge(1)] = 16
+    limit_s: Annotated[float, Ge(0)] = 5.0
 
     def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
         """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""

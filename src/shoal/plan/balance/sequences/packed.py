@@ -11,8 +11,10 @@ parallelism).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import part
@@ -21,7 +23,6 @@ from shoal.ir import Estimate, Machine, Work
 from shoal.plan.balance.sequences.assignment import (
     Assignment,
     MicroStep,
-    check_capacity,
     lengths_of,
 )
 from shoal.plan.balance.sequences.estimated import assigned_estimate
@@ -41,15 +42,9 @@ class PackedAssigner:
         exchange: how they share attention.
     """
 
-    capacity_tokens: int = 8192
-    cp: int | None = None
+    capacity_tokens: Annotated[int, Ge(1)] = 8192
+    cp: Annotated[int, Ge(1)] | None = None
     exchange: Exchange = "ring"
-
-    def __post_init__(self) -> None:
-        check_capacity(self.capacity_tokens, "assigner.packed")
-        require(
-            self.cp is None or self.cp >= 1, "assigner.packed.cp", self.cp, expected="at least 1"
-        )
 
     def assign(self, lengths: Sequence[int], ranks: int, cost: SequenceCost) -> Assignment:
         """See :class:`~shoal.plan.balance.sequences.assignment.SequenceAssigner`."""

@@ -14,14 +14,16 @@ Source: Shen et al., FastSwitch, 2024, section 4.1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
+
+from annotated_types import Ge
 
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.ir import InFlight, Machine, Request, ServeWork
 from shoal.plan.batching.cache.runs import FreeRuns, joined
-from shoal.plan.batching.common import check_block_size, whole_blocks
+from shoal.plan.batching.common import BlockSize, whole_blocks
 
 __all__ = ["BlockGroups", "GroupedBlocks"]
 
@@ -37,13 +39,9 @@ class BlockGroups:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_size_blocks", "takes_back"})
-    block_size: int = 16
-    init: int = 60
+    block_size: BlockSize = 16
+    init: Annotated[int, Ge(1)] = 60
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_block_size("kv.blockgroups.block_size", self.block_size)
-        require(self.init >= 1, "kv.blockgroups.init", self.init, expected="at least 1 block")
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from shoal.core.parts import part
 from shoal.ir import InFlight, Request
-from shoal.plan.batching.common import check_block_size, whole_blocks
+from shoal.plan.batching.common import BlockSize, whole_blocks
 
 __all__ = ["ContiguousCache", "ContiguousRuns"]
 
@@ -27,10 +27,7 @@ class ContiguousCache:
         block_size: tokens of a block, the unit in which runs are measured.
     """
 
-    block_size: int = 16
-
-    def __post_init__(self) -> None:
-        check_block_size("kv.contiguous.block_size", self.block_size)
+    block_size: BlockSize = 16
 
     def build(self, num_tokens: int) -> ContiguousRuns:
         """See :class:`~shoal.ir.engine.KVPart`.

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self
+
+from annotated_types import Ge, Gt, Lt
 
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Machine, Request, ServeWork
 from shoal.plan.batching.cache.paged import PagedBlocks
-from shoal.plan.batching.common import check_block_size, whole_blocks
+from shoal.plan.batching.common import BlockSize, whole_blocks
 
 __all__ = ["UNBACKED", "BlockLoan", "Distributed", "DistributedBlocks", "place_of", "reference"]
 
@@ -64,36 +66,28 @@ class Distributed:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"lends_blocks"})
-    instances: int = 2
-    block_size: int = 16
+    instances: Annotated[int, Ge(1)] = 2
+    block_size: BlockSize = 16
     prefix_reuse: bool = True
-    watermark: float = 0.05
-    max_lenders: int = 4
+    watermark: Annotated[float, Ge(0), Lt(1)] = 0.05
+    max_lenders: Annotated[int, Ge(1)] = 4
     host_tokens: int = 0
-    beat_s: float = 1.0
+    beat_s: Annotated[float, Gt(0)] = 1.0
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        check_block_size("kv.distributed.block_size", self.block_size)
-        for name, value, good, expected in (
-            ("instances", self.instances, self.instances >= 1, "1 or more"),
-            ("watermark", self.watermark, 0 <= self.watermark < 1, "a share in [0, 1)"),
-            ("max_lenders", self.max_lenders, self.max_lenders >= 1, "1 or more"),
-            (
-                "host_tokens",
-                self.host_tokens,
-                self.host_tokens == 0 or self.host_tokens >= self.block_size,
-                f"0 for no such lender, or at least a block of {self.block_size}",
-            ),
-            ("beat_s", self.beat_s, self.beat_s > 0, "more than 0 s"),
-            (
-                "timeout_s",
-                self.timeout_s,
-                self.timeout_s >= 2 * self.beat_s,
-                f"at least two beats, {2 * self.beat_s:g} s",
-            ),
-        ):
-            require(good, f"kv.distributed.{name}", value, expected=expected)
+        require(
+            self.host_tokens == 0 or self.host_tokens >= self.block_size,
+            "kv.distributed.host_tokens",
+            self.host_tokens,
+            expected=f"0 for no such lender, or at least a block of {self.block_size}",
+        )
+        require(
+            self.timeout_s >= 2 * self.beat_s,
+            "kv.distributed.timeout_s",
+            self.timeout_s,
+            expected=f"at least two beats, {2 * self.beat_s:g} s",
+        )
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

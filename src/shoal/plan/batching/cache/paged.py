@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 
 from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Machine, Request, ServeWork
-from shoal.plan.batching.common import DigestChain, check_block_size, whole_blocks
+from shoal.plan.batching.common import BlockSize, DigestChain, whole_blocks
 
 __all__ = ["Paged", "PagedBlocks"]
 
@@ -35,11 +35,8 @@ class Paged:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_size_blocks", "takes_back"})
-    block_size: int = 16
+    block_size: BlockSize = 16
     prefix_reuse: bool = True
-
-    def __post_init__(self) -> None:
-        check_block_size("kv.paged.block_size", self.block_size)
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.ir import Copy, InFlight, Request
-from shoal.plan.batching.common import check_block_size
+from shoal.plan.batching.common import BlockSize
 
 __all__ = ["SlotBlocks", "Slots"]
 
@@ -36,10 +36,9 @@ class Slots:
     """
 
     max_len: int = 512
-    block_size: int = 16
+    block_size: BlockSize = 16
 
     def __post_init__(self) -> None:
-        check_block_size("kv.slots.block_size", self.block_size)
         require(
             self.max_len >= 1 and self.max_len % self.block_size == 0,
             "kv.slots.max_len",

@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le, Lt
+
 from shoal.core.parts import part
 from shoal.ir import KVManager, Machine, Output, Request, SchedulerLimits, ServeWork, Step
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
@@ -35,22 +36,8 @@ class Decode:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"phase_decode"})
-    waiting_share: float = 0.2
-    watermark: float = 0.01
-
-    def __post_init__(self) -> None:
-        require(
-            0 < self.waiting_share <= 1,
-            "phase.decode.waiting_share",
-            self.waiting_share,
-            expected="a share in (0, 1]",
-        )
-        require(
-            0 <= self.watermark < 1,
-            "phase.decode.watermark",
-            self.watermark,
-            expected="a share in [0, 1)",
-        )
+    waiting_share: Annotated[float, Gt(0), Le(1)] = 0.2
+    watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

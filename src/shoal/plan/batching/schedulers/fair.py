@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
+
+from annotated_types import Ge, Lt
 
 from shoal.core.errors import require
 from shoal.core.parts import part
@@ -59,7 +61,7 @@ class Fair:
     policy: Policy = "vtc"
     frequency: float = 0.02
     chunked: bool = True
-    watermark: float = 0.01
+    watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,12 +71,6 @@ class Fair:
             self.frequency,
             expected="updates a step in [0, 1]",
             hint="0.02 updates priorities every 50 steps",
-        )
-        require(
-            0 <= self.watermark < 1,
-            "scheduler.fair.watermark",
-            self.watermark,
-            expected="a share in [0, 1)",
         )
 
     @classmethod

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Self
+from typing import Annotated, Self
+
+from annotated_types import Ge, Lt
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import part
@@ -62,15 +64,7 @@ class Fcfs:
     """
 
     chunked: bool = True
-    watermark: float = 0.01
-
-    def __post_init__(self) -> None:
-        require(
-            0 <= self.watermark < 1,
-            "scheduler.fcfs.watermark",
-            self.watermark,
-            expected="a share in [0, 1)",
-        )
+    watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

@@ -13,7 +13,9 @@ Source: Zhong et al., DistServe, 2024, sections 4.1 and 4.3.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
+
+from annotated_types import Ge, Le
 
 from shoal.core.parts import part
 from shoal.ir import (
@@ -27,7 +29,7 @@ from shoal.ir import (
     Step,
     StepResult,
 )
-from shoal.plan.batching.schedulers.prefill_first import PrefillFirstScheduler, check_batch
+from shoal.plan.batching.schedulers.prefill_first import PrefillFirstScheduler
 
 __all__ = ["Prefill", "PrefillScheduler"]
 
@@ -44,10 +46,7 @@ class Prefill:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"phase_prefill"})
-    batch_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        check_batch("phase.prefill.batch_tokens", self.batch_tokens)
+    batch_tokens: Annotated[int, Ge(1), Le(2**24)] | None = None
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

@@ -13,9 +13,10 @@ Sarathi-Serve, 2024, section 3 (why it stalls generation).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le, Lt
+
 from shoal.core.parts import part
 from shoal.ir import (
     Chunk,
@@ -29,21 +30,7 @@ from shoal.ir import (
 )
 from shoal.plan.batching.schedulers.fcfs import FcfsScheduler
 
-__all__ = ["PrefillFirst", "PrefillFirstScheduler", "check_batch"]
-
-
-def check_batch(where: str, batch_tokens: int | None) -> None:
-    """Refuse batches of no tokens.
-
-    Raises:
-        ConfigError: the number is none.
-    """
-    require(
-        batch_tokens is None or 1 <= batch_tokens <= 2**24,
-        where,
-        batch_tokens,
-        expected="1 to 16,777,216 tokens, or none for max_step_tokens",
-    )
+__all__ = ["PrefillFirst", "PrefillFirstScheduler"]
 
 
 @part
@@ -56,17 +43,8 @@ class PrefillFirst:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"prompts_apart"})
-    batch_tokens: int | None = None
-    watermark: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_batch("scheduler.prefill_first.batch_tokens", self.batch_tokens)
-        require(
-            0 <= self.watermark < 1,
-            "scheduler.prefill_first.watermark",
-            self.watermark,
-            expected="a share in [0, 1)",
-        )
+    batch_tokens: Annotated[int, Ge(1), Le(2**24)] | None = None
+    watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

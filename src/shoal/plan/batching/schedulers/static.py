@@ -42,7 +42,7 @@ class StaticScheduler(Queues):
     def plan(self, now: float) -> Step:
         """See :class:`~shoal.ir.engine.Scheduler`."""
         if not self.running:
-            self._admit()
+            self.admit_whole()
         budget = self.limits.max_step_tokens
         chunks: list[Chunk] = []
         # All prompts first: a request that could generate waits for the others.
@@ -57,12 +57,3 @@ class StaticScheduler(Queues):
             behind = sorted(ready, key=lambda request: request.n_generated)
             chunks = [Chunk(request, request.n_computed, 1) for request in behind[:budget]]
         return Step(tuple(chunks))
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.limits.max_running:
-            request = self.waiting[0]
-            self.kv.match_prefix(request)
-            if not self.kv.allocate(request, self.most_cached(request)):
-                self.kv.free(request)
-                return
-            self._start(request)

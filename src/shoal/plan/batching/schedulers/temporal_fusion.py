@@ -67,7 +67,7 @@ class FusedScheduler(Queues):
     def plan(self, now: float) -> Step:
         """See :class:`~shoal.ir.engine.Scheduler`."""
         # Newcomers take the lowest holes, which nobody has to be moved into then.
-        self._admit()
+        self.admit_whole()
         moves = self.kv.compact() if isinstance(self.kv, CompactingKVManager) else ()
         most = self.limits.max_step_tokens
         running = self.running.values()
@@ -83,12 +83,3 @@ class FusedScheduler(Queues):
                 chunks.append(Chunk(request, request.n_computed, min(left, lane)))
                 lane -= min(left, lane)
         return Step(tuple(chunks), moves=moves, at=now)
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.limits.max_running:
-            request = self.waiting[0]
-            self.kv.match_prefix(request)
-            if not self.kv.allocate(request, self.most_cached(request)):
-                self.kv.free(request)
-                return
-            self._start(request)

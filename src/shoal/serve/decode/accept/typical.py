@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Gt, Le
+
 from shoal.core.parts import part
 from shoal.ir import Request, SamplingParams
 
@@ -34,14 +35,10 @@ class Typical:
     Source: Cai et al., Medusa, 2024, section 2.3.1.
     """
 
-    epsilon: float = 0.09
-    delta: float = 0.3
+    epsilon: Annotated[float, Gt(0), Le(1)] = 0.09
+    delta: Annotated[float, Gt(0), Le(1)] = 0.3
 
     lossless: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
-            require(0 < value <= 1, f"accept.typical.{name}", value, expected="above 0, at most 1")
 
     def check(self, params: SamplingParams) -> None:
         """See :class:`~shoal.serve.decode.protocols.Acceptance`; serves all."""

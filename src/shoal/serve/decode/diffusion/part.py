@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part, table
@@ -33,13 +35,11 @@ class Diffusion:
     unmask: Choice = Choice(name="threshold")
     refresh: Choice = Choice(name="dual")
     iteration: Choice = Choice(name="hard")
-    block: int = 32
-    unroll: int = 1
+    block: Annotated[int, Ge(1)] = 32
+    unroll: Annotated[int, Ge(1)] = 1
     expected: float = 3.0
 
     def __post_init__(self) -> None:
-        require(self.block >= 1, "decode.diffusion.block", self.block, expected="at least 1")
-        require(self.unroll >= 1, "decode.diffusion.unroll", self.unroll, expected="at least 1")
         require(
             self.expected >= 1,
             "decode.diffusion.expected",

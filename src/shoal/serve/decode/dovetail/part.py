@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
+from annotated_types import Ge
+
 from shoal.core.config import Kind as PartKind
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import Choice, part
@@ -67,24 +69,20 @@ class DovetailSpeculative:
     path: str
     depth: int = 5
     breadth: int = 4
-    nodes: int = 10
+    nodes: Annotated[int, Ge(1)] = 10
     draft_device: str = "cpu"
     cores: tuple[int, ...] = ()
     target_layers: int | Literal["auto"] = 0
-    memory_cap: int = 0
+    memory_cap: Annotated[int, Ge(0)] = 0
     overlap: bool = False
-    link_s: float = 0.0
-    link_bytes_per_s: float = 0.0
+    link_s: Annotated[float, Ge(0)] = 0.0
+    link_bytes_per_s: Annotated[float, Ge(0)] = 0.0
     weights: str = "plain"
     accept: Annotated[Choice, PartKind("accept")] = Choice(name="sample_match")
 
     def __post_init__(self) -> None:
         where = "speculative.dovetail"
         check_tree("dovetail", self.depth, self.breadth, self.nodes)
-        require(self.nodes >= 1, f"{where}.nodes", self.nodes, expected=f"1 to {MAX_NODES}")
-        for name in ("memory_cap", "link_s", "link_bytes_per_s"):
-            value = getattr(self, name)
-            require(value >= 0, f"{where}.{name}", value, expected="0 (none) or more")
         layers = self.target_layers
         if layers == "auto":
             require(self.memory_cap > 0, f"{where}.target_layers", layers,

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from annotated_types import Ge
+
 from shoal.core.config import Kind
 from shoal.core.errors import ConfigError, require
 from shoal.core.parts import Choice, part
@@ -61,7 +63,7 @@ class EasySpec:
     group: int | tuple[int, ...] | Literal["auto"] = 4
     realise: Literal["fused", "sequential", "ranks"] = "fused"
     stale: Literal["attention", "full"] = "attention"
-    ranks: int = 2
+    ranks: Annotated[int, Ge(1)] = 2
     cores: tuple[int, ...] = ()
     calibrate: bool = True
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
@@ -73,7 +75,6 @@ class EasySpec:
             require(self.group >= 1, where, self.group, expected="1 or more, sizes, or auto")
         elif self.group != "auto" and not self.group:
             raise ConfigError(f"{where} = []: expected one size for each group, or one number")
-        require(self.ranks >= 1, "speculative.easyspec.ranks", self.ranks, expected="1 or more")
         if self.realise == "ranks" and self.group == "auto":
             raise ConfigError(
                 f"{where} = auto with realise = ranks: every rank has to know the groups when it "

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
+from annotated_types import Ge
+
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
@@ -55,16 +57,11 @@ class FalconSpeculative:
     """
 
     path: str
-    k: int = 0
-    forwards: int = 0
+    k: Annotated[int, Ge(0)] = 0
+    forwards: Annotated[int, Ge(0)] = 0
     tree: Annotated[Choice, Kind("tree")] = Choice(name="auto")
     weights: str = "plain"
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
-
-    def __post_init__(self) -> None:
-        for name in ("k", "forwards"):
-            value = getattr(self, name)
-            require(value >= 0, f"speculative.falcon.{name}", value, expected="0 or more")
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from annotated_types import Ge
+
 from shoal.core.config import Kind
 from shoal.core.errors import require
 from shoal.core.parts import Choice, part, table
@@ -46,13 +48,10 @@ class MedusaSpeculative:
     """
 
     path: str
-    heads: int = 0
+    heads: Annotated[int, Ge(0)] = 0
     tree: Annotated[Choice, Kind("tree")] = Choice(name="auto")
     weights: str = "plain"
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
-
-    def __post_init__(self) -> None:
-        require(self.heads >= 0, "speculative.medusa.heads", self.heads, expected="0 (all) or more")
 
     def drafter(self, job: ServeJob, model: Transformer) -> MedusaDrafter:
         """See :class:`~shoal.serve.decode.protocols.Speculator`.

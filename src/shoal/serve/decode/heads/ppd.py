@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import numpy as np
+from annotated_types import Ge
 
 from shoal.core.config import Kind
 from shoal.core.errors import ConfigError, ModelError, require
@@ -58,14 +59,9 @@ class PpdSpeculative:
     """
 
     path: str
-    prompts: int = 0
+    prompts: Annotated[int, Ge(0)] = 0
     tree: Annotated[Choice, Kind("tree")] = Choice(name="hardware")
     accept: Annotated[Choice, Kind("accept")] = Choice(name="sample_match")
-
-    def __post_init__(self) -> None:
-        require(
-            self.prompts >= 0, "speculative.ppd.prompts", self.prompts, expected="0 (all) or more"
-        )
 
     @classmethod
     def candidates(cls, work: ServeWork, machine: Machine) -> Iterator[Self]:

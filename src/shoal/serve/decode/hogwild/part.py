@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from shoal.core.errors import ServeError, require
 from shoal.core.parts import part, table
@@ -60,7 +62,7 @@ class Hogwild:
         answer_tokens: tokens that are kept for the answer then.
     """
 
-    workers: int = 2
+    workers: Annotated[int, Ge(1), Le(_MOST_WORKERS)] = 2
     layout: str = "combined"
     realise: Literal["queries", "keys"] = "queries"
     names: tuple[str, ...] = ("Alice", "Bob")
@@ -70,20 +72,14 @@ class Hogwild:
     others_header: str = "### Work in progress (others)\n\n"
     own_header: str = "\n\n### Work in progress (own)\n\n"
     separator: str = "\n\n"
-    probe_every: int = 1024
+    probe_every: Annotated[int, Ge(0)] = 1024
     probe: str = "\n\nQuick check: am I repeating what another worker does? (yes/no): "
     marker: str = r"Final answer:[^\n]*\S[^\n]*\n"
     early_answer: str = "\n\nThe tokens are used up. Final answer:"
-    answer_tokens: int = 32
+    answer_tokens: Annotated[int, Ge(0)] = 32
 
     def __post_init__(self) -> None:
         where = "decode.hogwild"
-        require(
-            1 <= self.workers <= _MOST_WORKERS,
-            f"{where}.workers",
-            self.workers,
-            expected=f"1 to {_MOST_WORKERS}",
-        )
         table("hogwild_layout").build(self.layout, where=f"{where}.layout")
         require(
             len({*self.names}) == len(self.names),
@@ -92,9 +88,6 @@ class Hogwild:
             expected="names that differ",
         )
         require(bool(self.separator), f"{where}.separator", "", expected="some text")
-        for name in ("probe_every", "answer_tokens"):
-            value = getattr(self, name)
-            require(value >= 0, f"{where}.{name}", value, expected="0 or more")
         try:
             self.prefix.format(name="")
         except (KeyError, IndexError, ValueError) as cause:

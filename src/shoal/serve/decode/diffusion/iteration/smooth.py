@@ -5,9 +5,10 @@ Source: Ma et al., dInfer, 2025, section 4.1 (iteration smoothing).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge, Le
+
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -31,18 +32,11 @@ class Smooth:
         bar_step: taken from it in each iteration.
     """
 
-    weight: float = 0.15
-    growth: float = 0.02
-    most: float = 0.3
-    bar_from: float = 1.0
-    bar_step: float = 0.02
-
-    def __post_init__(self) -> None:
-        for name, high in (
-            ("weight", 1), ("growth", 1), ("most", 1), ("bar_from", 1), ("bar_step", 1)
-        ):  # fmt: skip
-            value = getattr(self, name)
-            require(0 <= value <= high, f"iteration.smooth.{name}", value, expected="0 to 1")
+    weight: Annotated[float, Ge(0), Le(1)] = 0.15
+    growth: Annotated[float, Ge(0), Le(1)] = 0.02
+    most: Annotated[float, Ge(0), Le(1)] = 0.3
+    bar_from: Annotated[float, Ge(0), Le(1)] = 1.0
+    bar_step: Annotated[float, Ge(0), Le(1)] = 0.02
 
     @property
     def smooths(self) -> bool:

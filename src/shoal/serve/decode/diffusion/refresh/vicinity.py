@@ -5,9 +5,10 @@ Source: Ma et al., dInfer, 2025, section 4.3 (vicinity KV-cache refresh).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge
+
 from shoal.core.parts import part
 
 if TYPE_CHECKING:
@@ -29,16 +30,10 @@ class VicinityRefresh:
         every: compute everything in each so-manyth iteration; 0 for never again.
     """
 
-    a: int = 16
-    b: int = 16
-    warmup: int = 1
-    every: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("a", 0), ("b", 0), ("warmup", 1), ("every", 0)):
-            value = getattr(self, name)
-            where = f"refresh.vicinity.{name}"
-            require(value >= least, where, value, expected=f"{least} or more")
+    a: Annotated[int, Ge(0)] = 16
+    b: Annotated[int, Ge(0)] = 16
+    warmup: Annotated[int, Ge(1)] = 1
+    every: Annotated[int, Ge(0)] = 0
 
     def window(self, block: Window, length: int, step: int) -> Window:
         """See :class:`~shoal.serve.decode.diffusion.protocols.Refresh`."""

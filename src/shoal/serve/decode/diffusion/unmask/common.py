@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.core.errors import require
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.serve.decode.diffusion.protocols import UnmaskState
 
-__all__ = ["best_place", "check_share", "guesses"]
-
-
-def check_share(where: str, value: float) -> None:
-    """Refuse a probability that is no threshold.
-
-    Raises:
-        ConfigError: it is not in (0, 1].
-    """
-    require(0 < value <= 1, where, value, expected="a probability in (0, 1]")
+__all__ = ["best_place", "guesses"]
 
 
 def guesses(logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState) -> tuple[Tensor, Tensor]:

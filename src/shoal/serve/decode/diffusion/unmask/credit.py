@@ -9,11 +9,12 @@ Source: Ma et al., dInfer, 2025, section 4.2 (credit decoding).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shoal.core.errors import require
+from annotated_types import Ge, Gt, Le
+
 from shoal.core.parts import part
-from shoal.serve.decode.diffusion.unmask.common import best_place, check_share, guesses
+from shoal.serve.decode.diffusion.unmask.common import best_place, guesses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,16 +35,10 @@ class Credit:
         tau: the threshold, in (0, 1].
     """
 
-    alpha: float = 0.7
-    gamma: float = 0.2
-    beta: float = 0.8
-    tau: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_share("unmask.credit.tau", self.tau)
-        require(self.alpha >= 0, "unmask.credit.alpha", self.alpha, expected="0 or more")
-        require(self.gamma >= 0, "unmask.credit.gamma", self.gamma, expected="0 or more")
-        require(0 <= self.beta <= 1, "unmask.credit.beta", self.beta, expected="0 to 1")
+    alpha: Annotated[float, Ge(0)] = 0.7
+    gamma: Annotated[float, Ge(0)] = 0.2
+    beta: Annotated[float, Ge(0), Le(1)] = 0.8
+    tau: Annotated[float, Gt(0), Le(1)] = 0.9
 
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState

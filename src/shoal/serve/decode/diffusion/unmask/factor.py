@@ -5,9 +5,10 @@ Source: Wu et al., Fast-dLLM, 2025, section 3.3 (factor-based decoding, theorem 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shoal.core.errors import require
+from annotated_types import Gt
+
 from shoal.core.parts import part
 from shoal.serve.decode.diffusion.unmask.common import best_place, guesses
 
@@ -30,10 +31,7 @@ class Factor:
         f: the bound; larger takes more at once.
     """
 
-    f: float = 1.0
-
-    def __post_init__(self) -> None:
-        require(self.f > 0, "unmask.factor.f", self.f, expected="more than 0")
+    f: Annotated[float, Gt(0)] = 1.0
 
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState

@@ -6,9 +6,10 @@ remasking).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.core.errors import require
+from annotated_types import Ge
+
 from shoal.core.parts import part
 from shoal.serve.decode.diffusion.unmask.common import guesses
 
@@ -30,15 +31,7 @@ class Fixed:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_iterations"})
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        require(
-            self.steps is None or self.steps >= 1,
-            "unmask.fixed.steps",
-            self.steps,
-            expected="at least 1, or none for one token each",
-        )
+    steps: Annotated[int, Ge(1)] | None = None
 
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState

@@ -7,11 +7,13 @@ Source: Ma et al., dInfer, 2025, section 4.2 (hierarchical decoding).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Gt, Le
 
 from shoal.core.errors import require
 from shoal.core.parts import part
-from shoal.serve.decode.diffusion.unmask.common import best_place, check_share, guesses
+from shoal.serve.decode.diffusion.unmask.common import best_place, guesses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +32,10 @@ class Hierarchical:
         low: probability above which the surest one of a run is.
     """
 
-    tau: float = 0.9
+    tau: Annotated[float, Gt(0), Le(1)] = 0.9
     low: float = 0.4
 
     def __post_init__(self) -> None:
-        check_share("unmask.hierarchical.tau", self.tau)
         require(
             0 <= self.low <= self.tau,
             "unmask.hierarchical.low",

@@ -5,10 +5,12 @@ Source: Wu et al., Fast-dLLM, 2025, section 3.3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Gt, Le
 
 from shoal.core.parts import part
-from shoal.serve.decode.diffusion.unmask.common import best_place, check_share, guesses
+from shoal.serve.decode.diffusion.unmask.common import best_place, guesses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,10 +28,7 @@ class Threshold:
         tau: the probability, in (0, 1].
     """
 
-    tau: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_share("unmask.threshold.tau", self.tau)
+    tau: Annotated[float, Gt(0), Le(1)] = 0.9
 
     def select(
         self, logits_BWV: Tensor, masked_BW: Tensor, state: UnmaskState

@@ -1,0 +1,82 @@
+"""What the emitters share whose servers run on accelerators: what they refuse, and the files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from shoal.core.files import to_yaml
+from shoal.core.parts import part
+from shoal.ir import ServePlan, TrainPlan
+from shoal.plan.emit.phases import phases_of
+from shoal.plan.emit.shared import allowed, check_host, header, script, unexpressed
+
+__all__ = ["DTYPES", "GpuServer"]
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+# Why it has words for one part of a kind alone.
+_WHY = {"scheduler": "it joins requests any time", "kv": "its cache is paged"}
+
+
+@part
+class GpuServer(ABC):
+    """An engine with a configuration file that joins requests at any time and pages its cache.
+
+    Args:
+        port: where the server listens.
+        host: address that it listens on; that of this host alone unless another is given.
+        memory: share of the GPU's memory that it may fill.
+    """
+
+    port: Annotated[int, Ge(1), Le(65535)] = 8000
+    host: str = "127.0.0.1"
+    memory: Annotated[float, Gt(0), Le(1)] = 0.9
+    job: ClassVar[Literal["train", "serve"]] = "serve"
+    engine: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_host(self.engine, self.host)
+
+    def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        if not isinstance(plan, ServePlan):
+            return ("a training plan",)
+        job = plan.job
+        results = []
+        if plan.machine.device.kind == "cpu":
+            results.append(
+                f"machine = {plan.machine.name}: it serves on accelerators; use llamacpp"
+            )
+        expresses = {"scheduler": ("fcfs",)} if job.disagg is None else {}
+        results += unexpressed(job, {**expresses, "kv": ("paged",)}, _WHY)
+        return (*results, *self._refuses(plan))
+
+    def emit(self, plan: TrainPlan | ServePlan) -> dict[str, str]:
+        """See :class:`~shoal.plan.emit.protocols.Emitter`."""
+        whole = allowed(plan, ServePlan, self.engine, self.refuses(plan))
+        if phases_of(whole):
+            return self._apart(whole)
+        config = f"{self.engine}.yaml"
+        return {
+            config: header(whole) + to_yaml(self._config(whole)),
+            "launch.sh": script(header(whole), self._command(whole, config)),
+        }
+
+    def _refuses(self, plan: ServePlan) -> list[str]:
+        """What this engine has no word for beside that."""
+        return []
+
+    @abstractmethod
+    def _config(self, plan: ServePlan) -> dict[str, Any]:
+        """Its configuration file."""
+
+    @abstractmethod
+    def _command(self, plan: ServePlan, config: str) -> list[str]:
+        """The words that start it with a configuration file beside the script."""
+
+    @abstractmethod
+    def _apart(self, plan: ServePlan) -> dict[str, str]:
+        """A configuration and a script for each phase, and what stands before them."""
