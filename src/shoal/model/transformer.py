@@ -400,5 +400,5 @@ def _table(rows: int, width: int) -> nn.Embedding:
     # On ``meta`` there is nothing to fill, and filling it all the same imports the compiler, which
     # takes as long as PyTorch itself.
     if torch.get_default_device().type == "meta":
-        return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+        return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
     return nn.Embedding(rows, width)
