@@ -16,10 +16,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import shoal
+import sources
+
 from shoal.core.parts import KINDS, table
 
-SOURCE = Path(shoal.__file__).parent
 NAMED = re.compile(r"(shoal(?:\.\w+)*)(?::([\w.]+))?")
 TABLES = {place.replace(":", "."): kind for kind, place in KINDS.items()}
 # What chooses the parts of a kind, given its name.
@@ -30,15 +30,14 @@ CHOOSERS = ("shoal.core.parts.table", "shoal.core.config.Kind")
 def modules() -> dict[str, Path]:
     """Dotted name -> file, of every module and package."""
     modules = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = ("shoal", *path.relative_to(SOURCE).with_suffix("").parts)
+    for path in sources.paths():
+        parts = ("shoal", *path.relative_to(sources.PACKAGE).with_suffix("").parts)
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return modules
 
 
-@functools.cache
 def nodes(module: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(modules()[module].read_text())))
+    return sources.nodes(modules()[module])
 
 
 @functools.cache
@@ -68,7 +67,9 @@ def in_tables(module: str) -> set[ast.AST]:
     return {
         inner
         for node in nodes(module)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "PartTable"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "PartTable"
         for inner in ast.walk(node)
     }
 
@@ -81,8 +82,13 @@ def fitting(node: ast.JoinedStr) -> Iterator[str]:
         yield from (name for name in modules() if re.fullmatch(pattern, name))
 
 
-def edges(module: str) -> Iterator[tuple[int, str]]:
+@functools.cache
+def edges(module: str) -> tuple[tuple[int, str], ...]:
     """(line, module or ``kind:K``) of everything that a module names."""
+    return tuple(_edges(module))
+
+
+def _edges(module: str) -> Iterator[tuple[int, str]]:
     listed = in_tables(module)
     for node in nodes(module):
         if isinstance(node, ast.Import):
@@ -96,13 +102,19 @@ def edges(module: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, place_of(match[1], name) if name else match[1]
         elif isinstance(node, ast.JoinedStr):
             yield from ((node.lineno, name) for name in fitting(node))
-        elif isinstance(node, ast.BinOp) and "__file__" in ast.unparse(node.left):
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _of_file(node.left):
             folder = f"{module.rpartition('.')[0]}.{getattr(node.right, 'value', '')}."
             yield from ((node.lineno, name) for name in modules() if name.startswith(folder))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
             kind = getattr(node.args[0], "value", None)
             if imported(module).get(node.func.id) in CHOOSERS and kind in KINDS:
                 yield node.lineno, f"kind:{kind}"
+
+
+def _of_file(node: ast.expr) -> bool:
+    """Whether ``__file__`` is in an expression."""
+    names = (getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node))
+    return "__file__" in names
 
 
 @functools.cache

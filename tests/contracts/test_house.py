@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import sources
 
-import shoal
-
-SOURCE = Path(shoal.__file__).parent
-FILES = {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.py"))}
+FILES = {str(path.relative_to(sources.PACKAGE)): path for path in sources.paths()}
 ROOMS = sorted({name.partition("/")[0] for name in FILES})
 
 # The files that may do what the others may not, and why.
@@ -45,14 +42,12 @@ WRITES = {
 SAFE = ("allow_pickle", "weights_only")
 
 
-@functools.cache
 def tree_of(name: str) -> ast.Module:
-    return ast.parse(FILES[name].read_text())
+    return sources.tree(FILES[name])
 
 
-@functools.cache
-def nodes_of(name: str) -> list[ast.AST]:
-    return list(ast.walk(tree_of(name)))
+def nodes_of(name: str) -> tuple[ast.AST, ...]:
+    return sources.nodes(FILES[name])
 
 
 def dotted(node: ast.AST) -> str:
@@ -97,7 +92,7 @@ def all_names_what_is_there(name: str) -> Iterator[str]:
 
 
 def nothing_is_left_for_later(name: str) -> Iterator[str]:
-    text = FILES[name].read_text()
+    text = sources.text(FILES[name])
     yield from re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b|[Ff]or now\b", text)
 
 

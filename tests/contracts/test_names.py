@@ -6,13 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+import sources
 
-import shoal
 from shoal.core.parts import KINDS, table
 from shoal.core.traits import TRAITS, traits
-
-PACKAGE = Path(shoal.__file__).parent
 
 # Fields of jobs, shapes and configurations that choose a part, and what holds one.
 CHOICES = {
@@ -33,7 +30,7 @@ REASONS = {
 
 def comparisons(path: Path) -> Iterator[str]:
     """Comparisons of ``X.name`` with a literal, where X chooses a part."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in sources.nodes(path):
         if not isinstance(node, ast.Compare):
             continue
         left = node.left
@@ -47,14 +44,14 @@ def comparisons(path: Path) -> Iterator[str]:
             for leaf in ast.walk(side)
         )
         if held in CHOICES and literal:
-            yield f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+            yield f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
 def test_few_names_are_compared_and_each_has_a_reason() -> None:
     result: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sources.paths():
         if lines := list(comparisons(path)):
-            result[path.relative_to(PACKAGE).as_posix()] = lines
+            result[path.relative_to(sources.PACKAGE).as_posix()] = lines
     unexplained = [line for name, lines in result.items() if name not in REASONS for line in lines]
     assert not unexplained, "\n".join(["say it by a trait of the part:", *unexplained])
     counts = {name: len(lines) for name, lines in result.items()}
@@ -63,13 +60,12 @@ def test_few_names_are_compared_and_each_has_a_reason() -> None:
     assert elsewhere <= 10
 
 
-def test_the_count_sees_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_count_sees_comparisons(tmp_path: Path) -> None:
     file = tmp_path / "some.py"
     file.write_text(
         'if job.shard.name == "zero1" or plan.job.kv.name not in ("paged", "slots"):\n    pass\n'
         'if tier.name == "disk" or job.shard.name == other:\n    pass\n'
     )
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     assert len(list(comparisons(file))) == 2
 
 

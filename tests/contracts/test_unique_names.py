@@ -3,19 +3,18 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+import sources
 
-PACKAGE = Path(__file__).resolve().parents[2] / "src" / "shoal"
 BANNED = ("told", "found", "seats", "door", "unread", "foretold", "foretell", "ledger", "dealt")
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sources.paths():
+        yield str(path.relative_to(sources.PACKAGE)), sources.tree(path)
 
 
 def words(name: str) -> set[str]:
@@ -47,7 +46,7 @@ def banned(tree: ast.Module) -> list[str]:
 
 def test_public_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for path, tree in sources():
+    for path, tree in modules():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{path}:{node.lineno}")
@@ -56,7 +55,7 @@ def test_public_class_names_are_unique() -> None:
 
 
 def test_no_public_name_is_banned() -> None:
-    hits = [f"{path}:{hit}" for path, tree in sources() for hit in banned(tree)]
+    hits = [f"{path}:{hit}" for path, tree in modules() for hit in banned(tree)]
     assert not hits, hits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections import Counter
@@ -69,7 +70,7 @@ def test_every_kind_is_a_row_of_the_page():
     ],
 )
 def test_a_wait_without_a_limit_is_noticed(call):
-    assert waits.unlimited(f"def f():\n    {call}\n").total() == 1
+    assert waits.unlimited(ast.parse(f"def f():\n    {call}\n")).total() == 1
 
 
 @pytest.mark.parametrize(
@@ -89,4 +90,4 @@ def test_a_wait_without_a_limit_is_noticed(call):
     ],
 )
 def test_a_wait_with_a_limit_is_not(call):
-    assert waits.unlimited(f"def f():\n    {call}\n").total() == 0
+    assert waits.unlimited(ast.parse(f"def f():\n    {call}\n")).total() == 0

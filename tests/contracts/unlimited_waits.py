@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
-from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "shoal"
+import sources
+
 LIMITS = frozenset({"timeout", "timeout_s", "limit_s"})
 
 # Method -> positional arguments from which on one is a limit.
@@ -51,14 +50,9 @@ FUNCTIONS = {
 # Pipes of other processes.
 PIPES = frozenset({"stdout", "stderr", "stdin", "pipe", "reader", "_reader"})
 NAMES = frozenset({*METHODS, *(name.rpartition(".")[2] for name in FUNCTIONS), "read", "readline"})
-# Files without any of these need not be parsed.
-_MAYBE = re.compile(
-    r"\b(?:get|join)\(\s*\)|\bsubprocess\.|(?:stdout|stderr|stdin|pipe|reader)\.read"
-    rf"|\b(?:{'|'.join(sorted({*METHODS, 'select', 'gather', 'waitpid'} - {'get', 'join'}))})\("
-)
 
 
-def unlimited(source: str) -> Counter[tuple[str, str]]:
+def unlimited(source: ast.Module) -> Counter[tuple[str, str]]:
     """(function, call) -> how often it is there, of calls that wait and name no limit."""
     counts: Counter[tuple[str, str]] = Counter()
 
@@ -71,7 +65,7 @@ def unlimited(source: str) -> Counter[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
             visit(child, path)
 
-    visit(ast.parse(source), ())
+    visit(source, ())
     return counts
 
 
@@ -105,10 +99,9 @@ def _waits(call: ast.Call) -> bool:
 def everywhere() -> Counter[tuple[str, str, str]]:
     """(file, function, call) -> how often, in the whole package."""
     counts: Counter[tuple[str, str, str]] = Counter()
-    for path in sorted(SOURCE.rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        if not _MAYBE.search(source):
-            continue
-        for (function, call), number in unlimited(source).items():
-            counts[path.relative_to(SOURCE).as_posix(), function, call] = number
+    for path in sources.paths():
+        if any(isinstance(node, ast.Call) and _waits(node) for node in sources.nodes(path)):
+            place = path.relative_to(sources.PACKAGE).as_posix()
+            for (function, call), number in unlimited(sources.tree(path)).items():
+                counts[place, function, call] = number
     return counts

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sources
 import typer
 import yaml
 from docs_pages import DOCS, ROOT
@@ -91,8 +92,8 @@ def test_every_key_of_a_job_is_documented(name: str) -> None:
 
 
 def _calls() -> Iterator[ast.Call]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in sources.paths():
+        for node in sources.nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 yield node
 

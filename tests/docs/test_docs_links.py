@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from shoal.claims.gallery.publish import gallery_names
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`[^`\n]*`")
 HEADING = re.compile(r"^#{1,6} (.+?)(?: \{#([\w-]+)\})?$", re.M)
-# Written into the site by docs/hooks.py.
-GALLERY = frozenset(gallery_names(ROOT / "results"))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@functools.cache
+def gallery() -> frozenset[str]:
+    """What docs/hooks.py writes into the site."""
+    return frozenset(gallery_names(ROOT / "results"))
 
 
 def _slug(heading: str) -> str:
@@ -35,7 +40,7 @@ def test_links_resolve(page: Path) -> None:
         name, _, anchor = target.partition("#")
         place = (page.parent / name).resolve() if name else page
         if place.parent == DOCS / "gallery":
-            assert place.name in GALLERY, f"{target}: the gallery has no such page"
+            assert place.name in gallery(), f"{target}: the gallery has no such page"
             continue
         assert place.exists(), f"{target}: no such file"
         if DOCS in page.parents:

@@ -12,11 +12,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import sources
 from docs_pages import ROOT, script
 
-import shoal
-
-SOURCE = Path(shoal.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Modules that no extra brings: other engines, run in environments of their own, and what is beside
@@ -40,13 +38,12 @@ def declared() -> set[str]:
 
 def imported(file: Path, known: set[str]) -> set[str]:
     """Top-level names of what a file imports, wherever in it, that are not known yet."""
-    text = file.read_text(encoding="utf-8")
-    lines = re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)
+    lines = re.findall(r"^\s*(?:from|import)\s+(\w+)", sources.text(file), re.MULTILINE)
     if known.issuperset(lines):
         return set()
     result = set()
     # Lines of a text may look like imports.
-    for node in ast.walk(ast.parse(text)):
+    for node in sources.nodes(file):
         if isinstance(node, ast.Import):
             result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
@@ -56,7 +53,7 @@ def imported(file: Path, known: set[str]) -> set[str]:
 
 def test_every_module_that_is_imported_is_declared() -> None:
     used: dict[str, Path] = {}
-    for file in sorted(SOURCE.rglob("*.py")):
+    for file in sources.paths():
         for name in imported(file, {"shoal", *sys.stdlib_module_names, *used}):
             used.setdefault(name, file)
     brings = {
@@ -68,7 +65,7 @@ def test_every_module_that_is_imported_is_declared() -> None:
             brings.setdefault(name, set()).add(package)
     allowed = declared()
     missing = {
-        name: str(file.relative_to(SOURCE))
+        name: str(file.relative_to(sources.PACKAGE))
         for name, file in used.items()
         if name not in PEERS and not brings.get(name, {canonical(name)}) & allowed
     }

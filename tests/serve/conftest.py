@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cpp_first import cpp_first  # noqa: E402
 
 from shoal.kernel import dispatch  # noqa: E402
 from shoal.model.config import ModelConfig  # noqa: E402
+from shoal.serve.decode import build, costs  # noqa: E402
 
 BASE = {
     "vocab_size": 160,
@@ -33,6 +35,19 @@ FAMILY_CONFIGS = {
     "qwen3": ModelConfig(**{**BASE, "head_dim": 32}, family="qwen3", qk_norm=True),
     "mixtral": ModelConfig(**BASE, family="mixtral", num_experts=4, top_k=2),
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_costs():
+    """An engine that guesses measures its costs in as few rounds as there can be.
+
+    It took longer than what the tests of such engines ask of them, whose answers do not depend
+    on it.
+    """
+    quick = functools.partial(costs.measure_costs, rows=(1, 2, 4, 8, 16, 64), seconds=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "measure_costs", quick)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,8 @@
+import copy
+import subprocess
+import sys
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
@@ -6,6 +10,7 @@ import torch
 from shoal.core.errors import CheckpointError, ConfigError
 from shoal.core.parts import table
 from shoal.train.optimizers import muon_step, torch_state
+from shoal.train.optimizers.eager import EagerAdamW
 
 
 def parameters() -> dict[str, torch.Tensor]:
@@ -178,3 +183,43 @@ def test_an_update_in_groups_is_the_same_update(name: str, monkeypatch: pytest.M
         assert torch.equal(plain[key], grouped[key])
         for entry, value in entries.items():
             assert torch.equal(value, other.state()[key][entry])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_eager_adamw_is_pytorchs(fused: bool) -> None:
+    """The same bits, the same state, and a state that one takes from the other."""
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": fused}
+    mine, theirs = parameters(), parameters()
+    eager = EagerAdamW(mine.values(), **options)
+    plain = torch.optim.AdamW(theirs.values(), **options)
+    for step in range(4):
+        if step == 2:  # goes on from what the other has saved
+            eager.load_state_dict(copy.deepcopy(plain.state_dict()))
+        for params, optimizer in ((mine, eager), (theirs, plain)):
+            gradients(params, step)
+            optimizer.step()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert str(eager.state_dict()) == str(plain.state_dict())
+    eager.zero_grad()
+    assert all(parameter.grad is None for parameter in mine.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_no_update_of_a_new_model_imports_the_compiler(name: str) -> None:
+    """Importing it would double the time that a rank needs before its first step."""
+    code = (
+        "import sys\n"
+        "from shoal.core.parts import table\n"
+        "from shoal.model.config import ModelConfig\n"
+        "from shoal.model.initialise import empty, init_weights\n"
+        "model = empty(ModelConfig(vocab_size=32, hidden=16, num_layers=1, num_heads=2,\n"
+        "    num_kv_heads=2, head_dim=8, ffn_hidden=16, max_position=8, family='llama'))\n"
+        "init_weights(model, 0)\n"
+        "named = dict(model.named_parameters())\n"
+        "for one in named.values():\n    one.grad = one.detach().clone()\n"
+        f"table('optimizer').build({name!r}).build(named).step(1.0)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -146,7 +146,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.embed = _table(config.vocab_size, config.hidden)
         self.blocks = nn.ModuleList(
             TransformerBlock(config, layer) for layer in range(config.num_layers)
         )
@@ -394,3 +394,11 @@ class Transformer(nn.Module):
         )
         weights_BT = None if weights_B is None else weights_B[:, None].expand_as(targets_BT)
         return token_loss_sum(hidden, self.output_weight, targets_BT, weights_BT)
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    # On ``meta`` there is nothing to fill, and filling it all the same imports the compiler, which
+    # takes as long as PyTorch itself.
+    if torch.get_default_device().type == "meta":
+        return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+    return nn.Embedding(rows, width)

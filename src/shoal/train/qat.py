@@ -30,6 +30,7 @@ from shoal.kernel.formats.base import BaseFormat
 from shoal.kernel.planes.activations import bits_of
 from shoal.kernel.protocols import PackedMatrix
 from shoal.model.transformer import Transformer
+from shoal.train.optimizers.eager import EagerAdamW
 
 __all__ = ["finetune", "matrices", "rounding"]
 
@@ -161,7 +162,7 @@ def finetune(
     require(seconds > 0, "qat.seconds", seconds, expected="above 0")
     require(batch >= 1, "qat.batch", batch, expected="at least 1")
     require(seq_len >= 2, "qat.seq_len", seq_len, expected="at least 2")
-    optimizer = torch.optim.AdamW(
+    optimizer = EagerAdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, foreach=True
     )
     rows = max(1, len(tokens) // seq_len)

@@ -25,6 +25,7 @@ from torch import Tensor
 from shoal.core.errors import ModelError, require
 from shoal.core.random import generator
 from shoal.model.duo import DuoFFN, computing, router_loss
+from shoal.train.optimizers.eager import EagerAdamW
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Transformer
@@ -110,7 +111,7 @@ def train_routers(
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     model.requires_grad_(False)
     routers = [p.requires_grad_(True) for layer in layers for p in layer.router.parameters()]
-    optimizer = torch.optim.AdamW(routers, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = EagerAdamW(routers, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     source = torch.Generator().manual_seed(seed)
     model.train()
     for step in range(steps):

@@ -23,6 +23,7 @@ from shoal.parallel.engine import ParallelEngine
 from shoal.parallel.expert.balance import Routers
 from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import ReplicaSequences
+from shoal.train.optimizers.eager import EagerAdamW
 
 if TYPE_CHECKING:
     from shoal.ir import TrainJob
@@ -167,7 +168,7 @@ def _share(rows: ReplicaSequences, replicas: int, replica: int) -> ReplicaSequen
 def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
     """The optimizer of both, for parameters of one dtype."""
     eps = EPS[parameters[0].dtype]
-    return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=eps, weight_decay=DECAY)
+    return EagerAdamW(parameters, lr=LR, betas=BETAS, eps=eps, weight_decay=DECAY)
 
 
 Backward: TypeAlias = "Callable[[Transformer, ReplicaSequences, Dropout | None], float]"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
-from scipy.optimize import nnls
 
 from shoal.core.config import Value
 from shoal.core.errors import MachineError, require
@@ -134,9 +134,7 @@ def fit_pass(points: Sequence[tuple[float, float, float]]) -> PassFit:
     used = [0, 1, 2] if len(lengths) > 1 else ([0, 1] if len(sizes) > 1 else [1])
     seconds = np.array([s for *_, s in points])
     design = np.array(columns)[:, used] / seconds[:, None]
-    scale = design.max(axis=0)
-    result, _ = nnls(design / scale, np.ones(len(points)))
-    values = dict(zip(used, (result / scale).tolist(), strict=True))
+    values = dict(zip(used, _least_squares(design), strict=True))
     return PassFit(
         constant=values.get(0, 0.0), per_token=values.get(1, 0.0), per_pair=values.get(2, 0.0)
     )
@@ -164,9 +162,7 @@ def fit_link(
     )
     seconds = np.array([s for _, s in points])
     design = np.array([[1.0, sent] for sent, _ in points]) / seconds[:, None]
-    scale = design.max(axis=0)
-    result, _ = nnls(design / scale, np.ones(len(points)))
-    latency, rate = (result / scale).tolist()
+    latency, rate = _least_squares(design)
     require(
         rate > 0,
         f"{op} among {group} ranks",
@@ -175,6 +171,17 @@ def fit_link(
         error=MachineError,
     )
     return LinkFit(op=op, group=group, stride=stride, latency_s=latency, bandwidth=1.0 / rate)
+
+
+def _least_squares(design: NDArray[np.float64]) -> list[float]:
+    """Values of 0 or more under which every row is as near to 1 as can be."""
+    # Imported late: it takes longer than all else here, and a rank seldom fits anything.
+    from scipy.optimize import nnls
+
+    scale = design.max(axis=0)
+    result, _ = nnls(design / scale, np.ones(len(design)))
+    fitted: list[float] = (result / scale).tolist()
+    return fitted
 
 
 def _positive(seconds: Sequence[float]) -> None:

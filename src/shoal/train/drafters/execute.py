@@ -40,6 +40,7 @@ from shoal.train.drafters.features import Features, prepare_features
 from shoal.train.drafters.protocols import DrafterLearner, DrafterPart
 from shoal.train.drafters.states import load_state, save_state
 from shoal.train.layout import RunDir
+from shoal.train.optimizers.eager import EagerAdamW
 
 __all__ = ["execute", "train_steps"]
 
@@ -189,7 +190,7 @@ def train_steps(
     """
     dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
     groups = [{"params": list(given), "lr": lr} for given, lr in learner.groups()]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = EagerAdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     peaks = [float(group["lr"]) for group in optimizer.param_groups]
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     course = table("lr_schedule").build(job.lr_schedule, where="lr_schedule")

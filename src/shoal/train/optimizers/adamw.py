@@ -58,8 +58,7 @@ class AdamW:
 
     def build(self, parameters: Mapping[str, Tensor]) -> Updater:
         """Torch's implementation."""
-        import torch
-
+        from shoal.train.optimizers.eager import EagerAdamW
         from shoal.train.optimizers.torch_state import TorchUpdater
 
         groups = [
@@ -69,7 +68,7 @@ class AdamW:
             },
             {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(
+        optimizer = EagerAdamW(
             [group for group in groups if group["params"]],
             lr=self.lr,
             betas=(self.beta1, self.beta2),

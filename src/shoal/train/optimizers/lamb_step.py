@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from shoal.kernel.tensors import local
+from shoal.train.optimizers.eager import EagerOptimizer
 
 __all__ = ["LambStep"]
 
 
-class LambStep(torch.optim.Optimizer):
+class LambStep(EagerOptimizer):
     """See :class:`~shoal.train.optimizers.lamb.Lamb`.
 
     Args:

@@ -82,14 +82,13 @@ class Muon:
 
     def build(self, parameters: Mapping[str, Tensor]) -> Updater:
         """An optimizer of torch's form for each of the two groups."""
-        import torch
-
+        from shoal.train.optimizers.eager import EagerAdamW, EagerOptimizer
         from shoal.train.optimizers.muon_step import MuonStep
         from shoal.train.optimizers.torch_state import TorchUpdater
 
         matrices = {n: p for n, p in parameters.items() if p.dim() == 2 and "blocks." in n}
         rest = [p for n, p in parameters.items() if n not in matrices]
-        optimizers: list[torch.optim.Optimizer] = []
+        optimizers: list[EagerOptimizer] = []
         if matrices:
             optimizers.append(
                 MuonStep(
@@ -103,7 +102,7 @@ class Muon:
             )
         if rest:
             optimizers.append(
-                torch.optim.AdamW(
+                EagerAdamW(
                     rest,
                     lr=self.lr,
                     betas=(self.beta1, self.beta2),

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from shoal.core.native import cpu_flags
 from shoal.kernel.tensors import local
+from shoal.train.optimizers.eager import EagerOptimizer
 
 __all__ = ["MuonStep"]
 
 
-class MuonStep(torch.optim.Muon):
+class MuonStep(EagerOptimizer, torch.optim.Muon):
     """PyTorch's Muon, whose products on such a CPU are taken in fp32 and rounded to bf16.
 
     PyTorch's own are up to 25 times slower there. The values are the same but for the order of

@@ -18,6 +18,7 @@ import torch
 from shoal.core.errors import ModelError, require
 from shoal.core.parts import Choice, table
 from shoal.core.random import generator
+from shoal.train.optimizers.eager import EagerAdamW
 
 __all__ = ["CandidateResult", "candidates", "probe", "search"]
 
@@ -152,7 +153,7 @@ def _trainer(
 
         before = judged()
         handle = table("peft").build(method, where="finetune").inject(model, seed=seed)
-        optimizer = torch.optim.AdamW(list(handle.trainable().values()), lr=_LR, weight_decay=0.0)
+        optimizer = EagerAdamW(list(handle.trainable().values()), lr=_LR, weight_decay=0.0)
         if handle.looks:
             handle.look(
                 lambda n: torch.autograd.backward(loss(model, rows("train", n))), lambda x: None
