@@ -9,7 +9,6 @@ import pytest
 from shoal.core.errors import ConfigError, MachineError
 from shoal.cost.gpu.device import CALIBRATED
 from shoal.cost.gpu.serve import Load, ServeCalibration, batch_of, full_load_s, prefill_s, step_s
-from shoal.cost.gpu.step import price
 from shoal.cost.published import devices
 from shoal.cost.published.baselines import BASELINES, llm_analysis
 from shoal.cost.published.board import half_width, share_within, widths
@@ -27,7 +26,7 @@ from shoal.cost.published.serving_calibration import (
     serving_calibration_for,
 )
 from shoal.cost.published.serving_scoreboard import score_serving
-from shoal.cost.training.step import GPU_SPREAD
+from shoal.cost.training.step import GPU_SPREAD, Pricer
 
 
 def row(name):
@@ -235,6 +234,15 @@ def test_the_page_and_the_table(tmp_path):
     assert '"coverage_of_90"' in (tmp_path / "board.json").read_text()
 
 
-def test_a_prediction_is_fast():
+def test_a_row_is_priced_by_what_prices_plans(monkeypatch):
     item = replay(row("mlperf-5.0-405b-h100-8192"))
-    assert price(item.run, item.gpu, fitted()).seconds == pytest.approx(5.2, rel=0.25)
+    once = predict(item, fitted()).value
+    assert once == pytest.approx(5.2, rel=0.25)
+    plain = Pricer.estimate
+
+    def twice(self, work):
+        cost = plain(self, work)
+        return cost.model_copy(update={"step_s": cost.step_s.scaled(2.0)})
+
+    monkeypatch.setattr(Pricer, "estimate", twice)
+    assert predict(item, fitted()).value == pytest.approx(2 * once)

@@ -6,7 +6,7 @@ from shoal.core.errors import MachineError, PlanError
 from shoal.cost.price.collectives import all_reduce_s, gather_s
 from shoal.cost.price.rates import Curve, RankRates
 from shoal.cost.shapes import find
-from shoal.cost.training.step import Pricer, estimate
+from shoal.cost.training.step import ONCE_S, Pricer, estimate
 from shoal.cost.training.totals import steps_of
 from shoal.ir import Device, Link, Machine, Measurement, MemoryTier, Parallel, TrainJob, Work
 
@@ -148,11 +148,15 @@ def test_recompute_trades_time_for_memory():
 
 
 def test_the_bubble_is_what_the_formula_says():
-    cost = estimate(
-        work("Llama-3-8B", parallel={"pp": 4}, microbatch=1, global_batch=16, seq_len=2048), gpus()
-    )
-    busy = cost.step_s.value - cost.terms_s["bubble"] - cost.terms_s["optimizer"]
-    assert cost.terms_s["bubble"] == pytest.approx(busy * 3 / 16, rel=0.01)
+    one = work("Llama-3-8B", parallel={"pp": 4}, microbatch=1, global_batch=16, seq_len=2048)
+    # Without an output layer all stages take as long; with one, the last has fewer blocks and the
+    # others wait for it, or it for them.
+    bare = one.model_copy(update={"shape": one.shape.model_copy(update={"vocab_size": 64})})
+    for this, low in ((bare, 0.99), (one, 0.8)):
+        cost = estimate(this, gpus())
+        rest = cost.terms_s["bubble"] + cost.terms_s["optimizer"] + ONCE_S
+        busy = cost.step_s.value - rest
+        assert low <= cost.terms_s["bubble"] / (busy * 3 / 16) <= 1.0 + 1e-9
 
 
 def test_tensor_parallel_ranks_exchange_activations():

@@ -45,12 +45,12 @@ class Win(NamedTuple):
 OFFLOAD, SYNC = "offload=auto", "sync=auto"
 WINS = (
     Win("schedule 1f1b", "Llama-3-70B", "24xA100", 32, 8192),
-    Win("schedule interleaved", "Llama-2-13b", "16xRTX-4090@ETH10", 32, 2048),
+    Win("schedule interleaved", "Llama-2-13b", "16xRTX-4090@ETH10", 64, 2048),
     Win("schedule zb_h1", "Qwen2.5-7B", "4x1xL40S@ETH25", 16, 1024),
     Win("schedule zbv", "Llama-3-70B", "64xA100@IB100", 64, 4096),
     Win("schedule vhalf", "Llama-2-7b", "8x1xRTX-4090@ETH10", 16, 4096),
     Win("schedule vmin", "Llama-2-7b", "4x1xA100-40GB@ETH25", 16, 2048),
-    Win("shard replicated", "Qwen3-0.6B", "8xH100", 64, 4096),
+    Win("shard replicated", "Qwen3-0.6B", "8xA100", 64, 4096),
     Win("shard zero1", "Llama-3-8B", "8x1xL40S@ETH25", 16, 7168),
     Win("shard zero2", "Qwen3-1.7B", "8xA100", 8, 4096),
     Win("shard zero3", "Llama-3-8B", "8xH100", 64, 4096),

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from shoal.app.cli import app
 from shoal.core.errors import PlanError
+from shoal.cost.gpu.device import CALIBRATED
 from shoal.cost.price.expert_hops import hops
 from shoal.cost.shapes import find
 from shoal.cost.training.moe_makespan import gained_s, makespan
@@ -197,7 +198,9 @@ def test_tasks_of_a_model_follow_its_machine():
     assert other.forward.gather == layer.forward.gather
     assert layer.backward.experts.work == pytest.approx(2 * layer.forward.experts.work)
     # Seven eighths of two rows a token, in bf16, over 50 GB/s.
-    assert layer.forward.exchange.work == pytest.approx(7 / 8 * 2 * 4096 * 4096 * 2 / 5e10)
+    assert layer.forward.exchange.work == pytest.approx(
+        7 / 8 * 2 * 4096 * 4096 * 2 / (CALIBRATED.wire * 5e10)
+    )
     alone = layer_of(find(MODEL), machine, Parallel(dp=64, ep=8), 4096)
     assert alone.forward.gather == Task(0.0, 0.0)
 

@@ -46,7 +46,8 @@ class LinearProducts:
         copies: weights of one layer (experts).
         share: tokens that pass one copy, as a share of all tokens.
         bias: it has a bias of N.
-        role: part of a block, one of its experts' products, or the output layer.
+        role: part of a block, one of its attention's or of its experts' products, or the output
+            layer.
         divided: what tensor parallelism divides: outputs (by columns), inputs (by rows), nothing.
     """
 
@@ -57,7 +58,7 @@ class LinearProducts:
     copies: int = 1
     share: float = 1.0
     bias: bool = False
-    role: Literal["block", "expert", "output"] = "block"
+    role: Literal["block", "attention", "expert", "output"] = "block"
     divided: Literal["outputs", "inputs", ""] = ""
 
     @property
@@ -83,8 +84,17 @@ def linears(shape: ModelShape) -> tuple[LinearProducts, ...]:
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     wide = 2 if shape.gated else 1
     linears = [
-        LinearProducts("qkv", heads, D, L, bias=shape.attention_bias, divided="outputs"),
-        LinearProducts("attention_out", D, shape.num_heads * shape.head_dim, L, divided="inputs"),
+        LinearProducts(
+            "qkv", heads, D, L, bias=shape.attention_bias, role="attention", divided="outputs"
+        ),
+        LinearProducts(
+            "attention_out",
+            D,
+            shape.num_heads * shape.head_dim,
+            L,
+            role="attention",
+            divided="inputs",
+        ),
     ]
     sparse = mixture_layers(shape)
     if L - sparse:

@@ -198,6 +198,8 @@ class Device(Value):
         matmul_flops: dtype -> FLOP/s that a large matrix product reaches.
         matmul_flops_1core: the same on one core of a CPU.
         op_overhead_s: time a framework spends to launch one operator.
+        sustained: ``matmul_flops`` were measured in runs so long that power limited them, as it
+            does in a step.
         memory: tiers from fastest to slowest; the main memory is named dram or hbm. Behind a GPU's
             hbm may be dram, the memory of its host, and disk; all devices of a node share these.
         power_watts: draw under load.
@@ -211,6 +213,7 @@ class Device(Value):
     matmul_flops: dict[str, PositiveFloat] = {}
     matmul_flops_1core: dict[str, PositiveFloat] = {}
     op_overhead_s: NonNegativeFloat = Field(default=5e-6, le=1.0)
+    sustained: bool = False
     memory: tuple[MemoryTier, ...] = Field(min_length=1)
     power_watts: PositiveFloat | None = Field(default=None, le=100_000)
     idle_watts: PositiveFloat | None = Field(default=None, le=100_000)
@@ -372,6 +375,15 @@ class Machine(Value):
     def num_devices(self) -> int:
         """All devices of all nodes."""
         return self.nodes * self.devices_per_node
+
+    def with_links(self, faster: float) -> Machine:
+        """The same with links of so many times the bandwidth."""
+        if faster == 1.0:
+            return self
+        links = tuple(
+            link.model_copy(update={"bandwidth": faster * link.bandwidth}) for link in self.links
+        )
+        return self.model_copy(update={"links": links})
 
     def link(self, scope: str) -> Link | None:
         """The link of this scope, or None."""

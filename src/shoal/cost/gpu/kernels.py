@@ -24,6 +24,8 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.80), (6
 FILL = 192.0
 # Sequence at which a tiled attention kernel reaches half of its rate.
 HALF_RATE = 700.0
+# A tile of a grouped product is shared by no two members, and its rows are gathered.
+GROUPED = 0.85
 # One kernel takes at least this long, and follows the last one after this gap.
 GAP_S = 3e-6
 # Share of the shorter of computing and moving that the longer one does not hide.

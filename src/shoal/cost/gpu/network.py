@@ -5,15 +5,14 @@ group that share a domain (a node, or a rack joined by one switch) each bring th
 port: a ring over several domains moves as many bytes at a time as the domain has members
 in the group. Latency counts a hop for each member of the ring, as rings do.
 
-Source: Thakur et al., 2005; NVIDIA NCCL documentation, ring algorithm; DeepSeek-V3, 2024,
-section 3.2.2 (all-to-all across domains and inside).
+Source: Thakur et al., 2005; NVIDIA NCCL documentation, ring algorithm.
 """
 
 from __future__ import annotations
 
 from shoal.cost.gpu.device import Accelerator, GpuCalibration
 
-__all__ = ["all_to_all_s", "ring_s", "send_s"]
+__all__ = ["ring_s"]
 
 # Hops of a ring are pipelined: the latency of one is this share of a small message's.
 HOP = 0.35
@@ -35,22 +34,3 @@ def ring_s(size: float, ranks: int, stride: int, gpu: Accelerator, k: GpuCalibra
         rate = min(rate, local * gpu.outside)
         hops += (ranks // local - 1) * gpu.far_s
     return size * (ranks - 1) / ranks / (k.wire * rate) + HOP * hops + gpu.near_s
-
-
-def all_to_all_s(
-    size: float, ranks: int, stride: int, gpu: Accelerator, k: GpuCalibration
-) -> float:
-    """Seconds until every rank has sent ``size`` bytes, equally to all ranks."""
-    if ranks <= 1 or size <= 0:
-        return 0.0
-    local = _members(gpu, ranks, stride)
-    inside = size * (local - 1) / ranks / (k.wire * gpu.inside)
-    outside = size * (ranks - local) / ranks / (k.wire * gpu.outside)
-    return max(inside, outside) + (gpu.far_s if local < ranks else gpu.near_s)
-
-
-def send_s(size: float, stride: int, gpu: Accelerator, k: GpuCalibration) -> float:
-    """Seconds to send ``size`` bytes to the rank ``stride`` devices away."""
-    near = stride < gpu.domain
-    rate = gpu.inside if near else gpu.outside
-    return size / (k.wire * rate) + (gpu.near_s if near else gpu.far_s)

@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cost.arithmetic import linears, mixture_layers
-from shoal.cost.gpu.spec import latent_of
-from shoal.cost.gpu.step import block_weights
+from shoal.cost.gpu.spec import block_weights, latent_of
 from shoal.ir import ModelShape
 
 __all__ = ["Host", "Load", "ServeCalibration", "Server", "full_load_s", "prefill_s", "step_s"]

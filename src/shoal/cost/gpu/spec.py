@@ -1,7 +1,7 @@
-"""A training step on accelerators as the price model sees it: how, exactly, it is run.
+"""Engines: how a program runs a training step on accelerators; and what shapes leave unsaid.
 
-A :class:`~shoal.ir.TrainJob` names what Shoal's own runtime can run; published runs were
-made by other engines, with other precisions and kernels. Both become a :class:`Run`.
+A :class:`~shoal.ir.TrainJob` names what Shoal's own runtime can run; published runs were made by
+other engines, with other precisions and kernels. A job is priced for the engine that runs it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.cost.arithmetic import linears
 from shoal.ir import ModelShape
 
-__all__ = ["EngineSpec", "Latent", "Run", "latent_of"]
+__all__ = ["SHOAL", "EngineSpec", "Latent", "Recompute", "block_weights", "latent_of"]
 
 Recompute = Literal["none", "selective", "half", "full", "stage"]
 
@@ -57,7 +58,8 @@ class EngineSpec:
 
     Args:
         name: of the program.
-        fused: chains of elementwise operators are single kernels.
+        style: fused, where chains of elementwise operators are single kernels; eager, where none
+            is; gpu, as Shoal's own runtime, where norms are.
         attention: plain, flash1, flash2, or best: the fastest kernel of the device's generation.
         tensor_overlap: share of tensor parallelism's traffic that travels behind products.
         data_overlap: gradients (and gathered weights) travel behind the backward pass.
@@ -68,11 +70,21 @@ class EngineSpec:
         fused_experts: experts run as grouped products, their tokens move in fused kernels.
         dedup: tokens cross to another domain once for all experts there.
         loss_bytes: bytes that the loss reads and writes for one logit, forward and backward.
-        optimizer_bytes: bytes that the update reads and writes for one parameter.
+        optimizer_bytes: bytes that the update reads and writes for one parameter; 0 where the
+            optimizer part of the job says it.
+        casts: weights are fp32, copied to the compute type in every forward pass; gradients are
+            added up by operators of their own.
+        products: type of a block's products where a job's precision does not say it: fp8, mxfp8,
+            fp8-rows or fp4.
+        again: what runs again where the job says nothing: none, selective (attention's inside) or
+            half (of each block).
+        window: keys that a query sees at most, 0 for all; and on which share of layers.
+        uneven: blocks are cut so that the slowest stage is as fast as it can be, even where they
+            divide evenly.
     """
 
     name: str
-    fused: bool = True
+    style: Literal["fused", "eager", "gpu"] = "fused"
     attention: str = "best"
     tensor_overlap: float = 0.0
     data_overlap: bool = True
@@ -84,60 +96,48 @@ class EngineSpec:
     dedup: bool = False
     loss_bytes: float = 40.0
     optimizer_bytes: float = 30.0
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training step, in full.
-
-    Args:
-        shape: the model.
-        seq_len: tokens of a sequence.
-        micro_batch: sequences of one pass.
-        global_batch: sequences of a step.
-        engine: how it is run.
-        dp: data-parallel ranks.
-        tp: tensor-parallel ranks.
-        pp: pipeline stages.
-        cp: context-parallel ranks.
-        ep: expert-parallel ranks.
-        vpp: chunks of a stage.
-        sp: norms and residuals are divided over the tensor ranks.
-        zero: what is divided over data-parallel ranks, 0 to 3.
-        schedule: 1f1b, interleaved_1f1b, or gpipe.
-        vocab: who shares the output layer: tp, or all stages (pp).
-        recompute: what runs again: nothing; attention's inside; half of each block; all.
-        precision: bf16, fp16, fp32, fp8 (per tensor), mxfp8, fp8-rows or fp4.
-        tuned: all weights are trained, or only adapters beside them (lora).
-        causal_window: keys that a query sees at most, 0 for all; and on which share of layers.
-    """
-
-    shape: ModelShape
-    seq_len: int
-    micro_batch: int
-    global_batch: int
-    engine: EngineSpec
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    vpp: int = 1
-    sp: bool = False
-    zero: int = 0
-    schedule: str = "1f1b"
-    vocab: Literal["tp", "pp"] = "tp"
-    recompute: Recompute = "none"
-    precision: str = "bf16"
-    tuned: Literal["all", "lora"] = "all"
+    casts: bool = False
+    products: str = ""
+    again: Recompute = "none"
     window: tuple[int, float] = (0, 0.0)
+    uneven: bool = False
 
     @property
-    def devices(self) -> int:
-        """All ranks."""
-        return self.dp * self.tp * self.pp * self.cp
+    def fused(self) -> bool:
+        """Chains of elementwise operators are single kernels."""
+        return self.style == "fused"
 
-    @property
-    def passes(self) -> float:
-        """Micro-batches of a rank in a step."""
-        return max(1.0, self.global_batch / self.dp / self.micro_batch)
+
+SHOAL = EngineSpec(
+    "shoal",
+    style="gpu",
+    attention="flash2",
+    loss_bytes=20.0,
+    fused_experts=False,
+    sharded_update=False,
+    optimizer_bytes=0.0,
+    casts=True,
+    uneven=True,
+)
+"""Shoal's own runtime."""
+
+
+@functools.cache
+def block_weights(shape: ModelShape) -> tuple[float, float, float]:
+    """Weights of one dense block, of one sparse block without its experts, of its experts."""
+    D = shape.hidden
+    latent = latent_of(shape)
+    by = {x.name: x.N * x.K * x.copies for x in linears(shape)}
+    attention = by["qkv"] + by["attention_out"]
+    if latent:
+        H = shape.num_heads
+        wide = latent.plain + latent.rotary
+        attention = (
+            (D * latent.query + latent.query * H * wide if latent.query else D * H * wide)
+            + D * (latent.kv + latent.rotary)
+            + latent.kv * H * (latent.plain + latent.value)
+            + H * latent.value * D
+        )
+    dense = attention + by.get("ffn_in", 0) + by.get("ffn_out", 0)
+    rest = attention + by.get("router", 0) + by.get("shared_in", 0) + by.get("shared_out", 0)
+    return float(dense), float(rest), float(by.get("expert_in", 0) + by.get("expert_out", 0))

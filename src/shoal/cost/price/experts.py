@@ -14,6 +14,7 @@ import math
 from collections import Counter
 
 from shoal.cost.arithmetic import expert_parameters, mixture_layers, parameters
+from shoal.cost.gpu.device import CALIBRATED
 from shoal.cost.price.expert_hops import ExpertExchange, hops
 from shoal.cost.price.ops import stage_share
 from shoal.cost.price.rates import ranks_per_host
@@ -46,13 +47,15 @@ def held_parameters(shape: ModelShape, split: Parallel) -> tuple[float, float]:
 def exchange_s(sent: ExpertExchange, machine: Machine) -> float:
     """Seconds of an exchange: what goes far and what stays near travel at the same time."""
     near, far = machine.link("device") or machine.link("loopback"), machine.link("node")
+    reached = CALIBRATED.wire if machine.device.kind == "gpu" else 1.0
     seconds = 0.0
     if near is not None and sent.near:
-        seconds = sent.near / near.bandwidth + near.latency_s * sent.peers
+        seconds = sent.near / (reached * near.bandwidth) + near.latency_s * sent.peers
     if sent.far:
         link = far or near
         if link is not None:
-            seconds = max(seconds, sent.far / link.bandwidth + link.latency_s * sent.peers)
+            rate = reached * link.bandwidth
+            seconds = max(seconds, sent.far / rate + link.latency_s * sent.peers)
     return seconds
 
 

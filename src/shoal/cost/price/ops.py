@@ -2,12 +2,10 @@
 
 Every entry is a group of equal operators with its matrix products or its traffic. The
 traffic is counted operator by operator, as reads and writes of whole tensors, in the
-order in which :mod:`shoal.model` runs them: its RMS norm, for instance, passes five
-times over its input forward and ten times backward. Three styles of running differ:
-
-- ``cpu``: eager on a CPU, where attention's backward pass is plain products;
-- ``gpu``: eager on a GPU, where norms are single kernels and attention is tiled;
-- ``fused``: compiled, where chains of elementwise operators are one kernel.
+order in which :mod:`shoal.model` runs them on a CPU: its RMS norm, for instance, passes five times
+over its input forward and ten times backward. Two styles of running differ: ``cpu``, eager, where
+attention's backward pass is plain products, and ``fused``, compiled, where chains of elementwise
+operators are one kernel. What accelerators run is in :mod:`shoal.cost.price.accelerated`.
 
 Legend: n tokens of the micro-batch, D hidden, V vocabulary, c bytes of the compute type.
 """
@@ -22,7 +20,7 @@ from shoal.ir import ModelShape
 
 __all__ = ["OpGroup", "Style", "operators", "stage_share"]
 
-Style = Literal["cpu", "gpu", "fused"]
+Style = Literal["cpu", "fused"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,6 @@ PASSES: dict[Style, dict[str, MemoryPasses]] = {
         "residual": MemoryPasses(3, 3, 1, 1),
         "gate": MemoryPasses(6, 16, 2, 5, 1, 1),
         "activation": MemoryPasses(2, 3, 1, 1, 1, 1),
-    },
-    "gpu": {
-        "norm": MemoryPasses(2, 4, 1, 2),
-        "rotary": MemoryPasses(5, 5, 4, 5),
-        "residual": MemoryPasses(3, 3, 1, 1),
-        "gate": MemoryPasses(5, 13, 2, 5),
-        "activation": MemoryPasses(2, 3, 1, 1),
     },
     "fused": {
         "norm": MemoryPasses(2, 4, 1, 1),
@@ -101,6 +92,15 @@ class OpGroup:
             makes its gradients forward.
         recomputed: full recomputation runs its forward pass again.
         keys: tokens of a sequence that attention looks at.
+        groups: equal products that run as one kernel, on an accelerator.
+        dtype: type of the product's operands there.
+        adds: bytes of a cell to which the gradient of a weight is added there; 0 writes it alone.
+        frozen: the weight has no gradient.
+        heads: attention's heads of all sequences, on an accelerator.
+        head_dim: width of its queries and keys.
+        value_dim: width of its values.
+        kernel: which of the device's attention kernels.
+        window: keys that a query sees at most, 0 for all, and on which share of the layers.
     """
 
     name: str
@@ -119,6 +119,15 @@ class OpGroup:
     backward_share: float = 1.0
     recomputed: bool = True
     keys: float = 1.0
+    groups: int = 1
+    dtype: str = ""
+    adds: float = 0.0
+    frozen: bool = False
+    heads: float = 0.0
+    head_dim: float = 0.0
+    value_dim: float = 0.0
+    kernel: str = ""
+    window: tuple[int, float] = (0, 0.0)
 
 
 def stage_share(shape: ModelShape, pp: int) -> float:

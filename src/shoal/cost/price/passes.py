@@ -51,6 +51,10 @@ class PassSeconds(NamedTuple):
             self.matmul * factor, self.attention * factor, self.memory * factor, self.calls
         )
 
+    def scaled(self, factor: float) -> PassSeconds:
+        """So much of it, calls included."""
+        return PassSeconds(*(factor * each for each in self))
+
     def __add__(self, other: PassSeconds) -> PassSeconds:  # type: ignore[override]
         """Both, one after the other."""
         return PassSeconds(
@@ -81,20 +85,14 @@ def op_pass(
         seconds = displaced * traffic / stream(max(1.0, op.size_bytes))
         return PassSeconds(memory=op.count * seconds, calls=calls)
     if op.kind == "attention":
-        flops = op.backward_flops if backward else op.forward_flops
         if isinstance(matmul, KernelRates):
-            seconds = matmul.attention_s(flops, op.keys, backward=backward)
+            seconds = matmul.attention_s(op, backward=backward)
         else:
-            seconds = flops / matmul(256.0)
-        seconds += traffic / stream(op.size_bytes)
+            flops = op.backward_flops if backward else op.forward_flops
+            seconds = flops / matmul(256.0) + traffic / stream(op.size_bytes)
         return PassSeconds(attention=op.count * seconds, calls=calls)
     if isinstance(matmul, KernelRates):
-        once = matmul.product_s(op.M, op.N, op.K)
-        if not backward:
-            return PassSeconds(matmul=op.count * once, calls=calls)
-        inner = matmul.product_s(op.M, op.K, op.N)
-        outer = matmul.product_s(op.N, op.K, op.M, adds=4.0)
-        return PassSeconds(matmul=op.count * op.backward_share * (inner + outer), calls=calls)
+        return PassSeconds(matmul=op.count * matmul.product_s(op, backward=backward), calls=calls)
     width = 2.0 if precision == "bf16" else 4.0
     flops = 2.0 * op.M * op.N * op.K
     touched = width * (op.M * op.K + op.N * op.K + op.M * op.N)

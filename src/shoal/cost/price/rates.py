@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.core.errors import MachineError
-from shoal.cost.gpu.device import CALIBRATED, Accelerator, gpu_of
-from shoal.cost.gpu.kernels import HALF_RATE, gemm_s
+from shoal.cost.gpu.device import CALIBRATED, Accelerator, GpuCalibration, gpu_of
+from shoal.cost.gpu.kernels import GROUPED, attention_s, gemm_s
+from shoal.cost.price.ops import OpGroup
 from shoal.ir import Link, Machine, Measurement, MemoryTier, Parallel
 
 __all__ = [
@@ -30,9 +31,9 @@ __all__ = [
     "tensor_link",
 ]
 
-# Share of a level's plain bandwidth that a framework's elementwise operator reaches when
+# Share of a level's plain bandwidth that a framework's elementwise operator reaches on a CPU when
 # nobody measured it: it allocates its result, and it cannot prefetch across operators.
-STREAM_SHARE = {"cpu": 0.5, "gpu": 0.8}
+STREAM_SHARE = 0.5
 # On a CPU, a product whose operands must be repacked (transposed bf16) runs at half rate.
 REPACKED = {"bf16": 0.5}
 
@@ -65,22 +66,50 @@ class KernelRates(Curve):
 
     Args:
         gpu: the device.
-        dtype: of the operands.
+        dtype: of the operands, where an operator does not say it.
+        k: measured constants.
     """
 
     gpu: Accelerator
     dtype: str
+    k: GpuCalibration = CALIBRATED
 
-    def product_s(self, M: float, N: float, K: float, *, adds: float = 0.0) -> float:
-        """Seconds of a product [M, K] x [K, N]; ``adds`` bytes a cell where it is added up."""
-        return gemm_s(M, N, K, self.gpu, CALIBRATED, self.dtype, 1, adds)
+    def product_s(self, op: OpGroup, *, backward: bool) -> float:
+        """Seconds of a product, or of the gradients of its input and of its weight."""
+        share = 1.0 if op.groups == 1 else 1.0 / GROUPED
 
-    def attention_s(self, flops: float, keys: float, *, backward: bool) -> float:
-        """Seconds of a tiled attention kernel of so many FLOP over sequences of ``keys``."""
-        facts = self.gpu.facts
-        share = facts.attention["flash2"][1 if backward else 0] / facts.reach
-        rate = share * CALIBRATED.gemm * self.gpu.rate(self.dtype)
-        return flops / rate * (keys + HALF_RATE) / keys
+        def once(M: float, N: float, K: float, adds: float = 0.0) -> float:
+            return share * gemm_s(
+                M, N, K, self.gpu, self.k, op.dtype or self.dtype, op.groups, adds
+            )
+
+        if not backward:
+            return once(op.M, op.N, op.K)
+        inner = once(op.M, op.K, op.N)
+        return inner if op.frozen else inner + once(op.N, op.K, op.M, op.adds)
+
+    def attention_s(self, op: OpGroup, *, backward: bool) -> float:
+        """Seconds of attention in one layer, on average over layers with and without a window."""
+
+        def of(keys: float, causal: bool) -> float:
+            return attention_s(
+                heads=op.heads,
+                queries=op.keys,
+                keys=keys,
+                head_dim=op.head_dim,
+                value_dim=op.value_dim,
+                kernel=op.kernel,
+                gpu=self.gpu,
+                k=self.k,
+                backward=backward,
+                causal=causal,
+            )
+
+        seen, layers = op.window
+        whole = of(op.keys, causal=True)
+        if not seen or seen >= op.keys:
+            return whole
+        return (1 - layers) * whole + layers * of(float(seen), causal=False)
 
 
 def _mean_bandwidth(tier: MemoryTier) -> float:
@@ -118,11 +147,13 @@ class RankRates:
         machine: the machine.
         parallel: the ranks.
         threads: threads of one rank; 0 shares the cores among the ranks of a host.
+        constants: of an accelerator.
     """
 
     machine: Machine
     parallel: Parallel
     threads: int = 0
+    constants: GpuCalibration = CALIBRATED
 
     @property
     def cores(self) -> int:
@@ -189,7 +220,7 @@ class RankRates:
                 # A declared rate is that of large products; small ones fill few tiles.
                 curve = Curve(((256.0, 0.1 * rate_or_none), (2048.0, rate_or_none)))
             if curve is not None:
-                return KernelRates(curve.points, gpu_of(self.machine), dtype)
+                return KernelRates(curve.points, gpu_of(self.machine), dtype, self.constants)
         if dtype != "fp32":
             return self.matmul_curve("fp32")
         raise MachineError(
@@ -249,7 +280,7 @@ class RankRates:
             MachineError: no level has a bandwidth.
         """
         device = self.machine.device
-        share = STREAM_SHARE[device.kind]
+        share = STREAM_SHARE if self.is_cpu else self.constants.stream
         part = self.used / self.cores / self.crowding if self.is_cpu else 1.0
         points = []
         for tier in device.own_memory:

@@ -34,14 +34,12 @@ ENGINES: dict[str, EngineSpec] = {
     "bridge": replace(_MCORE, name="Megatron-Bridge"),
     "bridge-2025": replace(_MCORE, name="Megatron-Bridge before 26.04", fused_experts=False),
     "mlperf": replace(_MCORE, name="NeMo MLPerf", graphs=True),
-    "torchtitan": EngineSpec("torchtitan", fused=False, attention="flash2", loss_bytes=40.0),
-    "torchtitan-compile": EngineSpec(
-        "torchtitan, compiled", fused=True, attention="flash2", loss_bytes=24.0
-    ),
+    "torchtitan": EngineSpec("torchtitan", style="eager", attention="flash2", loss_bytes=40.0),
+    "torchtitan-compile": EngineSpec("torchtitan, compiled", attention="flash2", loss_bytes=24.0),
     "composer": EngineSpec(
-        "Composer, FSDP", fused=False, attention="flash1", loss_bytes=32.0, grad_bytes=2.0
+        "Composer, FSDP", style="eager", attention="flash1", loss_bytes=32.0, grad_bytes=2.0
     ),
-    "nanotron": EngineSpec("nanotron", fused=True, attention="flash2", data_overlap=False),
+    "nanotron": EngineSpec("nanotron", attention="flash2", data_overlap=False),
     "deepspeed": EngineSpec(
         "Megatron-DeepSpeed", attention="plain", grad_bytes=2.0, loss_bytes=48.0
     ),

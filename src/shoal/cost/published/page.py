@@ -27,6 +27,10 @@ Runs that others published, replayed: what Shoal's cost model says beside what t
 The rows are facts from tables, logs and scripts of public repositories; they travel with the
 package (`shoal/cost/published/*.csv`), and `shoal score --published` prints this board.
 
+A training row is priced by the very function that prices a plan (`Pricer.estimate` in
+`shoal/cost/training/step.py`), asked for the engine of the row in the place of Shoal's own
+runtime. Serving rows are priced by `shoal/cost/gpu/serve.py`, which plans of serving do not use.
+
 **Protocol.** {five} named rows set the {constants} constants of the training model, five more
 those of the serving model. Before the rows of a publication are scored, its named row is taken
 out and the constants are set anew; all tables of one project count as one publication. No

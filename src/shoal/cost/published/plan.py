@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cost.gpu.device import GpuCalibration
-from shoal.cost.gpu.memory import memory_bytes
-from shoal.cost.gpu.spec import Run
-from shoal.cost.gpu.step import GpuStep, price
+from shoal.cost.published.fits import memory_bytes
 from shoal.cost.published.quantity import reported
 from shoal.cost.published.rows import TrainReplay
+from shoal.cost.published.runs import PublishedRun, engine_as_run, job_of, machine_of
+from shoal.cost.training.step import Pricer
+from shoal.ir import Estimate, Work
 
 __all__ = ["PublishedPrediction", "predict"]
 
@@ -31,11 +32,11 @@ class PublishedPrediction:
     """
 
     value: float
-    run: Run
-    step: GpuStep
+    run: PublishedRun
+    step: Estimate
 
 
-def _options(replay: TrainReplay) -> Iterator[Run]:
+def _options(replay: TrainReplay) -> Iterator[PublishedRun]:
     run = replay.run
     shape, world = run.shape, run.devices
     splits = [run]
@@ -50,12 +51,15 @@ def _options(replay: TrainReplay) -> Iterator[Run]:
             )
             for tp in _TENSOR
             for pp in _PIPELINE
-            if world % (tp * pp) == 0 and shape.num_layers % pp == 0 and shape.num_heads % tp == 0
+            if world % (tp * pp) == 0
+            and shape.num_layers % pp == 0
+            and shape.num_heads % tp == 0
+            and run.global_batch % (world // tp // pp) == 0
         ]
     wide = "vpp" in replay.open or "degrees" in replay.open
     for split in splits:
         share = max(1, split.global_batch // split.dp)
-        sizes = [m for m in _MICRO if m <= share] if "micro_batch" in replay.open else ()
+        sizes = [m for m in _MICRO if share % m == 0] if "micro_batch" in replay.open else ()
         for size in sizes or (split.micro_batch,):
             for vpp in _CHUNKS if wide and split.pp > 1 else (split.vpp,):
                 if vpp == 1 or shape.num_layers % (split.pp * vpp) == 0 or not wide:
@@ -63,15 +67,21 @@ def _options(replay: TrainReplay) -> Iterator[Run]:
 
 
 def predict(replay: TrainReplay, k: GpuCalibration) -> PublishedPrediction:
-    """The prediction for a row: of open choices the fastest that fits, or that lacks least."""
+    """The prediction for a row: of open choices the fastest that fits, or that lacks least.
+
+    It is the price of a plan: the same function, asked for the engine of the row.
+    """
     options = list(_options(replay))
     if len(options) > 1:
         need = {option: memory_bytes(option) for option in options}
         fitting = [o for o in options if need[o] <= replay.gpu.capacity]
         options = fitting or [min(options, key=lambda o: need[o])]
+    pricer = Pricer(
+        machine_of(replay.gpu, replay.run.devices), engine_as_run(replay.run), constants=k
+    )
     step, run = min(
-        ((price(option, replay.gpu, k), option) for option in options),
-        key=lambda found: found[0].seconds,
+        ((pricer.estimate(Work(shape=one.shape, job=job_of(one))), one) for one in options),
+        key=lambda priced: priced[0].step_s.value,
     )
     peak = dict(replay.gpu.peak)["bf16"]
-    return PublishedPrediction(reported(replay.row, run, step.seconds, peak), run, step)
+    return PublishedPrediction(reported(replay.row, run, step.step_s.value, peak), run, step)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shoal.cost.arithmetic import mixture_layers
-from shoal.cost.gpu.spec import Run, latent_of
-from shoal.cost.gpu.step import block_weights
+from shoal.cost.gpu.spec import block_weights, latent_of
 from shoal.cost.published.rows import PublishedRow
+from shoal.cost.published.runs import PublishedRun
 
 __all__ = ["reported"]
 
@@ -13,7 +13,7 @@ __all__ = ["reported"]
 _RECOMPUTED = {"megatron-sc21", "bigscience", "deepspeed", "mt-nlg", "frontier", "opt"}
 
 
-def model_flops(run: Run, *, square: bool = True) -> float:
+def model_flops(run: PublishedRun, *, square: bool = True) -> float:
     """FLOP of the forward pass of one token; ``square`` counts the keys after it too."""
     shape = run.shape
     dense, rest, experts = block_weights(shape)
@@ -29,7 +29,7 @@ def model_flops(run: Run, *, square: bool = True) -> float:
     return 2.0 * weights + attention
 
 
-def reported(row: PublishedRow, run: Run, seconds: float, peak: float) -> float:
+def reported(row: PublishedRow, run: PublishedRun, seconds: float, peak: float) -> float:
     """The quantity of a row for a step of ``seconds``."""
     tokens = float(run.global_batch * run.seq_len)
     if row.metric == "step_s":

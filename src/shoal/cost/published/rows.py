@@ -17,9 +17,9 @@ from pathlib import Path
 
 from shoal.core.errors import ConfigError, ModelError, require
 from shoal.cost.gpu.device import Accelerator
-from shoal.cost.gpu.spec import Run
 from shoal.cost.published import devices
 from shoal.cost.published.engines import engine_of, group_of
+from shoal.cost.published.runs import PublishedRun
 from shoal.cost.shapes import find
 from shoal.ir import ModelShape
 
@@ -117,7 +117,7 @@ class TrainReplay:
     """
 
     row: PublishedRow
-    run: Run
+    run: PublishedRun
     gpu: Accelerator
     filled: tuple[str, ...]
     open: frozenset[str] = frozenset()
@@ -311,6 +311,9 @@ def replay(row: PublishedRow) -> TrainReplay:
     if not batch:
         batch = dp * (micro or 1)
         filled.append("one micro-batch of each rank a step")
+    if batch % dp and "degrees" not in open_:
+        batch = dp * max(1, round(batch / dp))
+        filled.append(f"a batch of {batch}, a multiple of the ranks")
     if not micro:
         open_.add("micro_batch")
         filled.append("the fastest micro-batch that fits")
@@ -334,7 +337,7 @@ def replay(row: PublishedRow) -> TrainReplay:
     if row.group == "megatron-core-readme" and pp > 1 and vpp == 1:
         open_.add("vpp")
         filled.append("chunks of a stage: the fastest")
-    run = Run(
+    run = PublishedRun(
         shape=shape,
         seq_len=seq,
         micro_batch=micro,

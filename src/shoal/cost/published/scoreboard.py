@@ -37,9 +37,9 @@ def _short(run: PublishedPrediction) -> str:
 
 
 def _bound(found: PublishedPrediction) -> str:
-    terms = {k: v for k, v in found.step.terms.items() if k != "matmul"}
+    terms = {k: v for k, v in found.step.terms_s.items() if k != "matmul"}
     name = max(terms, key=lambda k: terms[k])
-    return f"{name} {terms[name] / found.step.seconds:.0%}"
+    return f"{name} {terms[name] / found.step.step_s.value:.0%}"
 
 
 def _kind(item: TrainReplay) -> str:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 from shoal.core.errors import require
 from shoal.cost.arithmetic import block_weights, linears, parameters
+from shoal.cost.gpu.spec import SHOAL
+from shoal.cost.price.accelerated import accelerated
 from shoal.cost.price.ops import TILED, operators
 from shoal.cost.price.rates import RankRates
 from shoal.ir import Machine, ModelShape, Parallel
@@ -212,13 +214,20 @@ class Roofline:
                 )
                 matmul += flops
                 memory += weights
-            for op in operators(
-                self.shape,
-                seq_len=tokens,
-                microbatch=1,
-                precision=self.precision,
-                style="cpu" if self._cpu else "gpu",
-            ):
+            every = (
+                operators(
+                    self.shape, seq_len=tokens, microbatch=1, precision=self.precision, style="cpu"
+                )
+                if self._cpu
+                else accelerated(
+                    self.shape,
+                    seq_len=tokens,
+                    microbatch=1,
+                    precision=self.precision,
+                    engine=SHOAL,
+                )
+            )
+            for op in every:
                 if op.name in _TRAINING:
                     continue
                 if op.kind == "memory":

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.core.boxes import Box, uncovered
 from shoal.core.errors import MachineError, PlanError, require
@@ -31,8 +31,10 @@ from shoal.cost.arithmetic import (
     logits_bytes,
     parameters,
 )
+from shoal.cost.gpu.spec import SHOAL
+from shoal.cost.price.accelerated import accelerated
 from shoal.cost.price.collectives import ring_bytes
-from shoal.cost.price.ops import MOST_PLAIN_SCORES, OpGroup, Style, operators
+from shoal.cost.price.ops import MOST_PLAIN_SCORES, OpGroup, operators
 from shoal.cost.price.passes import PassSeconds, op_pass
 from shoal.cost.price.rates import RankRates, data_link
 from shoal.cost.training.layer_fit import LayerProfile
@@ -145,13 +147,21 @@ class LayerPricer:
     def _ops(
         self, shape: ModelShape, sequences: int, tp: int, rates: RankRates
     ) -> tuple[OpGroup, ...]:
-        style: Style = "cpu" if rates.is_cpu else "gpu"
+        if not rates.is_cpu:
+            return accelerated(
+                shape,
+                seq_len=self.job.seq_len,
+                microbatch=sequences,
+                precision=self.job.precision,
+                engine=replace(SHOAL, style="fused") if self.job.compile else SHOAL,
+                tp=tp,
+            )
         return operators(
             shape,
             seq_len=self.job.seq_len,
             microbatch=sequences,
             precision=self.job.precision,
-            style="fused" if self.job.compile else style,
+            style="fused" if self.job.compile else "cpu",
             tp=tp,
         )
 

@@ -3,7 +3,8 @@
 A matrix product takes its FLOP over the measured rate at its size, or its bytes over the
 bandwidth, whichever is longer; every other operator takes its bytes over the bandwidth
 that elementwise operators reach; each operator costs its launch. Collectives follow the
-ring formulas. The parts that a job chooses (optimizer, shard) add their own estimates.
+ring formulas. The parts that a job chooses (optimizer, shard) add their own estimates. A step of
+another engine on accelerators is priced by the same operators, as that engine runs them.
 
 Sources: Williams et al., Roofline, 2009; Narayanan et al., Megatron-LM, 2021 (pipeline
 bubble, tensor-parallel traffic); Rajbhandari et al., ZeRO, 2020 (what is divided);
@@ -18,12 +19,14 @@ from collections.abc import Mapping
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import flops_per_token, parameters
+from shoal.cost.gpu.device import CALIBRATED, GpuCalibration, gpu_of
+from shoal.cost.gpu.spec import EngineSpec
 from shoal.cost.pipeline.simulator import simulate
 from shoal.cost.price.experts import dispatch, held_parameters
-from shoal.cost.price.ops import stage_share
 from shoal.cost.price.rates import RankRates, ranks_per_host
 from shoal.cost.price.rehearsed import OperatorTimes, RehearsedRates, events
 from shoal.cost.price.shares import microbatch_of, passes_of, sharers, vocab_ranks
+from shoal.cost.training.exchange import exchanged_s
 from shoal.cost.training.gradient_slices import hidden_share
 from shoal.cost.training.moe_makespan import gained_s
 from shoal.cost.training.rank_memory import RankMemory
@@ -42,6 +45,10 @@ __all__ = ["Pricer", "bounds_of", "estimate"]
 
 # Share of the backward pass behind which a GPU hides the gradients' collectives.
 OVERLAP = 0.8
+# Share of what crosses between stages that is not hidden by an engine that overlaps it.
+PIPE_EXPOSED = 0.1
+# What a step does once on an accelerator, whatever its size: clip, schedule, log, fetch data.
+ONCE_S = 5e-3
 # Half-width of the 90 % interval on GPUs: 90 % of the rows of a new publication are no further
 # off (shoal.cost.published.scoreboard).
 GPU_SPREAD = 0.28
@@ -72,10 +79,17 @@ class Pricer(StepPasses, RankMemory):
 
     Args:
         machine: the machine.
+        engine: what runs the jobs on an accelerator; Shoal itself if not given.
+        constants: of accelerators; those that plans are priced with if not given.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine)
+    def __init__(
+        self,
+        machine: Machine,
+        engine: EngineSpec | None = None,
+        constants: GpuCalibration = CALIBRATED,
+    ) -> None:
+        super().__init__(machine, engine, constants)
         self._least: dict[tuple[object, ...], float] = {}
         self._sent: dict[tuple[object, ...], tuple[object, float, dict[str, float]]] = {}
 
@@ -96,19 +110,16 @@ class Pricer(StepPasses, RankMemory):
             return 0.0
         key = (
             *(work.shape, job.seq_len, microbatch, recompute, job.precision, job.compile),
-            *(split.tp, vocab_ranks(job), split.ep, split.etp, job.finetune is None),
+            *(split.tp, split.sp, vocab_ranks(job), split.ep, split.etp, job.finetune is None),
         )
         device = self._least.get(key)
         if device is None:
-            rates = RankRates(self.machine, split, job.threads)
-            # A stage has its share of this, and the last one all of the output layer.
-            forward, every = self._ranks_passes(work, rates, microbatch, 1)
-            device = forward.device + every[recompute].device
-            if job.finetune is not None:
-                device -= every[recompute].matmul / 2
+            one = self._ranks_passes(work, self._rates(job), microbatch, 1)
+            device = (one.forward + one.backward[recompute] + one.ends + one.last).device
             self._least[key] = device
         passes = passes_of(job, microbatch)
-        share = passes * stage_share(work.shape, split.pp) / split.cp
+        # The busiest stage is no less busy than they are in the mean.
+        share = passes / split.pp / split.cp
         return device * share * (1.0 + self._idle(split, passes)) * _LEAST
 
     def estimate(self, work: Work) -> Estimate:
@@ -120,21 +131,23 @@ class Pricer(StepPasses, RankMemory):
 
             return estimate_layers(work, machine)
         _check(work, machine)
-        rates = RankRates(machine, job.parallel, job.threads)
+        rates = self._rates(job)
+        engine = self._engine(job)
         microbatch = microbatch_of(job)
         passes = passes_of(job, microbatch)
-        forward, backward = self._both(work, rates, microbatch)
+        forward, backward, evenness = self._both(work, rates, microbatch)
         both = forward + backward
-        launch = both.calls * machine.device.op_overhead_s * rates.crowding
+        launch = both.calls * self._launch_s(job) * rates.crowding
         # A GPU is told what to do while it works; only what it does not hide counts.
         overhead = launch if rates.is_cpu else max(0.0, launch - both.device)
 
         wire: dict[str, float] = {}
         tensor_s = tensor_parallel_s(work, machine, microbatch, wire)
-        tensor_s = not_hidden_s(job, machine, tensor_s, both.matmul)
+        tensor_s = not_hidden_s(job, machine, tensor_s, both.matmul) * (1 - engine.tensor_overlap)
         tensor_s += dispatch(job, shape, machine, microbatch, wire)
         tensor_s = max(0.0, tensor_s - gained_s(job, shape, machine, microbatch))
         pipe_s = self._pipeline(work, wire) / passes
+        pipe_s *= PIPE_EXPOSED if engine.pipe_overlap else 1.0
         if job.parallel.pp > 1 and rates.is_cpu:
             whole, busy = self._staged(work, rates.crowding)
             bubble = whole - busy
@@ -145,7 +158,7 @@ class Pricer(StepPasses, RankMemory):
             bubble = (
                 self._idle(job.parallel, passes)
                 * passes
-                * (both.device + overhead + tensor_s + pipe_s)
+                * (evenness * (both.device + overhead) + tensor_s + pipe_s)
             )
         context_s = self._context(work, wire)
 
@@ -164,10 +177,17 @@ class Pricer(StepPasses, RankMemory):
         trained = self._trained(work)
         update *= trained
         before = dict(wire)
-        collective = data_parallel_s(work, machine, shard, wire) * trained
+        if self.engine is None:
+            collective = data_parallel_s(work, machine, shard, wire) * trained
+        else:
+            gpu = gpu_of(machine)
+            collective = exchanged_s(work, engine, gpu, self.constants, divides, forward, backward)
+            sharded = "optimizer" in divides or engine.sharded_update
+            moved = engine.optimizer_bytes * (mine if sharded else whole) * trained
+            update = moved / (self.constants.stream * gpu.stream)
         for scope, sent in wire.items():
             wire[scope] = before.get(scope, 0.0) + (sent - before.get(scope, 0.0)) * trained
-        if work.job.finetune is not None:
+        if work.job.finetune is not None and rates.is_cpu:
             # No product for the gradient of weights that stand still.
             both = both._replace(matmul=forward.matmul + (both.matmul - forward.matmul) / 2)
         if job.parallel.slices:
@@ -176,7 +196,7 @@ class Pricer(StepPasses, RankMemory):
             summed = 4.0 * (rest + (experts if job.parallel.edp > 1 else 0.0))
             gradients = 2.0 / 3.0 if "optimizer" in divides else 1.0
             collective *= 1.0 - gradients * hidden_share(job, shape, summed)
-        elif not rates.is_cpu:
+        elif self.engine is None and not rates.is_cpu:
             hidden = OVERLAP * backward.device * passes
             collective = max(collective - hidden, 0.05 * collective)
         collective += add_wire(self._part("sync", job.sync).estimate(work, machine), wire)
@@ -190,7 +210,7 @@ class Pricer(StepPasses, RankMemory):
             "matmul": both.matmul * passes,
             "attention": both.attention * passes,
             "memory": both.memory * passes,
-            "overhead": overhead * passes,
+            "overhead": overhead * passes + (0.0 if rates.is_cpu else ONCE_S),
             "optimizer": update,
             "collective": collective + (tensor_s + pipe_s) * passes + context_s,
             "bubble": bubble,

@@ -112,11 +112,6 @@ class Fuyou:
                 "offload: fuyou decides itself what is computed again; leave recompute and layers "
                 "out, and say swap: none to have all of it done again"
             )
-        if job.finetune is not None:
-            raise ConfigError(
-                f"offload: fuyou updates all weights and finetune is {job.finetune}; use offload: "
-                "zero_infinity"
-            )
 
     def estimate(self, work: Work, machine: Machine) -> Estimate:
         """Bytes by tier, and the seconds of a step that are not hidden behind its passes."""

@@ -313,8 +313,8 @@ def _distinct(rows: list[dict[Strategy, LayerCost]]) -> list[dict[Strategy, Laye
 
 
 def _levels(transient: npt.NDArray[np.float64]) -> list[float]:
-    """Limits on what is held beside the rest, ascending: at most eight of those there are."""
+    """Limits on what is held beside the rest, ascending: at most 32 of those there are."""
     values = np.unique(transient)
-    if len(values) > 8:
-        values = values[np.linspace(0, len(values) - 1, 8).round().astype(int)]
+    if len(values) > 32:
+        values = values[np.linspace(0, len(values) - 1, 32).round().astype(int)]
     return [float(value) for value in values]

@@ -9,8 +9,8 @@ hidden behind the backward pass, the interleaved bubble.
 from __future__ import annotations
 
 from shoal.cost.gpu.device import Accelerator
-from shoal.cost.gpu.spec import Run
 from shoal.cost.published.baselines.counts import counts, link
+from shoal.cost.published.runs import PublishedRun
 
 __all__ = ["seconds"]
 
@@ -24,7 +24,7 @@ def _share(table: tuple[tuple[float, float], ...], size: float) -> float:
     return next(share for least, share in table if size >= least)
 
 
-def seconds(run: Run, gpu: Accelerator) -> float:
+def seconds(run: PublishedRun, gpu: Accelerator) -> float:
     """Seconds of one step."""
     c = counts(run)
     shape = run.shape

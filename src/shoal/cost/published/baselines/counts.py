@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.gpu.device import Accelerator
-from shoal.cost.gpu.spec import Run
-from shoal.cost.gpu.step import block_weights
+from shoal.cost.gpu.spec import block_weights
+from shoal.cost.published.runs import PublishedRun
 
 __all__ = ["BaselineCounts", "counts", "link"]
 
@@ -37,7 +37,7 @@ class BaselineCounts:
     sparse: float
 
 
-def counts(run: Run) -> BaselineCounts:
+def counts(run: PublishedRun) -> BaselineCounts:
     """The counts of a run."""
     shape = run.shape
     dense, rest, experts = block_weights(shape)

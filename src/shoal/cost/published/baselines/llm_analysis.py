@@ -9,15 +9,15 @@ the efficiency of FLOP to 0.5 and that of links to 0.6.
 from __future__ import annotations
 
 from shoal.cost.gpu.device import Accelerator
-from shoal.cost.gpu.spec import Run
 from shoal.cost.published.baselines.counts import counts, link
+from shoal.cost.published.runs import PublishedRun
 
 __all__ = ["seconds"]
 
 FLOPS, LINK, MEMORY = 0.5, 0.6, 0.9
 
 
-def seconds(run: Run, gpu: Accelerator) -> float:
+def seconds(run: PublishedRun, gpu: Accelerator) -> float:
     """Seconds of one step."""
     c = counts(run)
     low = run.precision not in ("bf16", "fp16", "fp32")

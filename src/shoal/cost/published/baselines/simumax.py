@@ -9,8 +9,8 @@ tensor or expert parallelism overlaps. The shares are those of its fall-back ent
 from __future__ import annotations
 
 from shoal.cost.gpu.device import Accelerator
-from shoal.cost.gpu.spec import Run
 from shoal.cost.published.baselines.counts import counts, link
+from shoal.cost.published.runs import PublishedRun
 
 __all__ = ["seconds"]
 
@@ -18,7 +18,7 @@ MATMUL, GROUPED, FORWARD, BACKWARD = 0.75, 0.50, 0.60, 0.55
 MEMORY, LINK, LATENCY_S = 0.666, 0.70, 25e-6
 
 
-def seconds(run: Run, gpu: Accelerator) -> float:
+def seconds(run: PublishedRun, gpu: Accelerator) -> float:
     """Seconds of one step."""
     c = counts(run)
     shape = run.shape

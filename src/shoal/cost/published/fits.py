@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from shoal.cost.arithmetic import mixture_layers
-from shoal.cost.gpu.spec import Run
-from shoal.cost.gpu.step import block_weights
+from shoal.cost.gpu.spec import block_weights
+from shoal.cost.published.runs import PublishedRun
 
 __all__ = ["memory_bytes"]
 
 
-def memory_bytes(run: Run) -> float:
+def memory_bytes(run: PublishedRun) -> float:
     """Weights, gradients, states and the activations of the first stage."""
     shape = run.shape
     sparse = mixture_layers(shape)
