@@ -17,6 +17,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 
 from shoal.core import parts
+from shoal.core.bounds import allowed
 from shoal.core.errors import ConfigError, UnknownKeyError, UnknownPartError, require
 from shoal.core.parts import Choice, PartTable, options_of, part
 
@@ -167,6 +168,18 @@ def test_values_within_their_bounds_are_taken() -> None:
     assert Bounded(least=None).least is None
     with pytest.raises(ConfigError, match=r"bounded.port = 3: expected a multiple"):
         Bounded(port=3)
+
+
+def test_what_is_allowed_in_words() -> None:
+    assert allowed(Bounded) == {
+        "port": "1 to 65535",
+        "least": "at least 2",
+        "rate": "above 0, finite",
+        "share": "in (0, 1]",
+        "sizes": "at least 4",
+        "steps": "at least 1",
+        "width": "a multiple of 64, at least 64",
+    }
 
 
 def test_message_of_a_registered_part_names_kind_and_part() -> None:

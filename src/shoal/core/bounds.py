@@ -17,7 +17,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from shoal.core.errors import ConfigError
 
-__all__ = ["bounds_of", "check_bounds", "in_words"]
+__all__ = ["allowed", "bounds_of", "check_bounds", "in_words"]
 
 _HOLDS: dict[str, Callable[[Any, Any], bool]] = {
     "multiple_of": lambda value, unit: value % unit == 0,
@@ -80,6 +80,22 @@ def in_words(bounds: Mapping[str, Any]) -> str:
 
 def _spelled(bound: int) -> str:
     return f"{bound:,}" if bound >= 10**6 else str(bound)
+
+
+def allowed(cls: type[Any]) -> dict[str, str]:
+    """Option -> the numbers that are allowed, in words; without those that have no bounds."""
+    return {
+        name: " or ".join(dict.fromkeys(map(in_words, _every(hint))))
+        for name, hint in _bounded(cls).items()
+    }
+
+
+def _every(hint: Any) -> Iterator[dict[str, Any]]:
+    inner = get_args(hint)
+    if get_origin(hint) is Annotated:
+        yield from filter(None, [bounds_of(inner[1:])])
+    for member in inner:
+        yield from _every(member)
 
 
 _BOUNDED: dict[type[Any], dict[str, Any]] = {}

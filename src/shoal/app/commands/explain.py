@@ -133,6 +133,7 @@ def _kind_command(kind: str) -> Callable[..., None]:
 
 
 def _part_command(kind: str, name: str) -> Callable[..., None]:
+    from shoal.core.bounds import allowed
     from shoal.core.parts import meanings
     from shoal.core.parts import table as parts
     from shoal.core.traits import TRAITS, traits
@@ -141,13 +142,19 @@ def _part_command(kind: str, name: str) -> Callable[..., None]:
 
     def command() -> None:
         typer.echo(_prose(cls))
-        result = meanings(cls)
+        result, within = meanings(cls), allowed(cls)
+        head = ("option", "default", *(["allowed"] if within else []), "meaning")
         rows = [
-            (field.name, _default_of(field), result.get(field.name, ""))
+            (
+                field.name,
+                _default_of(field),
+                *([within.get(field.name, "")] if within else []),
+                result.get(field.name, ""),
+            )
             for field in dataclasses.fields(cls)
         ]
         if rows:
-            table(f"options of {kind} {name}", ("option", "default", "meaning"), rows)
+            table(f"options of {kind} {name}", head, rows)
         for trait in sorted(traits(kind, name)):
             typer.echo(f"{trait}: {TRAITS.get(trait, '')}".rstrip(": "))
         for line in _papers(name, cls.__module__.removeprefix("shoal.")):
