@@ -18,7 +18,7 @@ __all__ = ["write_emitted"]
 def write_emitted(
     plans: Sequence[TrainPlan] | Sequence[ServePlan], engine: str, directory: Path | None
 ) -> None:
-    """Write the files of ``engine`` for the first plan that it can run, and that plan beside them.
+    """Write the files of ``engine`` for the best plan that it can run, and that plan beside them.
 
     Args:
         plans: ranked plans.
@@ -31,18 +31,17 @@ def write_emitted(
     """
     from shoal.core.files import write_atomic
     from shoal.plan.emit import EMITTERS
+    from shoal.plan.emit.priced import chosen_for
 
     emitter = EMITTERS.build(engine, where="--emit")
-    place = next((i for i, plan in enumerate(plans) if not emitter.refuses(plan)), 0)
-    chosen = plans[place]
+    place, chosen = chosen_for(plans, emitter)
     files = emitter.emit(chosen)
     where = directory or Path(f"launch-{engine}")
     for name, text in files.items():
         write_atomic(where / name, text)
     chosen.save(where / "plan.yaml", header=f"What the files of {engine} beside this were made of.")
     if place:
-        why = "; ".join(emitter.refuses(plans[0]))
-        typer.echo(
-            f"plan {place + 1} is the first that {engine} can run; not plan 1: {why}", err=True
-        )
+        refused = "; ".join(emitter.refuses(plans[0]))
+        why = f"plan 1 it cannot: {refused}" if refused else "it runs it faster than plan 1"
+        typer.echo(f"plan {place + 1} is what {engine} runs best; {why}", err=True)
     typer.echo(f"saved {', '.join([*files, 'plan.yaml'])} in {where}", err=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.cost.arithmetic import linears
@@ -106,6 +106,10 @@ class EngineSpec:
     def fused(self) -> bool:
         """Chains of elementwise operators are single kernels."""
         return self.style == "fused"
+
+    def compiled(self) -> EngineSpec:
+        """The same with chains of elementwise operators, and of the loss, compiled."""
+        return replace(self, style="fused", loss_bytes=min(self.loss_bytes, 24.0))
 
 
 SHOAL = EngineSpec(

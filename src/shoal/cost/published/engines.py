@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from shoal.cost.gpu.engines import MEGATRON
 from shoal.cost.gpu.spec import EngineSpec
 
 __all__ = ["ENGINES", "engine_of", "group_of"]
@@ -17,23 +18,20 @@ _MEGATRON_21 = EngineSpec(
     grad_bytes=4.0,
     loss_bytes=48.0,
 )
-_MCORE = EngineSpec(
-    "Megatron-Core", attention="best", tensor_overlap=0.6, pipe_overlap=True, dedup=True
-)
 ENGINES: dict[str, EngineSpec] = {
     "megatron-2021": _MEGATRON_21,
     "megatron-2022": replace(_MEGATRON_21, name="Megatron-LM 2022"),
-    "megatron-core": _MCORE,
+    "megatron-core": MEGATRON,
     "megatron-plain": replace(
-        _MCORE,
+        MEGATRON,
         name="Megatron-Core, no overlap",
         tensor_overlap=0.0,
         data_overlap=False,
         pipe_overlap=False,
     ),
-    "bridge": replace(_MCORE, name="Megatron-Bridge"),
-    "bridge-2025": replace(_MCORE, name="Megatron-Bridge before 26.04", fused_experts=False),
-    "mlperf": replace(_MCORE, name="NeMo MLPerf", graphs=True),
+    "bridge": replace(MEGATRON, name="Megatron-Bridge"),
+    "bridge-2025": replace(MEGATRON, name="Megatron-Bridge before 26.04", fused_experts=False),
+    "mlperf": replace(MEGATRON, name="NeMo MLPerf", graphs=True),
     "torchtitan": EngineSpec("torchtitan", style="eager", attention="flash2", loss_bytes=40.0),
     "torchtitan-compile": EngineSpec("torchtitan, compiled", attention="flash2", loss_bytes=24.0),
     "composer": EngineSpec(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.core.boxes import Box, uncovered
 from shoal.core.errors import MachineError, PlanError, require
@@ -153,7 +153,7 @@ class LayerPricer:
                 seq_len=self.job.seq_len,
                 microbatch=sequences,
                 precision=self.job.precision,
-                engine=replace(SHOAL, style="fused") if self.job.compile else SHOAL,
+                engine=SHOAL.compiled() if self.job.compile else SHOAL,
                 tp=tp,
             )
         return operators(

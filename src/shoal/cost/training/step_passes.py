@@ -79,7 +79,7 @@ class StepPasses(ChosenParts):
     def _engine(self, job: TrainJob) -> EngineSpec:
         if self.engine is not None:
             return self.engine
-        return replace(SHOAL, style="fused") if job.compile else SHOAL
+        return SHOAL.compiled() if job.compile else SHOAL
 
     def _rates(self, job: TrainJob) -> RankRates:
         return RankRates(self.machine, job.parallel, job.threads, self.constants)

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 from shoal.core.files import to_yaml
 from shoal.core.parts import part
 from shoal.core.traits import traits
+from shoal.cost.gpu.engines import ACCELERATE
+from shoal.cost.gpu.spec import EngineSpec
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import (
     accumulation,
@@ -38,6 +40,7 @@ class Accelerate:
     """``accelerate.yaml``, and ``launch.sh`` for a script that uses ``accelerate.Accelerator``."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
+    runs_as: ClassVar[EngineSpec | None] = ACCELERATE
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""

@@ -10,6 +10,8 @@ import json
 from typing import Any, ClassVar, Literal
 
 from shoal.core.parts import part
+from shoal.cost.gpu.engines import DEEPSPEED
+from shoal.cost.gpu.spec import EngineSpec
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import ServePlan, TrainPlan
@@ -35,6 +37,7 @@ class DeepSpeed:
     """``ds_config.json``, and ``launch.sh`` for a script that takes ``--deepspeed_config``."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
+    runs_as: ClassVar[EngineSpec | None] = DEEPSPEED
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""

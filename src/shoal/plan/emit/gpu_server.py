@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt, Le
 
 from shoal.core.files import to_yaml
 from shoal.core.parts import part
+from shoal.cost.gpu.spec import EngineSpec
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.phases import phases_of
 from shoal.plan.emit.shared import allowed, check_host, header, script, unexpressed
@@ -35,6 +36,7 @@ class GpuServer(ABC):
     host: str = "127.0.0.1"
     memory: Annotated[float, Gt(0), Le(1)] = 0.9
     job: ClassVar[Literal["train", "serve"]] = "serve"
+    runs_as: ClassVar[EngineSpec | None] = None
     engine: ClassVar[str]
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from annotated_types import Ge, Le
 
 from shoal.core.parts import part, table
 from shoal.core.traits import traits
+from shoal.cost.gpu.spec import EngineSpec
 from shoal.ir import ServePlan, TrainPlan
 from shoal.plan.emit.shared import allowed, check_host, header, option, script
 from shoal.plan.serving.inputs import precision_of
@@ -34,6 +35,7 @@ class LlamaCpp:
     port: Annotated[int, Ge(1), Le(65535)] = 8080
     host: str = "127.0.0.1"
     job: ClassVar[Literal["train", "serve"]] = "serve"
+    runs_as: ClassVar[EngineSpec | None] = None
 
     def __post_init__(self) -> None:
         check_host("llamacpp", self.host)

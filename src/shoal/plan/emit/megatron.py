@@ -10,6 +10,8 @@ from typing import ClassVar, Literal
 
 from shoal.core.parts import part
 from shoal.core.traits import traits
+from shoal.cost.gpu.engines import MEGATRON
+from shoal.cost.gpu.spec import EngineSpec
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import ModelShape, ServePlan, TrainJob, TrainPlan
@@ -48,6 +50,7 @@ class Megatron:
     """``launch.sh``, which starts ``pretrain_gpt.py`` with every argument that the plan decides."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
+    runs_as: ClassVar[EngineSpec | None] = MEGATRON
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
+from shoal.cost.gpu.spec import EngineSpec
 from shoal.ir import ServePlan, TrainPlan
 
 __all__ = ["Emitter"]
@@ -19,6 +20,9 @@ class Emitter(Protocol):
     """
 
     job: ClassVar[Literal["train", "serve"]]
+
+    runs_as: ClassVar[EngineSpec | None]
+    """How it runs a training step; None where plans are handed over as they were priced."""
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """What of the plan the engine cannot express; empty when it can do all of it.

@@ -13,6 +13,8 @@ from typing import ClassVar, Literal
 
 from shoal.core.parts import part
 from shoal.core.traits import traits
+from shoal.cost.gpu.engines import TORCHTITAN
+from shoal.cost.gpu.spec import EngineSpec
 from shoal.cost.price.shares import microbatch_of
 from shoal.cost.training.totals import steps_of
 from shoal.ir import ServePlan, TrainPlan
@@ -75,6 +77,7 @@ class Torchtitan:
     """``shoal_plan.py``, whose function ``plan`` is the configuration, and ``launch.sh``."""
 
     job: ClassVar[Literal["train", "serve"]] = "train"
+    runs_as: ClassVar[EngineSpec | None] = TORCHTITAN
 
     def refuses(self, plan: TrainPlan | ServePlan) -> tuple[str, ...]:
         """See :class:`~shoal.plan.emit.protocols.Emitter`."""
