@@ -145,6 +145,6 @@ def main() -> None:
         print("stopped", file=sys.stderr)
         sys.exit(status_of(stop))
     except BrokenPipeError:
-        # The reader of our output has gone; there is nobody left to tell.
+        # The reader of our output has gone: nothing more can be reported.
         sys.stderr.close()
         sys.exit(141)

@@ -67,7 +67,7 @@ def run_demo(
     training: Callable[[], AbstractContextManager[Watch]],
     sets: Sequence[str] = (),
 ) -> TrainReport:
-    """Do all of it, telling each part.
+    """Do all of it, reporting each part.
 
     Args:
         directory: where the run and the machine go.

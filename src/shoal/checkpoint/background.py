@@ -147,10 +147,10 @@ class Background:
                     lambda: write_image(draft, rank, image, chunks, checksums), phase="write"
                 )
                 self.store.vote(draft, rank, vote, ticket)
-        except Exception as cause:  # a thread has nobody to raise to: the ticket tells
+        except Exception as cause:  # a thread has no caller: the ticket reports it
             failures.append(CheckpointError(f"step {ticket.step}: {type(cause).__name__}: {cause}"))
         finally:
-            # Whoever waits for the memory that chunks come from goes on.
+            # Code that waits for the memory that chunks come from continues.
             if hasattr(chunks, "close"):
                 chunks.close()
         if failures:

@@ -180,7 +180,7 @@ class Storage(Protocol):
 
         Args:
             step: which step.
-            attempt: what tells this save from others of the same step; the same on all ranks.
+            attempt: distinguishes this save from others of the same step; equal on all ranks.
         """
         ...
 

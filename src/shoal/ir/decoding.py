@@ -201,7 +201,7 @@ class VerificationCost(Protocol):
 
 @runtime_checkable
 class Drafting(Protocol):
-    """How much is guessed: asked by a scheduler in every step, told by it what came of it."""
+    """How much is guessed: a scheduler asks in every step, and then reports the outcome."""
 
     def nodes(self, requests: int) -> int:
         """Nodes of the tree of each of so many requests that decode together; 0 for none."""

@@ -90,7 +90,7 @@ class KVManager(Protocol):
 class ForkingKVManager(Protocol):
     """A :class:`KVManager` whose requests can share blocks that some of them will write to.
 
-    Whoever is about to write to a block that others hold too is given a copy of it, by
+    A request that is about to write to a block that others hold too is given a copy of it, by
     ``allocate``.
     """
 

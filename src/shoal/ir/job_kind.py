@@ -182,7 +182,7 @@ class JobKind(Protocol):
         ...
 
     def describe(self, plan: Any) -> str:
-        """The choices of a plan in a few words: what tells it from the others."""
+        """The choices of a plan in a few words, which distinguish it from the others."""
         ...
 
     def results(self, report: Any, directory: Path) -> Sequence[Table | str]:

@@ -148,7 +148,7 @@ def _whole(text: str | None, otherwise: int) -> int:
 
 
 def _starts(events: Events) -> list[_Start]:
-    """The starts of a run, as its events tell them."""
+    """The starts of a run, from its events."""
     starts: list[_Start] = []
     places: tuple[int, ...] = ()
     here: _Start | None = None

@@ -329,7 +329,7 @@ def _entry(name: str, piece: Piece) -> BoxEntry:
 
 
 def _event(boxes: Mapping[Any, torch.Tensor]) -> Any:
-    """On a GPU, what tells that the update has been done."""
+    """On a GPU, what records that the update has been done."""
     import torch
 
     if any(tensor.is_cuda for tensor in boxes.values()):

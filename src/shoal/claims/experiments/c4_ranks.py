@@ -1,7 +1,7 @@
 """What the ranks of claim [4] C4 do: a watched exchange and a sum, step after step, with faults.
 
 Faults are put under the watched communicator, or beside it: the records say what happened, and
-nobody tells the locator. On a virtual clock the links themselves are slow; on threads and on
+the locator is not informed. On a virtual clock the links themselves are slow; on threads and on
 real processes a message is held up before it is sent.
 """
 

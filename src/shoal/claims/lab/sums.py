@@ -175,7 +175,7 @@ def trained(seed: int = 0, *, progress: Callable[[str], None] = lambda _: None) 
 
     Args:
         seed: of weights and texts.
-        progress: told how far it is, and how long it took, which ``training.json`` beside the
+        progress: receives how far it is, and how long it took, which ``training.json`` beside the
             weights says too.
     """
     from shoal.model import huggingface

@@ -1,8 +1,8 @@
 """What programs mean: an interpreter in torch, all threads of a block at a time.
 
 Registers are tensors [threads, places]; a thread reads its own only, but in Reduce and Dot.
-Asynchronous copies are really late: they happen when they are waited for, and whoever reads
-their target before gets an error. So does whoever reads shared memory that was written, or
+Asynchronous copies are really late: they happen when they are waited for, and a thread that reads
+their target before gets an error. So does one that reads shared memory that was written, or
 writes what was read, since the last Sync. Narrow types are held as their codes.
 """
 

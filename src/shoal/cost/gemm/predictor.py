@@ -408,7 +408,7 @@ def fit(
     whole = _fit(table, points, trees, depth, seed)
     if not calibrate:
         return whole
-    # Shapes that a forest did not see tell how wide its intervals must be.
+    # Shapes that a forest did not see show how wide its intervals must be.
     fold = grouped_folds(points, FOLDS, seed)
     missed, spread, watts = [], [], []
     for number in range(FOLDS):

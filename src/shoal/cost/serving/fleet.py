@@ -351,7 +351,7 @@ class _Fleet:
         return self.wire is not None and self.wire.overlap
 
     def _announce(self, request: Request) -> _Running:
-        """Tell a decode instance of a request whose first token is there, or will soon be."""
+        """Announce to a decode instance a request whose first token is there, or will soon be."""
         tokens = [*request.tokens[: request.n_prompt], 0]
         place = self.dispatcher.decode(request.id, len(tokens))
         back = self.backs[place]

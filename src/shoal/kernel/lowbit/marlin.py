@@ -54,7 +54,7 @@ class Blocks:
     values: Tensor
 
     def header(self, bias: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
-        """What the native functions are told: struct Blocks of native/lowbit.h."""
+        """What the native functions receive: struct Blocks of native/lowbit.h."""
         slices, segments, record = self.memory.shape
         chunk = max(1, _CHUNK // self.segment)
         values = (

@@ -58,7 +58,7 @@ _stamps = itertools.count()
 
 
 class _Stays(ResidentTensor):
-    """A tensor that stays, and where it was saved: whoever asks for it has come there."""
+    """A tensor that stays, and where it was saved: a request for it shows the run is there."""
 
     __slots__ = ("at",)
 
@@ -162,7 +162,7 @@ class TensorCache(StepHook):
         for entry in self._going:
             if not entry.handles and not entry.called_off:
                 assert entry.ticket is not None
-                with contextlib.suppress(ShoalError):  # told below
+                with contextlib.suppress(ShoalError):  # reported below
                     entry.ticket.wait()
         self._steps += 1
         # The first step is slower than all others.
@@ -178,7 +178,7 @@ class TensorCache(StepHook):
         """Wait until what was saved so far is on the disk, and let go of it."""
         for entry in self._going:
             assert entry.ticket is not None
-            with contextlib.suppress(ShoalError):  # told below
+            with contextlib.suppress(ShoalError):  # reported below
                 entry.ticket.wait()
         self._reap()
 

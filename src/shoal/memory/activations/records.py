@@ -143,7 +143,7 @@ class SavedTensorHandle:
     """What autograd holds in place of a tensor.
 
     Args:
-        cache: told when it is gone.
+        cache: notified when it is gone.
         entry: the memory behind it.
         at: the scope that saved it; of several that saved one tensor, each has a handle.
         tensor: the tensor.

@@ -107,7 +107,7 @@ def _containers(model: nn.Module) -> Iterator[tuple[int, list[tuple[str, nn.Modu
 
 
 def _members(name: str, container: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Not named_children: that tells a member that comes twice only once.
+    # Not named_children: that lists a member that comes twice only once.
     prefix = f"{name}." if name else ""
     return [
         (prefix + key, child)

@@ -2,7 +2,7 @@
 
 A block's weights lie on the host in one piece; those of the blocks in the window lie in the
 device's tier too, brought there by a mover while other blocks are computed. The window knows
-nothing of models: whoever runs the blocks tells it where the run is.
+nothing of models: the code that runs the blocks reports where the run is.
 
 What autograd keeps of a weight for the backward pass is not the weight but its place in its block
 (:meth:`Window.place`), so a block that comes back to another address is found there.

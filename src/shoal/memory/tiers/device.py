@@ -43,7 +43,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         strict: operators may only use what lies there. Single numbers may come from anywhere.
 
     Attributes:
-        make_room: asked for so many bytes before an operator fails for want of them: whoever has
+        make_room: asked for so many bytes before an operator fails for want of them: code that has
             something on the device that it can do without, or that is on its way out.
     """
 
@@ -124,7 +124,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise DeviceMemoryError(self._shortage(nbytes, tag))
         self.tier.reserve(nbytes, tag)
         self._live[key] = (nbytes, tag)
-        # The object of a storage lives as long as the storage, whoever holds it.
+        # The object of a storage lives as long as the storage, for any holder.
         weakref.finalize(storage, self._ended.append, key).atexit = False
 
     def _settle(self) -> None:

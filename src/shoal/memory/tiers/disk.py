@@ -50,7 +50,7 @@ class DiskTier(TierAllocator):
     Args:
         path: directory in which the file lies.
         capacity: budget in bytes.
-        links: hold reading and writing to a rate, whoever asks for it.
+        links: hold reading and writing to a rate, for all callers together.
 
     Attributes:
         direct: whether transfers pass the cache by; False where the file system refuses it.
@@ -188,4 +188,4 @@ class DiskTier(TierAllocator):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._map = None  # whoever still looks at a block keeps the mapping
+        self._map = None  # a remaining view of a block keeps the mapping

@@ -168,7 +168,7 @@ class Tiers:
         path: directory of the disk's file.
         links: mover -> what holds it to a rate; movers are read, up, down and write.
         strict: operators may only use what lies on the device.
-        disk_links: hold reading and writing of the disk to a rate, whoever asks for it.
+        disk_links: hold reading and writing of the disk to a rate, for all callers together.
 
     Raises:
         ConfigError: a way is held to two rates.

@@ -1,4 +1,4 @@
-"""Which links between ranks of this host carry nothing any more, by what the kernel tells.
+"""Which links between ranks of this host carry nothing any more, as the kernel reports.
 
 A link that disappears is no error to those who use it: bytes wait in the sender's socket and are
 sent again and again, for a quarter of an hour, while every rank stands in the same collective and
@@ -51,7 +51,7 @@ def silent_links(pids: Mapping[int, int]) -> list[SilentLink]:
         pids: rank -> its process, on this host; in any network namespace.
 
     Returns:
-        By rank; empty where all links work, and where the kernel does not tell.
+        By rank; empty where all links work, and where the kernel does not report it.
     """
     tables = {rank: _sockets(pid) for rank, pid in pids.items()}
     owner = {(one.local, one.remote): rank for rank, table in tables.items() for one in table}

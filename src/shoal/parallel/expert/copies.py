@@ -1,8 +1,8 @@
-"""Which weights of experts go where, so that everybody has the copies that a table says.
+"""Which weights of experts go where, so that every rank has the copies that a table says.
 
-Who gets what is a table that all ranks compute alike, so nothing is asked or told on the way. A
+Who gets what is a table that all ranks compute alike, so nothing is negotiated on the way. A
 node gets each expert once, from its owner, and hands it on: two exchanges, and none at all where
-nobody gets anything.
+no rank gets anything.
 
 Shapes: E experts, N ranks, X experts that this rank owns, C copies that it gets.
 

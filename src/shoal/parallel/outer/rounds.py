@@ -125,7 +125,7 @@ class Rounds(StepHook, ABC):
         return result
 
     def _hear(self, summary: Tensor) -> None:
-        """What the workers told each other: a mean loss, and how many wish to stop."""
+        """What the workers exchanged: a mean loss, and how many wish to stop."""
         loss, stops = summary.tolist()
         self.loss, self.stop = loss, stops > 0
 
@@ -216,7 +216,7 @@ class WholeRounds(Rounds):
                 parameter.copy_(x)
 
     def _begin(self) -> None:
-        """Send the changes, and what is told beside them."""
+        """Send the changes, and what is sent with them."""
         flats = [self._sent]
         if self._wire is not None:
             self._wire.copy_(self._sent[: self._size])

@@ -65,7 +65,7 @@ def cut(rows: int, tiles: int | None = None) -> list[slice]:
 def _receives_first(comm: Comm) -> bool:
     """Whether this rank posts a receive before the send that goes with it.
 
-    Where messages have tags it does: Gloo tells the sender that it may begin, and that word must
+    Where messages have tags it does: Gloo signals the sender that it may begin, which must
     not stand behind a tile. Without tags the messages of a pair of ranks go one after the other,
     so of two ranks one must send while the other receives.
     """

@@ -490,7 +490,7 @@ class PrefetchQueue(Generic[_T]):
                 return None  # nobody will ask for it
             try:
                 return self._function(first + i)
-            except Exception as error:  # told to who asks for this step
+            except Exception as error:  # raised to the caller of this step
                 failed = True
                 return _Failed(error)
 

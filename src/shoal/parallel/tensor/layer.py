@@ -83,7 +83,7 @@ def cut(model: Transformer, rank: int, world: int, share: Share) -> None:
         world: of so many.
         share: attention by ``layers`` or by ``heads``; feed-forward layers by width.
 
-    Its configuration then tells the layers and heads of which this rank has keys and values.
+    Its configuration then gives the layers and heads of which this rank has keys and values.
 
     Raises:
         ModelError: its layers are others, or there are more ranks than layers, heads or width.

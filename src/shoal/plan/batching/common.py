@@ -133,7 +133,7 @@ class Queues:
         # By id, in the order of admission.
         self.running: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
-        # Whether decodes guess tokens; set by whoever has a runner that can.
+        # Whether decodes guess tokens; set by code whose runner can.
         self.drafting: Drafting | None = None
 
     @property

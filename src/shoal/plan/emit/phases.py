@@ -1,6 +1,6 @@
 """Launch files of a plan whose phases have instances of their own: what engines share of it.
 
-Each phase has a configuration and a script that starts one of its instances, told by a number;
+Each phase has a configuration and a script that starts one of its instances, given by a number;
 one more script starts what stands before all of them and knows their addresses.
 """
 

@@ -153,7 +153,7 @@ def _copy(
 
 
 def sender(expert: int, device: int, owner_E: Ints, held_EN: Flags, devices: Devices) -> int:
-    """Who sends a copy to ``device``: whoever of its node has one, or else the owner."""
+    """Who sends a copy to ``device``: a device of its node that has one, or else the owner."""
     owner, node_N = int(owner_E[expert]), devices.nodes
     if node_N[owner] == node_N[device]:
         return owner

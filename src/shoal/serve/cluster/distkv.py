@@ -152,7 +152,7 @@ class DistKVEngine(EngineLike):
         )
 
     def _wait(self, kind: str, *, below: int = 1 << 30) -> None:
-        """Until all have said so; whoever dies before that ends all."""
+        """Until all have said so; one that ends before that ends all."""
         while waiting := [
             one for n, one in self._children.items() if n < below and not one.ready.get(kind)
         ]:

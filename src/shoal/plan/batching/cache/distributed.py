@@ -4,11 +4,11 @@ Each instance keeps these books: which of its blocks its own requests hold, whic
 which blocks of others it may use. A request's table begins with blocks elsewhere (its oldest
 tokens), goes on with blocks here, and its newest tokens are always here. Room that is not there
 yet is promised: the end of a table may be :data:`UNBACKED` as long as other instances have
-granted as many blocks. Whoever runs the engine copies full blocks away (:meth:`~
+granted as many blocks. The engine's caller copies full blocks away (:meth:`~
 DistributedBlocks.begin`), and when a copy is there the reference is switched
 (:meth:`~DistributedBlocks.finish`): a block is never written while it is on its way.
 
-Nobody asks others from here: what others grant, take back or lose is told to these books.
+No instance is asked from here: what others grant, take back or lose is passed to this class.
 
 Source: Lin et al., Infinite-LLM, 2024, section 4.2 (rManager, rBlocks).
 """
@@ -179,7 +179,7 @@ class DistributedBlocks(PagedBlocks):
     ) -> None:
         super().__init__(num_blocks, block_size, prefix_reuse=prefix_reuse)
         self.watermark, self.max_lenders = watermark, max_lenders
-        # Blocks that the other instances would lend, as was told last.
+        # Blocks that the other instances would lend, as reported last.
         self.lendable = 0
         # Blocks that were missing when a request was last refused; 0 once one is let in.
         self.short = 0
@@ -403,14 +403,14 @@ class DistributedBlocks(PagedBlocks):
                 self._num_credits -= 1
 
     def returns(self) -> dict[int, list[int]]:
-        """Blocks to give back to other instances, told once: they are no longer ours then."""
+        """Blocks to give back to other instances, listed once: they are no longer ours then."""
         returns, self._returns = self._returns, {}
         return returns
 
     def using(self, instance: int) -> list[Request]:
         """Requests that cannot go on without an instance, the newest first.
 
-        Whoever takes an instance's blocks away frees these: they are computed again.
+        A caller that takes an instance's blocks away frees these: they are computed again.
         """
         results = [one for one in self._holding.values() if instance in self._lenders_of(one)]
         return results[::-1]

@@ -1,7 +1,7 @@
 """Fair serving: priorities that change while requests run, so that everybody gets a turn.
 
 Every ``1 / frequency`` steps each request is given a new priority by a policy. The most
-important ones run; whoever falls behind somebody that waits for room is preempted. How
+important ones run; one that falls behind another that waits for room is preempted. How
 cheap that is depends on the preemption and on the bookkeeping of the cache.
 
 Policies: ``vtc`` counts the tokens that each session was served, and the least served comes
@@ -124,7 +124,7 @@ class FairScheduler(FcfsScheduler):
         super().__init__(kv, limits, preemption, chunked=chunked, watermark=watermark)
         self.policy, self.period, self.seed = policy, period, seed
         self._steps = 0
-        # Place in the order of arrival, by which equal priorities are told apart.
+        # Place in the order of arrival, which breaks ties of priority.
         self._order: dict[str, int] = {}
         self._arrived = 0
         # By session: tokens served, weighted; or whether it is favoured.

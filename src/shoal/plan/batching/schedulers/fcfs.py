@@ -233,7 +233,7 @@ class FcfsScheduler(Queues):
                 chunks.append(_chunk((request, start, 1, 0)))
                 room -= 1
                 continue
-            # Whoever is preempted here came later, so it has no chunk in this step yet.
+            # A request preempted here came later, so it has no chunk in this step yet.
             while not kv.allocate(request, stop):
                 victim = next(reversed(self.running.values()))
                 self.lose(victim)
