@@ -139,7 +139,7 @@ def _described(found: FiniteCheck, what: str) -> str:
 
 
 def _of_ranks(comm: Comm, reports: str) -> str:
-    """What each rank has told, ranks that told the same together; empty if none told anything."""
+    """What each rank has reported, equal reports together; empty if none reported anything."""
     groups: dict[str, list[int]] = {}
     for rank, one in zip(comm.ranks, CommPeers(comm).gather(reports.encode()), strict=True):
         if one:

@@ -43,7 +43,7 @@ class ResumePoint:
     report: LoadReport | None = None
 
     def cost(self) -> dict[str, Any]:
-        """The report as an event tells it."""
+        """The report in the form of an event."""
         if self.report is None:
             return {}
         return {

@@ -39,7 +39,7 @@ class RunSaver(StepHook, RunHook):
         directory: of the run.
         job: its job, as the plan has it.
         comm: all ranks.
-        meter: where rank 0 tells.
+        meter: where rank 0 reports.
         device: where the ranks compute.
 
     Attributes:

@@ -246,7 +246,7 @@ class Supervisor:
         return [beat for beat in result if beat is not None]
 
     def _explain_death(self) -> None:
-        # Let the peers' own errors arrive, then tell the first cause: a signal before
+        # Let the peers' own errors arrive, then report the first cause: a signal before
         # an error, an error before a lost peer.
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and any(p.poll() is None for p in self.processes):

@@ -344,7 +344,7 @@ class Window:
     def give_gradients(self, *, failed: bool = False) -> None:
         """After a backward pass: all gradients are home and are the parameters'.
 
-        Of a pass that failed there are none: nobody could tell which are whole.
+        Of a pass that failed there are none, since it is unknown which are whole.
         """
         self.take_gradients(range(len(self.homes)))
         self.wait_for_gradients()

@@ -118,7 +118,7 @@ class Mover:
         self.bytes = 0
         self.busy_s = 0.0
         self._device = device
-        # The action, whom to notify, and on a GPU what must be done before: the memory that is copied
+        # The action, whom to notify, and on a GPU what must be done before: the memory to be copied
         # may still be written, or have been another's, on the stream that asks.
         self._queue: queue.Queue[tuple[Callable[[], None], Ticket, Ticket | None, Any] | None]
         self._queue = queue.Queue(depth)

@@ -1,9 +1,9 @@
 """Rows travel to experts node by node: fewer and longer messages between nodes.
 
 The hops are those of :mod:`shoal.cost.price.expert_hops`; at each of them a rank sends every piece
-that it has, the rows of one source for one target, to the rank that has it next. All know how many
-rows every rank has for every other, so both ends of every message know its pieces without being
-asking::
+that it has, the rows of one source for one target, to the rank that has it next. All ranks know
+how many rows every rank has for every other, so both ends of a message know its pieces without a
+header::
 
     2dh    source -> same node, place of the target -> target
     1dh    source -> first of its node -> first of the target's node -> target

@@ -65,8 +65,8 @@ def cut(rows: int, tiles: int | None = None) -> list[slice]:
 def _receives_first(comm: Comm) -> bool:
     """Whether this rank posts a receive before the send that goes with it.
 
-    Where messages have tags it does: Gloo signals the sender that it may begin, which must
-    not stand behind a tile. Without tags the messages of a pair of ranks go one after the other,
+    Where messages have tags it does: Gloo signals the sender that it may begin, and this must
+    not queue behind a tile. Without tags the messages of a pair of ranks go one after the other,
     so of two ranks one must send while the other receives.
     """
     return comm.device == "cpu" or comm.world > 2 or comm.rank == 0

@@ -3,7 +3,7 @@
 ``python -m shoal.serve.cluster.phase --fd N`` talks to the process that started it through an
 inherited socket. An instance computes prompts (``prefill``), generates (``decode``), or does both
 (``both``). A prefill instance says which blocks hold a request that goes on elsewhere, and keeps
-them until it is told to release them. A decode instance fetches a request from there when its
+them until it receives ``release`` for them. A decode instance fetches a request from there when its
 scheduler accepts it, and says how many bytes that moved.
 
 Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peers`` (caches),
@@ -62,7 +62,7 @@ class FetchHook(EngineHook):
     """Brings what the scheduler of a decode instance has room for, before it plans.
 
     Args:
-        parent: is told what each request moved.
+        parent: receives what each request moved.
 
     Attributes:
         sources: request -> instance that holds it, and its blocks there.

@@ -73,7 +73,7 @@ _CACHE_SHARE = 0.5
 # Bytes of the cache that have memory soon after the start.
 _POPULATED = 1 << 30
 
-# Sequences, and tokens of each, whose keys tell the sizes of channels.
+# Sequences, and tokens of each, whose keys give the sizes of channels.
 _KEY_SAMPLES, _KEY_TOKENS = 4, 256
 
 
@@ -145,7 +145,7 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
 
 
 def _calibration(job: ServeJob, model: Transformer) -> torch.Tensor:
-    """Text whose keys tell the sizes of channels: Python's standard library, int64 [B, T].
+    """Text whose keys give the sizes of channels: Python's standard library, int64 [B, T].
 
     Raises:
         ServeError: the model has no tokenizer to read it with.

@@ -152,7 +152,7 @@ def serve(connection: socket.socket) -> None:
         connection: to the parent.
 
     Raises:
-        ShoalError: the model cannot be loaded, or a step failed; the parent was told.
+        ShoalError: the model cannot be loaded, or a step failed; the parent was informed.
     """
     parent = EngineConnection(connection)
     try:
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             serve(connection)
         except ShoalError:
-            return 2  # the parent was told the reason
+            return 2  # the parent received the reason
     return 0
 
 

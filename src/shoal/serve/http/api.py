@@ -202,7 +202,7 @@ async def _serve_error(_: Request, cause: Exception) -> Response:
 
 
 async def _nobody(_: Request, __: Exception) -> Response:
-    """For the count of requests only: whoever asked has gone."""
+    """For the count of requests only: the client has gone."""
     return Response(status_code=499)
 
 
@@ -436,7 +436,7 @@ class _Service:
         stops: Sequence[str] = (),
     ) -> GenerationJob:
         stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
-        # Whoever chooses must know how likely each answer is.
+        # The choice requires how likely each answer is.
         choosing = ask.best_of > ask.n and ask.logprobs is None
         params = []
         for place, prompt in enumerate(prompts):

@@ -3,7 +3,7 @@
 A span begins when a request was understood and ends with its last answer. It has what was asked,
 the numbers of tokens, and how long the request waited, had its prompt computed and generated;
 never a word of prompt or answer. A request with the header ``traceparent`` belongs to the trace
-of whoever sent it.
+of its sender.
 
 Names: OpenTelemetry, Semantic conventions for generative AI, 1.37. Times of the parts of a request
 have no name there; they have those that vLLM uses.
@@ -72,7 +72,7 @@ class RequestSpan:
     """The span of one request; without a tracer, nothing.
 
     Args:
-        span: what is told; None for nobody.
+        span: what is recorded; None for no trace.
     """
 
     def __init__(self, span: Span | None = None) -> None:

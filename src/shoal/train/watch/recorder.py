@@ -2,7 +2,7 @@
 
 Writing is a few stores into memory: nothing is synchronised, nothing is flushed, and what was
 written survives the death of the process. Every operation has four times, so that a reader
-can tell being late from being kept waiting:
+can distinguish being late from being kept waiting:
 
 - ``enter``: the call began; the rank has arrived.
 - ``issued``: the call returned. Between the two the rank was blocked if the operation works

@@ -180,7 +180,7 @@ class LaterCache(PagedCache):
             position_N: place of each.
 
         Raises:
-            ServeError: whoever computes them is gone.
+            ServeError: the process that computes them is gone.
         """
         position, depth, row = position_N.cpu().numpy(), [], 0
         for one in contexts:
