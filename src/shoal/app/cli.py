@@ -132,7 +132,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a locale cannot show is no error
             stream.reconfigure(errors="backslashreplace")
-    # PyTorch's own choice is a name in /tmp that anybody can guess, and take first.
+    # PyTorch's own choice is a name in /tmp that any user can guess, and take first.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shoal_home() / "inductor"))
     try:
         app()

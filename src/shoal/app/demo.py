@@ -133,7 +133,7 @@ def _fresh(directory: Path) -> Path:
 
 
 def _talk(model: Path, say: Callable[[str], None]) -> None:
-    """Serve the model, and ask it by the client that everybody uses."""
+    """Serve the model, and ask it by the usual client."""
     from openai import OpenAI
 
     from shoal.serve.http.server import running

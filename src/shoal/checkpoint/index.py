@@ -319,7 +319,7 @@ class Merger:
             votes: of each rank the bytes of its shard.
 
         Raises:
-            CheckpointError: two ranks disagree about a tensor, nobody wrote a part of it, or a
+            CheckpointError: two ranks disagree about a tensor, no rank wrote a part of it, or a
                 shard is none.
         """
         heads: list[RankIndex] = []

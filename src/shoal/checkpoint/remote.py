@@ -215,7 +215,7 @@ class RemoteStorage:
             settings (for S3 ``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` and so on).
 
     Raises:
-        ConfigError: nobody knows how to reach it.
+        ConfigError: no part can reach it.
         MissingExtraError: the package that does is not installed.
     """
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_BYTES", "ByteSource", "host_memory", "straight"]
 
 CHUNK_BYTES = 2**23
-"""Long enough for a disk's full rate, short enough that nobody waits for the end of one."""
+"""Long enough for a disk's full rate, short enough that waiting for the end of one is cheap."""
 
 _HUGE = 2**21
 

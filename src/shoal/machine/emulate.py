@@ -36,7 +36,7 @@ from shoal.core.janitor import clean_up_with, wait_for_end
 __all__ = ["EmulatedNetwork", "burst_bytes", "emulate", "sweep", "unavailable"]
 
 INTERFACE = "eth0"
-# Addresses of the hosts; nobody outside the namespaces sees them.
+# Addresses of the hosts; they are not visible outside the namespaces.
 _SUBNET = "10.77.0"
 _MOST_HOSTS = 64
 # A full queue drops packets, and TCP slows down: so long a wait is allowed in front of the bucket.

@@ -107,7 +107,7 @@ def bad_loss(
         engine: after its backward pass.
         updater: of the engine's weights.
         comm: the ranks that sum the loss.
-        own: what this rank has added to the sum; None if nobody knows.
+        own: what this rank has added to the sum; None if unknown.
 
     Returns:
         Ranks, how many weights of how many, and the first of them by name; or ranks alone; empty

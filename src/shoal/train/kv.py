@@ -1,4 +1,4 @@
-"""What formats of the cache lose in a model that somebody has: scores and held-out text."""
+"""What formats of the cache lose in a model of the user's: scores and held-out text."""
 
 from __future__ import annotations
 

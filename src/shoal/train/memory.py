@@ -224,7 +224,7 @@ def snapshots_of(trainer: RankTrainer) -> Snapshots:
     """What takes the snapshots of this rank.
 
     Raises:
-        ConfigError: nobody has started the snapshot processes.
+        ConfigError: the snapshot processes were not started.
         RankError: they do not answer.
     """
     from shoal.checkpoint.inmemory.snapshot import Snapshots, members

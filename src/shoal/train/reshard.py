@@ -139,7 +139,7 @@ def move(comm: Comm, have: Mapping[str, Sequence[Piece]], moved: ReshardedState)
         Bytes that this rank sent.
 
     Raises:
-        RankError: nobody has an element that this rank needs.
+        RankError: no rank has an element that this rank needs.
     """
     names = sorted(have)
     every = gather_json(

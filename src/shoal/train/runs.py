@@ -84,7 +84,7 @@ def open_inside(root: Path, name: str) -> BinaryIO | None:
     if "/" in name or "\0" in name or name in ("", ".", ".."):
         return None
     try:
-        # Not blocking: a pipe that nobody writes must not stop the page.
+        # Not blocking: a pipe without a writer must not stop the page.
         fd = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None  # missing, a link, or not ours to read: for a page it is not there

@@ -35,7 +35,7 @@ class ViewBlock:
 
     Args:
         what: one of :data:`KINDS`.
-        owner: who writes to it; empty for nobody any more.
+        owner: who writes to it; empty once closed.
         offset: place of its first token in the view.
         length: tokens.
         shared: others see it, too.

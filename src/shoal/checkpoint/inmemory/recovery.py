@@ -219,7 +219,7 @@ class InMemory:
         """A box of a tensor; all of it if no box is given.
 
         Raises:
-            CheckpointError: a part of it is held by nobody.
+            CheckpointError: a part of it is held by no process.
             RankError: a process is gone.
         """
         import torch

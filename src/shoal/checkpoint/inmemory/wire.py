@@ -136,7 +136,7 @@ def _sign(secret: bytes, *words: str) -> str:
 
 
 def welcome(connection: socket.socket, secret: bytes, run: str) -> None:
-    """The hello of the one who listens.
+    """The hello of the listening side.
 
     Raises:
         CheckpointError: the other is of another run, or does not know the secret.
@@ -199,7 +199,7 @@ class SnapshotClient:
         rank: whose process it is, for errors.
 
     Raises:
-        RankError: nobody answers there.
+        RankError: no process answers there.
         CheckpointError: it belongs to another run.
     """
 

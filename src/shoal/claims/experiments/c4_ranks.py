@@ -117,7 +117,7 @@ def _step(
 
 
 class _Never:
-    """A message that is never done: it waits on a stream that nobody sends on."""
+    """A message that is never done: it waits on a stream that no rank sends on."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm

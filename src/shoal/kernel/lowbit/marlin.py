@@ -100,7 +100,7 @@ def blocks(weight: PackedMatrix) -> Blocks:
         KernelError: its groups cannot be cut in segments.
     """
     codes = weight.tensors["codes"]
-    if codes.is_inference():  # nobody counts their changes
+    if codes.is_inference():  # their changes are not counted
         return _repacked(weight)
     value = _MADE.get(codes)
     if value is not None and value[0] == codes._version:

@@ -201,7 +201,7 @@ class TensorCache(StepHook):
         if record is None or in_backward():
             return
         if phase == "enter":
-            if name in record.seen:  # the next micro-batch; nobody said so
+            if name in record.seen:  # the next micro-batch, unannounced
                 self.microbatch(-1 - next(self._numbers))
             assert self._record is not None
             self._record.seen.add(name)
@@ -432,7 +432,7 @@ class TensorCache(StepHook):
         if entry.handles:
             return
         if entry.loaded is not None and entry.ticket is not None:
-            with contextlib.suppress(ShoalError):  # nobody wants it any more
+            with contextlib.suppress(ShoalError):  # it is no longer wanted
                 entry.ticket.wait()
             entry.loaded = None
         if not entry.began:

@@ -30,7 +30,7 @@ class BlockChain:
     Args:
         names: their names in the model.
         blocks: themselves.
-        streamed: of each, the parameters that nobody else has.
+        streamed: of each, the parameters that no other has.
         shared: names of parameters of blocks that something else has too; they cannot come and
             go with one block.
         how: container or trace.

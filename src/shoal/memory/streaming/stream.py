@@ -209,7 +209,7 @@ class ParameterStream(GradientStream):
             return
         if self._frames:
             self._use(home, self._frames[-1])
-        else:  # nobody says when it is over: until its gradient comes, or room is needed
+        else:  # its end is not known: until its gradient comes, or room is needed
             self._bring(home)
             home.kept = True
 
@@ -345,7 +345,7 @@ class ParameterStream(GradientStream):
         self._drop(home)
 
     def _spare(self) -> int:
-        """Bytes of the device that nobody needs, less those of parameters that came early."""
+        """Bytes of the device that are not needed, less those of parameters that came early."""
         assert self._trace is not None
         if not self._trace.known:
             return 0

@@ -113,7 +113,7 @@ class HostBlock:
 
     @property
     def version(self) -> int:
-        """Changes whenever somebody writes a weight."""
+        """Changes whenever a weight is written."""
         return sum(parameter._version for parameter in self.parameters)
 
     def add(self, index: int, gradient: Tensor) -> None:

@@ -6,7 +6,7 @@ operator that passes the budget is the one that fails. A storage is counted once
 there are of it; what lies in the tier's own blocks is counted there.
 
 As on a GPU, an operator inside cannot use what lies outside: a policy that forgets to fetch
-something is found out. A tensor of numbers that Python gives inside (``torch.tensor``) lies there.
+something is detected. A tensor of numbers that Python gives inside (``torch.tensor``) lies there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def room(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes that are free."""
         self._settle()
         return self.tier.room
 

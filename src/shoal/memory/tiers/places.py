@@ -59,7 +59,7 @@ class StagingRing:
 
     @property
     def free(self) -> int:
-        """Pieces that nobody has."""
+        """Pieces that are free."""
         return self._slots.qsize()
 
     def put(self, slot: Tensor) -> None:

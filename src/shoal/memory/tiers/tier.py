@@ -83,7 +83,7 @@ class TierAllocator:
 
     @property
     def room(self) -> int:
-        """Bytes that nobody has; they need not lie together."""
+        """Bytes that are free; they need not lie together."""
         return self.capacity - self.stats.used
 
     @property

@@ -396,7 +396,7 @@ class TorchComm:
         import torch.distributed as dist
 
         # Over the network's own road even where memory is shared: a rank that goes on to
-        # close its connections must know that nobody uses them any more.
+        # close its connections must know that they are no longer in use.
         self.guard("barrier", lambda: dist.barrier(group=self.group))
 
     def guard(self, op: str, call: Callable[[], _T]) -> _T:

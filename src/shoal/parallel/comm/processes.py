@@ -154,7 +154,7 @@ def _start_here(
     environment: Mapping[str, str],
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    # Ranks of one host talk over its own interface and nobody else's.
+    # Ranks of one host talk over its own interface and no other.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     variables = children.environment({"GLOO_SOCKET_IFNAME": interface, **environment})
     return children.start_command(command, env=variables, **options)

@@ -2,7 +2,7 @@
 
 A link that disappears is no error to those who use it: bytes wait in the sender's socket and are
 sent again and again, for a quarter of an hour, while every rank stands in the same collective and
-nobody is behind. The table of sockets says which bytes were never acknowledged; the one that the
+none is behind. The table of sockets says which bytes were never acknowledged; the one that the
 peer has says whose they are. A peer that is stopped acknowledges until its buffer is full, and
 then its window is asked for, which is another timer: it is not the link's fault.
 

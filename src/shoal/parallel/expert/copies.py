@@ -83,7 +83,7 @@ def sent_copies(owner_E: Ints, held_EN: Flags, devices: Devices) -> list[tuple[i
 
 
 def copies_of(owner_E: Ints, held_EN: Flags, devices: Devices, rank: int) -> ExpertCopies:
-    """What a rank sends and receives so that everybody has what the table says.
+    """What a rank sends and receives so that every rank has what the table says.
 
     Args:
         owner_E: who keeps each expert.

@@ -151,7 +151,7 @@ class Hops:
             self._pending, self._x_MD = None, self._coming
 
     def _over(self, hop: int) -> Comm | None:
-        """The ranks of a hop; none where this rank has nobody to send to or get from."""
+        """The ranks of a hop; none where this rank has no peer to send to or get from."""
         nodes = self._nodes
         comm = nodes.far if hop == 1 else nodes.near
         idle = comm.world == 1 or (hop == 1 and nodes.dispatch == "1dh" and nodes.near.rank > 0)

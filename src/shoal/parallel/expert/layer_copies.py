@@ -68,7 +68,7 @@ class CopyMeter(StepHook):
         return sum(size for _, size in self._there)
 
     def hold(self, rows: Tensor) -> Tensor:
-        """Count copies for as long as anybody has them."""
+        """Count copies for as long as they are referenced."""
         weak = StorageWeakRef(rows.untyped_storage())  # type: ignore[no-untyped-call]
         self._there.append((weak, rows.nbytes))
         self.peak_bytes = max(self.peak_bytes, self.bytes)

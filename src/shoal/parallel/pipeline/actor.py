@@ -154,7 +154,7 @@ class ActorGraph:
         self._join(self._actors[source], self._actors[target], tuple(initial))
 
     def check(self) -> None:
-        """Find out whether this graph can run for ever.
+        """Check whether this graph can run for ever.
 
         Raises:
             PlanError: it cannot; names the actors that would wait for each other.
@@ -295,7 +295,7 @@ class _Run:
         for actor in self._actors:
             actor.used = actor.peak = actor.items = 0
             for edge in actor.inputs:
-                # Tokens to begin with are in nobody's pool.
+                # Tokens to begin with are in no pool.
                 edge.filled = deque(_Register(actor, value, 0) for value in edge.initial)
 
     def __enter__(self) -> Self:
@@ -331,7 +331,7 @@ class _Run:
         return {a.name: ActorCounts(a.items, a.peak, a.regs) for a in self._actors}
 
     def ack(self, register: _Register) -> None:
-        """A consumer is done with a register; its owner's thread hears of it."""
+        """A consumer is done with a register; its owner's thread is notified."""
         self._boxes[register.owner.queue].put(("ack", register, None))
 
     def _drain(self, name: str, box: _Mailbox) -> None:
@@ -391,7 +391,7 @@ class _Run:
                 self._done()
 
     def _give_back(self, actor: _Actor) -> None:
-        """An actor that has acted its last time holds nobody up with what it will not take."""
+        """An actor that has acted its last time holds no other up with what it will not take."""
         if actor.items == self.items:
             for edge in actor.inputs:
                 for register in edge.filled:
@@ -487,7 +487,7 @@ class PrefetchQueue(Generic[_T]):
         def make(i: int) -> Any:
             nonlocal failed
             if failed:
-                return None  # nobody will ask for it
+                return None  # it will not be asked for
             try:
                 return self._function(first + i)
             except Exception as error:  # raised to the caller of this step

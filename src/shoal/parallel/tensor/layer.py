@@ -282,7 +282,7 @@ class LayerRanks:
         else:
             waves = -(-len(layers) // world)
             out = x_ND.new_empty(world, waves, *x_ND.shape)
-            # Who has fewer layers than others sends what nobody reads.
+            # Who has fewer layers than others sends what no rank reads.
             yield TensorExchange("gather", [*mine, *[x_ND] * (waves - len(mine))], out)
             turns = [0] * world
             gave = []

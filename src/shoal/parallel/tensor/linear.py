@@ -1,7 +1,7 @@
 """Linear layers that are split over ranks and whose weight gradients can wait.
 
 A backward pass has two halves: the gradient of the input, which the stage before waits for,
-and that of the weights, which nobody waits for until the optimizer. While a
+and that of the weights, which no pass waits for before the optimizer. While a
 :class:`WeightGradients` is open, these layers compute the first half and note the second;
 its ``run`` does what was noted. Both ways the same products are taken and added in the same
 order, so the gradients are equal to the bit.

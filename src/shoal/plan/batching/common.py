@@ -68,7 +68,7 @@ class DigestChain:
     """Digests of the full blocks of a request: of all tokens up to the end of each block.
 
     The adapter and the salt are part of them. They are cryptographic: with a plain hash, a client
-    could make a prompt that is answered from somebody else's cache.
+    could make a prompt that is answered from another client's cache.
 
     Args:
         request: whose.
@@ -275,7 +275,7 @@ class Queues:
         return outputs
 
     def _drafts(self, chunks: list[Chunk], room: int) -> list[Chunk]:
-        """Decodes with the guesses that there is room for; nobody gives way to a guess.
+        """Decodes with the guesses that there is room for; no request gives way to a guess.
 
         Args:
             chunks: all decodes of a step.

@@ -31,7 +31,7 @@ def first_port(port: int, phase: str) -> int:
 
 
 def urls(plan: ServePlan, phase: str, port: int) -> list[str]:
-    """Addresses of the instances of a phase, on this host until somebody edits them."""
+    """Addresses of the instances of a phase, on this host until edited."""
     first = first_port(port, phase)
     return [f"http://127.0.0.1:{first + n}" for n in range(phases_of(plan)[phase].count)]
 

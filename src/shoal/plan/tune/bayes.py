@@ -136,7 +136,7 @@ class Bayes:
             request = points[open_]
             score = self._odds(points[at], works, need, request, seed)
             if works.any():
-                # What failed by its need is learnt there; its own value nobody saw.
+                # What failed by its need is learnt there; its own value was not seen.
                 doubt = np.where(works > 0, 0.0, np.where(need > 0, UNSEEN, FAILED))
                 doubt = doubt + noise
                 surrogate = fit_surrogate(self.surrogate, points[at], values, seed, doubt)
@@ -155,7 +155,7 @@ class Bayes:
             at.append(place)
             values = np.append(values, values.mean())
             works = np.append(works, 1.0)
-            need = np.append(need, np.nan)  # nobody lies about it
+            need = np.append(need, np.nan)  # it has no outcome yet
             noise = np.append(noise, 0.0)
         return chosen
 

@@ -54,7 +54,7 @@ GOALS: dict[str, str] = {
 # Of what a goal is measured in.
 UNITS = {"throughput": "tokens/s", "latency": "1/s", "ttft": "1/s"}
 
-# Knob -> (what it is of a job, values that are tried when nobody says which).
+# Knob -> (what it is of a job, values that are tried when none are given).
 KNOBS: dict[str, tuple[str, tuple[Setting, ...]]] = {
     "max_running": ("most requests of a step", (1, 2, 4, 8, 16, 32, 64)),
     "max_step_tokens": ("most tokens of a step; prompts are cut to fit", (64, 128, 256, 512, 1024)),

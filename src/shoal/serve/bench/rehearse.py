@@ -75,7 +75,7 @@ def learned(steps: Sequence[StepSample], profiled: Sequence[StepSample] = ()) ->
 
 
 class MachineSpeed:
-    """How fast the machine is now, and whether somebody else is at work on it.
+    """How fast the machine is now, and whether other processes use it.
 
     Args:
         runner: whose model is timed; its cache is not touched.

@@ -209,7 +209,7 @@ class DisaggEngine(EngineLike):
 
     @property
     def busy(self) -> bool:
-        """Whether an instance has said something that was not heard yet."""
+        """Whether an instance has sent something that was not read yet."""
         return bool(self._readable(0.0))
 
     def profile(

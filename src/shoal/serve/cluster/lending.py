@@ -392,7 +392,7 @@ class LenderClient:
             raise LenderLostError(self.instance, str(cause)) from cause
 
     def _settle(self) -> None:
-        """Read past answers that nobody fetched: a step ended when another lender was lost."""
+        """Read past answers that were not fetched: a step ended when another lender was lost."""
         try:
             for _ in range(self._due):
                 _, _, size = self.stream.head()

@@ -110,7 +110,7 @@ def measure_costs(
         Request(f"measured {number}", list(tokens), context, SamplingParams(max_tokens=64))
         for number in range(_SEVERAL)
     ]
-    for one in others:  # what they write there is nobody's
+    for one in others:  # what they write there is not used
         one.blocks = request.blocks
     nodes = min(_NODES, most - 1)
     chain = TokenTree(np.array(tokens[:1] * (nodes + 1)), branches(tuple(range(-1, nodes))))

@@ -36,7 +36,7 @@ class SpeculativeRunner(LocalRunner):
         accept: which guesses hold.
         recorded: computes steps of decodes alone by recordings; None computes all the same way.
         **options: of :class:`~shoal.serve.engine.runner.LocalRunner`; a hook that replays
-            passes is for steps in which nobody guesses.
+            passes is for steps without guesses.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SpeculativeRunner(LocalRunner):
         return self._accepted(chunks, trees, hidden_ND, logits_RV, first)
 
     def _silent(self, step: Step) -> bool:
-        """No request guesses and the drafter needs no report: the step is to cost what it does alone.
+        """No request guesses, the drafter needs no report: the step is to cost what it does alone.
 
         A drafter that wants the last state waits for a step where guessing begins anew; one that
         wants them all receives everything.

@@ -1,4 +1,4 @@
-"""What becomes of exceptions that nobody foresaw: one request ends, with these words."""
+"""What becomes of unexpected exceptions: one request ends, with these words."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def serve(connection: socket.socket) -> None:
                 if outputs:
                     parent.send({"kind": "outputs", "outputs": [pack_output(o) for o in outputs]})
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # nobody is left to compute for
+        return  # the parent is gone
     except Exception as cause:
         known = isinstance(cause, ShoalError)
         reason = str(cause) if known else f"{type(cause).__name__}: {cause}"

@@ -193,7 +193,7 @@ class LocalRunner:
         return replace(result, seconds=self._clock() - start, done=done)
 
     def _contained(self, step: Step) -> StepResult:
-        """Compute a step; what nobody foresaw ends its requests, and nothing else.
+        """Compute a step; an unexpected error ends its requests, and nothing else.
 
         Nothing of the step was taken into any books yet, so the blocks of its requests are given
         back as those of any that is aborted.

@@ -106,7 +106,7 @@ def create_app(
         access: who may call.
         limits: what a request may ask for.
         drain: closed while the server drains.
-        provider: who takes traces of requests; None for nobody.
+        provider: who takes traces of requests; None for no traces.
         adapter_places: callers may load adapters from there, unload and merge them.
     """
     limits = limits or HttpLimits()
@@ -164,7 +164,7 @@ def protect(
 
     def counted(path: str, status: int) -> None:
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else path
-        # Paths that nobody defined must not become labels without bound.
+        # Paths that are not defined must not become labels without bound.
         count(route if route in known else "other", status)
 
     app.add_middleware(

@@ -57,7 +57,7 @@ class AccessControl:
     """Who may call.
 
     Args:
-        key: what ``Authorization: Bearer`` must have; None lets everybody on this machine in.
+        key: what ``Authorization: Bearer`` must have; None lets all users of this machine in.
         hosts: names besides those of this machine that ``Host`` may have; ``*`` for any.
         origins: web pages that may call, such as ``http://localhost:3000``.
     """
@@ -165,7 +165,7 @@ class HttpGuard:
         self, error: ApiError, status: int, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if status:
-            raise error  # an answer has begun; the connection is cut, so nobody takes it for whole
+            raise error  # an answer has begun; the connection is cut, so it is not taken for whole
         await error_response(error)(scope, receive, send)
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:

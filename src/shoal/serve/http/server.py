@@ -54,7 +54,7 @@ class ServerOptions:
         host: address to listen on; anything but this machine itself needs a key.
         port: 0 for any free one.
         name: what the model is called in requests; None for its directory's name.
-        key: what callers must send; None lets everybody on this machine in.
+        key: what callers must send; None lets all users of this machine in.
         hosts: further names that ``Host`` may have.
         origins: web pages that may call.
         limits: what a request may ask for.
@@ -140,7 +140,7 @@ def serve_at(job: ServeJob, options: ServerOptions, listener: socket.socket) -> 
     Args:
         job: what to serve, in one replica.
         options: how to serve.
-        listener: where; nobody is asked whether it is safe.
+        listener: where; its safety is not checked.
 
     Raises:
         ShoalError: the model cannot be served.
@@ -474,7 +474,7 @@ class _Run:
             await serving
 
     async def _drain(self, stop: asyncio.Event) -> None:
-        """Let nobody in any more, and wait for those inside."""
+        """Refuse new requests, and wait for the open ones."""
         self.drain.closed = True
         stop.clear()
         end = time.monotonic() + self.grace_s

@@ -155,7 +155,7 @@ class EventStream(Response):
 
     Args:
         source: the events.
-        ended: called when there are no more, or nobody is left to read them.
+        ended: called when there are no more, or the client is gone.
     """
 
     media_type = "text/event-stream"

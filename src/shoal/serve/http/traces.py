@@ -60,7 +60,7 @@ def exporting(endpoint: str) -> TracerProvider:
             f"traces need OpenTelemetry ({cause}); install it with: pip install 'shoal-ml[traces]'"
         ) from cause
     provider = TracerProvider(resource=Resource.create({"service.name": "shoal"}))
-    # A redirect would take the headers, which may hold a key, to a host that nobody has named.
+    # A redirect would take the headers, which may hold a key, to a host that was not named.
     session = requests.Session()
     session.max_redirects = 0
     exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", session=session)
@@ -129,7 +129,7 @@ class RequestTracer:
     """Begins the spans of requests.
 
     Args:
-        provider: who takes them; None for nobody.
+        provider: who takes them; None for no traces.
         model: what the model is called in requests.
     """
 

@@ -208,7 +208,7 @@ def run(
         sums: of :class:`Rank`.
 
     Raises:
-        ShoalError: the model cannot be loaded, a step fails, or somebody is gone.
+        ShoalError: the model cannot be loaded, a step fails, or a peer is gone.
     """
     from shoal.model.parameters import Parameters
     from shoal.serve.engine.build import DTYPES

@@ -177,7 +177,7 @@ class RankedRunner:
         return self._failure is not None or any(peer.gone for peer in self._peers.values())
 
     def submit(self, step: Step) -> int:
-        """Send a step to the ranks and return its ticket; nobody waits.
+        """Send a step to the ranks and return its ticket without waiting.
 
         Raises:
             ServeError: as many as ``depth`` are under way, or a rank has ended.
@@ -296,7 +296,7 @@ class RankedRunner:
         """
         if self._failure is None and not any(peer.gone for peer in self._peers.values()):
             return
-        # Who started them finds out which one was first.
+        # The starting process determines which one was first.
         self._thread.join(_EXPLAIN_S)
         cause = self._failure
         if isinstance(cause, ShoalError):

@@ -223,7 +223,7 @@ class Upstream:
         except (OSError, http.client.HTTPException) as cause:
             raise self._silent(cause) from cause
         finally:
-            connection.close()  # the server stops writing for nobody
+            connection.close()  # the server stops writing
 
     def _room(self, model: str) -> tuple[str, int | None]:
         """Name of the model, and tokens of one request of it, prompt and answer, if reported."""

@@ -64,7 +64,7 @@ class DriverFailure(Value):
 
     Args:
         rule: lost, error, keyword, beat, hang, slow, or self_check.
-        rank: who is to blame; None if nobody could be named.
+        rank: who is to blame; None if none could be named.
         place: what that rank runs on.
         step: newest step that was finished; -1 if none was.
         seconds: from the last progress, or the rank's last sign of life, to this finding.
@@ -104,7 +104,7 @@ class Robust(Value):
         spares: places that stand by.
         min_ranks: data-parallel replicas below which the run stops instead of shrinking; 0 for
             never shrinking.
-        hang_s: seconds without any progress of anybody that are a hang.
+        hang_s: seconds without progress of any rank that are a hang.
         slow_s: seconds between looks for stragglers; 0 for never.
         locator: who names hanging and slow ranks.
         exclude_slow: a straggler is excluded, not only reported.
@@ -500,7 +500,7 @@ class _Rules:
                 )
 
     def _progress(self, flights: dict[int, Flight], now: float) -> None:
-        """Nobody enters anything any more: somebody hangs."""
+        """No rank enters anything any more: one hangs."""
         counts = {rank: flight.lost + len(flight.rows) for rank, flight in flights.items()}
         if counts != self._counts:
             self._counts, self._moved = counts, now

@@ -129,7 +129,7 @@ def drafter(
     def make(run_dir: Path, machine: Machine, left: bool) -> Path:
         begun = time.perf_counter()
         execute(plan_drafter(job, machine), run_dir, resume=left)
-        if not left:  # else nobody knows
+        if not left:  # else it is unknown
             took = time.perf_counter() - begun
             write_json(run_dir / "drafter" / "training.json", {"seconds": took})
         return run_dir / "drafter"

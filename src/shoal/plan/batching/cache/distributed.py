@@ -103,7 +103,7 @@ class Distributed:
         return self.instances + bool(self.host_tokens)
 
     def build(self, num_tokens: int) -> DistributedBlocks:
-        """See :class:`~shoal.ir.engine.KVPart`: the books of one instance; nobody lends yet.
+        """See :class:`~shoal.ir.engine.KVPart`: the books of one instance; no instance lends yet.
 
         Raises:
             ConfigError: not even one block.
@@ -455,7 +455,7 @@ class DistributedBlocks(PagedBlocks):
         return result
 
     def lost(self, instance: int) -> None:
-        """An instance is gone, and its blocks with it; nobody uses any of them any more."""
+        """An instance is gone, and its blocks with it; none of them is in use any more."""
         self._num_credits -= len(self._credits.pop(instance, ()))
         self._returns.pop(instance, None)
         for lend in [one for one in self._flights.values() if one.instance == instance]:

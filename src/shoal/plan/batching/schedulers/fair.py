@@ -1,4 +1,4 @@
-"""Fair serving: priorities that change while requests run, so that everybody gets a turn.
+"""Fair serving: priorities that change while requests run, so that each gets a turn.
 
 Every ``1 / frequency`` steps each request is given a new priority by a policy. The most
 important ones run; one that falls behind another that waits for room is preempted. How
@@ -206,9 +206,9 @@ class FairScheduler(FcfsScheduler):
         return float(before == (drawn >= _STAYS))
 
     def _displace(self) -> list[Request]:
-        """Preempt the least important ones that run where somebody more important waits.
+        """Preempt the least important ones that run where a more important one waits.
 
-        Only as many as fill this step: who could not be computed in it displaces nobody.
+        Only as many as fill this step: one that could not be computed in it displaces none.
         """
         displaced: list[Request] = []
         size, kv = self.kv.block_size, self.kv

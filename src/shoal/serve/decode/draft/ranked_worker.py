@@ -272,7 +272,7 @@ def _heard(end: socket.socket, buffer: bytearray, count: int) -> np.ndarray:
 
 
 def _serve(end: socket.socket, exact: DraftNet, quick: DraftNet) -> None:
-    """Compute what is asked, until nobody asks any more."""
+    """Compute what is asked, until the connection ends."""
     buffer = bytearray()
     while True:
         try:

@@ -52,7 +52,7 @@ class HogwildWorker:
         return self.request.params.max_tokens - self.request.n_generated
 
     def given(self, tokens: Sequence[int]) -> None:
-        """Write what nobody has chosen, as far as there is room."""
+        """Write given tokens, as far as there is room."""
         tokens = tokens[: max(0, self.left - 1)]
         self.request.tokens += tokens
         self.pending += tokens
