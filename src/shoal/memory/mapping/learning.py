@@ -99,7 +99,7 @@ class MuZeroLearner:
     def _demonstrate(self, known: np.ndarray | None) -> None:
         """Games to learn from first: what is known, with some of it dropped again.
 
-        Without anything known, what every program would like to keep.
+        Without anything known, all decisions ask for fast memory.
         """
         c = self.native.compiled
         wanted = np.full(c.decisions, FAST, np.int8) if known is None else known

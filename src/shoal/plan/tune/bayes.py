@@ -155,7 +155,7 @@ class Bayes:
             at.append(place)
             values = np.append(values, values.mean())
             works = np.append(works, 1.0)
-            need = np.append(need, np.nan)  # it has no outcome yet
+            need = np.append(need, np.nan)  # no value is assumed for it
             noise = np.append(noise, 0.0)
         return chosen
 
