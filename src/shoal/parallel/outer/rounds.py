@@ -5,7 +5,7 @@ end, so that workers need no other message, unless changes travel in bf16. Where
 round late, nothing of a round is waited for before the next one is over.
 
 With ``ShardedRounds`` each worker keeps its share of x and of the outer state. Parameters travel
-and not their changes, since a difference needs all of x on one worker: a reduce-scatter in the first
+rather than changes, since a difference needs all of x on one worker: a reduce-scatter in the first
 half of the next round, the outer update of the share, an all-gather of the new x in the second.
 """
 
