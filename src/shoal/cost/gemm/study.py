@@ -22,7 +22,7 @@ __all__ = ["GemmStudy"]
 class GemmStudy:
     """Predict time, rate and energy of one product, from the sweep of `shoal probe gemm`.
 
-    A named machine that was not swept answers by the rates that it was described with.
+    A machine that is named, which nobody swept, answers by the rates that it was described with.
 
     **Examples**
 
