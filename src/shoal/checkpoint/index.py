@@ -77,7 +77,7 @@ def digest(value: Any) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class IndexedTensor:
-    """One whole tensor and who holds it.
+    """One whole tensor and its holders.
 
     Args:
         dtype: the format's name, such as ``BF16``.

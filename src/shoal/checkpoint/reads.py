@@ -128,7 +128,7 @@ class FileRead:
     Args:
         file: its name.
         segments: what is used of it, in the order of the file.
-        ranks: who takes some of it.
+        ranks: those that take some of it.
     """
 
     file: str

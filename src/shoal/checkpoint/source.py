@@ -94,7 +94,7 @@ class ByteSource:
             place = out[low - at : high - at]
             before = self.checksums[slot.key]
             if part.device.type == "cpu":
-                # Not a copy by torch, which would take threads from those who train.
+                # Not a copy by torch, which would take threads from training.
                 after = copy_crc32c(place.numpy(), part.numpy(), before)
             else:
                 place.copy_(part)

@@ -220,7 +220,7 @@ class Snapshots:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _open(self, entries: list[BoxEntry]) -> None:
-        """Agree with the other replicas on who keeps what, and map the memory for it."""
+        """Agree with the other replicas on what each keeps, and map the memory for it."""
         import numpy as np
 
         text = zlib.compress(json.dumps(entries).encode())

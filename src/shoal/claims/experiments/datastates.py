@@ -57,7 +57,7 @@ class DataStatesClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (36,)
 
     def refuses(self, context: ExperimentContext) -> str | None:
-        """A process of torch, and a core for who copies."""
+        """A process of torch, and a core for the copy."""
         from shoal.core.measure import num_cores
 
         if importlib.util.find_spec("torch") is None:

@@ -51,7 +51,7 @@ def torch_dtype(dtype: TileType) -> torch.dtype:
 
 @dataclass
 class _Shared:
-    """The memory of one shared tensor, and who has touched what since the last Sync."""
+    """The memory of one shared tensor, and which thread touched what since the last Sync."""
 
     data: Tensor
     flight: np.ndarray
@@ -264,7 +264,7 @@ class _Run:
 
     def on_allocshared(self, one: ir.AllocShared) -> None:
         size = one.out.layout.size
-        # What was there before is not known; ones in all bits show who reads it.
+        # What was there before is not known; ones in all bits show reads of it.
         data = torch.full((size * one.out.dtype.storage_bytes,), 255, dtype=torch.uint8)
         flags = [np.zeros(size, dtype=bool) for _ in range(3)]
         self.block.shared[id(one.out)] = _Shared(data.view(torch_dtype(one.out.dtype)), *flags)

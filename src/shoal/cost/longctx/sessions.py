@@ -139,7 +139,7 @@ def simulate_sessions(
 
     Args:
         setting: model and device.
-        sessions: who comes.
+        sessions: the users' sessions.
         scheduler: one without requests, whose cache holds what the device holds.
         block_size: tokens of a block of its cache.
         each: sessions of every user.

@@ -2,7 +2,7 @@
 
 Casts are expanded to ones that machines have, layouts inferred from what the products and the
 vector loads want, unused results dropped, loads given their width, shared memory
-placed by who lives when, and all of it checked.
+placed by lifetimes, and all of it checked.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class _Lent(NamedTuple):
 
 
 class _Watched(dict[str, Any]):
-    """The parameters of a module; who takes one of them finds it filled."""
+    """The parameters of a module; one that is taken is filled."""
 
     def __init__(self, found: dict[str, Any], touched: Callable[[Tensor], None]) -> None:
         super().__init__(found)

@@ -134,7 +134,7 @@ class DiskTier(TierAllocator):
     def mapped(self, block: TierBlock) -> Tensor:
         """A block as uint8 that the system reads and writes as it is touched.
 
-        For who goes through everything once and must not hold it all, such as a checkpoint. It
+        For callers that read everything once and must not hold it all, such as a checkpoint. It
         takes the way through the cache; :meth:`flush` writes what has changed.
         """
         import torch

@@ -81,7 +81,7 @@ class TierRow(Protocol):
         ...
 
     def shown(self) -> Tensor:
-        """All elements, for who goes through them once; may be written."""
+        """All elements, for a single pass over them; may be written."""
         ...
 
 

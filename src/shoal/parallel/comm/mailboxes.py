@@ -228,7 +228,7 @@ class Mailboxes:
         if data is not None:
             start = at + _HEADER * 8
             self._rings[self.rank, target, start : start + nbytes] = data
-        # x86 keeps the order of stores: who sees the count sees what was written before.
+        # x86 keeps the order of stores: a reader of the count sees what was written before.
         self._written[self.rank, target] = written + skip + need
         return True
 

@@ -244,7 +244,7 @@ class SharedMemory:
             RuntimeError: a rank is gone, or did not come in time.
         """
         self._count += 1
-        # x86 keeps the order of stores: who sees the count sees what was written before.
+        # x86 keeps the order of stores: a reader of the count sees what was written before.
         self._lines[self.rank, _COUNT] = self._count
         for other in range(self.world):
             self._until(other, _COUNT, self._count)

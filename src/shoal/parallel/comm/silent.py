@@ -1,6 +1,6 @@
 """Which links between ranks of this host carry nothing any more, as the kernel reports.
 
-A link that disappears is no error to those who use it: bytes wait in the sender's socket and are
+A link that disappears is no error to its users: bytes wait in the sender's socket and are
 sent again and again, for a quarter of an hour, while every rank stands in the same collective and
 none is behind. The table of sockets says which bytes were never acknowledged; the one that the
 peer has says whose they are. A peer that is stopped acknowledges until its buffer is full, and

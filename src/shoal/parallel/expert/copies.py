@@ -86,8 +86,8 @@ def copies_of(owner_E: Ints, held_EN: Flags, devices: Devices, rank: int) -> Exp
     """What a rank sends and receives so that every rank has what the table says.
 
     Args:
-        owner_E: who keeps each expert.
-        held_EN: who is to have it.
+        owner_E: the rank that keeps each expert.
+        held_EN: the ranks that are to have it.
         devices: all ranks.
         rank: this one.
     """

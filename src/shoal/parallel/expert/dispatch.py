@@ -94,7 +94,7 @@ class DispatchedExperts(Experts):
         else:
             all_RRX = counts_of(counts_E, ep, per_rank=False).view(ep.world, *to_RX.shape)
             from_RX = all_RRX[:, ep.rank].contiguous()
-        # [etp, ep, X] rows of every expert, by who sent them over which rank.
+        # [etp, ep, X] rows of every expert, by source and by forwarding rank.
         every = counts_of(from_RX.view(-1), etp, per_rank=False).view(etp.world, *from_RX.shape)
         if max(self.chunks) > 1 or self.holes is not None:
             return chunked(rows_MD, to_RX.cpu(), every, all_RRX, self)

@@ -130,7 +130,7 @@ class Hops:
         return torch.cat([at[piece] for piece in pieces])
 
     def _start(self) -> None:
-        """Send every piece to who has it after the next hop."""
+        """Send every piece to the rank that has it after the next hop."""
         hop, comm = self._hops[self._hop], self._over(self._hop)
         self._hop += 1
         if comm is None:

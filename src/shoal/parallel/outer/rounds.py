@@ -31,7 +31,7 @@ __all__ = ["Rounds", "ShardedRounds", "WholeRounds"]
 
 _T = TypeVar("_T")
 
-# Behind the parameters: the mean loss of the round, and who wishes to stop.
+# Behind the parameters: the mean loss of the round, and which wish to stop.
 _TOLD = 2
 
 
@@ -85,7 +85,7 @@ class Rounds(StepHook, ABC):
 
     @torch.no_grad()
     def after_update(self, step: TrainStep) -> None:
-        """Change the parameters where a round ends; workers learn there who asks to stop.
+        """Change the parameters where a round ends; workers learn there which ask to stop.
 
         Raises:
             RankError: a worker is gone.
@@ -251,7 +251,7 @@ class WholeRounds(Rounds):
         return {**travels, **self._rule.state()}
 
     def _loaded(self) -> None:
-        self._sent[self._size + 1] = 0.0  # who wished to stop has stopped
+        self._sent[self._size + 1] = 0.0  # a worker that wished to stop has stopped
         self._keep()
 
 
@@ -364,7 +364,7 @@ class ShardedRounds(Rounds):
     def _loaded(self) -> None:
         stop = self._size + 1 - self._start
         if 0 <= stop < len(self._part):
-            self._part[stop] = 0.0  # who wished to stop has stopped
+            self._part[stop] = 0.0  # a worker that wished to stop has stopped
         self._keep()
         if not self._waiting:
             self._base.copy_(self._x)

@@ -81,7 +81,7 @@ class _Actor:
 
 
 class ActorGraph:
-    """Actors and who consumes what.
+    """Actors and their consumers.
 
     ::
 
@@ -141,8 +141,8 @@ class ActorGraph:
         """Give ``target`` one more input, from an actor that may come after it.
 
         Args:
-            source: who makes the items.
-            target: who takes them.
+            source: the actor that makes the items.
+            target: the actor that takes them.
             initial: items that it takes before the first one made; without any, a
                 cycle could never start.
 
@@ -432,7 +432,7 @@ class _Failed:
 
 
 class PrefetchQueue(Generic[_T]):
-    """Items made ahead of who uses them; :func:`prefetch` makes it.
+    """Items made ahead of use; :func:`prefetch` makes it.
 
     An iterator over what the function returns for first, first + 1, ...; and a context
     manager that ends the thread.
@@ -499,7 +499,7 @@ class PrefetchQueue(Generic[_T]):
 
 
 def prefetch(function: Callable[[int], _T], first: int, depth: int = 2) -> PrefetchQueue[_T]:
-    """Call ``function(first)``, ``function(first + 1)``, ... ahead of who uses the results.
+    """Call ``function(first)``, ``function(first + 1)``, ... ahead of the use of the results.
 
     Results come in order. What a call raises is raised where its result would have been
     returned, and ends it; all before it are delivered. Nothing starts before the first item

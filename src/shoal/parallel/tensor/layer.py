@@ -43,7 +43,7 @@ class TensorExchange(NamedTuple):
             take the first part of rank ``root``.
         parts: of this rank [N, D], as many on every rank that gathers.
         out: [W, parts, N, D] of what is gathered.
-        root: who has what the others take.
+        root: the rank that has what the others take.
     """
 
     how: Literal["sum", "gather", "take"]

@@ -196,7 +196,7 @@ class Queues:
         room = f"at most {self.kv.num_blocks * self.kv.block_size}, all that the cache holds"
         larger = "more kv_tokens"
         if self._slots is not None:
-            # The end of a slot is no reason to end an answer: who might reach it is refused.
+            # The end of a slot is no reason to end an answer: one that might reach it is refused.
             most = request.n_prompt + request.params.max_tokens - 1
             room, larger = f"at most {self._slots.max_len}, the max_len of a slot", "longer slots"
         require(

@@ -124,7 +124,7 @@ class LendingHook(EngineHook):
         engine.register(self)
 
     def meet(self, paths: Mapping[int, str], form: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Connect to all who lend: one connection for queries, one for copies.
+        """Connect to all lenders: one connection for queries, one for copies.
 
         Raises:
             ServeError: one has another model or cache.

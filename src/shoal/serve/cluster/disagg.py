@@ -106,7 +106,7 @@ class DisaggEngine(EngineLike):
         self.moved: list[MigratedRequest] = []
         self._dispatch = LeastLoadedDispatcher(fronts, backs)
         self._open: dict[str, _Open] = {}
-        # Aborted while a decode instance may be fetching them -> who holds them.
+        # Aborted while a decode instance may be fetching them -> their holder.
         self._dropping: dict[str, int] = {}
         self._recording = recording
         self._told: list[dict[str, Any]] = []

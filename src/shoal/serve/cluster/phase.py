@@ -10,7 +10,7 @@ Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peer
 ``add`` (a request), ``migrate`` (a request, source, blocks), ``release`` (id), ``abort`` (id),
 ``profile`` (shapes, seconds), ``record`` (on). Messages out: ``ready`` (what the model and the
 cache are), ``mapped``, ``profiled`` (seconds), ``recorded`` (steps), ``outputs`` (with ``stats``,
-``told``: vectors and who cannot go on, and ``held``: id -> blocks), ``fetched`` (id, bytes,
+``told``: vectors and what cannot go on, and ``held``: id -> blocks), ``fetched`` (id, bytes,
 seconds), ``dropped`` (id, of a request that was aborted), ``failed`` (why the process ends).
 """
 
@@ -166,7 +166,7 @@ class PhaseInstance:
                 self._handle(message)
             if self._working:
                 outputs = engine.step()
-                # Not who began: the process before this one times requests.
+                # Not those that began: the process before this one times requests.
                 notes = [one for one in engine.drain_events() if one["kind"] != "began"]
                 if outputs or notes:
                     self._tell(outputs, notes)

@@ -313,7 +313,7 @@ _HOOKS = (
 
 @dataclass(slots=True)
 class EngineBuilder:
-    """An engine that is being built, as those who make its hooks see it.
+    """An engine that is being built, as seen by the code that makes its hooks.
 
     Args:
         job: concrete.

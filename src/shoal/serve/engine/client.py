@@ -127,7 +127,7 @@ class EngineClient:
 
         Args:
             request: its id is that of no open request.
-            on: who takes in other messages about it: ``began`` (at: s on the monotonic clock,
+            on: receives other messages about it: ``began`` (at: s on the monotonic clock,
                 when its first step began; engines of several processes do not report it) and
                 ``vector`` (values: of its prompt).
 

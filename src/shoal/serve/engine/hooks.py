@@ -53,7 +53,7 @@ ORDER = (
     "speculation",
     # Extends the salt of a request that was not refused.
     "streams",
-    # Extends it, too; only the order of words in the salt depends on who is first.
+    # Extends it, too; only the order of words in the salt depends on which is first.
     "shares",
     # May unmerge the adapter in the weights for a request, so behind all that may refuse it.
     "adapters",
@@ -178,7 +178,7 @@ class EngineHook(Hook):
         return {}
 
     def answers(self) -> Mapping[str, Callable[..., Any]]:
-        """Questions that are answered between two steps, each with who answers it."""
+        """Questions that are answered between two steps, each with the function that answers it."""
         return {}
 
     def metrics(self) -> Mapping[str, float]:

@@ -49,7 +49,7 @@ class IsolationHook(EngineHook):
         return replace(step, scrub=blocks)
 
     def executed(self, done: ExecutedStep) -> None:
-        """End who cannot go on."""
+        """End requests that cannot go on."""
         errors = done.result.errors
         chunks = done.step.chunks if errors else ()
         self._dirty = [b for c in chunks if c.request.id in errors for b in c.request.blocks]

@@ -199,7 +199,7 @@ class LocalRunner:
         back as those of any that is aborted.
 
         Raises:
-            ServeError: who else computes is gone, or the books are wrong: nothing can go on.
+            ServeError: another process is gone, or the books are wrong: nothing can go on.
             RuntimeError: the device does not work any more.
         """
         try:

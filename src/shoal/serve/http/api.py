@@ -106,7 +106,7 @@ def create_app(
         access: who may call.
         limits: what a request may ask for.
         drain: closed while the server drains.
-        provider: who takes traces of requests; None for no traces.
+        provider: receives traces of requests; None for no traces.
         adapter_places: callers may load adapters from there, unload and merge them.
     """
     limits = limits or HttpLimits()

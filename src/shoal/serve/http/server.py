@@ -40,7 +40,7 @@ __all__ = ["Backend", "RunningServer", "ServerOptions", "running", "serve", "ser
 
 log = logging.getLogger("shoal.serve")
 
-# s that cut streams get to inform their readers, who may not read.
+# s that cut streams get to inform their readers, which may not read.
 _FAREWELL_S = 2
 # s between two looks at whether all have left.
 _LOOK_S = 0.02

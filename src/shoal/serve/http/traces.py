@@ -129,7 +129,7 @@ class RequestTracer:
     """Begins the spans of requests.
 
     Args:
-        provider: who takes them; None for no traces.
+        provider: receives them; None for no traces.
         model: what the model is called in requests.
     """
 

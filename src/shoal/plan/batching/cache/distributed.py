@@ -197,7 +197,7 @@ class DistributedBlocks(PagedBlocks):
         self._next = 0
         # No longer used here: instance -> its blocks, until they are given back.
         self._returns: dict[int, list[int]] = {}
-        # Blocks of this instance that others use -> who.
+        # Blocks of this instance that others use -> the user.
         self._lent: dict[int, int] = {}
         self._sent = 0
 
@@ -276,7 +276,7 @@ class DistributedBlocks(PagedBlocks):
             "blocks_moved": self._sent,
         }
 
-    # -- as who borrows -----------------------------------------------------------------
+    # -- as borrower --------------------------------------------------------------------
 
     @property
     def borrowed(self) -> dict[int, int]:
@@ -466,13 +466,13 @@ class DistributedBlocks(PagedBlocks):
         for block in [one for one, debtor in self._lent.items() if debtor == instance]:
             self.take_back(instance, [block])
 
-    # -- as who lends -------------------------------------------------------------------
+    # -- as lender ----------------------------------------------------------------------
 
     @property
     def num_lendable(self) -> int:
         """Blocks that this instance would lend now."""
         if self._num_unbacked or self._num_credits or self._loans:
-            return 0  # who borrows does not lend
+            return 0  # a borrower does not lend
         return max(0, self.num_local - self.watermark)
 
     @property

@@ -102,7 +102,7 @@ class LoanRegistry:
         return self._beats.keys()
 
     def beat(self, beat: InstanceStatus, now: float) -> None:
-        """An instance says how it is; who was lost stays lost."""
+        """An instance reports its state; one that was lost stays lost."""
         if beat.instance in self._beats:
             self._beats[beat.instance] = beat
             self._heard[beat.instance] = now
@@ -223,7 +223,7 @@ class LoanRegistry:
     def _gain(self, beat: InstanceStatus) -> float:
         """Tokens per s more by one more request, of which the loan's part is attended elsewhere.
 
-        Room for those that run is worth any price: who gives way is computed again.
+        Room for those that run is worth any price: one that gives way is computed again.
         """
         if not beat.short:
             return math.inf

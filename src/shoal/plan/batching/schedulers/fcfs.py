@@ -11,7 +11,7 @@ head of the queue only, and preemption puts the youngest running request back th
 no request is overtaken, the oldest request always runs, and one that fits alone finishes.
 
 Several answers to one prompt are forks of the first. They stand aside until it has computed the
-prompt, and then go before all who wait, with its blocks, so that the prompt is computed once.
+prompt, and then go before all that wait, with its blocks, so that the prompt is computed once.
 
 Sources: Yu et al., Orca, 2022 (iteration-level scheduling); Agrawal et al.,
 Sarathi-Serve, 2024 (chunked prompts beside decodes); Kwon et al., PagedAttention, 2023,

@@ -1,6 +1,6 @@
 """The loop of diffusion decoding: forward, unmask, again, for several requests at once.
 
-Each request works on a block of its own; who is through with it goes on to the next while others
+Each request works on a block of its own; when it is done it goes on to the next while others
 are still busy (ragged completion). Whether a block is through is asked once in ``unroll``
 iterations: those that were done for nothing are cheaper than asking a device each time.
 

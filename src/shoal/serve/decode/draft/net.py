@@ -251,7 +251,7 @@ class DraftMemory(Generic[_Held]):
         """Room for so many tokens; False where the requests of this step have all there is.
 
         Args:
-            known: who needs it.
+            known: the request that needs it.
             tokens: of it, from the first.
             asked: requests that guess now, the youngest ones: they give nothing.
         """
