@@ -132,7 +132,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a locale cannot show is no error
             stream.reconfigure(errors="backslashreplace")
-    # PyTorch's own choice is a name in /tmp that anybody can guess, and take first.
+    # PyTorch's own choice is a name in /tmp that any user can guess, and take first.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shoal_home() / "inductor"))
     try:
         app()
@@ -145,6 +145,6 @@ def main() -> None:
         print("stopped", file=sys.stderr)
         sys.exit(status_of(stop))
     except BrokenPipeError:
-        # The reader of our output has gone; there is nobody left to tell.
+        # The reader of our output has gone: nothing more can be reported.
         sys.stderr.close()
         sys.exit(141)

@@ -67,7 +67,7 @@ def run_demo(
     training: Callable[[], AbstractContextManager[Watch]],
     sets: Sequence[str] = (),
 ) -> TrainReport:
-    """Do all of it, telling each part.
+    """Do all of it, reporting each part.
 
     Args:
         directory: where the run and the machine go.
@@ -133,7 +133,7 @@ def _fresh(directory: Path) -> Path:
 
 
 def _talk(model: Path, say: Callable[[str], None]) -> None:
-    """Serve the model, and ask it by the client that everybody uses."""
+    """Serve the model, and ask it by the usual client."""
     from openai import OpenAI
 
     from shoal.serve.http.server import running

@@ -1,9 +1,9 @@
-"""What ranks tell each other before they load together: what they want, and who reads it when.
+"""What ranks exchange before they load together: what they want, and who reads it when.
 
 No rank gathers what all want, box by box. Each tensor has a rank that receives which ranks want
 which boxes of it and makes runs of them (:mod:`~shoal.checkpoint.runs`); the runs are small, and
-all hear them.
-A plan is kept: ranks that load another checkpoint of the same layout tell each other two digests.
+all receive them.
+A plan is kept: ranks that load another checkpoint of the same layout exchange two digests.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Plans:
     """Plans of ranks that load in this process.
 
     Attributes:
-        kept: what tells layouts and wishes apart -> digest of what all ranks asked for, plan.
+        kept: what identifies layouts and wishes -> digest of what all ranks asked for, plan.
     """
 
     kept: OrderedDict[tuple[Any, ...], tuple[str, ReadTurns]] = field(default_factory=OrderedDict)
@@ -158,7 +158,7 @@ def shared(wishes: Sequence[BoxRequest], peers: Peers) -> Wants:
 
 
 def addressed(wishes: Sequence[BoxRequest], world: int) -> list[bytes]:
-    """What one rank tells each of the others: its wishes for the tensors of that one."""
+    """What one rank sends to each of the others: its wishes for the tensors of that one."""
     homes: dict[int, dict[str, list[list[int]]]] = {}
     for wish in wishes:
         home = homes.setdefault(zlib.crc32(wish.name.encode()) % world, {})
@@ -170,7 +170,7 @@ def addressed(wishes: Sequence[BoxRequest], world: int) -> list[bytes]:
 
 
 def together(messages: Sequence[bytes]) -> bytes:
-    """What a rank makes of the wishes for its tensors, which all ranks have told it."""
+    """What a rank makes of the wishes for its tensors, which all ranks have sent to it."""
     owned: dict[str, list[OwnedBox]] = {}
     for rank, one in enumerate(messages):
         for name, boxes in json.loads(one or b"{}").items():
@@ -213,7 +213,7 @@ def _settled(
 
 
 def _inbox(plan: ReadPlan, peers: Peers) -> dict[int, list[tuple[int, FileRead]]]:
-    """Round -> what others pass on to this rank; each tells those that take some of its reads."""
+    """Round -> what others pass on to this rank; each notifies those that take its reads."""
     notes: list[list[tuple[int, str, int]]] = [[] for _ in range(peers.world)]
     for number, read in enumerate(plan.reads):
         for rank in read.ranks:

@@ -2,7 +2,7 @@
 
 Every rank writes its file in a thread of its own and then votes: a small file that says what it
 wrote, or why it could not. Rank 0 looks for the votes and commits when all are there; one refusal
-is enough to drop the save. Nobody who trains waits for any of this.
+is enough to drop the save. Training waits for none of this.
 
 Source: Wan et al., ByteCheckpoint, 2024, section 4.2 (asynchronous pipeline); Maurya et al.,
 DataStates-LLM, 2024, section IV (asynchronous consolidation by two-phase commit).
@@ -147,10 +147,10 @@ class Background:
                     lambda: write_image(draft, rank, image, chunks, checksums), phase="write"
                 )
                 self.store.vote(draft, rank, vote, ticket)
-        except Exception as cause:  # a thread has nobody to raise to: the ticket tells
+        except Exception as cause:  # a thread has no caller: the ticket reports it
             failures.append(CheckpointError(f"step {ticket.step}: {type(cause).__name__}: {cause}"))
         finally:
-            # Whoever waits for the memory that chunks come from goes on.
+            # Code that waits for the memory that chunks come from continues.
             if hasattr(chunks, "close"):
                 chunks.close()
         if failures:

@@ -55,7 +55,7 @@ def copy_crc32c(target: np.ndarray, data: np.ndarray, before: int = 0) -> int:
 
 
 def copy_crc32c_at(target: int, data: int, nbytes: int, before: int = 0) -> int:
-    """The same of two places in memory, for who copies many small pieces.
+    """The same of two places in memory, for copies of many small pieces.
 
     Args:
         target: address to copy to.

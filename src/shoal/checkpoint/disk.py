@@ -1,7 +1,7 @@
 """Writing a large file past the page cache.
 
 A checkpoint is read again hours later or never, so copies of it in memory are of no use, and
-making them costs the processor more than the disk costs anybody. Bytes whose place in memory and
+making them costs the processor more than the disk. Bytes whose place in memory and
 in the file is aligned go straight to the disk (``O_DIRECT``); all others through the page cache,
 and so does everything where the file system has no such way.
 """

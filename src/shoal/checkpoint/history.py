@@ -1,4 +1,4 @@
-"""The saves of a run as its events tell them: what they held up, and what each rank did when.
+"""The saves of a run from its events: what they held up, and what each rank did when.
 
 Source: Wan et al., ByteCheckpoint, 2024, section 5.3 (phases of every rank, the slowest flagged).
 """
@@ -37,7 +37,7 @@ class Share:
     Args:
         phases_s: phase -> seconds.
         spans_s: phase -> when it began and ended, s after the save began.
-        nbytes: of its file; None if no event tells.
+        nbytes: of its file; None if no event states it.
     """
 
     phases_s: Mapping[str, float]
@@ -61,10 +61,10 @@ class SaveRecord:
 
     Args:
         step: after which it was made.
-        time: when it was told, s since 1970.
+        time: when it was reported, s since 1970.
         failed: it became no checkpoint.
         message: why.
-        mode: how it was saved; empty if no event tells.
+        mode: how it was saved; empty if no event states it.
         seconds: until it was durable.
         blocked_s: cause -> seconds for which training stood still.
         ranks: every rank's share.
@@ -83,14 +83,14 @@ class SaveRecord:
 
     @property
     def stall_s(self) -> float | None:
-        """Seconds for which training stood still; None if the event does not tell."""
+        """Seconds for which training stood still; None if the event does not state it."""
         # Events of old runs know no causes: there training waited for all of it.
         total = math.fsum(self.blocked_s.values()) if self.blocked_s else self.seconds
         return total if math.isfinite(total) else None
 
     @classmethod
     def of(cls, event: Mapping[str, Any], levels: Iterable[Mapping[str, Any]] = ()) -> SaveRecord:
-        """What an event tells; what it has not, or has in another form, is left out."""
+        """What an event contains; what it has not, or has in another form, is left out."""
         shares = zip(
             _dicts(event.get("ranks_s")),
             itertools.chain(_dicts(event.get("ranks_spans_s")), itertools.repeat({})),
@@ -143,7 +143,7 @@ def history(events: Iterable[Mapping[str, Any]]) -> list[SaveRecord]:
 
 
 def pick(saves: Sequence[SaveRecord], step: int | None) -> SaveRecord:
-    """The newest save of which every rank has told what it did, or that of a step.
+    """The newest save of which every rank has reported what it did, or that of a step.
 
     Raises:
         CheckpointError: there is none.

@@ -1,7 +1,7 @@
 """The file of one rank before it exists: what lies where in it, and its checksums.
 
 A safetensors file is a header and the tensors' bytes without gaps, so the whole file follows from
-names, shapes and dtypes. Whoever has its image in memory writes it in any chunks; checksums are
+names, shapes and dtypes. Code that has its image in memory writes it in any chunks; checksums are
 taken on the way.
 """
 

@@ -77,7 +77,7 @@ def digest(value: Any) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class IndexedTensor:
-    """One whole tensor and who holds it.
+    """One whole tensor and its holders.
 
     Args:
         dtype: the format's name, such as ``BF16``.
@@ -319,7 +319,7 @@ class Merger:
             votes: of each rank the bytes of its shard.
 
         Raises:
-            CheckpointError: two ranks disagree about a tensor, nobody wrote a part of it, or a
+            CheckpointError: two ranks disagree about a tensor, no rank wrote a part of it, or a
                 shard is none.
         """
         heads: list[RankIndex] = []

@@ -178,7 +178,7 @@ class LevelCopier:
                 with self.far.noting(failures, step):
                     self._hold()
                     sent = self._send(step, number)
-            except Exception as cause:  # a thread has nobody to raise to
+            except Exception as cause:  # a thread has no caller
                 failures.append(CheckpointError(f"step {step}: {type(cause).__name__}: {cause}"))
             last = number == self._tries or self._abandoned.is_set()
             state = "complete" if not failures else "failed" if last else "retry"
@@ -269,7 +269,7 @@ class CheckpointLevels:
         makers: each makes a level; called on rank 0.
 
     Raises:
-        ShoalError: on every rank, if another run saves at a level or nobody knows how to reach it.
+        ShoalError: on every rank, if another run saves at a level or no part can reach it.
     """
 
     def __init__(self, peers: Peers, makers: Sequence[Callable[[], LevelCopier]]) -> None:

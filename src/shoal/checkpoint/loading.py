@@ -1,10 +1,10 @@
 """Loading: what all ranks want of a checkpoint, read once and passed on to the ranks that want it.
 
-The ranks tell each other their boxes and come to one plan (:mod:`~shoal.checkpoint.agreement`,
+The ranks exchange their boxes and come to one plan (:mod:`~shoal.checkpoint.agreement`,
 :mod:`~shoal.checkpoint.reads`). Then they go round by round: each has one read, keeps what it
 wants of it and sends the others theirs, while the next reads are under way already. Pieces are
 compared with their checksums on the way; one that several ranks have read in part is compared by
-one of them, which all tell what they saw.
+one of them, to which all report what they saw.
 
 Source: Wan et al., ByteCheckpoint, 2024, sections 3.3 and 4.1.
 """
@@ -104,7 +104,7 @@ def load_pieces(
     Args:
         saved: the checkpoint, which every rank has opened.
         wanted: this rank's boxes; every tensor is written, whatever lay in it. After an error
-            nobody knows what lies in them.
+            their contents are undefined.
         comm: the ranks that load together; what several want is then read by one of them.
         verify: compare pieces with their checksums, which needs them whole. Without it only
             wanted rows are read, and damage goes unseen.

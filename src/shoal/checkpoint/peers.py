@@ -1,4 +1,4 @@
-"""The ranks that save together, as saving needs them: what one says, all hear."""
+"""The ranks that save together, as saving needs them: what one sends, all receive."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class CommPeers:
 
 
 def call_on_first(peers: Peers, call: Callable[[], Any]) -> Any:
-    """Call something on rank 0; all ranks hear what it returned, which is plain data.
+    """Call something on rank 0; all ranks receive what it returned, which is plain data.
 
     Raises:
         ShoalError: it was refused; on rank 0 as it was, on the others with the same words.

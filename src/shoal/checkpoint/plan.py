@@ -2,9 +2,9 @@
 
 Data-parallel ranks hold the same tensors. Each box is written by one of its holders: what has one
 holder is his, then the largest of the others goes to the holder that has least so far, and so on
-(worst fit, decreasing). Small boxes that the same ranks hold stay together, so that who loads them
+(worst fit, decreasing). Small boxes that the same ranks hold stay together, so that a loader
 reads one file for them and not one for each. Every rank comes to the same plan from the same
-proposals, so nobody has to be told. Proposals travel when the layout changes, as a digest and a
+proposals without being informed. Proposals travel when the layout changes, as a digest and a
 size for each box; until then a plan is looked up.
 
 Source: Wan et al., ByteCheckpoint, 2024, section 4.1 (deduplication, balance, plan cache).

@@ -2,7 +2,7 @@
 
 A part of kind ``save_mode`` builds a :class:`Saver`, one on each rank, for the whole run. The loop
 calls ``save`` with everything the rank holds, ``before_update`` before anything of it changes, and
-asks for what has ``finished``; a save that fails is told and does not end the run.
+asks for what has ``finished``; a save that fails is reported and does not end the run.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Saver(Protocol):
             meta: plain data to keep beside; rank 0's is kept.
 
         Raises:
-            CheckpointError: what is given cannot be stored. A place that refuses is told by the
+            CheckpointError: what is given cannot be stored. A place that refuses is reported by the
                 ticket.
         """
         ...

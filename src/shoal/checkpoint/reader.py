@@ -1,6 +1,6 @@
 """Reading large pieces of files ahead of who uses them, past the page cache where that is possible.
 
-A checkpoint is read once, so copies of it in the page cache help nobody, and making them costs as
+A checkpoint is read once, so copies of it in the page cache are of no use, and making them costs as
 much as the disk. A few threads read into a ring of aligned buffers, so that the disk goes on while
 what it delivered is checked, copied and sent.
 

@@ -51,7 +51,7 @@ READ_BYTES = 2**23
 """Most bytes of one read: a disk's full rate, and still short enough to overlap."""
 
 GAP_BYTES = 2**18
-"""Bytes that nobody wants are read where there are fewer in between: about what a disk
+"""Bytes that no rank wants are read where there are fewer in between: about what a disk
 delivers in the time that one more read takes to begin."""
 
 
@@ -128,7 +128,7 @@ class FileRead:
     Args:
         file: its name.
         segments: what is used of it, in the order of the file.
-        ranks: who takes some of it.
+        ranks: those that take some of it.
     """
 
     file: str
@@ -382,7 +382,7 @@ class _Planning:
         return _union(several)
 
     def _readers(self, segments: Sequence[ReadSegment]) -> tuple[int, ...]:
-        """The ranks that want some of the pieces, of which nobody takes these segments."""
+        """The ranks that want some of the pieces, of which none takes these segments."""
         return _union(
             {self._ranks_of(s.name, tuple(self.wants[s.name].spans(s.piece))) for s in segments}
         )

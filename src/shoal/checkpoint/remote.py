@@ -148,7 +148,7 @@ class RemoteDraft:
         fs: the fsspec file system.
         root: of the storage.
         step: which step it will be.
-        attempt: what tells it from other saves of the same step.
+        attempt: distinguishes it from other saves of the same step.
     """
 
     def __init__(self, fs: Any, root: str, step: int, attempt: str) -> None:
@@ -215,7 +215,7 @@ class RemoteStorage:
             settings (for S3 ``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` and so on).
 
     Raises:
-        ConfigError: nobody knows how to reach it.
+        ConfigError: no part can reach it.
         MissingExtraError: the package that does is not installed.
     """
 
@@ -325,7 +325,7 @@ class RemoteStorage:
 
         def renew() -> None:
             while not over.wait(_LEASE_S / 4):
-                with contextlib.suppress(OSError):  # the next save tells what is wrong
+                with contextlib.suppress(OSError):  # the next save reports what is wrong
                     say()
 
         renewer = threading.Thread(target=renew, name="checkpoint-lease", daemon=True)

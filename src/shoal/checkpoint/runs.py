@@ -23,7 +23,7 @@ _FEW = 12
 
 
 class OwnedBox(NamedTuple):
-    """A box and who owns it.
+    """A box and its owner.
 
     Args:
         owner: number of a rank or of a file.

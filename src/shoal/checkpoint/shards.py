@@ -1,7 +1,7 @@
 """The index of one rank's file: what lies where in it, with the checksum of every piece.
 
 ``rank-00000.json`` lies beside ``rank-00000.safetensors``. A rank writes it when its file is
-durable, which is its vote for the checkpoint, and ``index.json`` holds the SHA-256 of it. Whoever
+durable, which is its vote for the checkpoint, and ``index.json`` holds the SHA-256 of it. Code that
 needs no piece of a file never reads the file's shard.
 
 It is JSON of four lines, so what is the same in every save is found without being parsed::

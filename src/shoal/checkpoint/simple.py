@@ -61,7 +61,7 @@ class Checkpoints:
             :meth:`before_update`.
         keep: how many of the newest are kept; all if not given.
         comm: the ranks; those of ``torch.distributed`` where it is initialised, if not given.
-        device: where tensors lie, ``cpu`` or ``cuda``; found out if not given.
+        device: where tensors lie, ``cpu`` or ``cuda``; detected if not given.
 
     Raises:
         CheckpointError: another program is saving there, or the place refuses.
@@ -125,8 +125,8 @@ class Checkpoints:
         """Fill a state with a saved one, whatever layout saved it.
 
         Args:
-            state: as for :meth:`save`; it may be less than what was saved. After an error nobody
-                knows what it holds.
+            state: as for :meth:`save`; it may be less than what was saved. After an error
+                its contents are undefined.
             step: which one; the newest if not given.
             verify: compare what is read with its checksums.
             cast: tensors may have another dtype than the stored ones.

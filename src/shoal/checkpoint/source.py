@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_BYTES", "ByteSource", "host_memory", "straight"]
 
 CHUNK_BYTES = 2**23
-"""Long enough for a disk's full rate, short enough that nobody waits for the end of one."""
+"""Long enough for a disk's full rate, short enough that waiting for the end of one is cheap."""
 
 _HUGE = 2**21
 
@@ -94,7 +94,7 @@ class ByteSource:
             place = out[low - at : high - at]
             before = self.checksums[slot.key]
             if part.device.type == "cpu":
-                # Not a copy by torch, which would take threads from those who train.
+                # Not a copy by torch, which would take threads from training.
                 after = copy_crc32c(place.numpy(), part.numpy(), before)
             else:
                 place.copy_(part)

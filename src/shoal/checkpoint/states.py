@@ -141,7 +141,7 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
     """What this rank holds of a tensor: of a DTensor its local part, of others all.
 
     Raises:
-        CheckpointError: sums of it are still to be made, so nobody has its values.
+        CheckpointError: sums of it are still to be made, so no rank has its values.
     """
     from torch.distributed.tensor import DTensor
 

@@ -147,7 +147,7 @@ class Storage(Protocol):
         ...
 
     def unfinished(self) -> tuple[int, ...]:
-        """Steps that lie here without an index, so that nobody can load them."""
+        """Steps that lie here without an index, so that they cannot be loaded."""
         ...
 
     def folder(self, step: int) -> Folder:
@@ -180,7 +180,7 @@ class Storage(Protocol):
 
         Args:
             step: which step.
-            attempt: what tells this save from others of the same step; the same on all ranks.
+            attempt: distinguishes this save from others of the same step; equal on all ranks.
         """
         ...
 
@@ -197,7 +197,7 @@ class Storage(Protocol):
         ...
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be written; None where nobody can say."""
+        """Bytes that can still be written; None where unknown."""
         ...
 
 

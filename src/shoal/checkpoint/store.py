@@ -147,8 +147,8 @@ class Store:
     ) -> None:
         """The same with pieces that were checked already, or that are when they are asked for.
 
-        ``attempt`` tells this save from others of the same step, on all ranks alike; ``ticket``
-        is told how long what took.
+        ``attempt`` distinguishes this save from others of the step, on all ranks alike; ``ticket``
+        receives how long what took.
         """
         ticket = ticket or SaveTicket(step)
         require(step >= 0, "step", step, expected="at least 0", error=CheckpointError)
@@ -261,7 +261,7 @@ class Store:
         """The newest checkpoint, every byte verified; None if nothing was saved yet.
 
         Args:
-            on_corrupt: told about each damaged checkpoint that is passed over for an older
+            on_corrupt: called with each damaged checkpoint that is passed over for an older
                 one. Without it a damaged newest checkpoint is an error.
             expect_model: the configuration that ``meta["model"]`` must equal.
             verify: hash every piece now; otherwise when it is used, see :meth:`open`.

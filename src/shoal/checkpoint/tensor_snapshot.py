@@ -5,7 +5,7 @@ shared with numpy, or by a native kernel does not; a sample of the bytes shows i
 every 4096 bytes, at a place drawn anew for each save, and all bytes of small tensors. So a write
 that lasts is noticed if it covers 8 KiB in a row anywhere, and otherwise with probability
 ``1 - (63 / 64) ** pages`` for a write of a line in each of so many pages; a single element that
-changes behind everyone's back is most likely not. A digest of all bytes notices every write that
+changes most likely is not. A digest of all bytes notices every write that
 lasts, at the price of reading them once while training waits.
 
 Differs: comparing the copy with its source when the copy is done, which needs no reading in

@@ -1,6 +1,6 @@
 """The verdict: a pure function of raw samples and thresholds.
 
-Whoever has a results file can compute it again, and gets the same.
+Any reader of a results file can compute it again, and gets the same.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ class Verdict(Value):
 
 
 def _silent(message: str, done: float) -> None:
-    """Report progress to nobody."""
+    """Discard progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ class ExperimentContext:
 
     Args:
         work_dir: an empty directory for its files; removed afterwards.
-        machine: the probed machine, or None when nobody probed it.
+        machine: the probed machine, or None when it was not probed.
         data: the user's own data, or None for the default corpus.
         model: the user's own model directory or name, or None for the experiment's own.
         seed: seed of everything random.

@@ -30,7 +30,7 @@ Progress = Callable[[str, float], None]
 
 
 def _silent(message: str, done: float) -> None:
-    """Report progress to nobody."""
+    """Discard progress."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class CatalogueStatus(Value):
 
 
 def standings(results: Path = Path("results")) -> list[CatalogueStatus]:
-    """Every row with its results file; one that was edited is told, not believed.
+    """Every row with its results file; one that was edited is reported, not trusted.
 
     Unlike :func:`listing` this goes on past a bad file, for pages that show what is
     wrong beside everything that is right.

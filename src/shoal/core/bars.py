@@ -17,7 +17,7 @@ from shoal.core.svg import COLOURS
 __all__ = ["StackedBars"]
 
 _LEFT, _RIGHT, _BAR, _GAP, _LETTER = 290, 90, 20, 10, 7.2
-# More than a chart's lines need; the last two are told apart by their lightness.
+# More than a chart's lines need; the last two differ in lightness.
 _COLOURS = (*COLOURS, "#6B6B6B", "#F0E442")
 
 

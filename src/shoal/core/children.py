@@ -65,7 +65,7 @@ def command(module: str, *arguments: str) -> list[str]:
 def _working_directory() -> str:
     try:
         return str(Path.cwd())
-    except FileNotFoundError:  # somebody has removed it
+    except FileNotFoundError:  # it was removed
         return ROOT
 
 
@@ -155,7 +155,7 @@ def from_lasting_thread(
 ) -> _T:
     """Call ``make`` in the thread that lives as long as this process.
 
-    A Ctrl-C while it runs ends what it made: nobody else would know of it.
+    A Ctrl-C while it runs ends what it made: no other process knows of it.
 
     Args:
         make: starts a process.

@@ -217,7 +217,7 @@ def _put(cls: type[BaseModel], raw: dict[str, Any], path: str, value: Any, reaso
     for depth, parent in enumerate(parents):
         inner = place.get(parent)
         if inner is None and depth == 0 and parent in cls.model_fields and last != "name":
-            # An option of a part that nobody named is one of the part by default.
+            # An option of a part that was not named is one of the part by default.
             default = cls.model_fields[parent].default
             inner = default.name if isinstance(default, Choice) else None
         if isinstance(inner, str):  # the short spelling of a choice

@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["free_descriptors", "raise_descriptor_limit"]
 
-# A soft limit above this helps nobody, and some programs walk over all descriptors.
+# A soft limit above this is of no use, and some programs walk over all descriptors.
 _MOST = 65_536
 
 

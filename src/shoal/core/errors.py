@@ -12,7 +12,7 @@
     ├── CheckpointError        a checkpoint that cannot be used
     │   └── CorruptError       bytes that are not the bytes that were written
     ├── MachineError           a machine that cannot be, or cannot be measured
-    │   └── NoisyMachineError  a measurement that nobody should trust
+    │   └── NoisyMachineError  a measurement that is not reliable
     ├── TierFullError          a place for tensors that has no room left
     │   └── DeviceMemoryError  an operator that does not fit in its device's memory
     ├── KernelError            a kernel or a number format that cannot do what is asked

@@ -119,7 +119,7 @@ def write_atomic(path: Path, data: bytes | str, *, error: type[ShoalError] = Sho
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _beside(path)
-        # Not mkstemp: it makes files for their owner only, and nobody can ask for the umask
+        # Not mkstemp: it makes files for their owner only, and the umask cannot be read
         # without changing it for all threads.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with os.fdopen(fd, "wb") as file:
@@ -207,7 +207,7 @@ def write_dir_atomic(path: Path, *, error: type[ShoalError] = ShoalError) -> Ite
 
 
 def _beside(path: Path) -> Path:
-    """A hidden name in the same directory that nobody can guess."""
+    """A hidden name in the same directory that cannot be guessed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 

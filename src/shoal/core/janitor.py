@@ -22,7 +22,7 @@ from shoal.core.children import ROOT, SAFE_PATH, environment
 
 __all__ = ["clean_up_with", "dismiss", "leave", "wait_for_end"]
 
-# The shell that waits is nobody's child: Ray kills the children of its workers with them.
+# The shell that waits is an orphan: Ray kills the children of its workers with them.
 _SCRIPT = 'exec 3<&0; { read -r word || exec "$@"; } <&3 3<&- &'
 _LOCK = threading.Lock()
 _JANITORS: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}

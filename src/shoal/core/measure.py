@@ -201,7 +201,7 @@ def noise_reasons(*, spin: Callable[[], float] | None = None, window_s: float = 
     """Why a timing taken now would mean little; empty on a quiet machine.
 
     Looks at what other processes use of the processors now, at time stolen by the
-    hypervisor, and at how evenly a fixed loop runs. The load average is only told along:
+    hypervisor, and at how evenly a fixed loop runs. The load average is only reported:
     it remembers a minute that is over.
 
     Args:

@@ -276,7 +276,7 @@ class PartTable(Mapping[str, str]):
                 yield Choice.model_construct(name=name, options=_given(part)), more
 
     def proposable(self) -> tuple[str, ...]:
-        """The parts that may be proposed by who is not asked for them."""
+        """The parts that may be proposed without being asked for."""
         return tuple(name for name in self if hasattr(self.load(name), "candidates"))
 
     def build(self, choice: Choice | str | Mapping[str, Any], *, where: str = "") -> Any:

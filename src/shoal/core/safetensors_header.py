@@ -1,7 +1,7 @@
 """The header of a safetensors file, read with suspicion.
 
 A safetensors file is eight bytes of header length, a JSON header, and the tensors'
-bytes without gaps. Whoever opens one is told sizes by the file itself; here every
+bytes without gaps. The file itself states its sizes; here every
 claim is held against the size of the file before anything is allocated, so a file
 of one kilobyte that claims 10^12 elements costs one kilobyte.
 

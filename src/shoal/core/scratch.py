@@ -1,4 +1,4 @@
-"""Temporary directories and names in shared memory whose owner can be told from their name.
+"""Temporary directories and names in shared memory whose owner follows from their name.
 
 A process that is killed removes nothing. The name therefore says which process made the
 directory, and :func:`sweep` removes those whose process is gone::

@@ -17,7 +17,7 @@ from shoal.core.svg import COLOURS
 __all__ = ["Bar", "BarChart", "HeatMap"]
 
 _TOP, _LEFT, _ROW, _GAP = 34, 96, 24, 3
-# Rows beyond these are not drawn, and that is told.
+# Rows beyond these are not drawn, and that is stated.
 _MOST = 256
 
 
@@ -82,7 +82,7 @@ class HeatMap:
                     continue
                 share = value / most[number] if most[number] > 0 else 0.0
                 x = _LEFT + cell * number
-                # Light to dark of one hue: readable without telling colours apart.
+                # Light to dark of one hue: readable without distinguishing colours.
                 ink = "#fff" if share > 0.6 else "#111"
                 out.append(
                     f'<rect x="{x + 1}" y="{y + 1}" width="{cell - 2}" height="{_ROW - 2}" '

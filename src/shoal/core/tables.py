@@ -1,4 +1,4 @@
-"""A table as a value: what a part or a job shows, before anybody draws it."""
+"""A table as a value: what a part or a job shows, before it is drawn."""
 
 from __future__ import annotations
 

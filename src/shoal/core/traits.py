@@ -2,7 +2,7 @@
 
 A part states them as a class variable, ``traits: ClassVar[frozenset[str]]``; one that says nothing
 has none. Rules of legality, planners and emitters ask for a trait and never for a name, so a part
-of somebody else is judged like those that ship.
+of another package is judged like those that ship.
 """
 
 from __future__ import annotations

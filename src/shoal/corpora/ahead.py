@@ -1,7 +1,7 @@
 """Batches read ahead by a thread, and a state of them that a save does not wait for.
 
-While a reader is in the middle of a batch it has no state that anyone could go on from, so whoever
-asks for one waits until the batch is done. A program that asks one step before it saves has it when
+While a reader is in the middle of a batch it has no state to resume from, so a caller that asks for
+one waits until the batch is done. A program that asks one step before it saves has it when
 it saves: the reader notes its state between two batches, and what was read before that and not yet
 handed out belongs to it.
 
@@ -164,7 +164,7 @@ class ReadAhead:
                     self._ready.append(batch)
                     self._read += 1
                     self._changed.notify_all()
-        except Exception as cause:  # whoever asks next is told
+        except Exception as cause:  # raised to the next caller
             with self._changed:
                 self._failure = cause
                 self._changed.notify_all()

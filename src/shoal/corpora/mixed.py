@@ -64,7 +64,7 @@ class MixedCorpus:
             limit = self.limit_bytes.get(source)
             share = 1.0 if limit is None else min(1.0, limit / max(1, corpus.num_bytes()))
             seen = kept = 0.0
-            # Both splits pass through the same rule, so that each is the same whoever asks.
+            # Both splits pass through the same rule, so that each is the same for every caller.
             for document in corpus.documents():
                 size = len(document.text.encode())
                 seen += size

@@ -23,7 +23,7 @@ from shoal.ir.plan import Work
 
 __all__ = ["NAMES", "QuestionAnswer", "Tasks", "is_right", "problem"]
 
-# Bumped when a generator changes, so that nobody trains on tokens of the old one.
+# Bumped when a generator changes, so that no job trains on tokens of the old one.
 _VERSION = 3
 _FIELDS = ("name", "city", "team", "code", "host", "zone")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -289,7 +289,7 @@ def receive(
 def _ensured(path: Path, say: Progress, make: Callable[[Path], None]) -> TokenSet:
     """The token set at ``path``; made there by one process if it is missing or damaged."""
     if path.exists():
-        with contextlib.suppress(_DamagedError):  # told and repaired under the lock below
+        with contextlib.suppress(_DamagedError):  # reported and repaired under the lock below
             return _checked(path)
 
     def waiting() -> None:

@@ -29,7 +29,7 @@ class ScoreRow(Value):
         low: lower end of its 90 % interval.
         high: upper end.
         measured: what the run saw.
-        device: kind of device it was measured on; empty where nobody recorded it.
+        device: kind of device it was measured on; empty where not recorded.
         job: the job.
     """
 

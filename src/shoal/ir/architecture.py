@@ -149,7 +149,7 @@ class FeedForward(Value):
     Args:
         name: ``plain``, or ``duo``: a big one and a small one in every block, and a router.
         small_ratio: width of the small one, as a share of the big one's.
-        router: who chooses big, small or nothing for a token: a trained layer, chance, or nobody
+        router: who chooses big, small or nothing for a token: a trained layer, chance, or none
             (``fixed``: always big).
         shifts: (share of the all-big model's feed-forward operations, what is taken from a route's
             score for all of the big one's cost so that routers spend that share), shares rising;

@@ -73,7 +73,7 @@ class TreeSpec:
     Args:
         parent: of each node; -1 for the root.
         rank: which guess of its level each node is, best first.
-        value: the probability that a node is accepted; empty where nobody knows it.
+        value: the probability that a node is accepted; empty where unknown.
     """
 
     parent: tuple[int, ...]
@@ -140,7 +140,7 @@ class Expectation:
         weight_bytes: B of what it reads to guess once, for however many requests.
         reads: how often it reads that for the guesses of one step.
         request_bytes: B that it keeps for one token of a request's context.
-        assumes: what the numbers rest on, where nobody measured it.
+        assumes: what the numbers rest on, where it was not measured.
     """
 
     tokens: tuple[float, ...]
@@ -201,7 +201,7 @@ class VerificationCost(Protocol):
 
 @runtime_checkable
 class Drafting(Protocol):
-    """How much is guessed: asked by a scheduler in every step, told by it what came of it."""
+    """How much is guessed: a scheduler asks in every step, and then reports the outcome."""
 
     def nodes(self, requests: int) -> int:
         """Nodes of the tree of each of so many requests that decode together; 0 for none."""

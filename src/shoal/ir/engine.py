@@ -45,7 +45,7 @@ class KVManager(Protocol):
     """Who holds which block of the cache: bookkeeping without tensors.
 
     ``in_flight`` is kept by who begins transfers. A manager may read it, to give out blocks
-    that nobody touches first; it must be right with any order.
+    that no transfer touches first; it must be right with any order.
     """
 
     block_size: int
@@ -90,7 +90,7 @@ class KVManager(Protocol):
 class ForkingKVManager(Protocol):
     """A :class:`KVManager` whose requests can share blocks that some of them will write to.
 
-    Whoever is about to write to a block that others hold too is given a copy of it, by
+    A request that is about to write to a block that others hold too is given a copy of it, by
     ``allocate``.
     """
 
@@ -118,7 +118,7 @@ class PurgingKVManager(Protocol):
             blocks: of a request that has given them back.
 
         Returns:
-            Those that nobody holds.
+            Those that no request holds.
         """
         ...
 
@@ -285,7 +285,7 @@ class QueuedRunner(Runner, Protocol):
     depth: int
 
     def submit(self, step: Step) -> int:
-        """Take a step to compute after those under way; returns its ticket, and nobody waits."""
+        """Take a step to compute after those under way; returns its ticket without waiting."""
         ...
 
     def collect(self) -> StepResult:

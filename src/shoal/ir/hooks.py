@@ -90,12 +90,12 @@ class TrainStep:
         number: of the step, from 0.
         total: steps of the run.
         factor: of the peak learning rate.
-        stop: somebody asks to stop; from ``before_update`` on, on all ranks that update together.
+        stop: a stop is requested; from ``before_update`` on, on all ranks that update together.
         record: the times of its passes are to be kept.
         state: parameter -> what the optimizer keeps of it, by name.
         changing: to be called before the saved state changes, by what updates during the passes.
         count: counted tokens of the batch.
-        own: what this rank adds to the sum of token losses; None if nobody knows.
+        own: what this rank adds to the sum of token losses; None if unknown.
         loss: mean loss, from ``before_update`` on.
         norm: gradient norm before clipping, from ``before_update`` on.
     """

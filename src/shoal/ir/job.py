@@ -70,7 +70,7 @@ class Parallel(Value):
         vpp: pipeline stages of one rank.
         sp: shard norms and residuals over the tp ranks, by token (sequence parallelism).
         vocab: who splits embedding and output layer: the tp ranks, the pp ranks in passes of
-            their own, or nobody; auto is tp where tp > 1, else nobody.
+            their own, or none; auto is tp where tp > 1, else none.
         vocab_barriers: with vocab: pp, synchronisations of a micro-batch: 1 or 2.
         scatter_gather: each tp rank sends its share of what crosses between stages, and the
             receivers gather it among themselves.

@@ -1,7 +1,7 @@
 """Kinds of job: what the command line, the score and the dashboard know of each.
 
 A kind is a part of the table ``job``: its module imports without torch. Adding one is a class
-that follows :class:`JobKind` and a line of that table; a package of somebody else adds its own by
+that follows :class:`JobKind` and a line of that table; another package adds its own by
 the entry point ``job.NAME`` of the group ``shoal.parts``.
 """
 
@@ -182,7 +182,7 @@ class JobKind(Protocol):
         ...
 
     def describe(self, plan: Any) -> str:
-        """The choices of a plan in a few words: what tells it from the others."""
+        """The choices of a plan in a few words, which distinguish it from the others."""
         ...
 
     def results(self, report: Any, directory: Path) -> Sequence[Table | str]:
@@ -207,7 +207,7 @@ def kind_named(name: str) -> JobKind:
     """
     try:
         kind: JobKind = table("job").build(name, where="job")
-    except (ImportError, AttributeError) as cause:  # a package of somebody else
+    except (ImportError, AttributeError) as cause:  # another package
         raise ConfigError(
             f"job {name}: {table('job')[name]} cannot be imported: {cause}"
         ) from cause
@@ -233,7 +233,7 @@ def kinds() -> dict[str, JobKind]:
 
 @functools.cache
 def broken_kinds() -> dict[str, str]:
-    """Name -> what is wrong with a kind that somebody else registered."""
+    """Name -> what is wrong with a kind that another package registered."""
     kinds = {}
     for name in table("job"):
         try:

@@ -1,7 +1,7 @@
 """What there is: devices, memory tiers, links, prices.
 
 All rates are in units per second of the plain unit: byte/s, FLOP/s, s, W. A number
-that nobody probed or declared is absent, never zero.
+that was neither probed nor declared is absent, never zero.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class Device(Value):
         return self.memory[: self.memory.index(self.main_memory) + 1]
 
     def beyond(self, name: str) -> MemoryTier | None:
-        """What lies behind the main memory under this name: dram or disk; None if nobody says."""
+        """What lies behind the main memory under this name: dram or disk; None if not stated."""
         behind = self.memory[len(self.own_memory) :]
         return next((tier for tier in behind if tier.name == name), None)
 

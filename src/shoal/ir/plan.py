@@ -82,9 +82,9 @@ class Report(Value, Generic[P]):
         plan: what was planned.
         measured: quantity -> value, under the names and in the units of the kind's quantities.
         errors: quantity -> measured / predicted - 1.
-        details: what else the run found out, by name, as JSON.
+        details: what else the run measured, by name, as JSON.
         versions: package -> version.
-        device: kind of device it was measured on, cpu or gpu; empty where nobody recorded it.
+        device: kind of device it was measured on, cpu or gpu; empty where not recorded.
             Measured on another kind than was planned for, it says nothing about the prediction.
     """
 

@@ -26,7 +26,7 @@ class Routing(Value):
     Args:
         gate: how scores become experts and weights.
         capacity_factor: an expert takes at most this times the mean number of tokens, those of the
-            highest scores; None drops nobody.
+            highest scores; None drops no token.
         scope: among which tokens capacity counts: those of a ``full-sequence``, wherever they are,
             or a ``sub-sequence``, all that a rank has at once, which needs no communication; what
             is dropped then depends on split and micro-batch.

@@ -104,7 +104,7 @@ class Request:
         tokens: the prompt, then the generated tokens.
         n_prompt: tokens of the prompt.
         params: how to sample.
-        arrival: s, on the clock of whoever drives the scheduler.
+        arrival: s, on the clock of the scheduler's caller.
         n_computed: tokens whose keys and values are in the cache.
         n_cached: tokens of the prompt that were found in the cache at the last admission.
         priority: a smaller number goes first, where a scheduler looks at it.
@@ -212,7 +212,7 @@ class InFlight:
     """Blocks of one memory that transfers under way read or write.
 
     A transfer is under way from when it is decided until the runner says that it is over.
-    Whoever is given such a block waits for the transfers that touch it, and for no other.
+    A user of such a block waits for the transfers that touch it, and for no other.
     """
 
     def __init__(self) -> None:
@@ -281,10 +281,10 @@ class Step:
         wait_for: transfers, of this step or of earlier ones, that must be over before anything
             is computed. A step without chunks that waits for some ends when the first is over.
         scrub: blocks that are set to zero before anything else, for they hold numbers that are not
-            finite: a weight of 0 does not hide these from whoever gets the blocks next.
+            finite: a weight of 0 does not hide these from the blocks' next owner.
         moves: runs of blocks that are copied inside the cache before anything is computed, one
             after another; chunks have the blocks of afterwards.
-        at: s, when it was planned, on the clock of whoever drives the scheduler.
+        at: s, when it was planned, on the clock of the scheduler's caller.
     """
 
     chunks: tuple[Chunk, ...]
@@ -326,7 +326,7 @@ class StepResult:
             are in the cache.
         infos: request id -> log probabilities, where they were asked for; as many.
         seconds: how long it took, or is predicted to take.
-        done: transfers, of this step or of earlier ones, that are over now; each told once.
+        done: transfers, of this step or of earlier ones, that are over now; each reported once.
         vectors: request id -> vector of its prompt, where one was asked for.
         failed: request id -> why it cannot go on; others are not affected.
         errors: the same, for requests that are in order: what went wrong is the server's.

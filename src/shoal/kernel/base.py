@@ -44,10 +44,10 @@ class BaseKernel:
         needs: flags of the CPU without which it must not be run.
         compiled: it needs a C++ compiler.
         gates: it computes products of which half gate the others.
-        packs: it keeps its constants in an order of its own, so that nobody need keep them too.
+        packs: it keeps its constants in an order of its own, so that they need not be kept twice.
         rate: key of ``Device.peak_flops`` that bounds it.
-        memory_share: of the read bandwidth that it reaches, if nobody measured.
-        compute_share: of that rate that it reaches, if nobody measured.
+        memory_share: of the read bandwidth that it reaches, if not measured.
+        compute_share: of that rate that it reaches, if not measured.
         call_s: of one call, or of each of its rounds.
     """
 

@@ -47,7 +47,7 @@ def kernels_of(op: str) -> Mapping[str, Kernel]:
 
 @functools.cache
 def here() -> Machine:
-    """The machine of this process: as it was probed, or as far as it can be told without."""
+    """The machine of this process: as it was probed, or as far as it is known without."""
     from shoal.machine import described
 
     try:

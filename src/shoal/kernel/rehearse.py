@@ -1,6 +1,6 @@
 """The probe of kernels: what Shoal's reach on this host, and the peers that they compete with.
 
-From these numbers :mod:`shoal.kernel.dispatch` tells which kernel is fastest for a call.
+From these numbers :mod:`shoal.kernel.dispatch` decides which kernel is fastest for a call.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every host is a network namespace with one interface, ``eth0``; a switch, a name
 joins them. What a host sends is held to the rate where it leaves, and what it receives where the
 switch hands it on (token buckets, ``tbf``), so a host has the rate once in each direction, as
 behind a network card. Delay is not emulated. Hosts share file system, memory and cores: ranks
-that are to use the network must not be told that they share a host, and every packet takes a
+that are to use the network must not know that they share a host, and every packet takes a
 little of the time in which they compute, so the fewer there are, the more it is as with a card.
 
 Nothing is changed outside these namespaces. They are taken down at the end, with everything that
@@ -36,7 +36,7 @@ from shoal.core.janitor import clean_up_with, wait_for_end
 __all__ = ["EmulatedNetwork", "burst_bytes", "emulate", "sweep", "unavailable"]
 
 INTERFACE = "eth0"
-# Addresses of the hosts; nobody outside the namespaces sees them.
+# Addresses of the hosts; they are not visible outside the namespaces.
 _SUBNET = "10.77.0"
 _MOST_HOSTS = 64
 # A full queue drops packets, and TCP slows down: so long a wait is allowed in front of the bucket.
@@ -105,7 +105,7 @@ class EmulatedNetwork:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells ranks to meet at the first host, over the emulated interface."""
+        """Variables by which ranks meet at the first host, over the emulated interface."""
         return {
             "MASTER_ADDR": self.addresses[0],
             "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -168,7 +168,7 @@ class EmulatedNetwork:
         _shape(name, interface, bandwidth, verb="replace")
 
     def plug(self, host: int, *, into: bool) -> None:
-        """Pull the cable of a host, or plug it in again; those who use it are told nothing.
+        """Pull the cable of a host, or plug it in again; its users are not informed.
 
         Args:
             host: number of the host.

@@ -1,4 +1,4 @@
-"""The training steps that the probe of this machine has run, so that others can be told.
+"""The training steps that the probe of this machine has run, from which others are predicted.
 
 One small model under one split after another: what a step takes beyond its operators alone
 (ranks that wait for each other, copies of gathered weights, caches that ranks of one core take

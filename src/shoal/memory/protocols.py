@@ -48,7 +48,7 @@ class TieredModel(ShardedModel, Updater, Protocol):
     def lend(self, names: Collection[str]) -> dict[str, Tensor]:
         """Parameters of these names that have elements here, with gradients on the device.
 
-        For who must change gradients before the update; :meth:`take_back` keeps what they are
+        For code that must change gradients before the update; :meth:`take_back` keeps what they are
         then. The parameters themselves are empty.
         """
         ...

@@ -96,7 +96,7 @@ class KVCache:
 
 
 class Mixer(Protocol):
-    """Attention over keys and values that somebody else keeps."""
+    """Attention over keys and values that another object keeps."""
 
     def __call__(self, layer: int, q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
         """Store the new keys and values of N tokens; what their queries see [N, H, d]."""

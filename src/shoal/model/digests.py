@@ -1,4 +1,4 @@
-"""Digests of stored weights: what tells a model from one whose weights differ in a single bit.
+"""Digests of stored weights, which differ when the weights differ in a single bit.
 
 Every byte of every tensor is read once. What was computed for a file is kept under
 ``$SHOAL_HOME/digests`` and holds as long as the file is the same one: by device, inode, size and

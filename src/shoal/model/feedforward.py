@@ -81,7 +81,7 @@ class Experts(nn.Module):
     """
 
     kernel: Ready | None = None  # see shoal.model.accelerate and shoal.model.trained
-    # By parameter: who multiplies with each expert's part of it, where that is not the library.
+    # By parameter: what multiplies with each expert's part of it, where that is not the library.
     multiply: Mapping[nn.Parameter, Sequence[Callable[[Tensor], Tensor]]] = {}
     # The kernel of grouped_linear that must be taken, where one is wanted.
     grouped: str | None = None

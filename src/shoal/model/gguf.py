@@ -144,7 +144,7 @@ def _config(path: Path, header: GgufHeader) -> ModelConfig:
 
 
 def _decimal(value: Any) -> Any:
-    """What somebody wrote before it was stored in 32 bits: 1e-06 and not 9.99999997e-07."""
+    """The decimal number before it was stored in 32 bits: 1e-06 and not 9.99999997e-07."""
     return float(f"{value:.7g}") if type(value) is float else value
 
 

@@ -1,7 +1,7 @@
 """K-sort: the channels of all keys in an order in which block floats lose less.
 
 The rows of the key projection, and those of the queries that meet these keys, are permuted
-once; the rotary step is told where a channel's partner and angle now are. No score changes, and
+once; the rotary step receives where a channel's partner and angle now are. No score changes, and
 nothing is sorted at inference. For inference only: what is written to a directory must be the
 model before.
 
@@ -157,7 +157,7 @@ def ksort(
 
     Args:
         model: with plain weights.
-        by: what tells the size of a channel; see :func:`channel_sizes`.
+        by: what determines the size of a channel; see :func:`channel_sizes`.
         mode: pairs or free; see :func:`~shoal.kernel.kv.ksort.channel_order`.
         tokens_BT: text for the calibration.
 

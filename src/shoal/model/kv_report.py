@@ -35,7 +35,7 @@ class FormatRow(Value):
         token_bytes: of a token, keys and values of all layers.
         shrinks: by which factor that is less than in the type of the weights.
         score_error: of each layer: root mean square error of the scores, as a share of theirs.
-        perplexity: on held-out text; None where nobody asked.
+        perplexity: on held-out text; None where not asked for.
     """
 
     format: str
@@ -57,7 +57,7 @@ class KVReport(Value):
     Args:
         model: its name.
         head_dim: d.
-        by: what tells a channel's size: weight or calibration.
+        by: what determines a channel's size: weight or calibration.
         keys: what the errors are of: the keys of a text, or normal numbers of these sizes.
         sizes: of every layer, head and channel.
         rows: the formats.
@@ -112,8 +112,8 @@ def kv_report(
 
     Args:
         model: with plain weights, its channels not sorted.
-        tokens_BT: text; without it, keys are normal numbers as large as the weights tell.
-        by: what tells the size of a channel.
+        tokens_BT: text; without it, keys are normal numbers as large as the weights give.
+        by: what determines the size of a channel.
         blocks: numbers that share an exponent; those that do not divide a head are left out.
         seed: of the normal numbers.
 

@@ -133,7 +133,7 @@ class ParallelEngine:
         dropout = Dropout(job.dropout, job.seed) if job.dropout else None
         sequences = job.global_batch // self.workers
         routing = StepRouting(job.seed, 0, 0, sequences) if self.config.num_experts else None
-        # Where the runtime is told the same of all blocks, none is named.
+        # Where the runtime is given the same for all blocks, none is named.
         recomputed = job.recomputed(self.config.num_layers) if job.layers else frozenset()
         self.whole: Transformer | None = None
         self.local: nn.Module

@@ -174,7 +174,7 @@ def _timeline(way: SyncOption, priced: SyncOptions, until: float) -> Iterator[_B
         free = begin + travel
         if travel:
             yield _Box(1, begin, free, number)
-        # Whoever is late waits for the average before this one.
+        # A late worker waits for the average before this one.
         wanted = came[-1] if way.delayed else free
         came.append(free)
         if wanted > now:

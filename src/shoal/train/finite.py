@@ -107,7 +107,7 @@ def bad_loss(
         engine: after its backward pass.
         updater: of the engine's weights.
         comm: the ranks that sum the loss.
-        own: what this rank has added to the sum; None if nobody knows.
+        own: what this rank has added to the sum; None if unknown.
 
     Returns:
         Ranks, how many weights of how many, and the first of them by name; or ranks alone; empty
@@ -139,7 +139,7 @@ def _described(found: FiniteCheck, what: str) -> str:
 
 
 def _of_ranks(comm: Comm, reports: str) -> str:
-    """What each rank has told, ranks that told the same together; empty if none told anything."""
+    """What each rank has reported, equal reports together; empty if none reported anything."""
     groups: dict[str, list[int]] = {}
     for rank, one in zip(comm.ranks, CommPeers(comm).gather(reports.encode()), strict=True):
         if one:

@@ -28,7 +28,7 @@ __all__ = ["RUN_ORDER", "RankRun", "RunHook"]
 RUN_ORDER = (
     # Reads what the runtime kept of the step, which evaluation and another plan overwrite.
     "timeline",
-    # Tells of the step as it was, before more is sent or takes memory.
+    # Reports the step as it was, before more is sent or takes memory.
     "events",
     # A copy in memory is there soon; a save that fails is no reason to be without it.
     "memory",

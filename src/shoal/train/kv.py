@@ -1,4 +1,4 @@
-"""What formats of the cache lose in a model that somebody has: scores and held-out text."""
+"""What formats of the cache lose in a model of the user's: scores and held-out text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def report_directory(
     Args:
         directory: a model directory, with its tokenizer.json.
         data: corpus whose training split gives keys, and whose held-out split is predicted.
-        by: what tells the size of a channel: weight or calibration.
+        by: what determines the size of a channel: weight or calibration.
         blocks: numbers that share an exponent.
         samples: sequences of up to 256 tokens that give keys.
         eval_tokens: about how many held-out tokens each format is tried on, keys and values

@@ -207,7 +207,7 @@ class MemoryHook(StepHook, RunHook):
             self._snapshots.begin(done, held, meta_of(trainer, run.plan.job, done))
 
     def after_backward(self, step: TrainStep) -> None:
-        """Wait until the snapshot is coded, and tell what it has cost.
+        """Wait until the snapshot is coded, and report what it has cost.
 
         When a rank updates its state, all ranks have returned from here.
         """
@@ -224,7 +224,7 @@ def snapshots_of(trainer: RankTrainer) -> Snapshots:
     """What takes the snapshots of this rank.
 
     Raises:
-        ConfigError: nobody has started the snapshot processes.
+        ConfigError: the snapshot processes were not started.
         RankError: they do not answer.
     """
     from shoal.checkpoint.inmemory.snapshot import Snapshots, members

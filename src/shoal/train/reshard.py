@@ -1,6 +1,6 @@
 """From one split to another while a run goes on: every rank sends what others need, no files.
 
-A rank's weights and optimizer state are boxes of whole tensors, by name. All ranks tell each
+A rank's weights and optimizer state are boxes of whole tensors, by name. All ranks send each
 other which boxes they have and which they need; what two boxes have in common travels once, in
 one message for each pair of ranks.
 
@@ -139,7 +139,7 @@ def move(comm: Comm, have: Mapping[str, Sequence[Piece]], moved: ReshardedState)
         Bytes that this rank sent.
 
     Raises:
-        RankError: nobody has an element that this rank needs.
+        RankError: no rank has an element that this rank needs.
     """
     names = sorted(have)
     every = gather_json(

@@ -43,7 +43,7 @@ class ResumePoint:
     report: LoadReport | None = None
 
     def cost(self) -> dict[str, Any]:
-        """The report as an event tells it."""
+        """The report in the form of an event."""
         if self.report is None:
             return {}
         return {
@@ -87,7 +87,7 @@ def _nearest(saves: RunSaver) -> tuple[int | None, list[Store]]:
     """The newest step of the branch, or its first, and the stores that have it, as rank 0 sees it.
 
     Raises:
-        CheckpointError: the first step is nowhere, or nobody knows what there is.
+        CheckpointError: the first step is nowhere, or what there is cannot be listed.
     """
     origin = saves.origin
 

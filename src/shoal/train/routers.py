@@ -206,7 +206,7 @@ def calibrate(model: Transformer, tokens_BT: Tensor) -> tuple[tuple[float, float
             scores = _scores(model, tokens_BT, shift)
             shift = _shift_for(scores, costs, share)
         spent = _spent(_scores(model, tokens_BT, shift), costs, shift)
-        # Shifts rise as shares fall; a share that could not be told from the last one is left out.
+        # Shifts rise as shares fall; a share not distinguishable from the last one is left out.
         if spent > 0 and all(spent < other and shift > values[other] for other in values):
             values[spent] = shift
     return tuple(sorted(values.items()))

@@ -265,7 +265,7 @@ def prepare_run(
         plan: what will run.
         directory: of the run.
         resume: the run may lie there already.
-        watch: told about progress.
+        watch: called with progress.
         start: a checkpoint of another run, from which this one begins.
         anyway: the plan may be for GPUs that this host does not have.
 
@@ -330,7 +330,7 @@ def _check_free(places: Sequence[Path | str]) -> None:
         try:
             steps = Store(place).steps()
         except (OSError, CheckpointError):
-            continue  # whoever saves there tells
+            continue  # a save there reports it
         if steps:
             raise ConfigError(
                 f"{place}: holds checkpoints of another run, the newest of step {steps[-1]}; give "

@@ -37,7 +37,7 @@ START_S = 120.0
 # What an event file may have before only its end is read.
 MAX_EVENTS_BYTES = 64 * 2**20
 _TAIL_BYTES = 64 * 1024
-# Starts, faults and restarts that are kept of a run, and what tells of them.
+# Starts, faults and restarts that are kept of a run, and what reports them.
 MAX_STORY = 2000
 # Events of one checkpoint at farther levels.
 MAX_LEVELS = 20
@@ -84,7 +84,7 @@ def open_inside(root: Path, name: str) -> BinaryIO | None:
     if "/" in name or "\0" in name or name in ("", ".", ".."):
         return None
     try:
-        # Not blocking: a pipe that nobody writes must not stop the page.
+        # Not blocking: a pipe without a writer must not stop the page.
         fd = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None  # missing, a link, or not ours to read: for a page it is not there
@@ -112,7 +112,7 @@ class Events:
         # Step -> its event; one that was lost and done again counts once.
         self.steps: dict[int, dict[str, Any]] = {}
         self.evaluations: list[dict[str, Any]] = []
-        # Step -> the newest event that tells of its checkpoint.
+        # Step -> the newest event about its checkpoint.
         self.saves: dict[int, dict[str, Any]] = {}
         # Step -> what became of it at farther levels, the newest last.
         self.levels: dict[int, deque[dict[str, Any]]] = {}
@@ -167,7 +167,7 @@ class Events:
             if kind in _STORY:
                 self._tell(event)
         except (ValueError, TypeError, KeyError, RecursionError):
-            self.skipped_lines += 1  # told on the page
+            self.skipped_lines += 1  # shown on the page
 
     def _tell(self, event: dict[str, Any]) -> None:
         story = self.story
@@ -446,7 +446,7 @@ def _reported(root: Path) -> dict[str, ScoredQuantity]:
         kind = kind_named(data["plan"]["job"].get("job", "train"))
         report = kind.report_type.model_validate(data)
     except (ValueError, KeyError, TypeError, AttributeError, ShoalError):
-        return {}  # cut short, or of another version: the page of the run tells more
+        return {}  # cut short, or of another version: the page of the run shows more
     numbers = {}
     for name, value in report.measured.items():
         error = report.errors.get(name)

@@ -32,12 +32,12 @@ class RunSave:
 
     Args:
         step: after which it was made.
-        stall_s: for which training stood still; None if no event tells.
+        stall_s: for which training stood still; None if no event states it.
         nbytes: on the disk; None when it is not kept any more.
         files: ranks that wrote it.
         state: complete, damaged, failed, or not kept.
         message: what is wrong.
-        save: what events tell of it.
+        save: what events report of it.
     """
 
     step: int
@@ -50,7 +50,7 @@ class RunSave:
 
 
 def checkpoints(root: Path | None, events: Events) -> list[RunSave]:
-    """The saves of a run, newest first: those that events tell of, and those on the disk.
+    """The saves of a run, newest first: those that events report, and those on the disk.
 
     A kept one is called complete when its index, its headers and the sizes of its files are what
     was written; ``shoal model verify`` reads every byte.
@@ -103,7 +103,7 @@ def _looked_at(folder: Path, _changed: int) -> tuple[str, str, int | None, int]:
 
 
 def heat_of(saves: Sequence[RunSave]) -> HeatMap | None:
-    """Ranks and phases of the newest save, if its ranks have told."""
+    """Ranks and phases of the newest save, if its ranks have reported."""
     if not saves or saves[0].save is None or not saves[0].save.ranks:
         return None
     result = heat_map(saves[0].save)
@@ -111,13 +111,13 @@ def heat_of(saves: Sequence[RunSave]) -> HeatMap | None:
 
 
 def stalls_of(saves: Sequence[RunSave]) -> BarChart | None:
-    """For how long each save held training up; None if no event tells."""
+    """For how long each save held training up; None if no event states it."""
     notes = [one.save for one in reversed(saves) if one.save is not None and one.save.blocked_s]
     return stalls(notes) if notes else None
 
 
 def memory_by_tier(events: Events, width: int, height: int) -> Chart | None:
-    """Most bytes of each tier in each step; None for a run that tells of none."""
+    """Most bytes of each tier in each step; None for a run that reports none."""
     names: dict[str, None] = {}
     for event in events.steps.values():
         tiers = event.get("tier_bytes")

@@ -39,7 +39,7 @@ class RunSaver(StepHook, RunHook):
         directory: of the run.
         job: its job, as the plan has it.
         comm: all ranks.
-        meter: where rank 0 tells.
+        meter: where rank 0 reports.
         device: where the ranks compute.
 
     Attributes:
@@ -155,7 +155,7 @@ class RunSaver(StepHook, RunHook):
         """
         self._saver.close()
         self._tell()
-        # Rank 0 commits for all, so nobody leaves before it is done.
+        # Rank 0 commits for all, so no rank leaves before it is done.
         self._comm.barrier()
         if self._unsaved is not None:
             raise self._unsaved

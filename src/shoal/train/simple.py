@@ -2,7 +2,7 @@
 
 ``collate(examples)`` makes a batch, ``loss(model, batch, train)`` says how good the model is on
 it, and ``pred(model, batch)`` what it says. The same script runs in one process, and on many
-under ``torchrun``: examples are dealt, gradients summed, predictions gathered, and a model that
+under ``torchrun``: examples are split, gradients summed, predictions gathered, and a model that
 is too large for a rank is split by tensor parallelism, from its trace alone.
 
 Source: Tan et al., Redco: A Lightweight Tool to Automate Distributed Training of LLMs on Any

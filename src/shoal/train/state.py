@@ -32,7 +32,7 @@ def pieces_of(engine: ParallelEngine, updater: Updater) -> dict[str, list[Piece]
 
 
 def held_by(engine: ParallelEngine, updater: Updater) -> dict[str, list[Piece]]:
-    """All that a rank holds of them, whoever else does: nothing is copied."""
+    """All that a rank holds of them, even if others do too: nothing is copied."""
     return _held(engine, updater, lambda name: True)
 
 

@@ -140,7 +140,7 @@ class Supervisor:
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
-            # Ranks of one host talk over its own interface and nobody else's.
+            # Ranks of one host talk over its own interface and no other.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             **(self.level.environment if self.level is not None else {}),
             **(self.environment(rank) if self.environment is not None else {}),
@@ -181,7 +181,7 @@ class Supervisor:
                         break
                     time.sleep(_POLL_S)
                 except KeyboardInterrupt as stop:
-                    # Before the first step there is nothing to save, and not all can hear it.
+                    # Before the first step there is nothing to save, and not all can receive it.
                     if interrupt is not None or all(beat.step < 0 for beat in self.beats()):
                         raise
                     interrupt, self.stopping = stop, True
@@ -230,7 +230,7 @@ class Supervisor:
             if self._reader.clock() - began > self.start_s + self.timeout_s:
                 self._explain_hang(beats)
             return False
-        # A hang is when nobody makes progress: one slow rank keeps the others waiting,
+        # A hang is when no rank makes progress: one slow rank keeps the others waiting,
         # and all of them fall silent.
         if min(beat.age_s for beat in beats) > limit:
             self._explain_hang(beats)
@@ -246,7 +246,7 @@ class Supervisor:
         return [beat for beat in result if beat is not None]
 
     def _explain_death(self) -> None:
-        # Let the peers' own errors arrive, then tell the first cause: a signal before
+        # Let the peers' own errors arrive, then report the first cause: a signal before
         # an error, an error before a lost peer.
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and any(p.poll() is None for p in self.processes):

@@ -252,7 +252,7 @@ def local_world() -> int:
 
 
 def _start(run: RankRun, *, resume: bool) -> int:
-    """Load a state if asked, tell where the run begins, and return the first step."""
+    """Load a state if asked, report where the run begins, and return the first step."""
     from shoal.train.resuming import resumed
 
     result = resumed(run.trainer, run.saves, run.directory, resume=resume)
@@ -289,7 +289,7 @@ def main() -> int:
             run_rank(directory, resume="--resume" in sys.argv[2:])
         except ShoalError as error:
             _end_with(directory, number, type(error).__name__, str(error))
-            # A peer's death is told by the peer's own status, not by ours.
+            # A peer's death is reported by the peer's own status, not by ours.
             return PEER_ERROR if isinstance(error, RankError) else USER_ERROR
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):

@@ -14,7 +14,7 @@ __all__ = ["kv"]
 
 
 class ChannelMeasure(StrEnum):
-    """What tells the size of a channel."""
+    """What determines the size of a channel."""
 
     weight = "weight"
     calibration = "calibration"

@@ -21,7 +21,7 @@ def sweep(
     Args:
         budget: seconds of the sweep.
         out: the table; the machine's own if None. The predictor lies beside it.
-        watts: draw of this host under load, 0 if nobody knows.
+        watts: draw of this host under load, 0 if unknown.
         importance: say which features matter.
         json: print JSON.
         quiet: no progress.

@@ -342,7 +342,7 @@ def create_app(settings: DashboardSettings) -> FastAPI:
 
 
 class _Streamed(StreamingResponse):
-    """JSON lines that end when nobody reads them any more."""
+    """JSON lines that end when the client disconnects."""
 
     def __init__(self, pieces: Generator[str, None, None]) -> None:
         super().__init__(iterate_in_threadpool(pieces), media_type="application/x-ndjson")

@@ -197,7 +197,7 @@ class _Bounded:
 class MeasuredGoodput:
     """What a server did in the last window.
 
-    The histograms tell the shares of both targets, not how many requests met both: that lies
+    The histograms give the shares of both targets, not how many requests met both: that lies
     between the ends.
 
     Args:

@@ -49,7 +49,7 @@ _HEADERS = {
 def host_names(host: str) -> frozenset[str]:
     """Names under which a dashboard that listens on ``host`` may be asked for.
 
-    Never any name at all: a name of somebody else may resolve to this machine.
+    Never any name at all: a foreign name may resolve to this machine.
     """
     names = {"localhost", "127.0.0.1", "::1", host.lower()}
     try:
@@ -131,7 +131,7 @@ class DashboardGuard:
         if scope["method"] == "POST" and len(origins) != 1:
             return _plain(403, "a page of another site may not ask for this")
         if scope["method"] == "POST" and not _length(headers) <= MAX_BODY:
-            # What follows on this connection is a body that nobody reads.
+            # What follows on this connection is a body that is not read.
             text = f"a request has at most {MAX_BODY} bytes, and says how many"
             return _plain(413, text, {"connection": "close"})
         if path == HEALTH:

@@ -126,7 +126,7 @@ class Lanes:
         return "".join(parts)
 
     def _merged(self, spans: Sequence[LaneSpan]) -> list[tuple[float, float, str]]:
-        """Pieces of a lane in px, near ones joined; a piece tells its longest."""
+        """Pieces of a lane in px, near ones joined; a piece names its longest."""
         results: list[tuple[float, float, str]] = []
         longest, count = 0, 0
         for span in sorted(spans, key=lambda one: one.begin):

@@ -86,7 +86,7 @@ class TimelineRow:
 
     Args:
         rank: its number.
-        busy_s: seconds a step in which nobody kept it waiting; None if no step is whole.
+        busy_s: seconds a step in which no rank kept it waiting; None if no step is whole.
         waits_s: seconds a step in which it waited for others.
         ratio: busy time over the median of the ranks.
         at: the operation in which it stands, if it does.
@@ -148,7 +148,7 @@ def _whole(text: str | None, otherwise: int) -> int:
 
 
 def _starts(events: Events) -> list[_Start]:
-    """The starts of a run, as its events tell them."""
+    """The starts of a run, from its events."""
     starts: list[_Start] = []
     places: tuple[int, ...] = ()
     here: _Start | None = None
@@ -445,7 +445,7 @@ def _fault_name(fault: Fault) -> str:
 def _spans(evidence: Evidence, rank: int, begin: int, end: int) -> list[LaneSpan]:
     """What a rank did between two times: computing, messages on their way, waiting."""
     flight, offset = evidence.flights[rank], evidence.offsets[rank]
-    # Where nobody keeps a rank waiting, it computes: only some of that has a name.
+    # Where no rank keeps another waiting, it computes: only some of that has a name.
     over = []
     if len(flight.rows):
         newest = max(int(flight.rows[key].max()) for key in ("enter", "issued", "waited", "left"))

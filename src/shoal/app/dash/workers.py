@@ -1,6 +1,6 @@
 """The block inspector: what each concurrent worker of a server sees now, as a row of blocks.
 
-The server tells owners, places and lengths (``GET /v1/workers``); no text leaves it.
+The server reports owners, places and lengths (``GET /v1/workers``); no text leaves it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ViewBlock:
 
     Args:
         what: one of :data:`KINDS`.
-        owner: who writes to it; empty for nobody any more.
+        owner: who writes to it; empty once closed.
         offset: place of its first token in the view.
         length: tokens.
         shared: others see it, too.

@@ -2,7 +2,7 @@
 
 A pickle names functions and calls them. The reader here knows a fixed list of names, all of them
 of the metadata itself, and answers each with an inert record of our own: no class or function of
-torch, of the standard library or of anybody else is ever looked up, let alone called. A pickle
+torch, of the standard library or of another package is ever looked up, let alone called. A pickle
 that names anything else is refused at that name.
 """
 
@@ -94,7 +94,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _Restricted(pickle.Unpickler):
-    """Knows the names above and dtypes; asks nobody for a name."""
+    """Knows the names above and dtypes; imports no name."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         super().__init__(io.BytesIO(data))
@@ -174,7 +174,7 @@ def read_metadata(path: Path) -> DcpIndex:
         return _index(root, path)
     except (CheckpointError, CorruptError):
         raise
-    except Exception as cause:  # whatever an unpickler makes of bytes that nobody wrote
+    except Exception as cause:  # whatever an unpickler raises on arbitrary bytes
         raise CorruptError(
             f"{path}: no metadata of a torch.distributed checkpoint ({type(cause).__name__}); it "
             "is cut or damaged; copy it again"

@@ -1,7 +1,7 @@
 """What a training run's ranks hold, dumped as it lies: DeepSpeed-style files, a few for each rank.
 
 Nothing is gathered. A rank writes the weights and moments that it updates, as flat buffers, with
-a table of where each parameter lies. Putting them together is somebody else's work, later.
+a table of where each parameter lies. Another tool puts them together later.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _retain(root: Path, keep: int) -> None:
     }
     for step in sorted(steps)[:-keep]:
         shutil.rmtree(steps[step])
-        # What somebody put together of it would be no use without it.
+        # What was put together of it would be no use without it.
         shutil.rmtree(beside(steps[step]), ignore_errors=True)
 
 

@@ -30,7 +30,7 @@ class ShoalContents:
         saved: the step.
 
     Attributes:
-        saved: the same, for who loads much at once.
+        saved: the same, for loading much at once.
     """
 
     def __init__(self, saved: SavedCheckpoint) -> None:

@@ -46,7 +46,7 @@ class MemoryCodeBase:
         """Refuse a group of so many members.
 
         Raises:
-            ConfigError: nobody else is there to keep the parity.
+            ConfigError: there is no other rank to keep the parity.
         """
         require(
             2 <= members <= _MEMBERS,

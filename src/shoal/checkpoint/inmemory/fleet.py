@@ -101,7 +101,7 @@ class Fleet:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells a trainer where the processes are."""
+        """Environment from which a trainer finds the processes."""
         return {ENVIRONMENT: str(self.file.absolute()), SECRET: self._secret.hex()}
 
     @property

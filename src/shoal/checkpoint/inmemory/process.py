@@ -477,7 +477,7 @@ class SnapshotProcess:
 def main() -> int:
     """Serve until the input ends.
 
-    Its first line says what to be; the others are requests of the one who started the process.
+    Its first line says what to be; the others are requests of the process that started it.
     """
     # What trainers leave of the processors is enough: they are not waited for between two steps.
     os.nice(_NICE)

@@ -219,7 +219,7 @@ class InMemory:
         """A box of a tensor; all of it if no box is given.
 
         Raises:
-            CheckpointError: a part of it is held by nobody.
+            CheckpointError: a part of it is held by no process.
             RankError: a process is gone.
         """
         import torch
@@ -254,7 +254,7 @@ class InMemory:
     def _whole(
         self, box: Box, parts: Sequence[tuple[int, BoxSegment]], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A stored box, put together from those who keep bytes of it."""
+        """A stored box, put together from the processes that keep bytes of it."""
         import torch
 
         flat = torch.empty(max(segment.last for _, segment in parts), dtype=torch.uint8)
@@ -280,7 +280,7 @@ class InMemory:
 def _boxes(
     parts: Sequence[tuple[int, BoxSegment]],
 ) -> Iterator[tuple[Box, list[tuple[int, BoxSegment]]]]:
-    """Stored boxes with all who keep bytes of them."""
+    """Stored boxes with all processes that keep bytes of them."""
     result: dict[Box, list[tuple[int, BoxSegment]]] = {}
     for rank, segment in parts:
         result.setdefault(Box(segment.offset, segment.shape), []).append((rank, segment))

@@ -220,7 +220,7 @@ class Snapshots:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _open(self, entries: list[BoxEntry]) -> None:
-        """Agree with the other replicas on who keeps what, and map the memory for it."""
+        """Agree with the other replicas on what each keeps, and map the memory for it."""
         import numpy as np
 
         text = zlib.compress(json.dumps(entries).encode())
@@ -329,7 +329,7 @@ def _entry(name: str, piece: Piece) -> BoxEntry:
 
 
 def _event(boxes: Mapping[Any, torch.Tensor]) -> Any:
-    """On a GPU, what tells that the update has been done."""
+    """On a GPU, what records that the update has been done."""
     import torch
 
     if any(tensor.is_cuda for tensor in boxes.values()):

@@ -1,6 +1,6 @@
 """How one talks to a snapshot process: framed messages after an authenticated hello.
 
-A message is a JSON header and, behind it, bytes. Whoever connects proves, and is shown, that
+A message is a JSON header and, behind it, bytes. The connecting side proves, and is shown, that
 both know the secret of the run: the other's random number, signed. The secret never travels.
 """
 
@@ -64,7 +64,7 @@ class SnapshotAddress(Value):
 
 
 class Members(Value):
-    """The snapshot processes of a run, as a file tells them to the trainers.
+    """The snapshot processes of a run, as a file lists them for the trainers.
 
     Args:
         run: a name that no other run has.
@@ -136,7 +136,7 @@ def _sign(secret: bytes, *words: str) -> str:
 
 
 def welcome(connection: socket.socket, secret: bytes, run: str) -> None:
-    """The hello of the one who listens.
+    """The hello of the listening side.
 
     Raises:
         CheckpointError: the other is of another run, or does not know the secret.
@@ -155,7 +155,7 @@ def welcome(connection: socket.socket, secret: bytes, run: str) -> None:
 
 
 def refuse(connection: socket.socket, reason: str) -> None:
-    """Tell the other why not, if it still listens."""
+    """Send the reason to the peer, if it still listens."""
     with contextlib.suppress(OSError):
         send(connection, {"error": reason})
 
@@ -199,7 +199,7 @@ class SnapshotClient:
         rank: whose process it is, for errors.
 
     Raises:
-        RankError: nobody answers there.
+        RankError: no process answers there.
         CheckpointError: it belongs to another run.
     """
 

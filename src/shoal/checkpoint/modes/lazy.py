@@ -156,7 +156,7 @@ class Capture:
                 self._reached(at + len(out))
         except ShoalError as cause:
             error = cause
-        except Exception as cause:  # a thread has nobody to raise to
+        except Exception as cause:  # a thread has no caller
             error = CheckpointError(f"step {self.ticket.step}: {type(cause).__name__}: {cause}")
         self._ready.put(error)
         self._reached(size)
@@ -170,7 +170,7 @@ class Capture:
         """Return when these tensors, or all, are copied or given up."""
         if names is None:
             end = self._size
-        else:  # one that nobody has heard of may be anything
+        else:  # an unknown one may be anything
             end = max((self._ends.get(name, self._size) for name in names), default=0)
         if self._captured >= end:
             return
@@ -190,7 +190,7 @@ class Capture:
         return self
 
     def __next__(self) -> Chunk:
-        # Asked for the next, nobody needs the last one any more.
+        # Once the next is asked for, the last one is no longer needed.
         self._return()
         item = self._ready.get()
         if isinstance(item, tuple):
@@ -251,7 +251,7 @@ class LazySaver:
         ticket.blocked("plan", time.perf_counter() - begin)
         chosen = planned.chosen(pieces)
         volatile = {key: one for key, one in chosen.items() if one.piece.volatile}
-        if volatile:  # it is small, and the next forward pass waits for nobody
+        if volatile:  # it is small, and the next forward pass does not wait
             begin = time.perf_counter()
             chosen |= {k: one._replace(piece=one.piece.copied()) for k, one in volatile.items()}
             ticket.blocked("copy", time.perf_counter() - begin)

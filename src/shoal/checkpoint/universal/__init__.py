@@ -1,6 +1,6 @@
 """checkpoint.universal: what ranks dumped becomes one file for each parameter, for any new split.
 
-A rank saves what it holds, in the cheapest form. Later, and only if somebody wants another
+A rank saves what it holds, in the cheapest form. Later, and only if a user wants another
 split, the fragments of each parameter are put together by patterns over names.
 
 - ``spec``: the small language: names, and how the fragments of a parameter combine.

@@ -1,6 +1,6 @@
 """From what ranks dumped, or from any readable checkpoint, to the universal form.
 
-Nothing of this happens while saving: it is done when somebody asks for another split, once, and
+Nothing of this happens while saving: it is done when another split is asked for, once, and
 kept beside the source. What is made appears by a rename; a second conversion of the same files
 with the same spec finds it.
 """
@@ -111,7 +111,7 @@ def consolidate(
     try:
         return _make(source, place, chosen, made_of, workers)
     except CheckpointError:
-        # Somebody else has put together the same files in the meantime.
+        # Another process has put together the same files in the meantime.
         if place.exists() and _made_of(place) == made_of:
             return place
         raise

@@ -52,7 +52,7 @@ class ActivationRow:
 
 
 class ActivationSetup:
-    """A model in training, and who keeps what it saves."""
+    """A model in training, and the cache of what it saves."""
 
     def __init__(
         self, model: Transformer, tokens: Tensor, cache: TensorCache | None, *, recompute: bool

@@ -4,8 +4,8 @@ All methods share the target's weights in memory, and answer the same held-out p
 that a busy machine is busy for all of them. What counts is the time of whole answers, beside
 plain decoding by the same engine; tokens a step and what a step costs say where it comes from.
 
-An undertrained model under greedy decoding repeats itself, and a loop is guessed by anybody: of
-every answer the share of distinct runs of four tokens is told, and answers below a half are left
+An undertrained model under greedy decoding repeats itself, and a loop is easy to guess: of
+every answer the share of distinct runs of four tokens is given, and answers below a half are left
 out and counted.
 """
 

@@ -300,7 +300,7 @@ def _measured(
             continue
         try:
             run = case.made(kernel)
-        except KernelError:  # it refuses these constants, which no call tells
+        except KernelError:  # it refuses these constants, which no call reports
             continue
         turn = itertools.count()
         methods[backend] = lambda run=run, turn=turn: run(next(turn))  # type: ignore[misc]

@@ -42,7 +42,7 @@ def row_bounds(rows: int, parts: int, *, ragged: bool) -> list[int]:
     """Where each part begins, and the end: ``parts + 1`` numbers.
 
     Raises:
-        ConfigError: the rows cannot be dealt out so.
+        ConfigError: the rows cannot be distributed so.
     """
     if not ragged:
         if rows % parts:
@@ -67,7 +67,7 @@ def split_rows(batch: Any, part: int, parts: int, *, ragged: bool) -> Any:
     """One part of the rows: of dimension 0 of every tensor that has as many as the first.
 
     Raises:
-        ConfigError: there are no rows, or they cannot be dealt out.
+        ConfigError: there are no rows, or they cannot be distributed.
     """
     tensors = [x for x in leaves(batch) if x.dim()]
     if not tensors:

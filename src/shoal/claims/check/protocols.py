@@ -12,14 +12,14 @@ mesh. In one process every axis of the mesh has one rank.
 ``optimizer(model)``                  an optimizer; without it AdamW(lr=1e-3)
 ``parallelize(model, mesh)``          changes the model in place, or returns the split one
                                       (or a :class:`TrainerLike`); without it nothing is split
-``local_batch(batch, mesh)``          this rank's part; without it the rows are dealt out along
+``local_batch(batch, mesh)``          this rank's part; without it the rows are distributed along
                                       the data axes
 ``train_step(model, optimizer,        instead of ``loss``: a whole step, ``optimizer.step()``
 batch, mesh)``                        included; returns the loss, or None on ranks without one
 ``parallel_step(model, optimizer,     the same, on the ranks only
 batch, mesh)``
 ``whole(name, tensor, mesh)``         a rank's part of a parameter or gradient made whole, where
-                                      Shoal cannot tell by itself; returns None to let it try
+                                      Shoal cannot infer it; returns None to let it try
 ``rename(name)``                      the one-process name of a parameter of the split model
 ``mesh``                              a dictionary of axes, such as ``{"dp": 2, "tp": 2}``
 ``loss_over_ranks``                   how the ranks' losses make the whole one: ``"mean"``
@@ -62,7 +62,7 @@ LossOverRanks = Literal["mean", "sum", "same"]
 # In the order in which a step makes them: what differs first is nearest to the cause.
 Kind = Literal["start", "gradient", "parameter", "buffer"]
 
-# Axes along which the rows of a batch are dealt out.
+# Axes along which the rows of a batch are distributed.
 DATA_AXES = frozenset(
     {"dp", "ddp", "data", "batch", "fsdp", "hsdp", "replicate", "shard"}
     | {"dp_replicate", "dp_shard"}

@@ -564,7 +564,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        # Whatever the user's program raises, SystemExit too, is told in one line.
+        # Whatever the user's program raises, SystemExit too, is reported in one line.
         own = isinstance(error, ShoalError)
         write_json(
             place.error(who),

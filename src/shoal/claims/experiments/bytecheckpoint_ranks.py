@@ -51,7 +51,7 @@ class ShoalSaver:
 
     def __init__(self, comm: Comm, place: Path, mode: str) -> None:
         self.place = place
-        # All are kept, and removed by who measures: reading back is no part of a save.
+        # All are kept, and removed by the measurement: reading back is no part of a save.
         store = Store(place, keep=1_000_000)
         saver: Saver = SAVE_MODES.build(mode).build(store, CommPeers(comm))
         self.saver = saver

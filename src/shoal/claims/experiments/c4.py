@@ -66,7 +66,7 @@ class C4(BaseClaim):
         """Plant, record, locate; plan, hash, simulate."""
         from shoal.claims.experiments import c4_ranks as ranks
 
-        # The A/A run asks somebody else about the same records.
+        # The A/A run asks another locator about the same records.
         fields: dict[str, list[float]] = {"located": [], "alarms": [], "real": [], "shaped": []}
         missed: list[str] = []
 

@@ -1,7 +1,7 @@
 """What the ranks of claim [4] C4 do: a watched exchange and a sum, step after step, with faults.
 
 Faults are put under the watched communicator, or beside it: the records say what happened, and
-nobody tells the locator. On a virtual clock the links themselves are slow; on threads and on
+the locator is not informed. On a virtual clock the links themselves are slow; on threads and on
 real processes a message is held up before it is sent.
 """
 
@@ -117,7 +117,7 @@ def _step(
 
 
 class _Never:
-    """A message that is never done: it waits on a stream that nobody sends on."""
+    """A message that is never done: it waits on a stream that no rank sends on."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm

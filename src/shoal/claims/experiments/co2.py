@@ -5,7 +5,7 @@ Overlap, ICLR 2024.
 
 - Two processes in network namespaces, 50 Mbit/s between them: rounds of CO2 beside steps that sum
   their gradients and beside rounds of local SGD, in turn, each begun with its link as busy as it
-  is in a long run; and beside the same two processes on a link that nobody shapes.
+  is in a long run; and beside the same two processes on a link without shaping.
 - A model of 1.3 M parameters trained on bytes by two workers, for three seeds and as many tokens
   each: held-out loss beside that of summed gradients; of one seed, beside local SGD and without
   penalty and clipping. AdamW's first moment decays by 0.5 for all: what is applied a round late

@@ -1,6 +1,6 @@
 """[36] DataStates-LLM: what does a save at every step cost, if the copy is made during the next?
 
-A process trains with one thread of two cores, because whoever copies needs a core of its own, and
+A process trains with one thread of two cores, because the copy needs a core of its own, and
 saves 600 MB after every step to a disk that takes 300 MB/s: the real disk, with waits added. In
 turns it saves with ``torch.save``, which blocks; with mode ``snapshot``, which copies everything
 first and writes behind, as ``async_save`` of torch.distributed.checkpoint does; and with mode
@@ -57,7 +57,7 @@ class DataStatesClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (36,)
 
     def refuses(self, context: ExperimentContext) -> str | None:
-        """A process of torch, and a core for who copies."""
+        """A process of torch, and a core for the copy."""
         from shoal.core.measure import num_cores
 
         if importlib.util.find_spec("torch") is None:

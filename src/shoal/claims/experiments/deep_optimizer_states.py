@@ -3,10 +3,10 @@
 Source: Maurya et al., Deep Optimizer States, 2024.
 
 One process has a host, a thread on one core, and a device, a thread on the other; copies between
-them are real and held to a rate, and so is the host, because two equal cores are nobody's server:
+them are real and held to a rate, and so is the host, because two equal cores are no real server:
 published hosts update some twenty times slower than their devices. With three rates of the link,
 by which a stride of 2, 3 and 4 is predicted, every stride is measured beside the host alone. What
-two equal cores gain without any of this is told as well. The A/A run has the host alone in the
+two equal cores gain without any of this is reported as well. The A/A run has the host alone in the
 place of every stride. The timeline of a published machine is played, not run.
 """
 

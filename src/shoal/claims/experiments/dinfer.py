@@ -7,7 +7,7 @@ not trained on, one after the other. The arms are the same model under other par
 iteration without a cache; the recipe of Fast-dLLM, a threshold of 0.9 with a dual cache; and the
 whole recipe, with a lighter smoothing, chosen on problems of another seed. They take turns problem
 by problem. Tokens are those of answers, their end included, and not what fills a block behind it.
-The A/A run puts one token an iteration in the place of the recipe. Told beside them are the paper's
+The A/A run puts one token an iteration in the place of the recipe. Also reported are the paper's
 smoothing, the recipe without any, its other policy, and an autoregressive model of the same shape,
 trained on the same problems for as many tokens.
 
@@ -56,7 +56,7 @@ _ARMS: dict[str, dict[str, Any]] = {
         "iteration": {"name": "smooth", "weight": 0.05, "most": 0.15},
     },
 }
-# Told, not judged.
+# Reported, not judged.
 _BESIDE: dict[str, dict[str, Any]] = {
     "hierarchical, smoothing of the paper, vicinity": {
         "unmask": "hierarchical",

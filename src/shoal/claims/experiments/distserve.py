@@ -169,7 +169,7 @@ class DistServe(BaseClaim):
         wrong = sum(abs(p.moved[0] - p.moved[1]) for p in points)
         metrics["wrong_bytes"] = PairedSamples(method=(float(wrong),))
         details["points"] = [point.model_dump(mode="json") for point in points]
-        # Nobody tells attainment better than the machine keeps its pace.
+        # Attainment cannot be predicted more closely than the machine keeps its pace.
         bounds = {"attainment_error": max(point.swing for point in points)}
         return ClaimSamples(
             metrics=metrics, details=details, profile=_profile(points), bounds=bounds

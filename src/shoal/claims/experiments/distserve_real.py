@@ -1,6 +1,6 @@
 """What claim [40] DistServe runs for real: two engine processes, predicted and then served.
 
-A profile of steps tells where to begin: the targets, and the rates of a rehearsal with other
+A profile of steps shows where to begin: the targets, and the rates of a rehearsal with other
 requests. From then on every step that an instance takes in its loop is recorded, with what is
 around it and with the other instance beside it, and a line is fitted for each phase to what was
 recorded so far, and meets the sum of the last run. Before each rate the requests are predicted by
@@ -45,7 +45,7 @@ _RATES = (0.4, 0.7, 0.9, 1.1, 1.4)
 _REHEARSED = (0.7, 1.4)
 # Of a rate, at most.
 _ATTEMPTS = 3
-# Shares that are told of each time: median and tails.
+# Shares that are reported of each time: median and tails.
 _QUANTILES = (50.0, 90.0, 99.0)
 
 
@@ -126,7 +126,7 @@ class PhaseCosts:
             new = self._mine(role, recorded)
             self._runs[role] += new
             cost, cooling = fit_cooling(self._runs[role])
-            # Steps are interrupted now and then, and whoever waits waits for all of it: the sum
+            # Steps are interrupted now and then, and what waits, waits for all of it: the sum
             # counts, where the line goes through the middle.
             self.of[role] = _times(_over(new, cost, cooling), cost, cooling)
             self._pulse[role] = (before[role] + after[role]) / 2

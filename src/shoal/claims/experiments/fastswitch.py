@@ -5,7 +5,7 @@ Language Model Serving, 2024.
 
 Conversations on a real engine whose cache is too small for them, with fair priorities that change
 while they run. Host memory is real and copies are real; the link to it is emulated: 100 us a copy
-and 4 GB/s. The parts are added one by one: a copy a block that everybody waits for, then block
+and 4 GB/s. The parts are added one by one: a copy a block that all requests wait for, then block
 groups, then copies beside the computation, then copies that are kept. The answers are those of the
 trace, so that all variants serve the same tokens. The A/A run puts the first variant, served in
 another round, in the place of each later one. The quick run counts copies and blocks in virtual

@@ -257,7 +257,7 @@ def _systems(as_baseline: bool) -> tuple[list[float], list[float], dict[str, Jso
         solution = solve(text)
         solved_s = time.perf_counter() - started
         tried = solution.nodes
-        # All of the box must be tried to know what is best; nobody waits for that.
+        # All of the box must be tried to know what is best; the search stops at a limit.
         started = time.perf_counter()
         _, leaves, whole = brute_force(system, max_leaves=_LEAVES)
         stopped_s = time.perf_counter() - started

@@ -99,7 +99,7 @@ def layer_s(
     seen: dict[str, Tensor] = {}
     forms = {"uncut": (1, 1), "cut": (chunks[0], chunks[1])}
     for turn in range(repeats + 1):
-        # Every other round backwards, so that drift favours nobody.
+        # Every other round backwards, so that drift favours none.
         for name in list(forms)[:: 1 if turn % 2 else -1]:
             layer.chunks = forms[name]
             layer.zero_grad(set_to_none=True)

@@ -4,7 +4,7 @@ Source: Liao et al., Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-t
 GPU (Fuyou), 2024.
 
 A decoder of 50 million parameters in a device of 96 MiB, all of its state on a disk that reads and
-writes 400 MB/s, whoever asks. The baseline is ZeRO-Infinity: its optimizer works after the backward
+writes 400 MB/s in total. The baseline is ZeRO-Infinity: its optimizer works after the backward
 pass, and what autograd saves waits on the host. Both models are alive and take turns. Then Fuyou
 trains with nine amounts of swapped activations, none (all of it is computed again) and all among
 them, and its own choice is held against the best of them. The A/A run trains ZeRO-Infinity in

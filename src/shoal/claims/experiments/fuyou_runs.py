@@ -58,7 +58,7 @@ class Regime:
     seed: int
 
     def links(self) -> tuple[SharedLink | None, SharedLink | None]:
-        """Of a disk that is no faster than it is told to be, for all processes together."""
+        """Of a disk that is no faster than its set rate, for all processes together."""
         rate = self.disk_rate
         return (None, None) if rate is None else (SharedLink(rate), SharedLink(rate))
 

@@ -227,7 +227,7 @@ def _wrong(seed: int, by_numpy: bool) -> int:
 
 
 def _shrinking(seconds: object) -> float:
-    """Products that are told to take less than 0.9 times as long when K doubles."""
+    """Products that are predicted to take less than 0.9 times as long when K doubles."""
     shapes, longer = [], []
     for index in range(300):
         for shape in drawn(1, index, threads=2, largest=2048):

@@ -8,7 +8,7 @@ with recomputation and on one without. Simulated: the makespan against its close
 run: two processes, a thread each, with eight micro-batches and with one. The A/A run takes one
 micro-batch, and one cell without recomputation, in their place.
 
-Told but not judged, since the section of the claim sets no threshold: the speed-up of four and
+Reported but not judged, since the section of the claim sets no threshold: the speed-up of four and
 eight cells with 32 micro-batches over two cells with one, simulated with times of passes that
 were measured here; the paper has 3.4 / 1.8 and 6.3 / 1.8 times that of two.
 """

@@ -30,7 +30,7 @@ def recorded(steps: int, devices: int, seed: int) -> Ints:
 
     Args:
         steps: of the training.
-        devices: among which the sequences of a batch are dealt out.
+        devices: among which the sequences of a batch are distributed.
         seed: of weights and batches.
     """
     import torch

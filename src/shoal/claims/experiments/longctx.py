@@ -13,7 +13,7 @@ has it.
 On this machine the same formulas are held against a real model of the zoo, from 512 to 16 K
 tokens: its prompt, its next token and its way to the host and back. Peaks are measured in the
 same run (a product, a sum and a copy), and the ratio of measured and predicted must not drift by
-more than 2x. Of four ways to keep a cache the formulas must tell the order.
+more than 2x. Of four ways to keep a cache the formulas must give the order.
 
 The A/A run predicts by weights alone, as if no context were there. The quick run has the paper's
 figures, FLOP against an operator count and bytes against a real cache.

@@ -137,7 +137,7 @@ class MallocGameClaim(BaseClaim):
         )
         taken: tuple[list[float], list[float]] = ([], [])
         for pair in range(self.pairs + 1):
-            # Whoever goes first changes; the first round warms up.
+            # Which goes first alternates; the first round warms up.
             for way in (0, 1) if pair % 2 else (1, 0):
                 seconds = execute(traced, (result, greedy)[way]).seconds
                 if pair:
@@ -206,7 +206,7 @@ def _executed_model() -> TracedProgram:
 
 
 def _row(found: Mapping, greedy: Mapping, alone: bool, seed: int) -> JsonValue:
-    """What is told of a program: times as shares of that from slow memory alone."""
+    """What is reported of a program: times as shares of that from slow memory alone."""
     c = found.compiled
 
     def share(one: Mapping) -> float:

@@ -52,7 +52,7 @@ def overlapped_steps(
     size = named.microbatch or len(rows.inputs)
     overlapped_steps: dict[str, list[float]] = {"during": [], "after": [], "alone": []}
     for turn in range(-_WARMUP, pairs):
-        # Every other round backwards, so that drift favours nobody.
+        # Every other round backwards, so that drift favours none.
         for way in ("during", "after")[:: 1 if turn % 2 else -1]:
             engine.sharded.overlap = overlapped and way == "during"
             comm.barrier()

@@ -2,7 +2,7 @@
 
 ``python -m shoal.claims.experiments.megascale_worker RUN_DIR`` is the ordinary worker. Where the
 variable SHOAL_BROKEN of this place says so, something below it is broken first: the loader, a
-collective, the speed of the processor, or its arithmetic. Nothing else is told about it.
+collective, the speed of the processor, or its arithmetic. Nothing else is informed of it.
 """
 
 from __future__ import annotations

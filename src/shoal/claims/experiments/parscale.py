@@ -279,7 +279,7 @@ def _equal_size(sizes: Sequence[int], losses: Sequence[float], wanted: float) ->
     """Parameters of the dense model of a loss, on a line through those that were trained.
 
     No further than they reach: where the largest is worse than wanted, the one that is as good is
-    larger than it, and nobody knows by how much.
+    larger than it, by an unknown amount.
 
     Args:
         sizes: parameters of the trained models, rising.

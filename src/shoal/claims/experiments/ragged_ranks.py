@@ -79,7 +79,7 @@ def time_plans(
         assigners: name -> choice of a part; ``alone`` in the place of a name of a part gives every
             sequence to all ranks by itself, in the exchange that it names.
         turns: how often each is timed.
-        flops_per_s: of a rank, by which sequences are dealt out.
+        flops_per_s: of a rank, by which sequences are distributed.
 
     Returns:
         Seconds of a step by name; the update is not in them.

@@ -50,7 +50,7 @@ BATCH = 32
 
 
 def networks() -> tuple[WanNetwork, ...]:
-    """Twenty nodes dealt to eight regions, and to ten."""
+    """Twenty nodes distributed over eight regions, and to ten."""
     return (
         WanNetwork.wan(NODES, EIGHT).model_copy(update={"name": "eight regions"}),
         WanNetwork.wan(NODES).model_copy(update={"name": "ten regions"}),

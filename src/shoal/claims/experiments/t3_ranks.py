@@ -116,7 +116,7 @@ def pairs(
     pairs: dict[str, Any] = {name: [] for name in forms}
     results: dict[str, Tensor] = {}
     for turn in range(repeats + 1):
-        # Every other round backwards, so that drift favours nobody.
+        # Every other round backwards, so that drift favours none.
         for name in list(forms)[:: 1 if turn % 2 else -1]:
             comm.barrier()
             begin = time.perf_counter()

@@ -52,9 +52,9 @@ class OffloadRunResult:
 
     Args:
         parameters: of the model.
-        values: of every parameter afterwards; none where nobody compares them.
+        values: of every parameter afterwards; none where they are not compared.
         peaks: tier -> most bytes.
-        predicted: the same, as told beforehand.
+        predicted: the same, as predicted.
         seconds: of every step.
     """
 

@@ -243,7 +243,7 @@ class Pipeline(nn.Module):
     # Forms of the boundaries.
 
     def _form(self, part: Tensor, target: Tensor | None) -> tuple[Form | None, Form | None]:
-        """What this rank's cell gets and gives for such a micro-batch; found out once, by all."""
+        """What this rank's cell gets and gives for such a micro-batch; determined once, by all."""
         key = (tuple(part.shape), part.dtype, self.training, target is None)
         if key not in self._forms:
             self._forms[key] = self._try(part, target)

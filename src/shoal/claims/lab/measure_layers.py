@@ -2,7 +2,7 @@
 
 A block is timed between two others, the embedding before one block and the output layer after
 one, for several numbers of sequences and degrees of tensor parallelism; of the latter a rank
-computes its part, and nobody else is there
+computes its part, without other ranks
 (:class:`~shoal.claims.lab.measure_passes.SingleRankComm`). Links are timed between the ranks
 themselves. The fits are :mod:`shoal.cost.training.layer_fit`'s.
 

@@ -2,7 +2,7 @@
 
 Every rank of a pipeline is built in this process, one beside the other, and does its own program
 through the very runtime that trains; its peers are not there. What it sends is dropped, what it
-receives is there at once, so a pass is timed without waiting for anybody. The cost of sending is
+receives is there at once, so a pass is timed without waiting for a peer. The cost of sending is
 measured apart, between two processes.
 
 The ranks take turns, step by step, so that a machine that becomes slower meanwhile does so for
@@ -129,7 +129,7 @@ class SingleRankComm:
         return _DONE
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """There is no peer to wait for."""
 
 
 class PlaceholderWeights:

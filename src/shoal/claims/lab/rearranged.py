@@ -19,7 +19,7 @@ __all__ = ["RearrangedPlacement"]
 
 @dataclass(frozen=True)
 class RearrangedPlacement:
-    """One owner an expert; whoever gets another takes its optimizer state along.
+    """One owner an expert; an expert that moves takes its optimizer state along.
 
     Args:
         every: steps between moves.

@@ -68,7 +68,7 @@ class ExpertCosts:
         return LinkBudget(self.attention_s, size / self.near, size / self.far)
 
     def wire_s(self, bytes_NN: Floats, devices: Devices) -> float:
-        """S until everybody has sent and received so many bytes [from, to]."""
+        """S until all devices have sent and received so many bytes [from, to]."""
         same = devices.nodes[:, None] == devices.nodes[None]
         travels = bytes_NN * ~np.eye(devices.count, dtype=bool)
         seconds = travels * same / self.near + travels * ~same / self.far

@@ -1,6 +1,6 @@
 """The best route of every token through layers that are big, small or skipped.
 
-A pattern is one route for every layer. Whoever can compute losses is asked for those of some
+A pattern is one route for every layer. A caller's function computes the losses of some
 patterns; what comes back is the best pattern token by token. All patterns of few layers are asked
 for; of many, coordinate descent or a beam over layers asks for few of them.
 

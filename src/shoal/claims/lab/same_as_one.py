@@ -291,7 +291,7 @@ def assemble(
     """Whole tensors from the boxes that the ranks hold.
 
     Raises:
-        AssertionError: some element is held by nobody, or two ranks disagree about one.
+        AssertionError: some element is held by no rank, or two ranks disagree about one.
     """
     result = {}
     for name, shape in shapes.items():

@@ -1,8 +1,8 @@
-"""A mini-model of workers who share out sums: claim one that nobody has claimed, write its result.
+"""A mini-model of workers who share out sums: claim an unclaimed one, write its result.
 
 A prompt has k sums of two digits. Workers write at once; each claims a sum by its label, writes
 the digits of its result, and goes on with another. Which one is left to chance, so that a worker
-who sees nobody claims what others have claimed, too. In training they write at speeds of their own
+who sees no other claims what others have claimed, too. In training they write at own speeds
 and see what the others have written so far; some of the texts have a single worker.
 
 There are few sums at first: a model that has to look for two digits among two learns addition in
@@ -175,7 +175,7 @@ def trained(seed: int = 0, *, progress: Callable[[str], None] = lambda _: None) 
 
     Args:
         seed: of weights and texts.
-        progress: told how far it is, and how long it took, which ``training.json`` beside the
+        progress: receives how far it is, and how long it took, which ``training.json`` beside the
             weights says too.
     """
     from shoal.model import huggingface

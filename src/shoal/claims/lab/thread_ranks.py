@@ -176,7 +176,7 @@ class ThreadWorld:
         return [results[rank] for rank in range(self.size)]
 
     def fail(self, rank: int | None, error: BaseException) -> None:
-        """Remember the first real error and wake everybody."""
+        """Remember the first real error and wake all ranks."""
         with self.changed:
             if self.failure is None and not isinstance(error, _StoppedError):
                 self.failure = (rank, error)
@@ -214,7 +214,7 @@ class ThreadWorld:
         return False
 
     def _look(self) -> None:
-        """Find out whether anybody can still go on; the lock is held."""
+        """Check whether any rank can still go on; the lock is held."""
         while (
             self.failure is None
             and self.waiting

@@ -1,8 +1,8 @@
 """What programs mean: an interpreter in torch, all threads of a block at a time.
 
 Registers are tensors [threads, places]; a thread reads its own only, but in Reduce and Dot.
-Asynchronous copies are really late: they happen when they are waited for, and whoever reads
-their target before gets an error. So does whoever reads shared memory that was written, or
+Asynchronous copies are really late: they happen when they are waited for, and a thread that reads
+their target before gets an error. So does one that reads shared memory that was written, or
 writes what was read, since the last Sync. Narrow types are held as their codes.
 """
 
@@ -51,7 +51,7 @@ def torch_dtype(dtype: TileType) -> torch.dtype:
 
 @dataclass
 class _Shared:
-    """The memory of one shared tensor, and who has touched what since the last Sync."""
+    """The memory of one shared tensor, and which thread touched what since the last Sync."""
 
     data: Tensor
     flight: np.ndarray
@@ -264,7 +264,7 @@ class _Run:
 
     def on_allocshared(self, one: ir.AllocShared) -> None:
         size = one.out.layout.size
-        # What was there before is not known; ones in all bits show who reads it.
+        # What was there before is not known; ones in all bits show reads of it.
         data = torch.full((size * one.out.dtype.storage_bytes,), 255, dtype=torch.uint8)
         flags = [np.zeros(size, dtype=bool) for _ in range(3)]
         self.block.shared[id(one.out)] = _Shared(data.view(torch_dtype(one.out.dtype)), *flags)

@@ -40,7 +40,7 @@ class EventTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
-        # Up to the last whole line: who opens the file for writing cuts a torn one off.
+        # Up to the last whole line: opening the file for writing cuts a torn one off.
         self._at = len(self._new())
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -62,7 +62,7 @@ class JsonlWriter:
             raise self._refused(cause) from cause
         if written != len(line):
             end = self._file.tell()
-            if os.fstat(self._file.fileno()).st_size == end:  # nobody has written since
+            if os.fstat(self._file.fileno()).st_size == end:  # no process has written since
                 self._file.truncate(end - written)
             raise self._refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 

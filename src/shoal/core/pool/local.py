@@ -1,7 +1,7 @@
 """A pool of processes on this machine.
 
 Each worker process has a thread here that feeds it: the thread sends one call and waits
-for its outcome or for the process to end, so a death is noticed by the one who waits for
+for its outcome or for the process to end, so a death is noticed by the caller that waits for
 it. A dead worker is replaced for the next call. Processes are spawned, never forked: a
 fork copies locks that other threads hold.
 """

@@ -86,7 +86,7 @@ class RayWorkers:
     """A cluster in use."""
 
     def __init__(self, pool: RayPool, needs: ActorResources) -> None:
-        # Nothing is reported to anybody, whatever the cluster's default is.
+        # No usage is reported, whatever the cluster's default is.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._ray = import_extra("ray", extra="cluster", purpose="the ray pool")
         self._owns = not self._ray.is_initialized()

@@ -1,7 +1,7 @@
 """A directory of a cluster that belongs to one process, and the process that clears it away.
 
 Ray leaves the directory of a session where it is, and when the process that started a cluster is
-killed nobody is there to tidy up. A process of its own waits for the end of a pipe, which comes
+killed, no process is left to tidy up. A process of its own waits for the end of a pipe, which comes
 however the other one ends: then it kills what still has files of the directory open, and removes
 the directory.
 """
@@ -34,7 +34,7 @@ class PoolSession:
 
     Attributes:
         path: the directory.
-        inner: one in it for the cluster: Ray opens its own to everybody.
+        inner: one in it for the cluster: Ray opens its own to all users.
 
     Raises:
         OSError: it cannot be made.

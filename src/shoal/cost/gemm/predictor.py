@@ -73,7 +73,7 @@ class GemmPrediction(Value):
         shape: the product.
         seconds: time of one product, operands where the last call left them.
         tflops: 10^12 operations a second.
-        watts: draw of the machine meanwhile; None when nobody knows.
+        watts: draw of the machine meanwhile; None when unknown.
         joules: watts times seconds.
         power: where ``watts`` comes from: sensor, modelled, or nowhere.
         roofline_s: time by the roofline alone.
@@ -249,7 +249,7 @@ class GemmPredictor:
         """Shoal's own kernel at every tile, best first.
 
         Raises:
-            ConfigError: impossible sizes, or energy where nobody knows the draw.
+            ConfigError: impossible sizes, or energy where the draw is unknown.
         """
         shapes = [GemmShape(M=M, N=N, K=K, tile=tile) for tile in TILES]
         result = self.predict(shapes, strict=strict)
@@ -337,7 +337,7 @@ def stored(machine: Machine | None = None) -> GemmPredictor | None:
 
 
 def by_rates(shape: GemmShape, machine: Machine) -> GemmPrediction:
-    """A product on a machine that nobody swept: its described or probed rates.
+    """A product on a machine that was not swept: its described or probed rates.
 
     Raises:
         MachineError: the machine has no rate for matrix products.
@@ -408,7 +408,7 @@ def fit(
     whole = _fit(table, points, trees, depth, seed)
     if not calibrate:
         return whole
-    # Shapes that a forest did not see tell how wide its intervals must be.
+    # Shapes that a forest did not see show how wide its intervals must be.
     fold = grouped_folds(points, FOLDS, seed)
     missed, spread, watts = [], [], []
     for number in range(FOLDS):

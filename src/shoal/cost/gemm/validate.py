@@ -1,4 +1,4 @@
-"""How well products are predicted that nobody measured: three splits, four predictors.
+"""How well unmeasured products are predicted: three splits, four predictors.
 
 ``random`` holds out rows, so a shape may be seen with other threads or tiles; ``grouped`` holds
 out whole shapes; ``extrapolate`` holds out every shape with a size in the largest octave.

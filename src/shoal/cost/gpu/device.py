@@ -96,7 +96,7 @@ _NAMES = (
 
 
 def generation_of(name: str) -> Generation:
-    """The architecture of a device of this name; Hopper where the name tells nothing."""
+    """The architecture of a device of this name; Hopper where the name shows none."""
     for key, pattern in _NAMES:
         if re.search(pattern, name, re.IGNORECASE):
             return GENERATIONS[key]

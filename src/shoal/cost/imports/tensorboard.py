@@ -19,7 +19,7 @@ from shoal.cost.imports.log import Log, LogEntry, paced
 
 __all__ = ["TensorBoardLog", "scalars"]
 
-# A record of scalars is small; longer ones are pictures and graphs, whose sums nobody checks.
+# A record of scalars is small; longer ones are pictures and graphs, whose sums are not checked.
 CHECKED = 1 << 16
 LONGEST = 1 << 28
 _POLYNOMIAL = 0x82F63B78

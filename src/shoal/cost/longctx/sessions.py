@@ -139,7 +139,7 @@ def simulate_sessions(
 
     Args:
         setting: model and device.
-        sessions: who comes.
+        sessions: the users' sessions.
         scheduler: one without requests, whose cache holds what the device holds.
         block_size: tokens of a block of its cache.
         each: sessions of every user.
@@ -159,7 +159,7 @@ def simulate_sessions(
         while coming and coming[0][0] <= now:
             _, user, session, turn = heapq.heappop(coming)
             if turn == 0:
-                # Nobody else's document begins with this number.
+                # No other document begins with this number.
                 mark = 1 + user + sessions.users * session
                 texts[user] = [mark] * sessions.document
             texts[user] += [0] * sessions.question

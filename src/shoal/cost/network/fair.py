@@ -1,4 +1,4 @@
-"""Max-min fair rates: nobody can have more without taking it from somebody who has no more.
+"""Max-min fair rates: no flow can have more without taking it from one that has no more.
 
 Progressive filling, all of it at once: a link whose every flow is held by no other link more
 tightly is a bottleneck wherever it lies, so all such links are settled in one round. Flows of

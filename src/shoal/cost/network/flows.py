@@ -242,7 +242,7 @@ class FlowPaths:
             down = np.where(spread, fabric.all_down(last), fabric.down(last, self.spine))
             middle = [np.where(crossing, up, none), np.where(crossing, down, none)]
             return np.stack([*ends, *middle], axis=1).astype(np.int32), None
-        # Spraying over unequal links: packets are dealt by what each path can carry.
+        # Spraying over unequal links: packets are distributed by what each path can carry.
         path_PS = np.minimum(fabric.uplinks[first], fabric.uplinks[last])
         weight_PS = path_PS / path_PS.sum(1, keepdims=True)
         spines = np.arange(fabric.spines)

@@ -31,7 +31,7 @@ KIND_NAMES = {
     "S": "output layer, S",
     "T": "output layer, T",
 }
-# Told apart by the colour-blind (Okabe and Ito, 2008).
+# Distinguishable by the colour-blind (Okabe and Ito, 2008).
 _COLOURS = {
     "F": "#0072B2",
     "B": "#D55E00",

@@ -7,7 +7,7 @@ from shoal.ir import HostLink, Machine, ModelShape
 
 __all__ = ["copy_bytes_per_s", "host_link"]
 
-# B/s of memory copied by a core, where nobody probed it; of PCIe 4.0 with 16 lanes, as copies
+# B/s of memory copied by a core, where it was not probed; of PCIe 4.0 with 16 lanes, as copies
 # of pinned memory reach it.
 _CPU_BYTES_PER_S = 4e9
 _PCIE_BYTES_PER_S = 2.4e10

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # Share of a level's plain bandwidth that a framework's elementwise operator reaches on a CPU when
-# nobody measured it: it allocates its result, and it cannot prefetch across operators.
+# it was not measured: it allocates its result, and it cannot prefetch across operators.
 STREAM_SHARE = 0.5
 # On a CPU, a product whose operands must be repacked (transposed bf16) runs at half rate.
 REPACKED = {"bf16": 0.5}

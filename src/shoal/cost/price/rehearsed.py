@@ -1,7 +1,7 @@
 """What whole steps take beyond their operators, carried over from rehearsed steps to others.
 
 The probe runs a small model under one split after another (:mod:`shoal.machine.rehearsals`).
-Each of these jobs is priced by its operators alone, and what it really took tells two things:
+Each of these jobs is priced by its operators alone, and its measured time shows two things:
 by how much operators of a step are slower than repeated ones (a factor for each precision and
 for each number of ranks that share a core), and what each kind of split spends each time its ranks
 meet (seconds an event; for gathered weights seconds a byte). Both hold for this host only.
@@ -20,7 +20,7 @@ from shoal.machine.rehearsals import REHEARSALS, REHEARSED
 
 __all__ = ["OperatorTimes", "RehearsedRates", "events"]
 
-# Which rehearsals tell about which split.
+# Which rehearsals apply to which split.
 _TELL = {
     "tp": ("tp2", "tp2 of 4", "tp4"),
     "sp": ("sp2",),

@@ -1,4 +1,4 @@
-"""What a law promises to the fitter, and what a fit promises to everybody."""
+"""What a law promises to the fitter, and what a fit promises to its users."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ class _Fleet:
         joins: tuple[_Running, Step, StepResult] | None = None,
         leaves: _Running | None = None,
     ) -> None:
-        """Somebody joins or leaves those in a step: all others are done at another time."""
+        """A request joins or leaves those in a step: all others are done at another time."""
         passed = now - self._steady_since
         slowness = 1.0 + self.crowding * max(0, len(self._crowd) - 1)
         for running, _, _ in self._crowd.values():
@@ -351,7 +351,7 @@ class _Fleet:
         return self.wire is not None and self.wire.overlap
 
     def _announce(self, request: Request) -> _Running:
-        """Tell a decode instance of a request whose first token is there, or will soon be."""
+        """Announce to a decode instance a request whose first token is there, or will soon be."""
         tokens = [*request.tokens[: request.n_prompt], 0]
         place = self.dispatcher.decode(request.id, len(tokens))
         back = self.backs[place]

@@ -46,7 +46,7 @@ def md1_ttft(rate: float, service: float) -> float:
 def busy_share(service: float, waits: Sequence[float], share: float) -> float:
     """The share of its time that a server may be busy, so that enough of its queue wait no longer.
 
-    Whoever comes finds the server busy with that probability, and then waits for a time that is
+    An arrival finds the server busy with that probability, and then waits for a time that is
     nearly exponential: ``P(W > t) = R exp(-2 (1 - R) t / S)`` with R the share that is busy.
 
     Args:

@@ -151,7 +151,7 @@ class SimulatedRunner:
         self._cost, self._link, self._speculation = cost, link, speculation
         self._owed: dict[str, float] = {}  # by request: the part of a token expected so far
         self._lanes: dict[str, float] = {}
-        # When each transfer that has not been told is over, s on the clock of the steps.
+        # When each transfer that has not been reported is over, s on the clock of the steps.
         self._ends: dict[int, float] = {}
 
     def execute(self, step: Step) -> StepResult:
@@ -368,7 +368,7 @@ def simulate_ahead(
                 break
             now = arrivals[place].at
             continue
-        # Whoever comes while steps are under way may join the next one, if there is room for one.
+        # A request that comes while steps are under way may join the next one, if it has room.
         soon = arrivals[place].at if place < len(arrivals) else math.inf
         if len(under_way) < ahead.depth and soon < under_way[0][0]:
             now = soon

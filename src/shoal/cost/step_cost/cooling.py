@@ -2,7 +2,7 @@
 
 Caches that cores and guests share forget a model within some milliseconds of idling, and it
 takes a few steps until all of it is back. So an engine under little load is slower per step
-than the same engine under much, and a profile of steps one after another tells neither.
+than the same engine under much, and a profile of steps one after another shows neither.
 
 Coldness lies in [0, 1]. A pause of t s leaves ``1 - (1 - coldness) exp(-t / tau)``; a step takes
 ``cold_s`` times the coldness longer and leaves a share ``keeps`` of it.

@@ -160,7 +160,7 @@ class Roofline:
         launch = CALL[kind] * calls * self.machine.device.op_overhead_s * self._rates.crowding
         device = matmul + memory + sum(rows) + attention
         if not self._cpu:
-            # A GPU is told what to do while it works; only what it does not hide counts.
+            # A GPU receives launches while it works; only what it does not hide counts.
             launch = max(0.0, launch - device)
         return Terms(
             matmul + rows[0],

@@ -224,7 +224,7 @@ _REQUEST = 256 * 1024
 
 @dataclass
 class _Memory:
-    """One device's memory: two queues and who was served last."""
+    """One device's memory: two queues and the one served last."""
 
     compute: deque[tuple[float, float, Callable[[], None] | None]] = field(default_factory=deque)
     communication: deque[tuple[float, float, Callable[[], None] | None]] = field(

@@ -157,7 +157,7 @@ class SublayerComparison(Value):
         sublayer: what was simulated.
         product_s: the product alone.
         reduce_scatter_s: it alone.
-        all_gather_s: it alone, which nobody overlaps.
+        all_gather_s: it alone, which is not overlapped.
         sequential_s: one after the other.
         t3_s: simulated, with the all-gather behind it.
         ideal_s: the longer of product and reduce-scatter, and the all-gather.

@@ -120,7 +120,7 @@ class LayerProfile(Value):
 def fit_pass(points: Sequence[tuple[float, float, float]]) -> PassFit:
     """The fit of (sequences, tokens of a sequence, seconds) with the least relative errors.
 
-    What the points cannot tell apart is put on the earlier term: of one length there is no
+    What the points cannot separate is put on the earlier term: of one length there is no
     quadratic term.
 
     Raises:

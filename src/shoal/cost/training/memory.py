@@ -39,7 +39,7 @@ TIERS = ("device", "host", "disk")
 """Places of an offloaded job's state, as an estimate's causes name them."""
 
 ARENAS = ("base", "adapter", "gradients", "optimizer", "activations")
-"""What a fine-tuning run's memory is told apart by, as an estimate's causes name it."""
+"""Categories of a fine-tuning run's memory, named like an estimate's causes."""
 
 # What a rank's process holds before the model: framework, libraries, allocator.
 RUNTIME_BYTES = {"cpu": 0.35e9, "gpu": 1.5e9}
@@ -159,7 +159,7 @@ def tier_bytes(job: TrainJob, machine: Machine, causes: Mapping[str, float]) -> 
 def tuned_memory(
     work: Work, found: dict[str, float], part: Any, microbatch: int
 ) -> dict[str, float]:
-    """Bytes of one rank of a fine-tuning run: those of ``base`` and ``adapter`` told apart.
+    """Bytes of one rank of a fine-tuning run: those of ``base`` and ``adapter`` separately.
 
     Args:
         work: a step of the job.

@@ -48,7 +48,7 @@ class SequenceCost:
         links: (ranks of a block of neighbours, byte/s of one rank), the smallest first; the last
             reaches all ranks.
         latency_s: s of a message.
-        host_s: s that the activations of a token take to the host; None where nobody knows.
+        host_s: s that the activations of a token take to the host; None where unknown.
         kept_bytes: that the blocks keep of a token for the backward pass.
 
     Raises:

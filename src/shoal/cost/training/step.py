@@ -138,7 +138,7 @@ class Pricer(StepPasses, RankMemory):
         forward, backward, evenness = self._both(work, rates, microbatch)
         both = forward + backward
         launch = both.calls * self._launch_s(job) * rates.crowding
-        # A GPU is told what to do while it works; only what it does not hide counts.
+        # A GPU receives launches while it works; only what it does not hide counts.
         overhead = launch if rates.is_cpu else max(0.0, launch - both.device)
 
         wire: dict[str, float] = {}

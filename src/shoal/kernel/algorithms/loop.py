@@ -1,7 +1,7 @@
 """One loop per call: the source that an algorithm and its expressions become, built and called.
 
 The text depends on names, types and strides being 1 or not, and on nothing else: sizes,
-addresses, constants and the policy are told at the call.
+addresses, constants and the policy are arguments of the call.
 """
 
 from __future__ import annotations

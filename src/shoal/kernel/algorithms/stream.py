@@ -46,7 +46,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def arrays(n: int, policy: Policy = POLICY) -> Arrays:
-    """a, b and c of STREAM, on the memory of those who will use them."""
+    """a, b and c of STREAM, on the memory of the threads that use them."""
     made = {name: allocate(n, policy=policy) for name in "abc"}
     for name, value in zip("abc", (1.0, 2.0, 0.5), strict=True):
         transform(policy, made[name], out=made[name], f="v", v=value)

@@ -106,7 +106,7 @@ class _RotateSplit(torch.autograd.Function):
         _rotate_into(qkv_BTNd[:, :, :turned], cos, sin, out, 1.0)
         ctx.save_for_backward(cos, sin)
         ctx.heads = (num_heads, num_kv_heads)
-        # The values are a view: marked so, autograd would refuse; hence the alias.
+        # The values are a view: marked so, autograd would refuse, so an alias is used.
         return (
             out[:, :, :num_heads],
             out[:, :, num_heads:],

@@ -74,7 +74,7 @@ def multiply(
 def weight_gradient(
     grad_MN: Tensor, rows_MK: Tensor, counts: Sequence[int], *, backend: str | None = None
 ) -> Tensor:
-    """Gradient [E, N, K] of the matrices, for who goes back by itself.
+    """Gradient [E, N, K] of the matrices, for code that runs its own backward pass.
 
     Args:
         grad_MN: of the product.

@@ -35,7 +35,7 @@ class BfpKVFormat:
         ksort: order in which the channels of the keys are stored: as they are (none), by the
             size of their rotary pairs (pairs), or each by its own size (free). It is made once,
             when the model is loaded.
-        by: what tells the size of a channel: weight, its row of the key projection; or
+        by: what determines the size of a channel: weight, its row of the key projection; or
             calibration, its keys on text.
     """
 

@@ -54,7 +54,7 @@ class Blocks:
     values: Tensor
 
     def header(self, bias: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
-        """What the native functions are told: struct Blocks of native/lowbit.h."""
+        """What the native functions receive: struct Blocks of native/lowbit.h."""
         slices, segments, record = self.memory.shape
         chunk = max(1, _CHUNK // self.segment)
         values = (
@@ -100,7 +100,7 @@ def blocks(weight: PackedMatrix) -> Blocks:
         KernelError: its groups cannot be cut in segments.
     """
     codes = weight.tensors["codes"]
-    if codes.is_inference():  # nobody counts their changes
+    if codes.is_inference():  # their changes are not counted
         return _repacked(weight)
     value = _MADE.get(codes)
     if value is not None and value[0] == codes._version:

@@ -95,7 +95,7 @@ Note = Callable[[Any, str, str, Sequence[Any]], None]
 
 
 class _Notes(threading.local):
-    """Who is told of the calls of this thread."""
+    """The function that receives the calls of this thread."""
 
     note: Note | None = None
 
@@ -105,7 +105,7 @@ _NOTES = _Notes()
 
 @contextlib.contextmanager
 def recorded_by(note: Note) -> Iterator[None]:
-    """Tell of every call that this thread makes of these functions, before it is made."""
+    """Report every call that this thread makes of these functions, before it is made."""
     before, _NOTES.note = _NOTES.note, note
     try:
         yield
@@ -128,7 +128,7 @@ def function(name: str, symbol: str, arguments: str, result: str = "") -> Callab
 
 
 def declared(found: Any, arguments: str, result: str = "") -> Callable[..., Any]:
-    """A function of C whose types are these, and of whose calls is told; see :func:`function`."""
+    """A function of C of these types, whose calls are reported; see :func:`function`."""
     found.argtypes = [_TYPES[letter] for letter in arguments]
     found.restype = _TYPES[result] if result else None
     arrays = "a" in arguments

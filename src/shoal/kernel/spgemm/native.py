@@ -38,7 +38,7 @@ def threads() -> int:
 
 
 def cache_budget() -> int:
-    """Three quarters of a core's own second cache, in bytes; of 1 MiB where nobody says."""
+    """Three quarters of a core's own second cache, in bytes; of 1 MiB where it is unknown."""
     name = "SC_LEVEL2_CACHE_SIZE"
     size = os.sysconf(name) if name in os.sysconf_names else 0
     return 3 * (size if size > 0 else 1 << 20) // 4

@@ -36,7 +36,7 @@ class ScipySpGemm(SparseKernel):
 
         def run(A: Csr, B: Csr, mask: Csr | None = None, alpha: Tensor | None = None) -> Csr:
             left = A if alpha is None else A.with_values(alpha * A.val)
-            # SciPy leaves out what cancels: where entries meet is told by ones.
+            # SciPy leaves out what cancels: ones show where entries meet.
             made = _ones(A) @ _ones(B)
             made.sort_indices()
             made.data = _at_places_of(made, left.scipy() @ B.scipy())

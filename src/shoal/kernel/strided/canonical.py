@@ -9,13 +9,13 @@ Rules that change neither the bytes nor their order are applied until none appli
 - *flatten*: a stream whose stride is its child's count x stride continues the child.
 
 Two types with the same typemap have the same canonical form: the first byte that does not
-follow its predecessor tells the length of the block, the first block that does not lie a
+follow its predecessor gives the length of the block, the first block that does not lie a
 stride behind its predecessor the count of the first dimension, and so on; nothing is left
 open. Types without such a form are lists of blocks; one that is written as a list but has
-the form is found out.
+the form is recognised.
 
-Where both ends of a message share the type, the order in which it is packed is nobody's
-business (``order_free``): streams are then also *reversed* if they go backwards and
+Where both ends of a message share the type, the order in which it is packed does not
+matter (``order_free``): streams are then also *reversed* if they go backwards and
 *swapped* until the largest stride is outside.
 
 Source: Pearson et al., TEMPI, 2021, sections 3 and 4.
@@ -98,7 +98,7 @@ class StridedBlock:
 
     @property
     def overlaps(self) -> bool:
-        """Whether some byte is named twice; True too where that cannot be told."""
+        """Whether some byte is named twice; True too where that cannot be determined."""
         dims = self._by_stride()
         # A dimension whose stride is beyond all that lies below it keeps its copies apart.
         while dims:

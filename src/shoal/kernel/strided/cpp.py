@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CppPack", "CppUnpack"]
 
-# Packed bytes from which they go past the caches: nobody reads them again from there soon.
+# Packed bytes from which they go past the caches: they are not read again from there soon.
 _STREAM = 4 * 2**20
 # Bytes of lines below which a second thread costs more than it saves.
 _THREADS = 256 * 2**10

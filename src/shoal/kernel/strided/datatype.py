@@ -144,7 +144,7 @@ def named(name: str | int) -> Datatype:
     """A primitive type, by name or by its bytes.
 
     Raises:
-        KernelError: nobody knows the name, or it has no bytes.
+        KernelError: the name is unknown, or it has no bytes.
     """
     if isinstance(name, str):
         require(

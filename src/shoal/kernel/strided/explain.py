@@ -1,4 +1,4 @@
-"""What a type means and how it is packed, told of a text.
+"""What a type means and how it is packed, explained from its text.
 
 The text is an expression of the constructors of :mod:`shoal.kernel.strided.datatype`, with
 the names of primitive types, or a slice of an array::

@@ -294,7 +294,7 @@ class ProductWriter(ValueWriter):
                 )
 
     def sums(self, one: ir.Dot) -> str:
-        """Where the sums are added to: the old ones' place, if nobody needs those any more."""
+        """Where the sums are added to: the old ones' place, if those are no longer needed."""
         count = one.c.held.num_local
         if id(one.c) in self.split:
             here = self.home[id(one.c)] == self.home[id(one.out)]

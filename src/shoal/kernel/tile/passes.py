@@ -1,8 +1,8 @@
 """What happens to a program between being written and being run.
 
 Casts are expanded to ones that machines have, layouts inferred from what the products and the
-vector loads want, results that nobody needs dropped, loads given their width, shared memory
-placed by who lives when, and all of it checked.
+vector loads want, unused results dropped, loads given their width, shared memory
+placed by lifetimes, and all of it checked.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def expand_casts(program: TileProgram) -> None:
 
 
 def drop_dead(program: TileProgram) -> None:
-    """Instructions whose results nobody reads are dropped, until there are none."""
+    """Instructions whose results are not read are dropped, until there are none."""
     pure = (ir.AllocRegister, ir.LoadGlobal, ir.View, ir.Cast, ir.Elementwise, ir.Reduce, ir.Dot)
 
     def sweep(body: list[ir.Instruction], used: set[int]) -> None:

@@ -2,8 +2,8 @@
 
 Values are made before they are read, and once; shapes and layouts fit; a view has the same bits
 in every thread; shared memory is enough, alive, and neither read before a copy into it has
-arrived nor written while others may read it. Places that are only known at run time are told
-apart by the interpreter, which checks the same of every element.
+arrived nor written while others may read it. Places that are only known at run time are
+distinguished by the interpreter, which checks the same of every element.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Gemm:
         largest: largest M, N and K of torch's products.
         dtypes: types of torch's products: fp32, bf16 and int8.
         watts: draw of this host under load, where it has no counters of its own; 0 if
-            nobody knows.
+            unknown.
         repeats: samples of a point, after warming up; at least 5.
         seed: seed of the shapes.
     """

@@ -104,7 +104,7 @@ def _nvml(context: ProbeContext) -> dict[str, Any]:
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         result["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
-        # Some virtual GPUs do not tell their power limit.
+        # Some virtual GPUs do not report their power limit.
         with contextlib.suppress(pynvml.NVMLError):
             result["power_watts"] = pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000
     finally:

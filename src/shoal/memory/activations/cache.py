@@ -58,7 +58,7 @@ _stamps = itertools.count()
 
 
 class _Stays(ResidentTensor):
-    """A tensor that stays, and where it was saved: whoever asks for it has come there."""
+    """A tensor that stays, and where it was saved: a request for it shows the run is there."""
 
     __slots__ = ("at",)
 
@@ -162,7 +162,7 @@ class TensorCache(StepHook):
         for entry in self._going:
             if not entry.handles and not entry.called_off:
                 assert entry.ticket is not None
-                with contextlib.suppress(ShoalError):  # told below
+                with contextlib.suppress(ShoalError):  # reported below
                     entry.ticket.wait()
         self._steps += 1
         # The first step is slower than all others.
@@ -178,7 +178,7 @@ class TensorCache(StepHook):
         """Wait until what was saved so far is on the disk, and let go of it."""
         for entry in self._going:
             assert entry.ticket is not None
-            with contextlib.suppress(ShoalError):  # told below
+            with contextlib.suppress(ShoalError):  # reported below
                 entry.ticket.wait()
         self._reap()
 
@@ -201,7 +201,7 @@ class TensorCache(StepHook):
         if record is None or in_backward():
             return
         if phase == "enter":
-            if name in record.seen:  # the next micro-batch; nobody said so
+            if name in record.seen:  # the next micro-batch, unannounced
                 self.microbatch(-1 - next(self._numbers))
             assert self._record is not None
             self._record.seen.add(name)
@@ -432,7 +432,7 @@ class TensorCache(StepHook):
         if entry.handles:
             return
         if entry.loaded is not None and entry.ticket is not None:
-            with contextlib.suppress(ShoalError):  # nobody wants it any more
+            with contextlib.suppress(ShoalError):  # it is no longer wanted
                 entry.ticket.wait()
             entry.loaded = None
         if not entry.began:

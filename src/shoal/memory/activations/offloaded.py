@@ -145,7 +145,7 @@ class StorageOffload(ABC, Generic[_A]):
         return away
 
     def settle(self) -> None:
-        """Give back the blocks of what nobody waits for any more."""
+        """Give back the blocks of what is no longer waited for."""
         while self._leaving and self._leaving[0].done():
             self._leaving.popleft().wait()
 

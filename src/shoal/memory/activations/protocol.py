@@ -1,7 +1,7 @@
 """What autograd saves for the backward pass, and who keeps it where.
 
 A cache is asked for every tensor that is saved (``pack``) and for every one that is needed again
-(``unpack``), and told where the run is (``on_module``). What it hands to autograd never refers to
+(``unpack``), and notified of the position (``on_module``). What it hands to autograd never holds
 the tensor that was saved: a node that held its own result would never be freed.
 """
 

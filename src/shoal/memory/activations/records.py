@@ -125,7 +125,7 @@ class CacheEntry:
             self.alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.live: torch.UntypedStorage | None = storage
         self.loaded: Tensor | None = None  # uint8, whole sectors
-        # The memory, as long as anybody has it, and where the entry begins in it.
+        # The memory, as long as it is referenced, and where the entry begins in it.
         self.weak, self.first = weakref.ref(storage), 0
         self.began = self.stored = self.called_off = False
         self.ticket: Ticket | None = None
@@ -143,7 +143,7 @@ class SavedTensorHandle:
     """What autograd holds in place of a tensor.
 
     Args:
-        cache: told when it is gone.
+        cache: notified when it is gone.
         entry: the memory behind it.
         at: the scope that saved it; of several that saved one tensor, each has a handle.
         tensor: the tensor.
@@ -165,7 +165,7 @@ class SavedTensorHandle:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """What one block of one micro-batch saved; ``nbytes`` of it nobody had saved before."""
+    """What one block of one micro-batch saved; ``nbytes`` of it were not saved before."""
 
     name: str
     index: int

@@ -77,7 +77,7 @@ class ActivationReplay:
         chosen: of every unit, numbers of the operators whose results are sent away.
         measuring: take the time of operators.
         active: a step trains.
-        rounds: micro-batches since somebody set it to 0.
+        rounds: micro-batches since it was set to 0.
         unsettled: a hook is at work, whose operators are none of a unit's.
     """
 

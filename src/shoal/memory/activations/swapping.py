@@ -51,7 +51,7 @@ class _Swapped(OffloadedStorage):
 
 
 class _Ended:
-    """Where the bytes are, which is free once they are there and nobody waits for them."""
+    """Where the bytes are, which is free once they are there and not waited for."""
 
     def __init__(self, block: TierBlock, stored: Ticket, *, on_disk: bool) -> None:
         self.block, self.stored, self.on_disk = block, stored, on_disk
@@ -92,7 +92,7 @@ class ActivationSwapping(StorageOffload[_Swapped]):
 
     @property
     def early_bytes(self) -> int:
-        """Bytes on the device that nobody has asked for yet."""
+        """Bytes on the device that were not asked for yet."""
         return sum(away.block.nbytes for away in self._known.values() if away.coming is not None)
 
     def restart(self) -> None:
@@ -269,7 +269,7 @@ class ActivationSwapping(StorageOffload[_Swapped]):
         return True
 
     def settle(self) -> None:
-        """Give back the blocks of what nobody waits for any more."""
+        """Give back the blocks of what is no longer waited for."""
         super().settle()
         disk = self._tiers.disk
         assert disk is not None

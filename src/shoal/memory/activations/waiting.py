@@ -55,7 +55,7 @@ class Waiting(StorageOffload[_Waits]):
 
     @property
     def early_bytes(self) -> int:
-        """Bytes on the device that nobody has asked for yet."""
+        """Bytes on the device that were not asked for yet."""
         return sum(
             away.block.nbytes
             for away in self._known.values()
@@ -94,7 +94,7 @@ class Waiting(StorageOffload[_Waits]):
             self._fetch(other)
 
     def settle(self) -> None:
-        """Give back the host's blocks of what nobody waits for any more."""
+        """Give back the host's blocks of what is no longer waited for."""
         super().settle()
         while self._ended:
             block, leaving = self._ended.popleft()

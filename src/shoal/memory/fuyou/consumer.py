@@ -1,8 +1,8 @@
 """The trainer's side of the process that updates parameters.
 
 A gradient that has come to the host lies in one of a few slots of memory that both processes have;
-the order to update it goes through a socket, and a thread hears what has been done. When the other
-process ends, whoever waits for it, and whoever comes later, gets an error.
+the order to update it goes through a socket, and a thread receives the results. When the other
+process ends, callers that wait for it, and later ones, get an error.
 
 Source: Liao et al., Fuyou, 2024, section 4.3 (active gradient offloading).
 """
@@ -205,7 +205,7 @@ class Consumer:
             number, self._number = self._number, self._number + 1
             ticket = self._tickets[number] = Ticket(0)
             order = UpdateRequest(number, place, first, count, slot, step, factor)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the listener tells
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the listener reports
                 self._connection.send(order)
         return ticket
 

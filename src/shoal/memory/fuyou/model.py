@@ -32,7 +32,7 @@ __all__ = ["FuyouModel"]
 
 
 class FuyouModel(OffloadedModel):
-    """See :class:`~shoal.memory.protocols.TieredModel`; the factor of a step is told before it.
+    """See :class:`~shoal.memory.protocols.TieredModel`; the factor of a step is given before it.
 
     Attributes:
         iteration: what was measured; None until step 1 is over.

@@ -59,7 +59,7 @@ class ParameterLocation(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What the process is told first.
+    """What the process receives first.
 
     Args:
         rule: how parameters are updated.
@@ -88,7 +88,7 @@ class UpdateRequest(NamedTuple):
     """A piece to be updated.
 
     Args:
-        number: by which its end is told.
+        number: by which its end is reported.
         place: of which parameter.
         first: element.
         numel: elements.
@@ -126,7 +126,7 @@ class OptimizerServer:
 
     Args:
         connection: to it.
-        setup: what it has told.
+        setup: what it has sent.
         disk: its disk.
     """
 

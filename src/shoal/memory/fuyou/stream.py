@@ -1,7 +1,7 @@
 """Parameters that stream, and gradients that another process uses as they come.
 
 A gradient of the last micro-batch goes into memory that the optimizer's process has too, and is
-consumed there; whoever reads the parameter next waits until it is written. Beside that, the passes
+consumed there; the parameter's next reader waits until it is written. Beside that, the passes
 are timed.
 
 Source: Liao et al., Fuyou, 2024, section 4.3 (active gradient offloading).

@@ -88,7 +88,7 @@ class MuZeroLearner:
         return text
 
     def _with_returns(self, game: GameRecord) -> GameRecord:
-        """A game that nobody searched: its own returns are its values."""
+        """A game played without search: its own returns are its values."""
         game.values[:] = self.games.returns(game)
         return game
 
@@ -99,7 +99,7 @@ class MuZeroLearner:
     def _demonstrate(self, known: np.ndarray | None) -> None:
         """Games to learn from first: what is known, with some of it dropped again.
 
-        Without anything known, what everybody would like to keep.
+        Without anything known, all decisions ask for fast memory.
         """
         c = self.native.compiled
         wanted = np.full(c.decisions, FAST, np.int8) if known is None else known

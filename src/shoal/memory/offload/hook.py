@@ -19,7 +19,7 @@ __all__ = ["OffloadHook"]
 
 
 class OffloadHook(StepHook):
-    """Brings a model's state to the device around passes, and tells what its tiers held.
+    """Brings a model's state to the device around passes, and reports what its tiers held.
 
     Args:
         offloaded: the model's state in tiers, which updates itself.
@@ -31,7 +31,7 @@ class OffloadHook(StepHook):
         self.offloaded = offloaded
 
     def before_step(self, step: TrainStep) -> None:
-        """What updates during the passes is told by which factor."""
+        """Pass the factor to what updates during the passes."""
         if isinstance(self.offloaded, EarlyUpdater):
             self.offloaded.begin(step.factor, step.changing)
 

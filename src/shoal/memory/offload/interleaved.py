@@ -257,7 +257,7 @@ class InterleavedUpdater:
                     late = begin + group.size / self._workers.host_rate - time.perf_counter()
                     time.sleep(max(0.0, late))
                 pushed.append(self._push(group, self._state[number][0]))
-        except BaseException as cause:  # raised by whoever called step
+        except BaseException as cause:  # raised by step
             failures.append(cause)
 
     @torch.no_grad()
@@ -267,7 +267,7 @@ class InterleavedUpdater:
 
         def fetch(place: int) -> None:
             number = numbers[place]
-            # Whoever was in the slot has left it, and the state is back from the step before.
+            # The slot's last group has left it, and the state is back from the step before.
             for before in (self._left[place % SLOTS], self._flushed[number]):
                 if before is not None:
                     before.wait()

@@ -83,7 +83,7 @@ class InterleavedModel(WholeModel):
                 self._leave(name)
 
     def lend(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Parameters of these names, with their gradients, for who must change these."""
+        """Parameters of these names, with their gradients, for code that must change these."""
         result = {name: p for name, p in self._names.items() if name in names}
         for name, parameter in result.items():
             parameter.grad = self.update.gradient_of(name)

@@ -30,7 +30,7 @@ class BlockChain:
     Args:
         names: their names in the model.
         blocks: themselves.
-        streamed: of each, the parameters that nobody else has.
+        streamed: of each, the parameters that no other has.
         shared: names of parameters of blocks that something else has too; they cannot come and
             go with one block.
         how: container or trace.
@@ -107,7 +107,7 @@ def _containers(model: nn.Module) -> Iterator[tuple[int, list[tuple[str, nn.Modu
 
 
 def _members(name: str, container: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Not named_children: that tells a member that comes twice only once.
+    # Not named_children: that lists a member that comes twice only once.
     prefix = f"{name}." if name else ""
     return [
         (prefix + key, child)

@@ -1,6 +1,6 @@
 """How a window slides along a chain of blocks, and what that costs.
 
-:class:`Slide` says which blocks are on the device when. It knows no tensors: who runs a model asks
+:class:`Slide` says which blocks are on the device when. It knows no tensors: a model's runner asks
 it, and :func:`rehearse` asks it with the times of blocks instead, to predict peak and time.
 
 Source: Superpipeline, 2024: a window of k blocks, of which k' are replaced at a time.

@@ -1,6 +1,6 @@
 """Parameters come to the device when a pass needs them, and leave it again.
 
-A parameter of the model is empty until it is used: by the forward pass of its module, by whoever
+A parameter of the model is empty until it is used: by the forward pass of its module, by code that
 looks at it inside of a pass (a tied matrix, a method that is not ``forward``), or by a backward
 pass that autograd saved it for. It stays until the forward pass of the module is over, or until
 its gradient has come. What autograd saves of it is its name, not its memory.
@@ -60,7 +60,7 @@ class _Lent(NamedTuple):
 
 
 class _Watched(dict[str, Any]):
-    """The parameters of a module; who takes one of them finds it filled."""
+    """The parameters of a module; one that is taken is filled."""
 
     def __init__(self, found: dict[str, Any], touched: Callable[[Tensor], None]) -> None:
         super().__init__(found)
@@ -209,7 +209,7 @@ class ParameterStream(GradientStream):
             return
         if self._frames:
             self._use(home, self._frames[-1])
-        else:  # nobody says when it is over: until its gradient comes, or room is needed
+        else:  # its end is not known: until its gradient comes, or room is needed
             self._bring(home)
             home.kept = True
 
@@ -262,7 +262,7 @@ class ParameterStream(GradientStream):
         if self._passing not in (None, home):
             self._pass()
         if home.gradient is None or home in self._tied:
-            # No gradient tells when it is over: until another parameter is wanted.
+            # No gradient shows when it is over: until another parameter is wanted.
             self._passing = home
         assert home.flat is not None
         return home.flat.to(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
@@ -345,7 +345,7 @@ class ParameterStream(GradientStream):
         self._drop(home)
 
     def _spare(self) -> int:
-        """Bytes of the device that nobody needs, less those of parameters that came early."""
+        """Bytes of the device that are not needed, less those of parameters that came early."""
         assert self._trace is not None
         if not self._trace.known:
             return 0
@@ -421,7 +421,7 @@ class ParameterStream(GradientStream):
         return tiers.up.submit(up, target.nbytes, after=reading)
 
     def _drop(self, home: OffloadedParameter) -> None:
-        """Be through with a parameter; whoever still looks at it keeps it alive."""
+        """Be through with a parameter; a remaining reference keeps it alive."""
         self._early.pop(home, None)
         self._let_go(home)
 

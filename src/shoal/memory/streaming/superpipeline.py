@@ -281,7 +281,7 @@ class SuperpipelineModel:
         return max(self._rehearsed(slide, training=each).span_bytes for each in (False, True))
 
     def _settle(self, slide: Slide) -> None:
-        """Load the first window, and see to it that blocks tell where the run is."""
+        """Load the first window, and make the blocks report where the run is."""
         self._unsettle()
         self.slide = slide
         self.window.move(slide.first())
@@ -395,7 +395,7 @@ class SuperpipelineModel:
             yield
 
     def _watch(self, number: int, result: Any) -> bool:
-        """Have the backward pass tell when it comes to this block; whether there will be one."""
+        """Have the backward pass report when it comes to this block; whether there will be one."""
         import torch
         from torch.utils._pytree import tree_leaves
 

@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 class TiledLinear(nn.Module):
     """A linear layer that is multiplied tile by tile.
 
-    Each tile is a module with parameters of its own, so whoever streams parameters has one tile
+    Each tile is a module with parameters of its own, so code that streams parameters has one tile
     of it on the device, its gradient, and no more.
 
     Args:

@@ -2,7 +2,7 @@
 
 A block's weights lie on the host in one piece; those of the blocks in the window lie in the
 device's tier too, brought there by a mover while other blocks are computed. The window knows
-nothing of models: whoever runs the blocks tells it where the run is.
+nothing of models: the code that runs the blocks reports where the run is.
 
 What autograd keeps of a weight for the backward pass is not the weight but its place in its block
 (:meth:`Window.place`), so a block that comes back to another address is found there.
@@ -113,7 +113,7 @@ class HostBlock:
 
     @property
     def version(self) -> int:
-        """Changes whenever somebody writes a weight."""
+        """Changes whenever a weight is written."""
         return sum(parameter._version for parameter in self.parameters)
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -344,7 +344,7 @@ class Window:
     def give_gradients(self, *, failed: bool = False) -> None:
         """After a backward pass: all gradients are home and are the parameters'.
 
-        Of a pass that failed there are none: nobody could tell which are whole.
+        Of a pass that failed there are none, since it is unknown which are whole.
         """
         self.take_gradients(range(len(self.homes)))
         self.wait_for_gradients()

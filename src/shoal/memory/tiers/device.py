@@ -6,7 +6,7 @@ operator that passes the budget is the one that fails. A storage is counted once
 there are of it; what lies in the tier's own blocks is counted there.
 
 As on a GPU, an operator inside cannot use what lies outside: a policy that forgets to fetch
-something is found out. A tensor of numbers that Python gives inside (``torch.tensor``) lies there.
+something is detected. A tensor of numbers that Python gives inside (``torch.tensor``) lies there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         strict: operators may only use what lies there. Single numbers may come from anywhere.
 
     Attributes:
-        make_room: asked for so many bytes before an operator fails for want of them: whoever has
+        make_room: asked for so many bytes before an operator fails for want of them: code that has
             something on the device that it can do without, or that is on its way out.
     """
 
@@ -66,7 +66,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def room(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes that are free."""
         self._settle()
         return self.tier.room
 
@@ -124,7 +124,7 @@ class DeviceScope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise DeviceMemoryError(self._shortage(nbytes, tag))
         self.tier.reserve(nbytes, tag)
         self._live[key] = (nbytes, tag)
-        # The object of a storage lives as long as the storage, whoever holds it.
+        # The object of a storage lives as long as the storage, for any holder.
         weakref.finalize(storage, self._ended.append, key).atexit = False
 
     def _settle(self) -> None:

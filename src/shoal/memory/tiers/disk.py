@@ -50,7 +50,7 @@ class DiskTier(TierAllocator):
     Args:
         path: directory in which the file lies.
         capacity: budget in bytes.
-        links: hold reading and writing to a rate, whoever asks for it.
+        links: hold reading and writing to a rate, for all callers together.
 
     Attributes:
         direct: whether transfers pass the cache by; False where the file system refuses it.
@@ -134,7 +134,7 @@ class DiskTier(TierAllocator):
     def mapped(self, block: TierBlock) -> Tensor:
         """A block as uint8 that the system reads and writes as it is touched.
 
-        For who goes through everything once and must not hold it all, such as a checkpoint. It
+        For callers that read everything once and must not hold it all, such as a checkpoint. It
         takes the way through the cache; :meth:`flush` writes what has changed.
         """
         import torch
@@ -188,4 +188,4 @@ class DiskTier(TierAllocator):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._map = None  # whoever still looks at a block keeps the mapping
+        self._map = None  # a remaining view of a block keeps the mapping

@@ -1,7 +1,7 @@
 """Copies between places, one after another, on a thread of their own.
 
-A mover is one way from one tier to another. Copies wait in a bounded queue: whoever hands in more
-than the way can take waits. A :class:`Ticket` tells when a copy is done, how long it took, and
+A mover is one way from one tier to another. Copies wait in a bounded queue: a caller that adds more
+than the way can take waits. A :class:`Ticket` shows when a copy is done, how long it took, and
 what went wrong. Torch's and the system's copies hold no lock of Python's, so a thread is enough;
 on a GPU the thread has a stream of its own.
 """
@@ -30,7 +30,7 @@ __all__ = ["EmulatedLink", "Mover", "Ticket", "copied", "end_of_work"]
 
 @dataclass
 class EmulatedLink:
-    """A way that is no faster than it is told to be; several movers may share one.
+    """A way that is no faster than its set rate; several movers may share one.
 
     Args:
         bytes_per_s: its bandwidth.
@@ -95,7 +95,7 @@ class Ticket:
         return time.perf_counter() - begin
 
     def finish(self, seconds: float, error: BaseException | None = None) -> None:
-        """Tell everybody who waits; called once, by the mover."""
+        """Notify all that wait; called once, by the mover."""
         self.seconds, self._error = seconds, error
         self.done_at = time.perf_counter()
         self._event.set()
@@ -118,7 +118,7 @@ class Mover:
         self.bytes = 0
         self.busy_s = 0.0
         self._device = device
-        # What to do, who is told, and on a GPU what must be done before: the memory that is copied
+        # The action, whom to notify, and on a GPU what must be done before: the memory to be copied
         # may still be written, or have been another's, on the stream that asks.
         self._queue: queue.Queue[tuple[Callable[[], None], Ticket, Ticket | None, Any] | None]
         self._queue = queue.Queue(depth)
@@ -216,7 +216,7 @@ class Mover:
                     work()
                     if self._device != "cpu":
                         torch.cuda.current_stream().synchronize()
-                except BaseException as cause:  # told to whoever waits for it
+                except BaseException as cause:  # raised to the waiting caller
                     error = cause
                 time.sleep(max(0.0, through - time.perf_counter()))
                 seconds = time.perf_counter() - begin

@@ -59,7 +59,7 @@ class StagingRing:
 
     @property
     def free(self) -> int:
-        """Pieces that nobody has."""
+        """Pieces that are free."""
         return self._slots.qsize()
 
     def put(self, slot: Tensor) -> None:
@@ -81,7 +81,7 @@ class TierRow(Protocol):
         ...
 
     def shown(self) -> Tensor:
-        """All elements, for who goes through them once; may be written."""
+        """All elements, for a single pass over them; may be written."""
         ...
 
 
@@ -168,7 +168,7 @@ class Tiers:
         path: directory of the disk's file.
         links: mover -> what holds it to a rate; movers are read, up, down and write.
         strict: operators may only use what lies on the device.
-        disk_links: hold reading and writing of the disk to a rate, whoever asks for it.
+        disk_links: hold reading and writing of the disk to a rate, for all callers together.
 
     Raises:
         ConfigError: a way is held to two rates.

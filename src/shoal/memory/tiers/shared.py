@@ -43,7 +43,7 @@ class SharedPages:
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
 
     def close(self) -> None:
-        """Give them back; whoever looks at some of them keeps them."""
+        """Give them back; a remaining view keeps its part."""
         os.close(self.descriptor)
 
 

@@ -83,7 +83,7 @@ class TierAllocator:
 
     @property
     def room(self) -> int:
-        """Bytes that nobody has; they need not lie together."""
+        """Bytes that are free; they need not lie together."""
         return self.capacity - self.stats.used
 
     @property
@@ -147,7 +147,7 @@ class TierAllocator:
         self.stats.peak = max(self.stats.peak, self.stats.used)
 
     def full(self, need: int, tag: str) -> TierFullError:
-        """The error that tells what is missing."""
+        """The error that states what is missing."""
         return TierFullError(
             f"{self.name}: {tag} needs {human_bytes(need)} of {human_bytes(self.capacity)}; "
             f"{human_bytes(self.room)} are free, {human_bytes(self.largest_hole)} of them in one "

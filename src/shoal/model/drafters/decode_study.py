@@ -189,7 +189,7 @@ class DecodeStudy:
 
         Raises:
             ConfigError: an option is missing or wrong.
-            ModelError: a drafter is of another kind or target, or nobody judged it.
+            ModelError: a drafter is of another kind or target, or it was not calibrated.
             PlanError: the memory is too small for every drafter.
         """
         if self.model is None:

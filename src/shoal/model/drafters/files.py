@@ -90,7 +90,7 @@ class StoredDrafter:
 
 
 def fingerprint(target: Path) -> str:
-    """Return what tells one target from another: a digest of all bytes of all its tensors.
+    """Return what identifies a target: a digest of all bytes of all its tensors.
 
     How tensors are spread over files, and what a model does not read, is no part of it.
 
@@ -114,7 +114,7 @@ def fingerprint(target: Path) -> str:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """What tells one tokenizer from another; empty where there is none.
+    """What identifies a tokenizer; empty where there is none.
 
     Args:
         path: a ``tokenizer.json``, or a directory that may have one.
@@ -206,7 +206,7 @@ def check_target(config: DrafterConfig, *, target: str, tokenizer: str, where: s
         where: names the drafter in the error.
 
     Raises:
-        ModelError: names both hashes, or the drafter's tells too little.
+        ModelError: names both hashes, or the drafter's says too little.
     """
     if target.startswith(_WHOLE) and not config.target.startswith(_WHOLE):
         raise ModelError(

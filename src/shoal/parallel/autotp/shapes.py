@@ -60,7 +60,7 @@ class AutoSplit(nn.Module):
         key = _shapes(args, kwargs, self.training)
         if key not in self._made:
             model = self._empty[0].train(self.training)
-            # Ranks that are threads: nobody may call a module while another one traces.
+            # Ranks that are threads: none may call a module while another one traces.
             self.comm.barrier()
             result = discover(model, args, kwargs, tp=self.comm.world, fallback="refuse")
             self.comm.barrier()

@@ -303,7 +303,7 @@ def _place(node: fx.Node) -> str:
 
 
 def _last_uses(code: fx.Graph) -> dict[str, list[str]]:
-    """Node -> values that nobody needs after it."""
+    """Node -> values that are not needed after it."""
     last: dict[str, str] = {}
     for node in code.nodes:
         for used in node.all_input_nodes:

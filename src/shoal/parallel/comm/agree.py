@@ -1,4 +1,4 @@
-"""Ranks that were told different things find out at start, and say what differs."""
+"""Ranks that were given different settings detect it at start, and report what differs."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ class TorchComm:
         import torch.distributed as dist
 
         # Over the network's own road even where memory is shared: a rank that goes on to
-        # close its connections must know that nobody uses them any more.
+        # close its connections must know that they are no longer in use.
         self.guard("barrier", lambda: dist.barrier(group=self.group))
 
     def guard(self, op: str, call: Callable[[], _T]) -> _T:
@@ -407,7 +407,7 @@ class TorchComm:
         """
         if self.beat is not None:
             # Ranks of different stages make different numbers of calls in their groups;
-            # only those that all ranks make tell who is behind.
+            # only those that all ranks make show who is behind.
             self.beat.enter(op, counted=self._parent is None)
         result = self._start(op, call)
         if self.beat is not None:
@@ -417,7 +417,7 @@ class TorchComm:
     def _beside(self, op: str, call: Callable[[], None]) -> None:
         """The same, in memory of the communicator's own.
 
-        It belongs to no device, so whoever counts what operators use of one does not see it.
+        It belongs to no device, so a count of what operators use of one leaves it out.
         """
         with _undisturbed():
             self.guard(op, call)

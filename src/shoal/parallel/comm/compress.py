@@ -5,7 +5,7 @@ four bits to a byte, and one fp32 scale, its largest magnitude over 7 or 127: sy
 the nearest, so a value is off by half a scale at most, and zero stays zero. A block with a number
 that is not finite arrives as numbers that are not.
 
-Integers are never added up: whoever sums turns what arrived into fp32 first, and so every value is
+Integers are never added up: the sum turns what arrived into fp32 first, and so every value is
 rounded once on each hop.
 
 Source: Wang et al., ZeRO++, 2023, sections 3.1 and 3.3 (block-based quantisation, all-to-all for

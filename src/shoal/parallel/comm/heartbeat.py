@@ -5,7 +5,7 @@ one; a supervisor, or a peer, reads it without asking the rank. A rank that hang
 outside of a collective while the others wait inside is the one to blame.
 
 The age of a heartbeat is measured on the host's monotonic clock, which all processes of one boot of
-a host share and which nobody can set. A heartbeat of another host, or of an earlier boot, has no
+a host share and which cannot be set. A heartbeat of another host, or of an earlier boot, has no
 clock in common with the reader but the wall clock, and its age is as good as that. Who watches
 ranks reads through :class:`BeatReader`, which compares no clocks at all.
 """

@@ -3,7 +3,7 @@
 Gloo hands a message to a thread of its own, which competes with the computing thread for the
 core and holds locks that this one needs. Here every ordered pair of ranks has a ring of bytes in
 one mapped file: the sender copies a message in behind its header and goes on, the receiver
-copies it out when it waits. Nobody but the two computing threads does anything.
+copies it out when it waits. Only the two computing threads take part.
 
 A message larger than half a ring, or for which there is no room now, goes by Gloo; its header
 still goes through the ring, so that the receiver knows which way to look, and the messages of a
@@ -74,7 +74,7 @@ class Mailboxes:
         self._open = [False] * world
         # By peer: headers for which there was no room yet.
         self._behind: list[deque[tuple[int, int]]] = [deque() for _ in range(world)]
-        # By peer and key: receives whose message has not come, and messages nobody asked for.
+        # By peer and key: receives whose message has not come, and messages not asked for.
         self._expected: dict[tuple[int, int], deque[_Receive]] = {}
         self._early: dict[tuple[int, int], deque[np.ndarray[Any, Any] | None]] = {}
         self._lock = threading.Lock()
@@ -228,7 +228,7 @@ class Mailboxes:
         if data is not None:
             start = at + _HEADER * 8
             self._rings[self.rank, target, start : start + nbytes] = data
-        # x86 keeps the order of stores: who sees the count sees what was written before.
+        # x86 keeps the order of stores: a reader of the count sees what was written before.
         self._written[self.rank, target] = written + skip + need
         return True
 

@@ -90,8 +90,8 @@ def run_processes(
         collective_s: seconds after which a collective fails; ``timeout_s`` if not given.
         ranks_per_node: ranks of one node, neighbours by number; the bytes between nodes count
             with scope ``node``. All on one node if not given.
-        start: starts the process of a rank on its host; here if not given. Ranks that were told
-            of several nodes or hosts do not share memory.
+        start: starts the process of a rank on its host; here if not given. Ranks configured with
+            several nodes or hosts do not share memory.
 
     Returns:
         Results by rank, as JSON.
@@ -154,7 +154,7 @@ def _start_here(
     environment: Mapping[str, str],
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    # Ranks of one host talk over its own interface and nobody else's.
+    # Ranks of one host talk over its own interface and no other.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     variables = children.environment({"GLOO_SOCKET_IFNAME": interface, **environment})
     return children.start_command(command, env=variables, **options)
@@ -356,7 +356,7 @@ def main() -> int:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         try:
             write_json(folder / f"result-{rank}.json", _call(folder, rank))
-        # Whatever went wrong, the parent tells it.
+        # Whatever went wrong, the parent reports it.
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             fields = {

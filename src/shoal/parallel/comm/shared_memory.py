@@ -7,7 +7,7 @@ slices from where they were summed. Every rank thus gets the same bits. What a r
 reads of others is what a ring would have sent it, ``2 n (N - 1) / N`` bytes.
 
 A part goes through in chunks that stay in the caches. Two sets of slots take turns, so
-that nobody writes where a slower rank still reads: between two uses of a set lies a
+that no rank writes where a slower rank still reads: between two uses of a set lies a
 barrier of the other one.
 
 Two ranks can also begin a sum and go on: each puts its part where the other finds it, and adds
@@ -140,7 +140,7 @@ class SharedMemory:
             part.copy_(at[0, :count])
 
     def post(self, x: Tensor) -> PendingSum | None:
-        """Begin to sum a contiguous tensor in place and wait for nobody; None if it cannot be so.
+        """Begin to sum a contiguous tensor in place without waiting; None if it cannot be so.
 
         It can be with two ranks and a tensor of at most 512 KiB. Each rank adds what the other
         has, so both have the same bits. Both begin their sums in the same order.
@@ -244,7 +244,7 @@ class SharedMemory:
             RuntimeError: a rank is gone, or did not come in time.
         """
         self._count += 1
-        # x86 keeps the order of stores: who sees the count sees what was written before.
+        # x86 keeps the order of stores: a reader of the count sees what was written before.
         self._lines[self.rank, _COUNT] = self._count
         for other in range(self.world):
             self._until(other, _COUNT, self._count)

@@ -1,8 +1,8 @@
-"""Which links between ranks of this host carry nothing any more, by what the kernel tells.
+"""Which links between ranks of this host carry nothing any more, as the kernel reports.
 
-A link that disappears is no error to those who use it: bytes wait in the sender's socket and are
+A link that disappears is no error to its users: bytes wait in the sender's socket and are
 sent again and again, for a quarter of an hour, while every rank stands in the same collective and
-nobody is behind. The table of sockets says which bytes were never acknowledged; the one that the
+none is behind. The table of sockets says which bytes were never acknowledged; the one that the
 peer has says whose they are. A peer that is stopped acknowledges until its buffer is full, and
 then its window is asked for, which is another timer: it is not the link's fault.
 
@@ -51,7 +51,7 @@ def silent_links(pids: Mapping[int, int]) -> list[SilentLink]:
         pids: rank -> its process, on this host; in any network namespace.
 
     Returns:
-        By rank; empty where all links work, and where the kernel does not tell.
+        By rank; empty where all links work, and where the kernel does not report it.
     """
     tables = {rank: _sockets(pid) for rank, pid in pids.items()}
     owner = {(one.local, one.remote): rank for rank, table in tables.items() for one in table}

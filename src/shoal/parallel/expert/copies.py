@@ -1,8 +1,8 @@
-"""Which weights of experts go where, so that everybody has the copies that a table says.
+"""Which weights of experts go where, so that every rank has the copies that a table says.
 
-Who gets what is a table that all ranks compute alike, so nothing is asked or told on the way. A
+Who gets what is a table that all ranks compute alike, so nothing is negotiated on the way. A
 node gets each expert once, from its owner, and hands it on: two exchanges, and none at all where
-nobody gets anything.
+no rank gets anything.
 
 Shapes: E experts, N ranks, X experts that this rank owns, C copies that it gets.
 
@@ -83,11 +83,11 @@ def sent_copies(owner_E: Ints, held_EN: Flags, devices: Devices) -> list[tuple[i
 
 
 def copies_of(owner_E: Ints, held_EN: Flags, devices: Devices, rank: int) -> ExpertCopies:
-    """What a rank sends and receives so that everybody has what the table says.
+    """What a rank sends and receives so that every rank has what the table says.
 
     Args:
-        owner_E: who keeps each expert.
-        held_EN: who is to have it.
+        owner_E: the rank that keeps each expert.
+        held_EN: the ranks that are to have it.
         devices: all ranks.
         rank: this one.
     """

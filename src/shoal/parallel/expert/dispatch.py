@@ -5,9 +5,9 @@ data moves between the two views: a rank owns some tokens, whatever its place is
 expert's matrices it holds a slice of the width, 1 / etp of it, and of the experts 1 / ep.
 
 1. Route this rank's tokens; sort their (token, choice) pairs by expert. Where an expert has a
-   capacity, ranks that share a sequence tell each other their scores, and what there is no room
+   capacity, ranks that share a sequence exchange their scores, and what there is no room
    for is left out.
-2. Tell the ranks of the ep group how many rows come to them, and send the rows, straight or node by
+2. Inform the ranks of the ep group how many rows follow, and send the rows, straight or node by
    node (:mod:`~shoal.parallel.expert.hierarchy`).
 3. Gather the rows of the etp group, whose ranks have the other slices of the same experts.
 4. Sort by expert, and multiply each expert's matrices with its rows.
@@ -87,14 +87,14 @@ class DispatchedExperts(Experts):
         """What the experts make of rows that are sorted by expert, in the same order."""
         ep, etp = self.ranks.ep, self.ranks.etp
         to_RX = counts_E.view(ep.world, -1)
-        # Whoever passes rows on has to know of how many all others tell each other.
+        # A rank that passes rows on has to know how many all others exchange.
         all_RRX: Tensor | None = None
         if self.ranks.nodes is None:
             from_RX = counts_of(to_RX, ep, per_rank=True)
         else:
             all_RRX = counts_of(counts_E, ep, per_rank=False).view(ep.world, *to_RX.shape)
             from_RX = all_RRX[:, ep.rank].contiguous()
-        # [etp, ep, X] rows of every expert, by who sent them over which rank.
+        # [etp, ep, X] rows of every expert, by source and by forwarding rank.
         every = counts_of(from_RX.view(-1), etp, per_rank=False).view(etp.world, *from_RX.shape)
         if max(self.chunks) > 1 or self.holes is not None:
             return chunked(rows_MD, to_RX.cpu(), every, all_RRX, self)

@@ -3,7 +3,7 @@
 What :class:`~shoal.parallel.expert.dispatch.DispatchedExperts` does, with another table of who
 computes what: popular experts are gathered where there is little to do, while the layer's attention
 computes, and a token goes to the nearest copy of its expert that has room. The table of copies is
-made of earlier steps alone; the table of tokens of the counts that all ranks tell each other. A
+made of earlier steps alone; the table of tokens of the counts that all ranks exchange. A
 wrong guess costs time and nothing else: owners serve whatever has no copy.
 
 Shapes: as in ``dispatch``; and H experts that this rank has in a step, its own and copies.
@@ -195,7 +195,7 @@ class CopiedExperts(DispatchedExperts):
         rest = counts[owned:]
         up = grouped(rows_MD[mine:], weights[0], rest, self.grouped, again[0])
         borrowed = grouped(self._gated(up), weights[1], rest, self.grouped, again[1])
-        lent.drop()  # whoever needs them for the backward pass has them
+        lent.drop()  # what the backward pass needs has references
         return torch.cat([own, borrowed])
 
 

@@ -4,7 +4,7 @@ The backward pass of a layer of experts has two holes, in which the network betw
 idle: after its tokens' gradients are sent out in chunks, until they come back; and the rest of the
 block, which sends nothing. In each a slice of what later blocks have left to sum begins to travel,
 the last block's gradients first. What no slice took travels after the last backward pass; the
-engine's ``finish`` waits for all of it before anybody asks for the gradients' norm. ::
+engine's ``finish`` waits for all of it before the gradients' norm is taken. ::
 
     tokens    out 1 2 3 |           back 1 2 3
     gradients           | slice                | slice while attention goes back

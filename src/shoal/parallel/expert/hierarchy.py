@@ -1,9 +1,9 @@
 """Rows travel to experts node by node: fewer and longer messages between nodes.
 
 The hops are those of :mod:`shoal.cost.price.expert_hops`; at each of them a rank sends every piece
-that it has, the rows of one source for one target, to whoever has it next. All ranks know how many
-rows every rank has for every other, so both ends of every message know its pieces without being
-told::
+that it has, the rows of one source for one target, to the rank that has it next. All ranks know
+how many rows every rank has for every other, so both ends of a message know its pieces without a
+header::
 
     2dh    source -> same node, place of the target -> target
     1dh    source -> first of its node -> first of the target's node -> target
@@ -130,7 +130,7 @@ class Hops:
         return torch.cat([at[piece] for piece in pieces])
 
     def _start(self) -> None:
-        """Send every piece to who has it after the next hop."""
+        """Send every piece to the rank that has it after the next hop."""
         hop, comm = self._hops[self._hop], self._over(self._hop)
         self._hop += 1
         if comm is None:
@@ -151,7 +151,7 @@ class Hops:
             self._pending, self._x_MD = None, self._coming
 
     def _over(self, hop: int) -> Comm | None:
-        """The ranks of a hop; none where this rank has nobody to send to or get from."""
+        """The ranks of a hop; none where this rank has no peer to send to or get from."""
         nodes = self._nodes
         comm = nodes.far if hop == 1 else nodes.near
         idle = comm.world == 1 or (hop == 1 and nodes.dispatch == "1dh" and nodes.near.rank > 0)

@@ -68,7 +68,7 @@ class CopyMeter(StepHook):
         return sum(size for _, size in self._there)
 
     def hold(self, rows: Tensor) -> Tensor:
-        """Count copies for as long as anybody has them."""
+        """Count copies for as long as they are referenced."""
         weak = StorageWeakRef(rows.untyped_storage())  # type: ignore[no-untyped-call]
         self._there.append((weak, rows.nbytes))
         self.peak_bytes = max(self.peak_bytes, self.bytes)
@@ -188,7 +188,7 @@ class LayerCopies:
         )
 
     def give_back(self, grads: Sequence[Tensor]) -> None:
-        """Gradients of copies go to whoever of this node sent them."""
+        """Gradients of copies go to the rank of this node that sent them."""
         self.drop()
         self._grad = torch.cat([one.flatten(1) for one in grads], 1).to(self._own[0].dtype)
         self._return(self._copies.legs[1], self._grad[self._copies.legs[0].count :])

@@ -2,7 +2,7 @@
 
 Every so many steps each layer's owners are chosen anew from the loads that its router has had. The
 rows of weights and of whatever the optimizer keeps of them then travel in one exchange, right
-after the update; who sends what follows from two tables of owners that all ranks compute alike.
+after the update; what is sent follows from two tables of owners that all ranks compute alike.
 Every rank owns as many experts before as after, so all tensors stay where they are and what they
 are: rows in them change.
 
@@ -41,8 +41,8 @@ class ReshardedLayer(NamedTuple):
     """Experts of one layer that get other owners.
 
     Args:
-        old: who keeps each expert [E].
-        new: who is to keep it [E].
+        old: the rank that keeps each expert [E].
+        new: the rank that is to keep it [E].
         tensors: [X, ...] of this rank, by rising number of the expert; the same on all ranks but
             for their values.
     """

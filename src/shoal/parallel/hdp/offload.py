@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Bytes of the host that may be taken, whatever is expected.
 _LEAST_ROOM = 2**26
-# Nobody asks how much of the device is used: the plan did, before.
+# Use of the device is not limited here: the plan did that before.
 _ANY_BYTES = 2**62
 
 

@@ -33,7 +33,7 @@ CONST = 2.0
 
 @part
 class CO2(Averaging):
-    """Nobody waits for the network; choose it where an all-reduce takes longer than a step.
+    """No rank waits for the network; choose it where an all-reduce takes longer than a step.
 
     Args:
         tau: optimizer steps of a round; auto is the fewest behind which the average travels, by

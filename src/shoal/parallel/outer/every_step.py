@@ -31,7 +31,7 @@ class EveryStep:
         yield cls()
 
     def workers(self, dp: int) -> None:
-        """Nobody makes an update alone."""
+        """No rank makes an update alone."""
 
     def steps(self, work: Work, machine: Machine) -> None:
         """There are no rounds."""

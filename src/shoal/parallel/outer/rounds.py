@@ -5,7 +5,7 @@ end, so that workers need no other message, unless changes travel in bf16. Where
 round late, nothing of a round is waited for before the next one is over.
 
 With ``ShardedRounds`` each worker keeps its share of x and of the outer state. Parameters travel
-and not their changes, because nobody has all of x to subtract from: a reduce-scatter in the first
+rather than changes, since a difference needs all of x on one worker: a reduce-scatter in the first
 half of the next round, the outer update of the share, an all-gather of the new x in the second.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["Rounds", "ShardedRounds", "WholeRounds"]
 
 _T = TypeVar("_T")
 
-# Behind the parameters: the mean loss of the round, and who wishes to stop.
+# Behind the parameters: the mean loss of the round, and which wish to stop.
 _TOLD = 2
 
 
@@ -85,7 +85,7 @@ class Rounds(StepHook, ABC):
 
     @torch.no_grad()
     def after_update(self, step: TrainStep) -> None:
-        """Change the parameters where a round ends; workers learn there who asks to stop.
+        """Change the parameters where a round ends; workers learn there which ask to stop.
 
         Raises:
             RankError: a worker is gone.
@@ -125,7 +125,7 @@ class Rounds(StepHook, ABC):
         return result
 
     def _hear(self, summary: Tensor) -> None:
-        """What the workers told each other: a mean loss, and how many wish to stop."""
+        """What the workers exchanged: a mean loss, and how many wish to stop."""
         loss, stops = summary.tolist()
         self.loss, self.stop = loss, stops > 0
 
@@ -216,7 +216,7 @@ class WholeRounds(Rounds):
                 parameter.copy_(x)
 
     def _begin(self) -> None:
-        """Send the changes, and what is told beside them."""
+        """Send the changes, and what is sent with them."""
         flats = [self._sent]
         if self._wire is not None:
             self._wire.copy_(self._sent[: self._size])
@@ -225,7 +225,7 @@ class WholeRounds(Rounds):
             self._pending.append(self._timed(partial(self.comm.all_reduce, flat, tag=TAG)))
 
     def _halfway(self) -> None:
-        """What travels needs nobody on its way."""
+        """What travels needs no action on its way."""
 
     def _come(self) -> None:
         if not self._pending:
@@ -251,7 +251,7 @@ class WholeRounds(Rounds):
         return {**travels, **self._rule.state()}
 
     def _loaded(self) -> None:
-        self._sent[self._size + 1] = 0.0  # who wished to stop has stopped
+        self._sent[self._size + 1] = 0.0  # a worker that wished to stop has stopped
         self._keep()
 
 
@@ -364,7 +364,7 @@ class ShardedRounds(Rounds):
     def _loaded(self) -> None:
         stop = self._size + 1 - self._start
         if 0 <= stop < len(self._part):
-            self._part[stop] = 0.0  # who wished to stop has stopped
+            self._part[stop] = 0.0  # a worker that wished to stop has stopped
         self._keep()
         if not self._waiting:
             self._base.copy_(self._x)

@@ -12,7 +12,7 @@ and no two ranks begin with the same rows (the staggered order).
                                 rank 1: rows of 0 | rows of 1      rows of 0 are computed
 
 A share is cut in ``tiles`` tiles, so that only the first tile's product, or the last one's
-message, finds nobody to hide behind. With a product of G seconds and messages of C that is
+message, is not overlapped. With a product of G seconds and messages of C that is
 max(G, G / (world * tiles) + C) instead of G + C.
 
 Source: Pati et al., T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
@@ -65,8 +65,8 @@ def cut(rows: int, tiles: int | None = None) -> list[slice]:
 def _receives_first(comm: Comm) -> bool:
     """Whether this rank posts a receive before the send that goes with it.
 
-    Where messages have tags it does: Gloo tells the sender that it may begin, and that word must
-    not stand behind a tile. Without tags the messages of a pair of ranks go one after the other,
+    Where messages have tags it does: Gloo signals the sender that it may begin, and this must
+    not queue behind a tile. Without tags the messages of a pair of ranks go one after the other,
     so of two ranks one must send while the other receives.
     """
     return comm.device == "cpu" or comm.world > 2 or comm.rank == 0
@@ -150,7 +150,7 @@ def scattered_product(
             start = chunk * rows
             torch.mm(x[start + part.start : start + part.stop], weight_IO, out=here[part])
             if summands is not None and last:
-                # Nobody waits for own rows: the rest of them is computed first.
+                # No rank waits for own rows: the rest of them is computed first.
                 rest.append((here[part], summands[part], incoming[i]))
             elif summands is not None:
                 incoming[i].wait()

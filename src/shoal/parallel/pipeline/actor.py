@@ -81,7 +81,7 @@ class _Actor:
 
 
 class ActorGraph:
-    """Actors and who consumes what.
+    """Actors and their consumers.
 
     ::
 
@@ -141,8 +141,8 @@ class ActorGraph:
         """Give ``target`` one more input, from an actor that may come after it.
 
         Args:
-            source: who makes the items.
-            target: who takes them.
+            source: the actor that makes the items.
+            target: the actor that takes them.
             initial: items that it takes before the first one made; without any, a
                 cycle could never start.
 
@@ -154,7 +154,7 @@ class ActorGraph:
         self._join(self._actors[source], self._actors[target], tuple(initial))
 
     def check(self) -> None:
-        """Find out whether this graph can run for ever.
+        """Check whether this graph can run for ever.
 
         Raises:
             PlanError: it cannot; names the actors that would wait for each other.
@@ -295,7 +295,7 @@ class _Run:
         for actor in self._actors:
             actor.used = actor.peak = actor.items = 0
             for edge in actor.inputs:
-                # Tokens to begin with are in nobody's pool.
+                # Tokens to begin with are in no pool.
                 edge.filled = deque(_Register(actor, value, 0) for value in edge.initial)
 
     def __enter__(self) -> Self:
@@ -331,7 +331,7 @@ class _Run:
         return {a.name: ActorCounts(a.items, a.peak, a.regs) for a in self._actors}
 
     def ack(self, register: _Register) -> None:
-        """A consumer is done with a register; its owner's thread hears of it."""
+        """A consumer is done with a register; its owner's thread is notified."""
         self._boxes[register.owner.queue].put(("ack", register, None))
 
     def _drain(self, name: str, box: _Mailbox) -> None:
@@ -391,7 +391,7 @@ class _Run:
                 self._done()
 
     def _give_back(self, actor: _Actor) -> None:
-        """An actor that has acted its last time holds nobody up with what it will not take."""
+        """An actor that has acted its last time holds no other up with what it will not take."""
         if actor.items == self.items:
             for edge in actor.inputs:
                 for register in edge.filled:
@@ -432,7 +432,7 @@ class _Failed:
 
 
 class PrefetchQueue(Generic[_T]):
-    """Items made ahead of who uses them; :func:`prefetch` makes it.
+    """Items made ahead of use; :func:`prefetch` makes it.
 
     An iterator over what the function returns for first, first + 1, ...; and a context
     manager that ends the thread.
@@ -487,10 +487,10 @@ class PrefetchQueue(Generic[_T]):
         def make(i: int) -> Any:
             nonlocal failed
             if failed:
-                return None  # nobody will ask for it
+                return None  # it will not be asked for
             try:
                 return self._function(first + i)
-            except Exception as error:  # told to who asks for this step
+            except Exception as error:  # raised to the caller of this step
                 failed = True
                 return _Failed(error)
 
@@ -499,7 +499,7 @@ class PrefetchQueue(Generic[_T]):
 
 
 def prefetch(function: Callable[[int], _T], first: int, depth: int = 2) -> PrefetchQueue[_T]:
-    """Call ``function(first)``, ``function(first + 1)``, ... ahead of who uses the results.
+    """Call ``function(first)``, ``function(first + 1)``, ... ahead of the use of the results.
 
     Results come in order. What a call raises is raised where its result would have been
     returned, and ends it; all before it are delivered. Nothing starts before the first item

@@ -50,7 +50,7 @@ class WholeStage:
 
 
 class HintedStage:
-    """A stage that tells whose passes it runs."""
+    """A stage that reports whose passes it runs."""
 
     def __init__(self, stage: Any, saved: TensorCache) -> None:
         self._stage, self._saved = stage, saved

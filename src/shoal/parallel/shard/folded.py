@@ -107,7 +107,7 @@ class FoldedModel:
         return sum(one.hidden_bytes for one in both), sum(one.after_bytes for one in both)
 
     def sliced(self) -> ReplicatedModel:
-        """What sums the gradients beside the experts', in slices if it is told to."""
+        """What sums the gradients beside the experts', in slices if it is set to."""
         assert isinstance(self._rest, ReplicatedModel)
         return self._rest
 

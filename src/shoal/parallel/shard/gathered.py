@@ -292,7 +292,7 @@ class GatheredModel:
         parameters: dict[str, LocalParameter] = {}
         for name in self.owned():
             unit, index = self._names[name]
-            unit.forget()  # whoever asks may write
+            unit.forget()  # the caller may write
             shape = unit.shapes[index]
             offset = (unit.row(index), *(0,) * (len(shape) - 1)) if shape else ()
             parameters[name] = LocalParameter(unit.parts[index].detach(), offset, shape)

@@ -75,7 +75,7 @@ class LevelComms(NamedTuple):
         def within(size: int) -> list[range]:
             return [range(start, start + size) for start in range(0, world, size)]
 
-        share = min(package, island)  # with g0 = n nobody has peers
+        share = min(package, island)  # with g0 = n no rank has peers
         peers = [
             range(start + i, start + island, share)
             for start in range(0, world, island)

@@ -251,7 +251,7 @@ class ReplicatedModel:
             return next(self.model.parameters()).new_zeros(())
         total = sum_of_squares(self._buckets[0].flat[:0])
         for bucket in self._buckets:
-            # One by one, so that whoever has the parameters elsewhere finds the same bits.
+            # One by one, so that parameters held elsewhere give the same bits.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if counts(names[parameter]):
                     total += sum_of_squares(view)

@@ -107,7 +107,7 @@ def kept_bytes(
     Args:
         part: the sharding.
         job: whose ranks share.
-        machine: whose nodes tell the levels that are not given.
+        machine: whose nodes give the levels that are not set.
         local: parameters of a rank's stages and slices.
         block: those of one block, of which two are whole at a time.
     """

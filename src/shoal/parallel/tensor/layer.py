@@ -43,7 +43,7 @@ class TensorExchange(NamedTuple):
             take the first part of rank ``root``.
         parts: of this rank [N, D], as many on every rank that gathers.
         out: [W, parts, N, D] of what is gathered.
-        root: who has what the others take.
+        root: the rank that has what the others take.
     """
 
     how: Literal["sum", "gather", "take"]
@@ -83,7 +83,7 @@ def cut(model: Transformer, rank: int, world: int, share: Share) -> None:
         world: of so many.
         share: attention by ``layers`` or by ``heads``; feed-forward layers by width.
 
-    Its configuration then tells the layers and heads of which this rank has keys and values.
+    Its configuration then gives the layers and heads of which this rank has keys and values.
 
     Raises:
         ModelError: its layers are others, or there are more ranks than layers, heads or width.
@@ -282,7 +282,7 @@ class LayerRanks:
         else:
             waves = -(-len(layers) // world)
             out = x_ND.new_empty(world, waves, *x_ND.shape)
-            # Who has fewer layers than others sends what nobody reads.
+            # Who has fewer layers than others sends what no rank reads.
             yield TensorExchange("gather", [*mine, *[x_ND] * (waves - len(mine))], out)
             turns = [0] * world
             gave = []

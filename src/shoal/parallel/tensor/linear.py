@@ -1,7 +1,7 @@
 """Linear layers that are split over ranks and whose weight gradients can wait.
 
 A backward pass has two halves: the gradient of the input, which the stage before waits for,
-and that of the weights, which nobody waits for until the optimizer. While a
+and that of the weights, which no pass waits for before the optimizer. While a
 :class:`WeightGradients` is open, these layers compute the first half and note the second;
 its ``run`` does what was noted. Both ways the same products are taken and added in the same
 order, so the gradients are equal to the bit.
@@ -47,7 +47,7 @@ class WeightGradients:
 
     Open it as a context around the backward pass; :meth:`run` it later, once. Hooks on parameters
     (``register_post_accumulate_grad_hook``) are called by both passes, by the first one before the
-    gradient is there: whoever counts them must not listen while this is open.
+    gradient is there: code that counts them must not count while this is open.
     """
 
     # Ranks may be threads of one process, and each has its own open one.
@@ -85,7 +85,7 @@ class WeightGradients:
         waiting, self._waiting = self._waiting, []
         waiting.reverse()
         while waiting:
-            # Through autograd, so that whoever waits for a parameter's gradient is told; one by
+            # Through autograd, so that hooks on a parameter's gradient are called; one by
             # one from the list, so that activations are freed on the way.
             parameter, gradient = waiting.pop()()
             torch.autograd.backward([parameter], [gradient])

@@ -42,7 +42,7 @@ class ReplicaSequences(NamedTuple):
         step: global step.
         weights: how much the tokens of each sequence count fp32 [b]; 1 if not given.
         counted: tokens that the loss is a mean over; the counted targets, if not given.
-        plan: who computes which of the sequences, where that was asked ahead.
+        plan: which rank computes which sequences, where that was asked ahead.
     """
 
     inputs: Tensor

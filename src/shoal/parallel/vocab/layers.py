@@ -2,7 +2,7 @@
 
 A rank looks up the ids that are its own and the ranks add up what they found. The loss needs
 three numbers a token from every rank: its largest logit, its sum of exponentials and the
-target's logit, whoever has it. Logits are made some tokens at a time, turned into their
+target's logit, from the rank that has it. Logits are made some tokens at a time, turned into their
 gradient at once, and never gathered.
 
 Shapes: N tokens, D hidden, V vocabulary, C = ceil(V / tp) local rows, of which those beyond V

@@ -66,7 +66,7 @@ def padded_vocab(vocab_size: int, ranks: int) -> int:
 
 
 def shard_rows(vocab_size: int, ranks: int, rank: int) -> range:
-    """Rows of the vocabulary that ``rank`` owns; rows of padding belong to nobody.
+    """Rows of the vocabulary that ``rank`` owns; rows of padding have no owner.
 
     All ranks own an even number, equal but for the last ones.
     """
@@ -127,7 +127,7 @@ class VocabShard(nn.Module):
     """One rank's rows of embedding and output matrix, and the passes over them.
 
     Parameters are ``embed.weight`` [R, D] and, unless tied, ``output.weight`` [R, D], with the
-    rows of :attr:`rows`; both are zero until somebody fills them. Gradients are added to
+    rows of :attr:`rows`; both are zero until the caller fills them. Gradients are added to
     ``grad`` by ``t`` and ``eb``; :meth:`finish` ends a step.
 
     Args:

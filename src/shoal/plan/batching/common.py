@@ -68,7 +68,7 @@ class DigestChain:
     """Digests of the full blocks of a request: of all tokens up to the end of each block.
 
     The adapter and the salt are part of them. They are cryptographic: with a plain hash, a client
-    could make a prompt that is answered from somebody else's cache.
+    could make a prompt that is answered from another client's cache.
 
     Args:
         request: whose.
@@ -133,7 +133,7 @@ class Queues:
         # By id, in the order of admission.
         self.running: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
-        # Whether decodes guess tokens; set by whoever has a runner that can.
+        # Whether decodes guess tokens; set by code whose runner can.
         self.drafting: Drafting | None = None
 
     @property
@@ -196,7 +196,7 @@ class Queues:
         room = f"at most {self.kv.num_blocks * self.kv.block_size}, all that the cache holds"
         larger = "more kv_tokens"
         if self._slots is not None:
-            # The end of a slot is no reason to end an answer: who might reach it is refused.
+            # The end of a slot is no reason to end an answer: one that might reach it is refused.
             most = request.n_prompt + request.params.max_tokens - 1
             room, larger = f"at most {self._slots.max_len}, the max_len of a slot", "longer slots"
         require(
@@ -275,7 +275,7 @@ class Queues:
         return outputs
 
     def _drafts(self, chunks: list[Chunk], room: int) -> list[Chunk]:
-        """Decodes with the guesses that there is room for; nobody gives way to a guess.
+        """Decodes with the guesses that there is room for; no request gives way to a guess.
 
         Args:
             chunks: all decodes of a step.

@@ -33,7 +33,7 @@ class LeastLoadedDispatcher:
 
     def prompted(self, request_id: str) -> None:
         """See :class:`~shoal.ir.phases.Dispatcher`."""
-        # An instance of both phases is loaded by whoever generates, too.
+        # An instance of both phases is loaded by generating requests, too.
         if self._decodes is not None:
             self._prompts.leave(request_id)
 

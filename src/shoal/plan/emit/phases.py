@@ -1,6 +1,6 @@
 """Launch files of a plan whose phases have instances of their own: what engines share of it.
 
-Each phase has a configuration and a script that starts one of its instances, told by a number;
+Each phase has a configuration and a script that starts one of its instances, given by a number;
 one more script starts what stands before all of them and knows their addresses.
 """
 
@@ -31,7 +31,7 @@ def first_port(port: int, phase: str) -> int:
 
 
 def urls(plan: ServePlan, phase: str, port: int) -> list[str]:
-    """Addresses of the instances of a phase, on this host until somebody edits them."""
+    """Addresses of the instances of a phase, on this host until edited."""
     first = first_port(port, phase)
     return [f"http://127.0.0.1:{first + n}" for n in range(phases_of(plan)[phase].count)]
 

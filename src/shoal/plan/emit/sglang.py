@@ -18,7 +18,7 @@ from shoal.plan.serving.inputs import precision_of
 
 __all__ = ["SGLang"]
 
-# Where prefill instances tell decode instances how to fetch from them.
+# Where decode instances learn how to fetch from prefill instances.
 _BOOTSTRAP = 8998
 
 

@@ -20,7 +20,7 @@ from shoal.plan.serving.inputs import precision_of
 __all__ = ["VLLM"]
 
 BLOCKS = (8, 16, 32, 64, 128)
-# Where instances tell each other how to fetch from them.
+# Where instances exchange how to fetch from them.
 _SIDE_CHANNEL = 5600
 _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 

@@ -89,7 +89,7 @@ def schedule(r: int, ahead: int = 1, *, slice_: bool = False, one_link: bool = F
         ahead: chunks that go before the first sum, less one.
         slice_: a part of the gradients' sum travels once all chunks are sent.
         one_link: everything that is sent waits for what was sent before, as where messages
-            between nodes and inside them are not told apart.
+            between nodes and inside them are not distinguished.
     """
     every = range(r)
 
@@ -213,7 +213,7 @@ def relaxed(pass_: MoePass, slice_s: float = 0.0, ahead: int = 1, *, most: int =
 def choose(pass_: MoePass, slice_s: float = 0.0, *, most: int = MOST) -> PassChunks:
     """The chunks of a pass: the relaxed r of every order, and its whole neighbours simulated.
 
-    The fewest that are within :data:`SLACK` of the least: a chunk costs what no line tells.
+    The fewest that are within :data:`SLACK` of the least: a chunk has costs that no line includes.
 
     Args:
         pass_: what tasks take.

@@ -99,7 +99,7 @@ class MallocGame(_gymnasium.Env):  # type: ignore[misc,name-defined]
 
 
 def register() -> None:
-    """Make :data:`NAME` known to ``gymnasium.make``; once, whoever asks."""
+    """Make :data:`NAME` known to ``gymnasium.make``, once."""
     if NAME not in _gymnasium.registry:
         _gymnasium.register(id=NAME, entry_point="shoal.plan.mapping.env:MallocGame")
 

@@ -292,8 +292,8 @@ class _Programme:
     def _due(self, fast: Sequence[bool], stays: dict[int, tuple[int, int]]) -> dict[int, int]:
         """Results that slow memory must have from fast memory -> slot by which it must.
 
-        The programme may use an idle link for copies that nobody needs; to book those would take
-        it from those that somebody does.
+        The programme may use an idle link for copies that are not needed; to book those would take
+        it from those that are.
         """
         c = self.c
         due: dict[int, int] = {}

@@ -15,7 +15,7 @@ value is where it stops to fall.
 Source: Liao et al., Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a Single
 GPU (Fuyou), 2024, section 4.5.
 Differs: a tensor's worth is in seconds as measured, and not in operations: those that are bound by
-memory take longer than their operations tell. With the operations of matrix products alone the
+memory take longer than their operations suggest. With the operations of matrix products alone the
 order is the paper's.
 """
 

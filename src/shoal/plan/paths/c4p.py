@@ -82,7 +82,7 @@ def measured_rates(flows: Flows, paths: FlowPaths, fabric: LeafSpine) -> np.ndar
 
 
 def reweighted(paths: FlowPaths, rates: np.ndarray) -> FlowPaths:
-    """The same paths with bytes dealt by measured rates, so that a flow's connections end together.
+    """The same paths with bytes split by measured rates, so that a flow's connections end together.
 
     Args:
         paths: with one or more connections a flow.

@@ -108,7 +108,7 @@ def _one_colour(count_AB: np.ndarray, colours: int) -> np.ndarray:
     heads = [np.full(A, source), a, b_first := np.arange(A, A + B)]
     tails = [np.arange(A), b + A, np.full(B, sink)]
     room = [high_A - low_A, count_AB[a, b], high_B - low_B]
-    # The lower bound of source -> sender is owed to the sender by whoever gives.
+    # The lower bound of source -> sender is owed to the sender by ``give``.
     heads += [np.full(A, give), np.array([source])]
     tails += [np.arange(A), np.array([take])]
     room += [low_A, np.array([low_A.sum()])]

@@ -18,7 +18,7 @@ __all__ = ["ECMP"]
 
 @part
 class ECMP:
-    """A random path for every connection: what switches do without being told.
+    """A random path for every connection: what switches do by default.
 
     With bonded ports, hashes also choose the port that a connection leaves by and the leaf
     that a spine sends it to, so that a receiver's ports are not balanced.

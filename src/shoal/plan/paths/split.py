@@ -1,7 +1,7 @@
 """A few sub-flows on single paths, as good as ideal spraying.
 
 Every flow is cut into as few pieces as make the busiest leaf's pieces divide evenly over the
-spines, and the pieces are dealt to spines by an edge colouring: no uplink or downlink carries
+spines, and the pieces are assigned to spines by an edge colouring: no uplink or downlink carries
 more than ideal spraying would put on the busiest one.
 
 Source: Addanki et al., Challenging the Need for Packet Spraying in Large-Scale Distributed
@@ -43,7 +43,7 @@ class SplitPaths:
         )
 
     def paths(self, flows: Flows, fabric: LeafSpine, *, seed: int = 0) -> FlowPaths:
-        """Pieces of every flow, dealt to spines phase by phase.
+        """Pieces of every flow, assigned to spines phase by phase.
 
         Raises:
             PlanError: links between leaves and spines are not alike.

@@ -114,7 +114,7 @@ def moves(work: Work, machine: Machine, every: int) -> Estimate:
     kept = 4.0 + updated.memory_bytes.get("optimizer", 0.0) / parameters(shape)
     experts, _ = held_parameters(shape, split)
     divides = table("shard").build(job.shard).divides
-    # Whoever updates a weight moves it; the others get it as they do after every update.
+    # The rank that updates a weight moves it; the others get it as they do after every update.
     size = kept * experts / (split.edp if "optimizer" in divides else 1)
     once, wire = _spread(work, machine, size * (split.ep - 1) / split.ep)
     return Estimate(

@@ -3,7 +3,7 @@
 Before a layer its popular experts are gathered on devices that are to do little, as many as can be
 gathered while attention computes; afterwards the copies are dropped, and their gradients are summed
 where the expert is owned. Owners change seldom: popular experts are spread over nodes and devices,
-so that nobody has to send all of them.
+so that no device has to send all of them.
 
 Source: Hecate: Unlocking Efficient Sparse Model Training via Fully Sharded Sparse Data
 Parallelism, 2025.
@@ -153,7 +153,7 @@ def _copy(
 
 
 def sender(expert: int, device: int, owner_E: Ints, held_EN: Flags, devices: Devices) -> int:
-    """Who sends a copy to ``device``: whoever of its node has one, or else the owner."""
+    """Who sends a copy to ``device``: a device of its node that has one, or else the owner."""
     owner, node_N = int(owner_E[expert]), devices.nodes
     if node_N[owner] == node_N[device]:
         return owner

@@ -78,7 +78,7 @@ def even_owners(expected_E: Floats, devices: Devices) -> Ints:
     for expert in np.argsort(-expected_E, kind="stable"):
         free_N = room_N > 0 if room_N.any() else (room_N == 0) & (over > 0)
         of_node = np.bincount(node_N, weights=load_N)
-        # Nobody owns one more than another before all rooms are taken.
+        # No device owns one more than another before all rooms are taken.
         choices = np.flatnonzero(free_N)
         best = min(choices, key=lambda at: (load_N[at], of_node[node_N[at]], at))
         owner_E[expert] = best
@@ -88,7 +88,7 @@ def even_owners(expected_E: Floats, devices: Devices) -> Ints:
 
 
 def only_owners(owner_E: Ints, devices: Devices) -> Flags:
-    """Nobody has a copy [E, N]."""
+    """No device has a copy [E, N]."""
     return np.asarray(owner_E[:, None] == np.arange(devices.count)[None])
 
 

@@ -190,7 +190,7 @@ def _evolve(cost: object, genes: list[int], seed: int) -> tuple[int, ...]:
     idle = 0
     for _ in range(_GENERATIONS):
         first, second = (population[int(min(random.integers(0, _POPULATION, 2)))] for _ in range(2))
-        # What the parents agree on stays; the rest is dealt anew.
+        # What the parents agree on stays; the rest is drawn anew.
         child = [a if a == b else -1 for a, b in zip(first, second, strict=True)]
         rest = list(genes)
         for gene in child:

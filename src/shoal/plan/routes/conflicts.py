@@ -1,7 +1,7 @@
 """Routes of all micro-batches that do not get in each other's way: conflict-based search.
 
 The tree's root lets every micro-batch take its own best route. A node of the tree whose
-routes are in conflict is split: each of its children forbids one of those who take part
+routes are in conflict is split: each of its children forbids one of those that take part
 what it did, and only that micro-batch is planned anew. Conflicts are looked for in this
 order: a stage that too many or too few micro-batches visit (C2), activations that a node
 cannot hold (T1), two passes on a node at one time (T2). The best node of the tree comes

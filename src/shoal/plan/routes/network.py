@@ -164,7 +164,7 @@ class WanNetwork(Value):
 
     @classmethod
     def wan(cls, nodes: int, regions: Sequence[str] = REGIONS) -> WanNetwork:
-        """``nodes`` nodes dealt to regions in turn.
+        """``nodes`` nodes assigned to regions in turn.
 
         Args:
             nodes: how many.

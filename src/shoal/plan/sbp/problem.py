@@ -290,7 +290,7 @@ class SbpProblem:
         return result.elements * (size / rate) + result.sends * self.rates.latency_s
 
     def read_s(self, leaf: str) -> NDArray[np.float64]:
-        """[n]: seconds to read a leaf from memory, in each placement; 0 if nobody takes it."""
+        """[n]: seconds to read a leaf from memory, in each placement; 0 if it is unused."""
         used = bool(self.graph.users[leaf])
         return self.memory(leaf) * used / self.rates.read_bytes_per_s
 

@@ -68,7 +68,7 @@ def place(
         time_limit_s: the integer program gives up after.
 
     Raises:
-        PlanError: a pin that cannot be, a graph that does not fit, or no time to find out.
+        PlanError: a pin that cannot be, a graph that does not fit, or no time to search.
     """
     problem = SbpProblem(graph, mesh, pins or {}, rates or MeshRates())
     tree = all(len(users) <= 1 for users in graph.users.values())

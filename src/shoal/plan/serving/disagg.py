@@ -135,7 +135,7 @@ class _Search:
         # A rate per device that was good enough: where to look next; and where to look first.
         self._guess = self._near = 0.0
         self.lengths = arrivals_of(self.job, self.shape, count=min(requests, 2000))
-        # Of instances that work together: a prompt that came before would be in somebody's cache.
+        # Of instances that work together: a prompt that came before would be in some cache.
         self.many = arrivals_of(self.job, self.shape, count=_TOGETHER * requests)
         self.arrivals = poisson(self.lengths, len(self.lengths), job.seed)
         # Phases on any two devices: the slower link, where there are several nodes.
@@ -333,7 +333,7 @@ class _Search:
 
         Args:
             setting: what serves.
-            near: where its goodput per device is looked for first; 0 if nobody knows.
+            near: where its goodput per device is looked for first; 0 if unknown.
         """
         counts = [p.count for p in (setting.both, setting.prefill, setting.decode) if p]
         copies = math.gcd(*counts)

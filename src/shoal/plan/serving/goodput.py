@@ -189,7 +189,7 @@ class Goodput:
         between = bool(below and above)
         ends = [below[-1], above[0]] if between else below[-2:] or above[:2]
         loads = [(math.log(rate), math.log(max(self.load(rate, slo), 1e-9))) for rate in ends]
-        # The power of the rate with which the load grows; two tell, and one is near a queue.
+        # The power of the rate with which the load grows, from two points; one is near a queue.
         power = 2.0
         if len(loads) == 2:
             power = (loads[1][1] - loads[0][1]) / (loads[1][0] - loads[0][0])

@@ -75,7 +75,7 @@ class GoodputReport(Value):
         slo: the targets.
         tried: settings, best first.
         workload: numbers of the requests, as in ``describe``.
-        wanted: requests per second that shall be served; None if nobody said.
+        wanted: requests per second that shall be served; None if not stated.
         why: what the choice is, in a sentence.
         notes: what a reader should know.
     """

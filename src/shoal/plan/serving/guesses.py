@@ -51,7 +51,7 @@ def predicted_costs(
         threads: that compute on a CPU; 0 for all cores.
 
     Raises:
-        ConfigError: nobody knows the model.
+        ConfigError: the model is unknown.
         MachineError: the machine lacks a rate that is needed.
     """
     cost = Roofline(machine, resolve(model), precision, threads)

@@ -1,8 +1,8 @@
 """Where drafter and target go when one device is small: how deep a drafter, how large a tree.
 
 Verifying on a host costs by the row, so a deeper drafter and a smaller tree pay there. What is
-left of the small device's memory takes the first layers of the target. Whoever measured or modelled
-the times hands them in; nothing here asks a clock.
+left of the small device's memory takes the first layers of the target. The caller measures or
+models the times; nothing here reads a clock.
 
 Source: Zhang et al., Dovetail, 2025, sections 3.1 and 3.3.
 """
@@ -30,7 +30,7 @@ class DraftOption:
         nbytes: of its weights, the copies of embedding and head, and its cache.
         level_s: s of one level of a tree there.
         right: how often its guesses are right, by level and rank, as its calibration has it.
-        name: tells it from another of as many layers.
+        name: distinguishes it from another of as many layers.
     """
 
     layers: int

@@ -277,7 +277,7 @@ def _arrive(
     name: str,
     limits: SchedulerLimits,
 ) -> None:
-    """To the instance with the fewest tokens to do, unless nobody ever has room for it."""
+    """To the instance with the fewest tokens to do, unless none ever has room for it."""
     loads = [0] * len(world.instances)
     for request, _, place in live.values():
         loads[place] += len(request.tokens)

@@ -29,7 +29,7 @@ __all__ = [
     "weight_bytes",
 ]
 
-# Share of a device's memory that a plan may fill; the rest is for what nobody counted.
+# Share of a device's memory that a plan may fill; the rest is for what is not counted.
 FILL = {"gpu": 0.92, "cpu": 0.85}
 # What the engine's process holds before the model: framework, libraries, allocator.
 RUNTIME_BYTES = {"cpu": 0.45e9, "gpu": 1.5e9}
@@ -97,7 +97,7 @@ def fixed_memory(
 
 
 def expectation(job: ServeJob) -> Expectation | None:
-    """What the drafter of a job is expected to do; None where nobody guesses.
+    """What the drafter of a job is expected to do; None without guesses.
 
     Raises:
         ShoalError: its files are missing or damaged.

@@ -237,7 +237,7 @@ def _decode_step(
 ) -> Estimate:
     """One step, or pass, in which as many requests generate as the limits and the cache allow.
 
-    The shares of its causes are those of the rates, whoever says how long it takes.
+    The shares of its causes are those of the rates, whatever the source of its time.
     """
     assert job.kv_tokens is not None
     number = max(1, min(job.max_running, job.max_step_tokens, job.kv_tokens // (context + 1)))

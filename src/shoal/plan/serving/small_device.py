@@ -89,7 +89,7 @@ class SmallDevice:
         """A drafter with predicted times.
 
         Args:
-            name: tells it from others.
+            name: distinguishes it from others.
             layers: M.
             right: its calibration.
 

@@ -135,7 +135,7 @@ def _way(
 
 
 def _tried(candidate: TrainJob, job: TrainJob, machine: Machine) -> bool:
-    """Of a split that nobody stated: all devices, those of a node or one, in a plain pipeline.
+    """Of a split that was not stated: all devices, those of a node or one, in a plain pipeline.
 
     What lies in slow tiers is what a step waits for then; a finer search would find no more. The
     ranks of a CPU have one memory, of which stages save nothing.

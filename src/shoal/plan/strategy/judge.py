@@ -32,7 +32,7 @@ __all__ = [
     "usable_bytes",
 ]
 
-# Share of a rank's memory that a plan may fill; the rest is for what nobody counted.
+# Share of a rank's memory that a plan may fill; the rest is for what is not counted.
 FILL = {"gpu": 0.92, "cpu": 0.85}
 
 # Objective -> how a plan is that has more of it, and less of it.
@@ -55,7 +55,7 @@ def usable_bytes(job: TrainJob, machine: Machine) -> float:
 
 
 def tier_room(job: TrainJob, machine: Machine) -> dict[str, float]:
-    """Tier -> bytes that a rank of ``job`` may fill; tiers whose size nobody says are left out.
+    """Tier -> bytes that a rank of ``job`` may fill; tiers of unknown size are left out.
 
     ``device`` is the rank's own memory. Host and disk are their node's, and its ranks share them.
     """

@@ -244,7 +244,7 @@ class Clusters(Value):
         """One node of each cluster, as its device's description has it.
 
         Raises:
-            MachineError: a device that nobody described, or nodes whose devices nothing joins.
+            MachineError: a device without a description, or nodes whose devices nothing joins.
         """
         machines = []
         for cluster in self.clusters:

@@ -1,4 +1,4 @@
-"""Orders of the devices of some clusters: those that are tried, those of nobody's thought, and all.
+"""Orders of the devices of some clusters: those that are tried, naive ones, and all.
 
 A tensor-parallel group is a unit: neighbours of one node, which no order of these tears apart.
 """

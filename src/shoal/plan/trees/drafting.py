@@ -30,7 +30,7 @@ __all__ = ["FixedDrafting", "PredictedRows", "ProfitableDrafting", "RowCosts"]
 _NEWEST = 0.02
 
 # Steps without a guess after which some are made to see whether they pay now. A drafter that was
-# told nothing meanwhile guesses nothing in the first of them.
+# given nothing meanwhile guesses nothing in the first of them.
 _AGAIN, _TRIED = 256, 2
 
 # While guesses are made, a step without any is made so often, and more often until some are known,

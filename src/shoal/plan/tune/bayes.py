@@ -2,7 +2,7 @@
 
 A surrogate learns the objective from the trials. A trial that failed (out of memory, an
 illegal split) is not dropped: it stays at the worst value that was seen, and further surrogates
-learn what fails: how much of a limited thing a configuration needs, where its trial told, and
+learn what fails: how much of a limited thing a configuration needs, where its trial says so, and
 else whether it works at all. The next trial has the largest product of expected improvement and
 probability to work. Trials that are still running are taken for what the surrogate expects
 on average (the constant liar), so several can run at a time. Where trials were measured time
@@ -44,7 +44,7 @@ __all__ = ["Bayes", "penalised"]
 
 # Configurations whose improvement is computed for one choice.
 MOST_CANDIDATES = 5000
-# Variance of a failure's value, in variances of all values: where its need tells why, and else.
+# Variance of a failure's value, in variances of all values: where its need explains it, and else.
 UNSEEN = 1000.0
 FAILED = 0.0
 
@@ -136,7 +136,7 @@ class Bayes:
             request = points[open_]
             score = self._odds(points[at], works, need, request, seed)
             if works.any():
-                # What failed by its need is learnt there; its own value nobody saw.
+                # What failed by its need is learnt there; its own value was not seen.
                 doubt = np.where(works > 0, 0.0, np.where(need > 0, UNSEEN, FAILED))
                 doubt = doubt + noise
                 surrogate = fit_surrogate(self.surrogate, points[at], values, seed, doubt)
@@ -155,7 +155,7 @@ class Bayes:
             at.append(place)
             values = np.append(values, values.mean())
             works = np.append(works, 1.0)
-            need = np.append(need, np.nan)  # nobody lies about it
+            need = np.append(need, np.nan)  # no value is assumed for it
             noise = np.append(noise, 0.0)
         return chosen
 
@@ -184,7 +184,7 @@ class Bayes:
 
 
 def _blind(trials: Sequence[Trial]) -> bool:
-    """Nothing worked, and nothing told how far it is from working."""
+    """Nothing worked, and no trial shows how far it is from working."""
     return all(trial.value is None and trial.excess is None for trial in trials)
 
 

@@ -165,7 +165,7 @@ class TrialOutcome(Value):
         value: what is maximised; None where it failed.
         failure: why it failed.
         excess: logarithm of what it needs over what there is, such as of memory: below 0
-            where it fits, above 0 where that is why it failed; None where nobody knows.
+            where it fits, above 0 where that is why it failed; None where unknown.
         samples: what it was measured to be, time after time, where ``value`` is their mean.
         share: how much of a whole measurement it had, such as of the requests.
     """

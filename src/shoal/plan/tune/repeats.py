@@ -1,7 +1,7 @@
 """Measure again until the mean is known well enough, in two stages.
 
 Stopping as soon as an interval happens to be narrow makes it narrower than it may be. Stein's way
-does not: the first stage alone tells how much the measurements spread, and so how many are needed.
+does not: the first stage alone shows how much the measurements spread, and so how many are needed.
 The interval of the mean of all of them holds its confidence for normal errors, however many those
 are.
 

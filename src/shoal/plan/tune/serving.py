@@ -1,6 +1,6 @@
 """What is tuned of a serving engine: its knobs, and what really serving a workload gives.
 
-An engine is measured, not simulated: whoever runs it gives a :class:`Measure`. A configuration
+An engine is measured, not simulated: the caller passes a :class:`Measure`. A configuration
 that runs out of memory or of time is a trial that failed, from which the search learns.
 
 Source: Understanding the Impact of Hyperparameters on LLM Inference Performance: vLLM vs
@@ -54,7 +54,7 @@ GOALS: dict[str, str] = {
 # Of what a goal is measured in.
 UNITS = {"throughput": "tokens/s", "latency": "1/s", "ttft": "1/s"}
 
-# Knob -> (what it is of a job, values that are tried when nobody says which).
+# Knob -> (what it is of a job, values that are tried when none are given).
 KNOBS: dict[str, tuple[str, tuple[Setting, ...]]] = {
     "max_running": ("most requests of a step", (1, 2, 4, 8, 16, 32, 64)),
     "max_step_tokens": ("most tokens of a step; prompts are cut to fit", (64, 128, 256, 512, 1024)),
@@ -141,7 +141,7 @@ class ServingSample(Value):
     Args:
         throughput: output tokens per second.
         latency_s: quantile in percent, as text -> s from a request's time to its last token.
-        ttft_s: the same to its first token; empty where an engine does not tell.
+        ttft_s: the same to its first token; empty where an engine does not report it.
         memory_bytes: of weights and cache.
         seconds: how long it took.
         failed: why it did not end well; empty if it did.
@@ -158,7 +158,7 @@ class ServingSample(Value):
         """What is maximised.
 
         Raises:
-            ConfigError: the engine did not tell it.
+            ConfigError: the engine did not report it.
         """
         if goal == "throughput":
             return self.throughput
@@ -200,7 +200,7 @@ class ServingObjective:
         repeats: how often each configuration is measured.
         limit_s: longest that one measurement may take.
         until: s on ``clock`` after which nothing is begun; None for no end.
-        clock: tells s.
+        clock: returns s.
         trials: what was measured so far.
     """
 

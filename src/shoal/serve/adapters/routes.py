@@ -155,7 +155,7 @@ class AdapterPlaces:
         """The directory of a request, without symbolic links.
 
         Raises:
-            ApiError: it is not allowed, or is not there, which the error does not tell apart.
+            ApiError: it is not allowed, or is not there, which the error does not distinguish.
         """
         result = self._resolved(path) if isinstance(path, str) and 0 < len(path) <= _MOST else None
         if result is None:

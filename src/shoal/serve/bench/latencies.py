@@ -18,7 +18,7 @@ _NAMES = {
     "itl": "time between two pieces of an answer",
     "e2e": "time of a whole request",
 }
-# Points of a curve; more cannot be told apart.
+# Points of a curve; more cannot be distinguished.
 _POINTS = 400
 
 

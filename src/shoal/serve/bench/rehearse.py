@@ -3,7 +3,7 @@
 A profile repeats single steps, one after another. In the loop there is work around them, the next
 step has another shape, and under little load the caches forget between two requests. So requests
 with the same lengths and times and other tokens are served first, a line is fitted to the steps as
-they were, and moved to meet their sum: whoever waits, waits for every interruption as well.
+they were, and moved to meet their sum: what waits, waits for every interruption as well.
 
 A machine is not the same for long, either. :class:`MachineSpeed` times a few fixed steps: before
 and after what is compared, so that a change is seen, and said.
@@ -75,7 +75,7 @@ def learned(steps: Sequence[StepSample], profiled: Sequence[StepSample] = ()) ->
 
 
 class MachineSpeed:
-    """How fast the machine is now, and whether somebody else is at work on it.
+    """How fast the machine is now, and whether other processes use it.
 
     Args:
         runner: whose model is timed; its cache is not touched.

@@ -140,7 +140,7 @@ class ReplayedRequest:
     """What became of one request, in s since the start.
 
     Args:
-        served: as a simulator would tell it; not finished if it failed.
+        served: as a simulator would report it; not finished if it failed.
         sent: when it was sent, which is after its time where this process is too slow.
         times: when each piece of the answer came.
         failure: the name of what went wrong; None if nothing did.

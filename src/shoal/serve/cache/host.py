@@ -65,7 +65,7 @@ class HostStore:
 
 
 class HostMover:
-    """Begins transfers, waits for them and tells which are over.
+    """Begins transfers, waits for them and reports which are over.
 
     Args:
         cache: of the device.

@@ -53,13 +53,13 @@ class _Copies:
             wait: for the first of them.
 
         Raises:
-            LenderLostError: one that cannot arrive; those before it are told first.
+            LenderLostError: one that cannot arrive; those before it are returned first.
         """
         loans: list[BlockLoan] = []
         while self._under_way and (self._under_way[0][0].done() or (wait and not loans)):
             future, lends = self._under_way[0]
             if loans and future.exception() is not None:
-                break  # it is told by the next call: what has arrived is not forgotten
+                break  # the next call raises it: what has arrived is not forgotten
             del self._under_way[0]
             self.moved_bytes += future.result()
             loans += lends
@@ -73,7 +73,7 @@ class _Copies:
                 self.moved_bytes += future.result()
                 loans += lends
             except ServeError:
-                continue  # to this instance, or to one whose loss is told next
+                continue  # to this instance, or to one whose loss is reported next
         self._under_way = []
         gone = self.creditors.pop(instance, None)
         if gone is not None:
@@ -124,7 +124,7 @@ class LendingHook(EngineHook):
         engine.register(self)
 
     def meet(self, paths: Mapping[int, str], form: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Connect to all who lend: one connection for queries, one for copies.
+        """Connect to all lenders: one connection for queries, one for copies.
 
         Raises:
             ServeError: one has another model or cache.

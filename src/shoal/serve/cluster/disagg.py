@@ -106,7 +106,7 @@ class DisaggEngine(EngineLike):
         self.moved: list[MigratedRequest] = []
         self._dispatch = LeastLoadedDispatcher(fronts, backs)
         self._open: dict[str, _Open] = {}
-        # Aborted while a decode instance may be fetching them -> who holds them.
+        # Aborted while a decode instance may be fetching them -> their holder.
         self._dropping: dict[str, int] = {}
         self._recording = recording
         self._told: list[dict[str, Any]] = []
@@ -144,7 +144,7 @@ class DisaggEngine(EngineLike):
         except BaseException:
             self.close()
             raise
-        shutil.rmtree(self._directory, ignore_errors=True)  # whoever needs a file has mapped it
+        shutil.rmtree(self._directory, ignore_errors=True)  # its users have mapped it
 
     @staticmethod
     def _check(job: ServeJob, colocated: int) -> None:
@@ -170,7 +170,7 @@ class DisaggEngine(EngineLike):
         for child in self._backs:
             child.send({"kind": "peers", "caches": caches})
         self._wait(lambda child: child.role != "decode" or child.ready.get("mapped"), "mapped")
-        # The books of an instance, empty: whoever cannot run there is refused here.
+        # The books of an instance, empty: a request that cannot run there is refused here.
         self._refusing: list[Queues] = []
         for child in self._children:
             size = child.ready["block_size"]
@@ -209,7 +209,7 @@ class DisaggEngine(EngineLike):
 
     @property
     def busy(self) -> bool:
-        """Whether an instance has said something that was not heard yet."""
+        """Whether an instance has sent something that was not read yet."""
         return bool(self._readable(0.0))
 
     def profile(
@@ -432,7 +432,7 @@ class DisaggEngine(EngineLike):
 
 
 def packed(request: Request) -> dict[str, Any]:
-    """What an instance is told of a request; the cache of another one is not at hand."""
+    """What an instance receives of a request; the cache of another one is not at hand."""
     return {**pack_request(request), "fork_of": None}
 
 

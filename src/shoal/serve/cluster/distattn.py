@@ -1,7 +1,7 @@
 """A runner whose requests have their oldest keys and values at other instances.
 
 In every layer the queries go out first, then this instance attends over what it has itself, then
-the answers are merged. Nobody's keys or values come here.
+the answers are merged. No other instance's keys or values come here.
 
 Source: Lin et al., Infinite-LLM, 2024, section 4.1 (DistAttention).
 """
@@ -62,7 +62,7 @@ class _Ask:
     Args:
         creditor: the lender.
         rows_n: of the step's tokens, those whose queries go there.
-        places_n: of those rows that anybody is asked for, the same ones.
+        places_n: of those rows that any lender is asked for, the same ones.
         record: where its answer comes.
     """
 

@@ -152,7 +152,7 @@ class DistKVEngine(EngineLike):
         )
 
     def _wait(self, kind: str, *, below: int = 1 << 30) -> None:
-        """Until all have said so; whoever dies before that ends all."""
+        """Until all have said so; one that ends before that ends all."""
         while waiting := [
             one for n, one in self._children.items() if n < below and not one.ready.get(kind)
         ]:
@@ -167,14 +167,14 @@ class DistKVEngine(EngineLike):
             child.send({"kind": "room", "blocks": self._capacity(number)})
 
     def _capacity(self, instance: int) -> int:
-        """Blocks that others would lend an instance if nobody had requests."""
+        """Blocks that others would lend an instance if none had requests."""
         if not self._lending:
             return 0
         others = [c.ready["capacity"] for n, c in self._children.items() if n != instance]
         return sum(sorted(others, reverse=True)[: self.part.max_lenders])
 
     def capacity(self, instance: int) -> tuple[int, int]:
-        """Blocks of an instance, and blocks that others would lend it if nobody had requests."""
+        """Blocks of an instance, and blocks that others would lend it if none had requests."""
         return self._children[instance].ready["num_blocks"], self._capacity(instance)
 
     @property
@@ -194,7 +194,7 @@ class DistKVEngine(EngineLike):
 
     @property
     def busy(self) -> bool:
-        """Whether an instance has said something that was not heard yet."""
+        """Whether an instance has sent something that was not read yet."""
         return bool(select.select(self.sockets, [], [], 0.0)[0])
 
     def add(self, request: Request) -> None:

@@ -1,8 +1,8 @@
 """Keys and values from one engine's cache to another's, on one host.
 
 The cache of an engine that hands requests over lies in files that the others map into their
-memory. Whoever takes a request over copies the slots of its prompt from there into its own
-cache, layer by layer, and nobody else does anything: the first engine computes on meanwhile.
+memory. The engine that takes a request over copies the slots of its prompt from there into its own
+cache, layer by layer, and no other acts: the first engine computes on meanwhile.
 Just the tokens of the prompt are copied, so what moves is ``2 L n_kv d dtype`` bytes times their
 number.
 
@@ -175,7 +175,7 @@ def _slots(blocks: Sequence[int], block_size: int, n_tokens: int) -> Tensor:
 
 def _mapped(file: StoreFile, mode: Any) -> Tensor:
     dtype = getattr(torch, file.dtype)
-    # numpy has no bfloat16: the bytes are mapped, and torch is told what they are.
+    # numpy has no bfloat16: the bytes are mapped, and torch is given their type.
     shape = (*file.shape[:-1], file.shape[-1] * dtype.itemsize)
     try:
         raw = np.memmap(file.path, dtype=np.uint8, mode=mode, shape=shape)

@@ -65,7 +65,7 @@ class ReplicaProcess:
 
     Args:
         number: of the replica.
-        start: what it is told: the message ``start``.
+        start: what it receives: the message ``start``.
         host: address of this machine to listen on; without one, a Unix socket.
 
     Raises:
@@ -177,7 +177,7 @@ class PoolReplica:
     Args:
         pool: of the actors.
         number: of the replica.
-        start: what it is told: the message ``start``.
+        start: what it receives: the message ``start``.
 
     Raises:
         RankError: it cannot be started there.

@@ -1,4 +1,4 @@
-"""The process of one instance of several: how it starts, and how it tells its end."""
+"""The process of one instance of several: how it starts, and how it reports its end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def main_of(
         arguments: of the command line.
 
     Returns:
-        The exit status: 0 where nobody is left to compute for, 2 for what the parent was told in
-        plain words. What nobody foresaw is told to the parent, and raised.
+        The exit status: 0 where no parent is left to compute for, 2 for what was reported to the
+        parent in plain words. Unexpected errors are reported to the parent, and raised.
     """
     parser = argparse.ArgumentParser(prog=module, description=description)
     parser.add_argument("--fd", required=True, type=int, help="the inherited socket")

@@ -122,7 +122,7 @@ class FrameStream:
             done += count
 
     def close(self) -> None:
-        """Close the socket, and end whoever reads from it."""
+        """Close the socket, which ends its reader."""
         with contextlib.suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -183,7 +183,7 @@ class Lender:
             with torch.inference_mode():
                 _Session(self, stream).run()
         except (EOFError, OSError):
-            pass  # the borrower is gone; whoever started both tells what becomes of its blocks
+            pass  # the borrower is gone; the parent of both decides about its blocks
         except (ServeError, ValueError, KeyError, TypeError) as cause:
             with contextlib.suppress(OSError):  # it may not wait for the reason
                 stream.say({"error": str(cause)})
@@ -331,7 +331,7 @@ class LenderClient:
         self._say({"release": list(blocks)})
 
     def plan(self, tables: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Tell which blocks are seen by which rows of the queries to come, unless it knows.
+        """Send which blocks are seen by which rows of the queries to come, unless it knows.
 
         Args:
             tables: of each request.
@@ -392,7 +392,7 @@ class LenderClient:
             raise LenderLostError(self.instance, str(cause)) from cause
 
     def _settle(self) -> None:
-        """Read past answers that nobody fetched: a step ended when another lender was lost."""
+        """Read past answers that were not fetched: a step ended when another lender was lost."""
         try:
             for _ in range(self._due):
                 _, _, size = self.stream.head()

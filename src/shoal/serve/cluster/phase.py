@@ -3,14 +3,14 @@
 ``python -m shoal.serve.cluster.phase --fd N`` talks to the process that started it through an
 inherited socket. An instance computes prompts (``prefill``), generates (``decode``), or does both
 (``both``). A prefill instance says which blocks hold a request that goes on elsewhere, and keeps
-them until it is told to release them. A decode instance fetches a request from there when its
+them until it receives ``release`` for them. A decode instance fetches a request from there when its
 scheduler accepts it, and says how many bytes that moved.
 
 Messages in: ``start`` (job, role, instance, instances, directory, cpus), ``peers`` (caches),
 ``add`` (a request), ``migrate`` (a request, source, blocks), ``release`` (id), ``abort`` (id),
 ``profile`` (shapes, seconds), ``record`` (on). Messages out: ``ready`` (what the model and the
 cache are), ``mapped``, ``profiled`` (seconds), ``recorded`` (steps), ``outputs`` (with ``stats``,
-``told``: vectors and who cannot go on, and ``held``: id -> blocks), ``fetched`` (id, bytes,
+``told``: vectors and what cannot go on, and ``held``: id -> blocks), ``fetched`` (id, bytes,
 seconds), ``dropped`` (id, of a request that was aborted), ``failed`` (why the process ends).
 """
 
@@ -62,7 +62,7 @@ class FetchHook(EngineHook):
     """Brings what the scheduler of a decode instance has room for, before it plans.
 
     Args:
-        parent: is told what each request moved.
+        parent: receives what each request moved.
 
     Attributes:
         sources: request -> instance that holds it, and its blocks there.
@@ -166,7 +166,7 @@ class PhaseInstance:
                 self._handle(message)
             if self._working:
                 outputs = engine.step()
-                # Not who began: the process before this one times requests.
+                # Not those that began: the process before this one times requests.
                 notes = [one for one in engine.drain_events() if one["kind"] != "began"]
                 if outputs or notes:
                     self._tell(outputs, notes)

@@ -30,7 +30,7 @@ __all__ = ["main", "start_message"]
 
 
 def start_message(job: ServeJob, options: ServerOptions) -> dict[str, Any]:
-    """What a replica is told when it starts; it runs in a directory of its own."""
+    """What a replica receives when it starts; it runs in a directory of its own."""
     job = job.model_copy(update={"model": str(Path(job.model).resolve())})
     fields = {
         "name": options.name,

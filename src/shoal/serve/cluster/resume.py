@@ -2,7 +2,7 @@
 
 The other replica is asked the same again, with the same seed, and says the answer from its
 beginning. What the client has already is left out, once it was seen to be the same; the rest
-follows as if nothing had happened. Where it says something else, the client is told: numbers
+follows as if nothing had happened. Where it says something else, the client gets an error: numbers
 may differ in their last bits in other company, unless the server runs with ``exact``.
 
 What carries more than text, such as log probabilities or calls of functions, is not resumed.
@@ -21,7 +21,7 @@ __all__ = ["DONE", "DivergedError", "Progress", "resumable", "split_events"]
 
 DONE = b"[DONE]"
 
-# Fields whose values come in pieces of a stream that cannot be told apart by their text.
+# Fields whose values come in pieces of a stream that their text does not distinguish.
 _NOT_TEXT = ("logprobs", "tools", "return_token_ids")
 
 

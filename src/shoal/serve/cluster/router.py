@@ -53,7 +53,7 @@ _PASSED_ON = ("content-type", "retry-after", "cache-control")
 _BUSY = (429, 503)
 # In the error event of a stream whose engine died.
 _DIED = b'"engine_unavailable"'
-# Whoever traces a request across programs.
+# Headers that trace a request across programs.
 _TRACE = ("traceparent", "tracestate")
 
 
@@ -177,7 +177,7 @@ class _Router:
         return JSONResponse(document(ROUTES, self._limits, self._name))
 
     async def read(self, request: Request) -> Response:
-        """Pass on what any replica can tell."""
+        """Pass on a request that any replica can answer."""
         target = request.scope["raw_path"].decode("latin-1")
         result = _Asked("GET", target, _headers(request))
         return await until_gone(request.receive, self._whole(result))
@@ -336,7 +336,7 @@ class _Tries:
         else:
             self._been.add((replica.number, replica.restarts))
         if status == 429 and not self.open():
-            return False  # all are full; whoever asked shall hear it now
+            return False  # all are full; the client is refused at once
         return self.number < _ATTEMPTS
 
 

@@ -99,7 +99,7 @@ class Recording:
         self.numbers, self._blocks = self.fed.numpy(), self.blocks.numpy()
         self._held: list[Sequence[int]] = [()] * requests
         self.inputs: list[tuple[slice, Tensor]] = []  # rows that are no tokens
-        self.several: Sequence[TreeRows] = ()  # where somebody else computes what they read
+        self.several: Sequence[TreeRows] = ()  # where other code computes what they read
         self.hidden: Tensor | None = None
         self.tape: RecordedPass | None = None
 
@@ -161,7 +161,7 @@ class Recordings:
         if rows > _MOST or key in self.reasons:
             return None
         if key not in self.known:
-            # The first step of a kind may prepare kernels, which nobody wants repeated.
+            # The first step of a kind may prepare kernels, which must not be repeated.
             self.known[key] = None
             return None
         recording = self.known[key]

@@ -1,8 +1,8 @@
 """What rows and guesses cost on this machine: measured when an engine that guesses starts.
 
 Steps of one request with chains of guesses under its last token stand for steps of as many rows of
-any requests: the products see rows, whoever's they are, and they are what a step consists of.
-What a guess takes beside its rows, to be made, written down, walked through and told, is measured
+any requests: the products see rows of any request, and they are what a step consists of.
+What a guess takes beside its rows, to be made, stored, walked through and observed, is measured
 as whole steps of one request and of four, with guesses and without.
 """
 
@@ -110,7 +110,7 @@ def measure_costs(
         Request(f"measured {number}", list(tokens), context, SamplingParams(max_tokens=64))
         for number in range(_SEVERAL)
     ]
-    for one in others:  # what they write there is nobody's
+    for one in others:  # what they write there is not used
         one.blocks = request.blocks
     nodes = min(_NODES, most - 1)
     chain = TokenTree(np.array(tokens[:1] * (nodes + 1)), branches(tuple(range(-1, nodes))))

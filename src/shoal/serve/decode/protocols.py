@@ -5,7 +5,7 @@ The life of a guess. The scheduler gives a decode room for some guesses
 computes the request's last token, the root, and all nodes side by side, each node seeing its own
 path alone, and lets the :class:`Acceptance` walk down from the root. The keys and values of the
 path are moved to where they belong; those of all other nodes are overwritten by the next step.
-Then the drafter is told what is certain now.
+Then the drafter receives what is certain now.
 
 Whatever a drafter guesses, a lossless acceptance gives what the model alone would give: guesses
 cost or save time, and nothing else.
@@ -92,7 +92,7 @@ class PromptRows(NamedTuple):
 
     Args:
         inputs: [P, D] what is fed at these rows in place of the embedding of a token.
-        below: of the root and every node, the rows whose scores the drafter is told where that
+        below: of the root and every node, the rows whose scores the drafter receives where that
             one is the last accepted; they may stand below it alone.
     """
 
@@ -162,7 +162,7 @@ class Path(NamedTuple):
 class Drafter(Protocol):
     """Guesses tokens; changes nothing but its own state.
 
-    State of a request is told apart by the request itself: one that was preempted is seen again
+    State belongs to the request object itself: one that was preempted is seen again
     from its first token on, and one of which something is missing guesses nothing.
     """
 
@@ -175,8 +175,8 @@ class Drafter(Protocol):
     def observe(self, seen: Sequence[AcceptedTokens]) -> None:
         """These tokens are certain, for requests that guess or may later.
 
-        Told after every step with a prompt or with requests that were to guess; of other steps
-        only to a drafter that needs all states. What one was not told it must notice.
+        Called after every step with a prompt or with requests that were to guess; of other steps
+        only to a drafter that needs all states. What is missing it must notice.
         """
         ...
 

@@ -36,7 +36,7 @@ class SpeculativeRunner(LocalRunner):
         accept: which guesses hold.
         recorded: computes steps of decodes alone by recordings; None computes all the same way.
         **options: of :class:`~shoal.serve.engine.runner.LocalRunner`; a hook that replays
-            passes is for steps in which nobody guesses.
+            passes is for steps without guesses.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class SpeculativeRunner(LocalRunner):
         return self._accepted(chunks, trees, hidden_ND, logits_RV, first)
 
     def _silent(self, step: Step) -> bool:
-        """Nobody guesses, and nobody has to be told: the step is to cost what it does without.
+        """No request guesses, the drafter needs no report: the step is to cost what it does alone.
 
         A drafter that wants the last state waits for a step where guessing begins anew; one that
-        wants them all is told everything.
+        wants them all receives everything.
         """
         return self.drafter.needs != "all" and not any(
             chunk.drafts or chunk.length > 1 or not chunk.yields for chunk in step.chunks
@@ -179,7 +179,7 @@ class SpeculativeRunner(LocalRunner):
         logits_RV: Tensor,
         first: dict[str, int],
     ) -> StepResult:
-        """Walk every tree, choose for every other chunk, move what is kept, tell the drafter."""
+        """Walk every tree, choose for every other chunk, move what is kept, inform the drafter."""
         plain = [one for one in chunks if one.yields and one.request.id not in trees]
         guessed = [one for one in chunks if one.request.id in trees]
         tokens: dict[str, tuple[int, ...]] = {}

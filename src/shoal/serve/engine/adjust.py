@@ -2,7 +2,7 @@
 
 Only rows of requests that want any of it are touched, and of these only the tokens that
 something happens to. What a request has generated is counted as it grows; the counts can
-be made again from its tokens, so nobody has to say when a request has ended.
+be made again from its tokens, so the end of a request need not be reported.
 
 Shapes: R rows, V vocabulary, E changed scores.
 """

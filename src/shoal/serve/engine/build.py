@@ -67,13 +67,13 @@ __all__ = [
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Of the memory that is free once the weights are there. The rest is for activations and
-# for everybody else.
+# for other processes.
 _CACHE_SHARE = 0.5
 
 # Bytes of the cache that have memory soon after the start.
 _POPULATED = 1 << 30
 
-# Sequences, and tokens of each, whose keys tell the sizes of channels.
+# Sequences, and tokens of each, whose keys give the sizes of channels.
 _KEY_SAMPLES, _KEY_TOKENS = 4, 256
 
 
@@ -145,7 +145,7 @@ def prepare(job: ServeJob, model: Transformer) -> Transformer:
 
 
 def _calibration(job: ServeJob, model: Transformer) -> torch.Tensor:
-    """Text whose keys tell the sizes of channels: Python's standard library, int64 [B, T].
+    """Text whose keys give the sizes of channels: Python's standard library, int64 [B, T].
 
     Raises:
         ServeError: the model has no tokenizer to read it with.
@@ -313,7 +313,7 @@ _HOOKS = (
 
 @dataclass(slots=True)
 class EngineBuilder:
-    """An engine that is being built, as those who make its hooks see it.
+    """An engine that is being built, as seen by the code that makes its hooks.
 
     Args:
         job: concrete.
@@ -412,7 +412,7 @@ def engine_of(
         kv, limits, host_tokens=job.host_tokens or 0, link=built.link, cost=cost
     )
     if phase is not None:
-        # An instance of one phase preempts nobody: what it holds is on its way out, or was let in.
+        # An instance of one phase preempts no request: what it holds is leaving, or was let in.
         scheduler = phase.build(kv, limits)
     else:
         scheduler_part: SchedulerPart = table("scheduler").build(job.scheduler, where="scheduler")
@@ -458,7 +458,7 @@ def build_engine(job: ServeJob) -> tuple[Engine, ModelConfig]:
         engine, _, runner = engine_of(job, model)
         cache = runner.cache
     cache.populate(_POPULATED)
-    # What is there now stays: nobody need look through it for garbage between two steps.
+    # What is there now stays: it need not be searched for garbage between two steps.
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)

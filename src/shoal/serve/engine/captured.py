@@ -100,7 +100,7 @@ class CapturedModel(EngineHook):
         if any(chunk.length > 1 for chunk in chunks):
             return None
         if rows not in self._seen:
-            # The first step of a kind may prepare kernels, which nobody wants repeated.
+            # The first step of a kind may prepare kernels, which must not be repeated.
             self._seen.add(rows)
             return None
         if rows not in self._inputs:

@@ -45,8 +45,8 @@ class Child:
     Args:
         name: what messages call it.
         message: ``start``, the first one it is sent.
-        role: what it does, for whoever started it.
-        module: what it runs; it is told its socket by ``--fd``.
+        role: what it does, for the process that started it.
+        module: what it runs; its socket is given by ``--fd``.
 
     Raises:
         ServeError: it cannot be started.

@@ -63,7 +63,7 @@ class EngineClient:
         job: what the engine is started with the next time.
         hooks: of techniques that act in this process.
         restarts: how often the engine was started again.
-        last_stats: counters that the engine told last.
+        last_stats: counters that the engine reported last.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class EngineClient:
 
         Args:
             request: its id is that of no open request.
-            on: who takes in other messages about it: ``began`` (at: s on the monotonic clock,
-                when its first step began; engines of several processes do not tell) and
+            on: receives other messages about it: ``began`` (at: s on the monotonic clock,
+                when its first step began; engines of several processes do not report it) and
                 ``vector`` (values: of its prompt).
 
         Raises:
@@ -212,7 +212,7 @@ class EngineClient:
             self._link.send("abort", id=request_id)
 
     def end_all(self, reason: str | EngineDownError) -> None:
-        """End every open stream with an error; their requests are not told to the engine."""
+        """End every open stream with an error; the engine is not informed."""
         error = EngineDownError(reason) if isinstance(reason, str) else reason
         for request_id in list(self._streams):
             self._fail(request_id, error)
@@ -255,7 +255,7 @@ class EngineClient:
             raise EngineDownError(self._reason or "the engine died") from None
 
     async def stats(self, timeout_s: float = 1.0) -> dict[str, float]:
-        """Counters of the engine; those it told last while it is busy with a long step.
+        """Counters of the engine; the last reported ones while it is busy with a long step.
 
         Raises:
             EngineDownError: the engine is not there.

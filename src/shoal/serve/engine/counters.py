@@ -22,7 +22,7 @@ class CountersHook(EngineHook):
         self._seconds = 0.0
 
     def planned(self, step: Step) -> Step:
-        """Count who was preempted for it."""
+        """Count the requests preempted for it."""
         self._preemptions += len(step.preempted)
         return step
 

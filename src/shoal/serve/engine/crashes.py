@@ -2,7 +2,7 @@
 
 An engine that dies takes all answers under way with it, and which of them it died of is not known.
 One that was there both times is the likely cause, and is not tried a third time: clients retry by
-themselves, and every retry would end the answers of everybody else again.
+themselves, and every retry would end the answers of all others again.
 """
 
 from __future__ import annotations

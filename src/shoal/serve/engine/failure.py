@@ -1,4 +1,4 @@
-"""What becomes of exceptions that nobody foresaw: one request ends, with these words."""
+"""What becomes of unexpected exceptions: one request ends, with these words."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SlowReaderError(ServeError):
 
 
 def failure(cause: BaseException) -> str:
-    """What a client is told about such an exception; the log of the server has the rest."""
+    """The message to a client about such an exception; the log of the server has the rest."""
     return f"the engine failed on this request ({type(cause).__name__}: {cause})"
 
 
@@ -67,7 +67,7 @@ def errors_of_step(
         device: that it was computed on.
 
     Returns:
-        Identity of the request -> what its client is told.
+        Identity of the request -> the message to its client.
 
     Raises:
         RuntimeError: the device is lost.

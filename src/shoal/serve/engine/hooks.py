@@ -36,7 +36,7 @@ __all__ = [
 ORDER = (
     # In the client, alone: what engines have died of is refused before it is sent to one.
     "crashes",
-    # First in the loop: tells that requests began before isolation tells that they failed.
+    # First in the loop: reports that requests began before isolation reports that they failed.
     "counters",
     # Behind counters, which count a step as it was planned; lending shortens it to what has memory.
     "lending",
@@ -53,7 +53,7 @@ ORDER = (
     "speculation",
     # Extends the salt of a request that was not refused.
     "streams",
-    # Extends it, too; only the order of words in the salt depends on who is first.
+    # Extends it, too; only the order of words in the salt depends on which is first.
     "shares",
     # May unmerge the adapter in the weights for a request, so behind all that may refuse it.
     "adapters",
@@ -174,11 +174,11 @@ class EngineHook(Hook):
         return nullcontext()
 
     def facts(self) -> Mapping[str, Any]:
-        """What clients may ask of this engine, told once it is ready; asked at registration."""
+        """What clients may ask of this engine, sent once it is ready; asked at registration."""
         return {}
 
     def answers(self) -> Mapping[str, Callable[..., Any]]:
-        """Questions that are answered between two steps, each with who answers it."""
+        """Questions that are answered between two steps, each with the function that answers it."""
         return {}
 
     def metrics(self) -> Mapping[str, float]:
@@ -309,7 +309,7 @@ class EngineHooks(Hooks[_H]):
             return stack.pop_all()
 
     def gather(self, moment: Callable[[_H], Mapping[str, _T]]) -> dict[str, _T]:
-        """What all hooks tell at a moment, together."""
+        """What all hooks return at a moment, together."""
         return {key: value for tell in self.at(moment) for key, value in tell().items()}
 
 

@@ -1,4 +1,4 @@
-"""Requests that failed end, and no others; what they leave in the cache reaches nobody."""
+"""Requests that failed end, and no others; what they leave in the cache reaches no other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Checked(Protocol):
 class IsolationHook(EngineHook):
     """Ends requests that failed, and no others.
 
-    What nobody foresaw ends requests, once, and not the engine: those of a step that could not be
+    An unexpected error ends requests, once, and not the engine: those of a step that could not be
     computed, all where planning or committing failed. The books are checked then.
     """
 
@@ -49,7 +49,7 @@ class IsolationHook(EngineHook):
         return replace(step, scrub=blocks)
 
     def executed(self, done: ExecutedStep) -> None:
-        """End who cannot go on."""
+        """End requests that cannot go on."""
         errors = done.result.errors
         chunks = done.step.chunks if errors else ()
         self._dirty = [b for c in chunks if c.request.id in errors for b in c.request.blocks]
@@ -75,7 +75,7 @@ class IsolationHook(EngineHook):
         scheduler: object = self.engine.scheduler
         if isinstance(cause, ServeError) or not isinstance(scheduler, Queues):
             return False
-        # What is on its way between cache and host belongs to nobody then.
+        # What is on its way between cache and host belongs to no request then.
         if scheduler.preemption.moving:
             return False
         log.error("a step failed; all its requests end", exc_info=cause)

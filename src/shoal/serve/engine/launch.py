@@ -1,4 +1,4 @@
-"""An engine's process: it is started, heard while it runs, and ended.
+"""An engine's process: it is started, read from while it runs, and ended.
 
 It talks to the process that started it through a socket that it inherits, so nothing of it lies
 in the file system, and nothing is left there however it ends.
@@ -73,7 +73,7 @@ def launch(job: ServeJob, factory: str = DEFAULT_FACTORY) -> EngineProcess:
     spin_briefly(environment)
     own, theirs = socket.socketpair()
     try:
-        own.settimeout(_LEAVE_S)  # nobody reads yet: what the buffer cannot take never goes
+        own.settimeout(_LEAVE_S)  # it does not read yet: what the buffer cannot take never goes
         own.sendall(encode(start))
         process = children.start(
             "shoal.serve.engine.process",

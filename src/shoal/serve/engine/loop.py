@@ -147,7 +147,7 @@ class Engine:
         self._told.append({"kind": kind, **words})
 
     def drain_events(self) -> list[dict[str, Any]]:
-        """What the last steps gave besides tokens, once: who failed or began, and vectors.
+        """What the last steps gave besides tokens, once: failed and begun requests, and vectors.
 
         ``refused`` and ``error`` (id, message), ``began`` (ids, at) or ``vector`` (id, values), as
         messages of the process.

@@ -21,7 +21,7 @@ class OutputQueue:
 
     Args:
         request: as it was sent to the engine.
-        on: kind of a message about the request -> who takes it in.
+        on: kind of a message about the request -> its receiver.
     """
 
     __slots__ = ("_error", "_outputs", "_ready", "ended", "on", "request")

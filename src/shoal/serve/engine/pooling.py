@@ -56,7 +56,7 @@ class PoolingHook(EngineHook):
         self._here = False  # whether the pass has such requests
 
     def executed(self, done: ExecutedStep) -> None:
-        """Tell vectors."""
+        """Report vectors."""
         for request_id, values in done.result.vectors.items():
             self.engine.tell("vector", id=request_id, values=list(values))
 

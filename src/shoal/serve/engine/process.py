@@ -152,7 +152,7 @@ def serve(connection: socket.socket) -> None:
         connection: to the parent.
 
     Raises:
-        ShoalError: the model cannot be loaded, or a step failed; the parent was told.
+        ShoalError: the model cannot be loaded, or a step failed; the parent was informed.
     """
     parent = EngineConnection(connection)
     try:
@@ -172,7 +172,7 @@ def serve(connection: socket.socket) -> None:
                 if outputs:
                     parent.send({"kind": "outputs", "outputs": [pack_output(o) for o in outputs]})
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # nobody is left to compute for
+        return  # the parent is gone
     except Exception as cause:
         known = isinstance(cause, ShoalError)
         reason = str(cause) if known else f"{type(cause).__name__}: {cause}"
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             serve(connection)
         except ShoalError:
-            return 2  # the parent was told the reason
+            return 2  # the parent received the reason
     return 0
 
 

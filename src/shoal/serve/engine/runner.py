@@ -193,13 +193,13 @@ class LocalRunner:
         return replace(result, seconds=self._clock() - start, done=done)
 
     def _contained(self, step: Step) -> StepResult:
-        """Compute a step; what nobody foresaw ends its requests, and nothing else.
+        """Compute a step; an unexpected error ends its requests, and nothing else.
 
         Nothing of the step was taken into any books yet, so the blocks of its requests are given
         back as those of any that is aborted.
 
         Raises:
-            ServeError: who else computes is gone, or the books are wrong: nothing can go on.
+            ServeError: another process is gone, or the books are wrong: nothing can go on.
             RuntimeError: the device does not work any more.
         """
         try:

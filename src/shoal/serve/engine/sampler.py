@@ -78,7 +78,7 @@ def pick_tokens(
 def unsound(scores_RV: Tensor, tokens: Sequence[int]) -> list[int]:
     """The rows whose chosen token has no finite score, so that nothing can be chosen of them.
 
-    The best score of a row tells of all: it is NaN if any is, infinite if any overflowed, and
+    The best score of a row stands for all: it is NaN if any is, infinite if any overflowed, and
     -inf if no token is allowed. So one number a row is looked at, not all of the vocabulary.
 
     Args:
@@ -152,7 +152,7 @@ def sample_rows(
 def _pick(
     logits_RV: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Tokens by the best candidates of each row, and whether these were enough to tell."""
+    """Tokens by the best candidates of each row, and whether these were enough to decide."""
     vocab_size = logits_RV.shape[-1]
     width = min(_CANDIDATES, vocab_size)
     settings_5R = torch.tensor(

@@ -3,8 +3,8 @@
 Left to itself, asyncio accepts until the descriptors have run out, and then fails, logs and tries
 again once for each place in the queue. Here the number of connections is bounded below the limit
 on descriptors. At the bound no more are accepted: they wait in the queue of the kernel. To make
-room, connections that have been waiting for a request for longest are cut, so that those who hold
-connections open and ask nothing do not keep out those who ask; a connection that is being answered
+room, connections that have been waiting for a request for longest are cut, so clients that hold
+connections open and ask nothing do not block those that ask; a connection that is being answered
 is never cut.
 """
 

@@ -106,7 +106,7 @@ def create_app(
         access: who may call.
         limits: what a request may ask for.
         drain: closed while the server drains.
-        provider: who takes traces of requests; None for nobody.
+        provider: receives traces of requests; None for no traces.
         adapter_places: callers may load adapters from there, unload and merge them.
     """
     limits = limits or HttpLimits()
@@ -164,7 +164,7 @@ def protect(
 
     def counted(path: str, status: int) -> None:
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else path
-        # Paths that nobody defined must not become labels without bound.
+        # Paths that are not defined must not become labels without bound.
         count(route if route in known else "other", status)
 
     app.add_middleware(
@@ -202,7 +202,7 @@ async def _serve_error(_: Request, cause: Exception) -> Response:
 
 
 async def _nobody(_: Request, __: Exception) -> Response:
-    """For the count of requests only: whoever asked has gone."""
+    """For the count of requests only: the client has gone."""
     return Response(status_code=499)
 
 
@@ -436,7 +436,7 @@ class _Service:
         stops: Sequence[str] = (),
     ) -> GenerationJob:
         stop_ids = ask.sampling.stop_ids | (frozenset() if ask.ignore_eos else self._eos)
-        # Whoever chooses must know how likely each answer is.
+        # The choice requires how likely each answer is.
         choosing = ask.best_of > ask.n and ask.logprobs is None
         params = []
         for place, prompt in enumerate(prompts):

@@ -74,7 +74,7 @@ class ApiError(ServeError):
 
 
 def as_api_error(cause: ServeError) -> ApiError:
-    """What a client is told about an error of the server's parts."""
+    """The error that a client receives for an error of the server's parts."""
     if isinstance(cause, ApiError):
         return cause
     if isinstance(cause, EngineDownError):

@@ -31,7 +31,7 @@ log = logging.getLogger("shoal.serve")
 # The only route that answers without a key: load balancers and containers ask it.
 OPEN = frozenset({"/health"})
 
-# Whoever watches a server that ends may go on.
+# A monitor of a server that ends may go on.
 _WHILE_DRAINING = frozenset({"/metrics"})
 
 # What is counted for a client that left before there was an answer.
@@ -57,7 +57,7 @@ class AccessControl:
     """Who may call.
 
     Args:
-        key: what ``Authorization: Bearer`` must have; None lets everybody on this machine in.
+        key: what ``Authorization: Bearer`` must have; None lets all users of this machine in.
         hosts: names besides those of this machine that ``Host`` may have; ``*`` for any.
         origins: web pages that may call, such as ``http://localhost:3000``.
     """
@@ -118,7 +118,7 @@ class HttpGuard:
         self._count = count
         self._origins = frozenset(access.origins)
         self._hosts = _LOCAL_NAMES | {host.lower() for host in access.hosts}
-        # Compared as digests: equal lengths, so that the time tells nothing about the key.
+        # Compared as digests: equal lengths, so that the time reveals nothing about the key.
         self._digest = _digest(access.key.encode()) if access.key is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,7 +141,7 @@ class HttpGuard:
                     out["vary"] = "Origin"
             await send(message)
 
-        # Whoever asks may name the request, so that both logs have the same name.
+        # The client may name the request, so that both logs have the same name.
         given = headers.get("x-request-id", "")
         name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = name
@@ -165,7 +165,7 @@ class HttpGuard:
         self, error: ApiError, status: int, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if status:
-            raise error  # an answer has begun; the connection is cut, so nobody takes it for whole
+            raise error  # an answer has begun; the connection is cut, so it is not taken for whole
         await error_response(error)(scope, receive, send)
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
@@ -255,7 +255,7 @@ def _host_name(host: str) -> str | None:
 
 
 async def _preflight(send: Callable[[Message], Awaitable[None]]) -> None:
-    """Tell a browser what an allowed page may send."""
+    """Inform a browser what an allowed page may send."""
     headers = [
         (b"access-control-allow-methods", b"GET, POST"),
         (b"access-control-allow-headers", b"Authorization, Content-Type"),

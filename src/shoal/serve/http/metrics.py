@@ -210,7 +210,7 @@ class _Renamed(Collector):
 
 
 class _EngineCollector(Collector):
-    """What the engine told last; its counters begin again when it restarts."""
+    """What the engine reported last; its counters begin again when it restarts."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client = client
@@ -327,7 +327,7 @@ class Metrics:
         self._http.labels(self._model, route, str(status)).inc()
 
     def begin(self, prompt_tokens: int, max_tokens: int, n: int) -> Timer:
-        """An answer was asked for; tell the timer what comes of it."""
+        """An answer was asked for; the caller reports its outcome to the timer."""
         self._prompt.inc(prompt_tokens)
         for name, value in (
             ("prompt_tokens", prompt_tokens),
@@ -360,7 +360,7 @@ class Timer:
     """Measures one answer; all times are s on the monotonic clock.
 
     Args:
-        metrics: what it is told to at its end.
+        metrics: where it is recorded at its end.
     """
 
     def __init__(self, metrics: Metrics) -> None:

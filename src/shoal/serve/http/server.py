@@ -40,7 +40,7 @@ __all__ = ["Backend", "RunningServer", "ServerOptions", "running", "serve", "ser
 
 log = logging.getLogger("shoal.serve")
 
-# s that cut streams get to tell their readers, who may not read.
+# s that cut streams get to inform their readers, which may not read.
 _FAREWELL_S = 2
 # s between two looks at whether all have left.
 _LOOK_S = 0.02
@@ -54,7 +54,7 @@ class ServerOptions:
         host: address to listen on; anything but this machine itself needs a key.
         port: 0 for any free one.
         name: what the model is called in requests; None for its directory's name.
-        key: what callers must send; None lets everybody on this machine in.
+        key: what callers must send; None lets all users of this machine in.
         hosts: further names that ``Host`` may have.
         origins: web pages that may call.
         limits: what a request may ask for.
@@ -140,7 +140,7 @@ def serve_at(job: ServeJob, options: ServerOptions, listener: socket.socket) -> 
     Args:
         job: what to serve, in one replica.
         options: how to serve.
-        listener: where; nobody is asked whether it is safe.
+        listener: where; its safety is not checked.
 
     Raises:
         ShoalError: the model cannot be served.
@@ -289,7 +289,7 @@ async def _serve(
     ready: Callable[[RunningServer], None],
     halt: list[Callable[[], None]] | None = None,
 ) -> int | None:
-    """Serve until told to stop; the number of the signal that did, if it was one."""
+    """Serve until stopped; the number of the signal that did, if it was one."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     caught: list[int] = []
@@ -424,7 +424,7 @@ def _uvicorn(app: FastAPI, options: ServerOptions, descriptors: int) -> uvicorn.
 def _access(options: ServerOptions) -> AccessControl:
     from shoal.serve.http.guard import AccessControl, is_loopback
 
-    # Whoever may call from elsewhere has a key; the names it uses cannot be known here.
+    # Clients from elsewhere need a key; the names they use cannot be known here.
     local = is_loopback(options.host)
     hosts = (options.host, *options.hosts) if local or options.hosts else ("*",)
     return AccessControl(key=options.key, hosts=hosts, origins=options.origins)
@@ -453,7 +453,7 @@ class _Run:
         ready: Callable[[], None],
         backend: Backend,
     ) -> None:
-        """Answer until told to stop, and then until those inside have ended; not if told again."""
+        """Answer until stopped, and then until open requests have ended; not if stopped again."""
         try:
             self.listener.listen()
         except OSError as cause:  # another server began to listen while this one loaded
@@ -474,7 +474,7 @@ class _Run:
             await serving
 
     async def _drain(self, stop: asyncio.Event) -> None:
-        """Let nobody in any more, and wait for those inside."""
+        """Refuse new requests, and wait for the open ones."""
         self.drain.closed = True
         stop.clear()
         end = time.monotonic() + self.grace_s
@@ -483,7 +483,7 @@ class _Run:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """From another thread; a loop that has ended needs no telling."""
+    """From another thread; a loop that has ended is ignored."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call)
 

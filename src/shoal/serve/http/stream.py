@@ -155,7 +155,7 @@ class EventStream(Response):
 
     Args:
         source: the events.
-        ended: called when there are no more, or nobody is left to read them.
+        ended: called when there are no more, or the client is gone.
     """
 
     media_type = "text/event-stream"
@@ -171,7 +171,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client leaves."""
         try:
-            with contextlib.suppress(ClientDisconnect):  # nobody is left to be told anything
+            with contextlib.suppress(ClientDisconnect):  # no client is left to receive anything
                 await until_gone(receive, self._send_all(send))
         finally:
             self._ended()

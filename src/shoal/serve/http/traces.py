@@ -3,7 +3,7 @@
 A span begins when a request was understood and ends with its last answer. It has what was asked,
 the numbers of tokens, and how long the request waited, had its prompt computed and generated;
 never a word of prompt or answer. A request with the header ``traceparent`` belongs to the trace
-of whoever sent it.
+of its sender.
 
 Names: OpenTelemetry, Semantic conventions for generative AI, 1.37. Times of the parts of a request
 have no name there; they have those that vLLM uses.
@@ -60,7 +60,7 @@ def exporting(endpoint: str) -> TracerProvider:
             f"traces need OpenTelemetry ({cause}); install it with: pip install 'shoal-ml[traces]'"
         ) from cause
     provider = TracerProvider(resource=Resource.create({"service.name": "shoal"}))
-    # A redirect would take the headers, which may hold a key, to a host that nobody has named.
+    # A redirect would take the headers, which may hold a key, to a host that was not named.
     session = requests.Session()
     session.max_redirects = 0
     exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", session=session)
@@ -72,7 +72,7 @@ class RequestSpan:
     """The span of one request; without a tracer, nothing.
 
     Args:
-        span: what is told; None for nobody.
+        span: what is recorded; None for no trace.
     """
 
     def __init__(self, span: Span | None = None) -> None:
@@ -129,7 +129,7 @@ class RequestTracer:
     """Begins the spans of requests.
 
     Args:
-        provider: who takes them; None for nobody.
+        provider: receives them; None for no traces.
         model: what the model is called in requests.
     """
 

@@ -74,7 +74,7 @@ class ResponseWriter(Protocol):
         ...
 
     def delta(self, index: int, piece: ResponseDelta) -> dict[str, Any] | None:
-        """The choice of a piece; None if it has nothing to tell yet."""
+        """The choice of a piece; None if it has nothing to send yet."""
         ...
 
     def whole(self, answers: Sequence[ResponseDelta]) -> dict[str, Any]:

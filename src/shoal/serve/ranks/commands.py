@@ -47,7 +47,7 @@ class CommandWriter:
             "kind": "step",
             "ticket": ticket,
             "over": over,
-            # The chunks come first: they tell who is new.
+            # The chunks come first: they show which requests are new.
             "chunks": [self._chunk(chunk, fresh) for chunk in step.chunks],
             "moves": [list(move) for move in step.moves],
             "scrub": list(step.scrub),
@@ -72,7 +72,7 @@ class CommandWriter:
                 }
             )
         tokens = request.tokens[known.tokens :]
-        # Blocks are added at the end; whoever was preempted has others.
+        # Blocks are added at the end; a preempted request has others.
         held = len(known.blocks)
         start = held if request.blocks[:held] == known.blocks else 0
         blocks = request.blocks[start:]

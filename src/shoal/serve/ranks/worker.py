@@ -2,7 +2,7 @@
 
 Each rank has a connection to the controller, from which a thread of its own reads commands into
 an inbox, and each computes them in the order of their tickets. While it computes one, the hidden
-states of the next are on their way. The first rank of the last stage tells what was chosen.
+states of the next are on their way. The first rank of the last stage sends what was chosen.
 
 Messages in: ``cache`` (num_blocks, block_size, job), ``step`` (see
 :mod:`shoal.serve.ranks.commands`), ``stop`` (ticket). Messages out: ``hello`` (rank), ``loaded``
@@ -96,7 +96,7 @@ class Rank:
             num_blocks: of the cache of this rank, for its layers and heads.
             block_size: tokens of a block.
             inbox: commands.
-            tell: is given every ticket and its result, where this rank answers.
+            tell: receives every ticket and its result, where this rank answers.
 
         Raises:
             ShoalError: a step cannot be computed, or another rank is gone.
@@ -177,7 +177,7 @@ class _Controller:
     def fill(self, inbox: CommandQueue) -> None:
         """Put all that comes into the inbox, until the controller is gone.
 
-        Then nothing is left to do: whoever watches this process ends it, and tidies up.
+        Then nothing is left to do: the parent of this process ends it, and tidies up.
         """
         try:
             for message in self._messages:
@@ -208,7 +208,7 @@ def run(
         sums: of :class:`Rank`.
 
     Raises:
-        ShoalError: the model cannot be loaded, a step fails, or somebody is gone.
+        ShoalError: the model cannot be loaded, a step fails, or a peer is gone.
     """
     from shoal.model.parameters import Parameters
     from shoal.serve.engine.build import DTYPES

@@ -177,7 +177,7 @@ class RankedRunner:
         return self._failure is not None or any(peer.gone for peer in self._peers.values())
 
     def submit(self, step: Step) -> int:
-        """Send a step to the ranks and return its ticket; nobody waits.
+        """Send a step to the ranks and return its ticket without waiting.
 
         Raises:
             ServeError: as many as ``depth`` are under way, or a rank has ended.
@@ -246,7 +246,7 @@ class RankedRunner:
                 _TARGET, world, arguments, threads=threads, timeout_s=math.inf, collective_s=hang_s
             )
         except BaseException as cause:
-            self._failure = cause  # told by whoever waits for the ranks
+            self._failure = cause  # raised where the ranks are awaited
 
     def _meet(self, listener: socket.socket, world: int, deadline: float) -> None:
         listener.settimeout(_POLL_S)
@@ -296,7 +296,7 @@ class RankedRunner:
         """
         if self._failure is None and not any(peer.gone for peer in self._peers.values()):
             return
-        # Who started them finds out which one was first.
+        # The starting process determines which one was first.
         self._thread.join(_EXPLAIN_S)
         cause = self._failure
         if isinstance(cause, ShoalError):
@@ -332,7 +332,7 @@ class RankedEngine(AheadEngine):
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do something, if only to tell that a rank has ended."""
+        """Whether a step would do something, if only to report that a rank has ended."""
         return super().busy or self.ranks.lost
 
     def step(self) -> list[Output]:
@@ -385,7 +385,7 @@ def ranked_engine(job: ServeJob, config: ModelConfig, **emulated: Any) -> Ranked
         hooks = (
             HostCopyHook(),
             PoolingHook(),
-        )  # the ranks copy and pool; here it is counted and told
+        )  # the ranks copy and pool; here it is counted and reported
         return RankedEngine(scheduler, runner, kv=kv, vocab_size=config.vocab_size, hooks=hooks)
     except BaseException:
         runner.close()

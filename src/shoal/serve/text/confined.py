@@ -57,7 +57,7 @@ class ConfinedProcess:
                 if isinstance(cause, TimeoutError):
                     raise
                 raise EOFError(str(cause)) from cause
-            except BaseException:  # the client left; what the process says next is for nobody
+            except BaseException:  # the client left; what the process says next is dropped
                 await self._end()
                 raise
 

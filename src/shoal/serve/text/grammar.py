@@ -249,7 +249,7 @@ class Grammars(EngineHook):
         banned_RV = torch.from_numpy(~allowed).to(scores_RV.device)
         scores_RV[rows] = scores_RV[rows].masked_fill(banned_RV, float("-inf"))
         for row, request in zip(rows, formed, strict=True):
-            if request.id in failed:  # whatever is chosen now is for nobody
+            if request.id in failed:  # whatever is chosen now is dropped
                 scores_RV[row] = 0.0
         return failed
 

@@ -14,7 +14,7 @@ from shoal.serve.text.confined import ConfinedProcess
 __all__ = ["GrammarCheck"]
 
 _KEPT = 64
-# Forms that wait for the one worker; more are told to try again.
+# Forms that wait for the one worker; more are refused until later.
 _WAITING = 32
 
 

@@ -53,7 +53,7 @@ class ToolCall:
     """A call that an answer makes.
 
     Args:
-        id: by which the next message tells what came of it.
+        id: by which the next message reports its result.
         name: of the function.
         arguments: JSON.
     """

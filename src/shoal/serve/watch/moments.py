@@ -1,6 +1,6 @@
 """The last minutes of a running server, from pages of its metrics.
 
-The server is asked while somebody looks, and not more often than every second, however many
+The server is asked while a page is open, and not more often than every second, however many
 pages do. Times are those of the requests within a window: a histogram now, less the same
 histogram at the beginning of the window.
 """

@@ -43,7 +43,7 @@ SHARES = (
 )
 # Shares as they are, 1 for all.
 WHOLES = {"kv_cache_usage_perc": "share of the cache in use"}
-# Histograms, told by their mean.
+# Histograms, reported by their mean.
 MEANS = {
     "time_to_first_token_seconds": "time to the first token, mean",
     "inter_token_latency_seconds": "time between two tokens, mean",
@@ -91,7 +91,7 @@ class AnswerDelta:
 
     Args:
         text: its letters.
-        tokens: the tokens that they are; none if the server does not tell.
+        tokens: the tokens that they are; none if the server does not report them.
     """
 
     text: str
@@ -223,10 +223,10 @@ class Upstream:
         except (OSError, http.client.HTTPException) as cause:
             raise self._silent(cause) from cause
         finally:
-            connection.close()  # the server stops writing for nobody
+            connection.close()  # the server stops writing
 
     def _room(self, model: str) -> tuple[str, int | None]:
-        """Name of the model, and tokens of one request of it, prompt and answer, if told."""
+        """Name of the model, and tokens of one request of it, prompt and answer, if reported."""
         status, text = self._get("/v1/models", 5.0)
         if status != 200:
             raise ServeError(self._complaint(status, text))

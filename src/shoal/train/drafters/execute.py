@@ -180,7 +180,7 @@ def train_steps(
         learner: is trained.
         state: file to go on from.
         resume: go on from it if it is there.
-        tell: told of every event.
+        tell: called with every event.
 
     Returns:
         What was measured.

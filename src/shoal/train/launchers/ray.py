@@ -128,7 +128,7 @@ def _run(
 
 
 def _unwatched(event: dict[str, Any]) -> None:
-    """Nobody looks."""
+    """Discard an event."""
 
 
 class _Ranks:
@@ -241,7 +241,7 @@ class _Ranks:
                     ended = ended or time.monotonic()
                     if time.monotonic() - ended > _GRACE_S or not running:
                         raise min(self._failed.values(), key=lambda found: found[0])[1]
-                # Before the first step there is nothing to save, and not all can hear it.
+                # Before the first step there is nothing to save, and not all can receive it.
                 if self.stopping and not stepped and time.monotonic() - request > _GRACE_S:
                     raise self.stopping
                 time.sleep(_POLL_S)

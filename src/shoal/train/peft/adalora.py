@@ -1,4 +1,4 @@
-"""AdaLoRA: the ranks of all matrices are one budget, dealt to where they matter.
+"""AdaLoRA: the ranks of all matrices are one budget, assigned where they matter.
 
 Source: Zhang et al., AdaLoRA: Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning,
 2023, equations 3 (orthogonality), 8 to 10 (importance) and 12 (budget).

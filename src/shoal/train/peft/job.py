@@ -90,7 +90,7 @@ class FineTuned:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What tells one base from another: names, shapes and some values of every parameter."""
+    """What identifies a base: names, shapes and some values of every parameter."""
     result = hashlib.sha256()
     for name, parameter in model.named_parameters():
         some = parameter.detach().reshape(-1)[:256].float().cpu().numpy()

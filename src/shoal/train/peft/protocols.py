@@ -1,7 +1,7 @@
 """What a fine-tuning method promises.
 
 A method is injected into a model whose own weights then stand still. The
-:class:`~shoal.train.peft.run.handle.ModelPeftHandle` that comes back is all that anybody needs of
+:class:`~shoal.train.peft.run.handle.ModelPeftHandle` that comes back is all that callers need of
 it.
 """
 

@@ -2,7 +2,7 @@
 
 The first job writes an *image* of the model's weights, as training keeps them, beside the other
 caches. Every job maps that file: its pages are in memory once, however many processes read them,
-and go to whoever needs memory more. The mapping is copied on writing, page by page, so a job that
+and are evicted when memory is short. The mapping is copied on writing, page by page, so a job that
 changes a weight after all changes its own copy, and the file stays what it was.
 
 Source: Han et al., Parameter-Efficient Fine-Tuning for Large Models: A Comprehensive Survey, 2024,

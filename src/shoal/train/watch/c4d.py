@@ -1,8 +1,8 @@
 """C4D: four syndromes from the records of all ranks.
 
 Communication of training is periodic and alike on all ranks, so deviations locate faults:
-a delay matrix of the messages tells a slow link from a slow sender or receiver, and who
-arrives late in collectives tells a slow rank from those that wait for it.
+a delay matrix of the messages separates a slow link from a slow sender or receiver, and who
+arrives late in collectives separates a slow rank from those that wait for it.
 
 Source: Dong et al., Boosting Large-scale Parallel Training Efficiency with C4: A
 Communication-Driven Approach, 2024, section 4.2.
@@ -27,7 +27,7 @@ from shoal.train.watch.protocols import Fault, FaultVerdict
 
 __all__ = ["C4D", "delay_matrix"]
 
-# Cells of one rank's row or column from which its end can be told from its links.
+# Cells of one rank's row or column that separate its end from its links.
 _ENOUGH_CELLS = 3
 # Fewer than these, and one slow end is too large a part of them to be judged among them.
 _FEW_CELLS = 30

@@ -129,7 +129,7 @@ def heat_map(evidence: Evidence, text: str = "") -> str:
         for name in names:
             value = ops.get(name, 0.0)
             share = value / most[name] if most[name] else 0.0
-            # Light to dark of one hue: readable without telling colours apart.
+            # Light to dark of one hue: readable without distinguishing colours.
             ink = "#fff" if share > 0.6 else "#111"
             style = f"background:hsl(16 80% {96 - 55 * share:.0f}%);color:{ink}"
             cells.append(f'<td style="{style}">{1e3 * value:.3f}</td>')

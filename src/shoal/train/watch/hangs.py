@@ -1,6 +1,6 @@
 """Who hangs, from who waits for whom.
 
-Every rank that stands in an operation waits for somebody: in a collective for the members that
+Every rank that stands in an operation waits for a peer: in a collective for the members that
 have not come to it, in a message for the other end. Following this leads from the victims to
 those that stand in nothing: they have not entered, and are the suspects. Where all have come
 and the result does not, communication itself hangs.

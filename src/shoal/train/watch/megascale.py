@@ -38,7 +38,7 @@ class MegaScale:
         z: robust z of a rank's median busy time among ranks with the same work.
         steps: fewest steps over which that is taken.
         window: newest steps that are looked at.
-        ratio: busy time over that of the others that is worth telling.
+        ratio: busy time over that of the others that is worth reporting.
         hang_s: seconds of waiting that are a hang; three times the p99 of a step, or 60 s
             without a history, if not given.
     """

@@ -16,7 +16,7 @@ FaultKind = Literal[
 
 Place = Literal["rank", "link", "sender", "receiver", "communicator"]
 """A whole rank; the way from one rank to another; what a rank sends with, what it receives
-with; or some ranks of a communicator that the records cannot tell apart."""
+with; or some ranks of a communicator that the records cannot distinguish."""
 
 
 class Fault(Value):

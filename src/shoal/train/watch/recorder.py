@@ -2,12 +2,12 @@
 
 Writing is a few stores into memory: nothing is synchronised, nothing is flushed, and what was
 written survives the death of the process. Every operation has four times, so that a reader
-can tell being late from being kept waiting:
+can distinguish being late from being kept waiting:
 
 - ``enter``: the call began; the rank has arrived.
 - ``issued``: the call returned. Between the two the rank was blocked if the operation works
   at once, as a barrier does.
-- ``waited``: somebody began to wait for the result.
+- ``waited``: a wait for the result began.
 - ``left``: the result was there.
 
 Times are nanoseconds of the host's monotonic clock, which all processes of a host share; what
@@ -168,7 +168,7 @@ class Recorder:
         self._stamp(number, 8)
 
     def waited(self, number: int) -> None:
-        """Somebody waits for operation ``number`` from now on."""
+        """The rank waits for operation ``number`` from now on."""
         self._stamp(number, 16)
 
     def left(self, number: int) -> None:

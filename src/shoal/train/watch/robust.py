@@ -60,11 +60,11 @@ _PATIENCE = 3
 
 
 class DriverFailure(Value):
-    """A failure, as a rule of the driver tells it.
+    """A failure, as a rule of the driver reports it.
 
     Args:
         rule: lost, error, keyword, beat, hang, slow, or self_check.
-        rank: who is to blame; None if nobody could be named.
+        rank: who is to blame; None if none could be named.
         place: what that rank runs on.
         step: newest step that was finished; -1 if none was.
         seconds: from the last progress, or the rank's last sign of life, to this finding.
@@ -104,10 +104,10 @@ class Robust(Value):
         spares: places that stand by.
         min_ranks: data-parallel replicas below which the run stops instead of shrinking; 0 for
             never shrinking.
-        hang_s: seconds without any progress of anybody that are a hang.
+        hang_s: seconds without progress of any rank that are a hang.
         slow_s: seconds between looks for stragglers; 0 for never.
         locator: who names hanging and slow ranks.
-        exclude_slow: a straggler is excluded, not only told.
+        exclude_slow: a straggler is excluded, not only reported.
     """
 
     spares: int = 0
@@ -214,7 +214,7 @@ class _Driver:
                 result = self._from_error(error)
             except NonFiniteError as error:
                 # A loss that is no number may be a unit that computes wrongly: the self-checks
-                # of the next start tell. The same again is the job's own fault.
+                # of the next start show it. The same again is the job's own fault.
                 if without_culprit and self.step == last_step:
                     raise
                 result = DriverFailure(
@@ -324,7 +324,7 @@ class _Driver:
             for dp in range(1, parallel.dp)
             if job.global_batch % dp == 0 and dp * rest <= parallel.world - len(lost)
         ]
-        # Other ranks keep other parts: they, or whoever resumes, take over from the disk.
+        # Other ranks keep other parts: they, or a resumed run, take over from the disk.
         self.level.to_disk()
         if not floor or not fitting or fitting[-1] < floor:
             raise RankError(
@@ -500,7 +500,7 @@ class _Rules:
                 )
 
     def _progress(self, flights: dict[int, Flight], now: float) -> None:
-        """Nobody enters anything any more: somebody hangs."""
+        """No rank enters anything any more: one hangs."""
         counts = {rank: flight.lost + len(flight.rows) for rank, flight in flights.items()}
         if counts != self._counts:
             self._counts, self._moved = counts, now

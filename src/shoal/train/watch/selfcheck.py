@@ -65,10 +65,10 @@ def check_arithmetic(device: str = "cpu", *, seed: int = 0) -> None:
 
 
 class WatchHook(StepHook):
-    """Tells watchers which step a rank is in, and checks its arithmetic now and then.
+    """Reports to watchers which step a rank is in, and checks its arithmetic now and then.
 
     Args:
-        comm: all ranks; its recorder, where it has one, is told, too.
+        comm: all ranks; its recorder, where it has one, is updated, too.
         every: steps between checks of a watched rank; 0 for none.
         device: where the rank computes.
     """
@@ -136,7 +136,7 @@ def check_neighbours(comm: Comm) -> tuple[int, ...]:
 
     Returns:
         Ranks whose sums were wrong with every neighbour; both of a pair where there are two
-        ranks alone, which cannot be told apart.
+        ranks alone, which cannot be distinguished.
     """
     import torch
 

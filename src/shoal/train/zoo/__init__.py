@@ -197,7 +197,7 @@ def trained(name: str, say: Callable[[str], None] | None = None) -> Path:
 
     Args:
         name: of the model.
-        say: told how long training took and what the model has learned, line by line.
+        say: receives how long training took and what the model has learned, line by line.
 
     Raises:
         ModelError: there is no such model in the zoo.

@@ -109,7 +109,7 @@ def drafter(
         data: see :func:`drafter_recipe`.
         tokens: of training, in the place of the recipe's.
         seed: of the training.
-        say: told how long training took, which ``training.json`` beside the weights says too if
+        say: receives how long training took, which ``training.json`` beside the weights says too if
             it was not interrupted.
         options: of the drafter, in the place of the recipe's.
 
@@ -129,7 +129,7 @@ def drafter(
     def make(run_dir: Path, machine: Machine, left: bool) -> Path:
         begun = time.perf_counter()
         execute(plan_drafter(job, machine), run_dir, resume=left)
-        if not left:  # else nobody knows
+        if not left:  # else it is unknown
             took = time.perf_counter() - begun
             write_json(run_dir / "drafter" / "training.json", {"seconds": took})
         return run_dir / "drafter"
@@ -146,7 +146,7 @@ def method_of(
         name: of the part.
         target: directory of the model that it drafts for.
         given: name -> directory of drafters that are there.
-        say: told what is trained.
+        say: receives what is trained.
     """
     from shoal.train import zoo
 

@@ -31,7 +31,7 @@ def stored_directory(
         mark: a file in it, by which one that is whole is known.
         make: makes it, in a directory for a run, which lies there already if the last argument says
             so; returns where.
-        say: told how long it took.
+        say: receives how long it took.
 
     Raises:
         ShoalError: it could not be made, or not be written.

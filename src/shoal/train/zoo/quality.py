@@ -73,7 +73,7 @@ def learned(
     Args:
         directory: of the model.
         tokens: of its corpus.
-        data: that corpus; where it is mixed, its sources are told apart.
+        data: that corpus; where it is mixed, its sources are scored separately.
         max_tokens: about how many tokens are scored.
     """
     names = [document.name for document in CORPORA.build(data).documents("heldout")]

@@ -48,7 +48,7 @@ def kernel_rows(
         name: of the pattern.
         mask: what has to be computed.
         settings: shapes, type, device; whether to go backward and to time.
-        seen: what the kernels are told instead of ``mask``; a test of the test.
+        seen: what the kernels are given instead of ``mask``; a test of the test.
     """
     outcome = seen or mask
     length = mask.num_queries

@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and count what it returns."""
         for x in _tensors((args, kwargs)):
-            # Unknown although nobody returned it: it was there before.
+            # Unknown although no operator returned it: it was there before.
             self._known.setdefault(x.untyped_storage()._cdata, 0)
         out = func(*args, **(kwargs or {}))
         for x in _tensors(out):

@@ -74,7 +74,7 @@ class GenerateRunner:
     def measure(self, config: Config, workload: Sequence[Arrival], seconds: float) -> ServingSample:
         """See :class:`~shoal.plan.tune.serving.Measure`.
 
-        All tokens of a batch are there when it ends, so the time to the first one is not told.
+        All tokens of a batch are there when it ends, so the time to the first one is not reported.
         """
         if self.threads:
             torch.set_num_threads(self.threads)

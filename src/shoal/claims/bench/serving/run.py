@@ -106,7 +106,7 @@ def bench(
         progress: called with (what, done, total).
 
     Raises:
-        ConfigError: an engine that nobody knows, or less than one round.
+        ConfigError: an unknown engine, or less than one round.
         ServeError: Shoal itself fails.
     """
     from shoal.claims.run import commit_of_code
@@ -179,7 +179,7 @@ def _vocabulary(model: Path) -> ModelConfig:
 def _case(
     case: ServingCase, form: Form, engines: Sequence[PeerEngine], vocab: int, rounds: int, seed: int
 ) -> tuple[list[EngineResult], dict[str, str]]:
-    """All engines in one case, and those that failed. Every batch has prompts nobody has seen."""
+    """All engines in one case, and those that failed. Every batch has new prompts."""
     prompts_of, new = lengths(case, seed)
     seconds: dict[str, list[float]] = {engine.peer.name: [] for engine in engines}
     first: dict[str, list[tuple[int, ...]]] = {engine.peer.name: [] for engine in engines}

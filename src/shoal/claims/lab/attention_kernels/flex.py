@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Flex"]
 
-# One program for each length; torch gives up after eight unless it is told otherwise.
+# One program for each length; torch gives up after eight unless it is set otherwise.
 _MAX_PROGRAMS = 4096
 
 

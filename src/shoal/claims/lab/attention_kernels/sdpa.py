@@ -1,6 +1,6 @@
 """PyTorch's ``scaled_dot_product_attention``, which chooses its own kernel.
 
-Without a mask, or causal, it is told so; any other mask is given to it as a tensor, and then
+Without a mask, or causal, it receives a flag; any other mask is given to it as a tensor, and then
 every score is computed.
 """
 

@@ -196,7 +196,7 @@ def _reduce(
         out = x.local.clone(memory_format=torch.contiguous_format)
         comm.all_reduce(out, tag=TAG, op=old.op).wait()
         return out
-    # Pieces that may be uneven go to whom they belong, who reduces them in rank order.
+    # Pieces that may be uneven go to their owner, which reduces them in rank order.
     boxes = [
         local_box(x.shape, made.placement, x.mesh.sizes, _with(x.mesh.coord, axis, i))
         for i in range(comm.world)

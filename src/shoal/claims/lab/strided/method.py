@@ -39,7 +39,7 @@ Method = Literal["oneshot", "device", "staged", "blocks"]
 METHODS: tuple[Method, ...] = ("oneshot", "device", "staged", "blocks")
 
 MESSAGES = 4096
-"""Blocks beyond which nobody sends one message a block."""
+"""Blocks beyond which one message a block is not used."""
 
 
 class TimeGrid(Value):

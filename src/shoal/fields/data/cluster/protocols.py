@@ -99,8 +99,8 @@ class ClusteringProblem:
         seed: of everything random.
         threads: threads that compute.
         state: where a search that was stopped stood.
-        tick: told how far it is.
-        computing: told which share of the kept dissimilarities is computed.
+        tick: receives the progress.
+        computing: receives the computed share of the kept dissimilarities.
     """
 
     objects: Objects

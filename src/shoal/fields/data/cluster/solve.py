@@ -67,7 +67,7 @@ def solve(method: Clusterer, problem: ClusteringProblem) -> ClusteringSolution:
     labels, nearest = to_medoids(problem.objects, clustering_result.medoids)
     labels[clustering_result.medoids] = np.arange(
         k
-    )  # a medoid is of its own cluster, whoever is as near
+    )  # a medoid is of its own cluster, even at a tie
     return ClusteringSolution(
         clustering_result, labels, nearest, float(nearest.sum(dtype=np.float64))
     )

@@ -67,7 +67,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _gather(k: Tensor, v: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Pending]:
-    """Own [2, B, K, n, d] and, once it has come, everybody's [N, 2, B, K, n, d]."""
+    """Own [2, B, K, n, d] and, once it has come, that of all ranks [N, 2, B, K, n, d]."""
     own = torch.stack([k, v])
     whole = own.new_empty((comm.world, *own.shape))
     return own, whole, comm.all_gather(whole, own, tag="context.kv")

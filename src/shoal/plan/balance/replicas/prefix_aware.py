@@ -33,7 +33,7 @@ class PrefixAware:
     """Prompts that begin alike go to the same replica, while it is not much busier than others.
 
     Args:
-        block: characters, or tokens, of a block; shorter beginnings are not told apart.
+        block: characters, or tokens, of a block; shorter prefixes are not distinguished.
         most_blocks: blocks of a prompt that are looked at.
         entries: blocks that are remembered.
         open_blocks: blocks that must have been seen to make up for one open request more.

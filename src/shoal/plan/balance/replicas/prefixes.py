@@ -2,7 +2,7 @@
 
 The hash of a block is that of the block before it and of its own characters or tokens, so
 that it stands for everything up to its end. This is how the caches themselves name what is
-in them (Kwon et al., PagedAttention, 2023), but nobody is asked here: a replica is taken to
+in them (Kwon et al., PagedAttention, 2023), but no replica is asked here: a replica is taken to
 have what was sent to it, until the table forgets it.
 """
 

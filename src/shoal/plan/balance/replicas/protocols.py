@@ -9,7 +9,7 @@ __all__ = ["Balancer", "BalancerPart"]
 
 
 class Balancer(Protocol):
-    """Chooses a replica for each request. Knows no clock, and asks nobody."""
+    """Chooses a replica for each request. Uses no clock and asks no replica."""
 
     def choose(
         self, prompt: str | Sequence[int], loads: Mapping[int, int], *, salt: str = ""

@@ -5,14 +5,14 @@ computed by one rank without exchange, packed behind each other. With ``offload`
 fewer: the share r of its activations that the host can take while its layers compute needs no
 room, so d is the smallest with (1 - r(s, d)) s / d <= C.
 
-Sequences are dealt out longest processing time first, by time and not by tokens, since attention
+Sequences are distributed longest processing time first, by time and not by tokens, since attention
 is quadratic: one of d ranks takes the d that are free first. So the short ones of each rank are a
 bucket of equal FLOPs with what else it has to do; then they are packed.
 
 Source: Ge et al., ByteScale, 2025, sections 4 and 5; Graham, Bounds on Multiprocessing Timing
 Anomalies, 1969.
 
-Differs: short sequences are dealt one by one and packed afterwards, where the paper makes buckets
+Differs: short sequences are placed one by one and packed afterwards, where the paper makes buckets
 first; ranks are free when they have ended, not by the sum of their loads, since those of a group
 wait for the last of them.
 """
@@ -94,7 +94,7 @@ class ByteScale:
             steps.append(MicroStep((number,), group, ratio))
         listed = result.tolist()
         for rank, mine in enumerate(own):
-            # Dealt out by time, they are in falling order of length here.
+            # Distributed by time, they are in falling order of length here.
             buffers = best_fit(mine, listed, capacity)
             steps += [MicroStep(tuple(buffer), (rank,)) for buffer in buffers]
         return Assignment(tuple(listed), ranks, tuple(steps))

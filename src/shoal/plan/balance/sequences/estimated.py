@@ -1,4 +1,4 @@
-"""What an assigner adds to a step of a training job, before anybody has seen its documents."""
+"""What an assigner adds to a step of a training job, before its documents are known."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class FlexSP:
 
     Args:
         capacity_tokens: tokens that one rank holds in a pass, C.
-        buckets: lengths that the program tells apart, Q.
+        buckets: lengths that the program distinguishes, Q.
         limit_s: s that the solver may take for a batch; 0 leaves the search without it.
     """
 

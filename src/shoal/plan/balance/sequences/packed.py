@@ -2,7 +2,7 @@
 
 Ranks form dp groups of cp neighbours. Sequences are packed into buffers of C * cp tokens, each of
 which the cp ranks of a group share, so that keys and values of short sequences travel as those of
-long ones do. Buffers are dealt out in turn.
+long ones do. Buffers are distributed in turn.
 
 Source: Dubey et al., The Llama 3 Herd of Models, 2024, section 3.3 (packing and context
 parallelism).

@@ -4,9 +4,9 @@ A request gets a group of consecutive blocks, more than it needs at first; what 
 use yet is its spare. When the spare is used up, the run behind it joins the group if it is
 free; else another group begins. When free runs are short, the spare of a running request
 that is drawn at random is taken back. So a request wastes less than one block and a spare
-that anybody can have.
+that any request can have.
 
-Nothing is shared between requests: a shared block lies in nobody's run.
+Nothing is shared between requests: a shared block lies in no run.
 
 Source: Shen et al., FastSwitch, 2024, section 4.1.
 """
@@ -117,7 +117,7 @@ class GroupedBlocks:
         if blocks:
             missing -= self._grow(request, missing)
         while missing > 0:
-            # Where space is short, nobody gets a spare.
+            # Where space is short, no request gets a spare.
             short = self._free.total < missing
             if not self._free.total:
                 self._take_back()
@@ -205,7 +205,7 @@ class GroupedBlocks:
             self._free.give(request.blocks[-1] + 1, count)
 
     def _take_back(self) -> None:
-        """Free the spare of somebody, or else what cools; there must be either."""
+        """Free the spare of a request, or else what cools; there must be either."""
         if self._spare:
             names = list(self._spare)
             chosen = names[int(self._random.integers(len(names)))]

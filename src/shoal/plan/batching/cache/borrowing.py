@@ -1,7 +1,7 @@
 """What one instance does around its steps where instances lend each other memory.
 
 The same for an engine and for a simulation: how the instance is, which blocks to copy away beside
-the steps, how much of a step has memory, and who is computed again when a lender is gone. Nothing
+the steps, how much of a step has memory, and what is computed again when a lender is gone. Nothing
 here copies, waits or reads a clock.
 
 Source: Lin et al., Infinite-LLM, 2024, section 4.2 (rManager).

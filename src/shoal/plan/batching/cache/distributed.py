@@ -4,11 +4,11 @@ Each instance keeps these books: which of its blocks its own requests hold, whic
 which blocks of others it may use. A request's table begins with blocks elsewhere (its oldest
 tokens), goes on with blocks here, and its newest tokens are always here. Room that is not there
 yet is promised: the end of a table may be :data:`UNBACKED` as long as other instances have
-granted as many blocks. Whoever runs the engine copies full blocks away (:meth:`~
+granted as many blocks. The engine's caller copies full blocks away (:meth:`~
 DistributedBlocks.begin`), and when a copy is there the reference is switched
 (:meth:`~DistributedBlocks.finish`): a block is never written while it is on its way.
 
-Nobody asks others from here: what others grant, take back or lose is told to these books.
+No instance is asked from here: what others grant, take back or lose is passed to this class.
 
 Source: Lin et al., Infinite-LLM, 2024, section 4.2 (rManager, rBlocks).
 """
@@ -103,7 +103,7 @@ class Distributed:
         return self.instances + bool(self.host_tokens)
 
     def build(self, num_tokens: int) -> DistributedBlocks:
-        """See :class:`~shoal.ir.engine.KVPart`: the books of one instance; nobody lends yet.
+        """See :class:`~shoal.ir.engine.KVPart`: the books of one instance; no instance lends yet.
 
         Raises:
             ConfigError: not even one block.
@@ -179,7 +179,7 @@ class DistributedBlocks(PagedBlocks):
     ) -> None:
         super().__init__(num_blocks, block_size, prefix_reuse=prefix_reuse)
         self.watermark, self.max_lenders = watermark, max_lenders
-        # Blocks that the other instances would lend, as was told last.
+        # Blocks that the other instances would lend, as reported last.
         self.lendable = 0
         # Blocks that were missing when a request was last refused; 0 once one is let in.
         self.short = 0
@@ -197,7 +197,7 @@ class DistributedBlocks(PagedBlocks):
         self._next = 0
         # No longer used here: instance -> its blocks, until they are given back.
         self._returns: dict[int, list[int]] = {}
-        # Blocks of this instance that others use -> who.
+        # Blocks of this instance that others use -> the user.
         self._lent: dict[int, int] = {}
         self._sent = 0
 
@@ -276,7 +276,7 @@ class DistributedBlocks(PagedBlocks):
             "blocks_moved": self._sent,
         }
 
-    # -- as who borrows -----------------------------------------------------------------
+    # -- as borrower --------------------------------------------------------------------
 
     @property
     def borrowed(self) -> dict[int, int]:
@@ -403,14 +403,14 @@ class DistributedBlocks(PagedBlocks):
                 self._num_credits -= 1
 
     def returns(self) -> dict[int, list[int]]:
-        """Blocks to give back to other instances, told once: they are no longer ours then."""
+        """Blocks to give back to other instances, listed once: they are no longer ours then."""
         returns, self._returns = self._returns, {}
         return returns
 
     def using(self, instance: int) -> list[Request]:
         """Requests that cannot go on without an instance, the newest first.
 
-        Whoever takes an instance's blocks away frees these: they are computed again.
+        A caller that takes an instance's blocks away frees these: they are computed again.
         """
         results = [one for one in self._holding.values() if instance in self._lenders_of(one)]
         return results[::-1]
@@ -455,7 +455,7 @@ class DistributedBlocks(PagedBlocks):
         return result
 
     def lost(self, instance: int) -> None:
-        """An instance is gone, and its blocks with it; nobody uses any of them any more."""
+        """An instance is gone, and its blocks with it; none of them is in use any more."""
         self._num_credits -= len(self._credits.pop(instance, ()))
         self._returns.pop(instance, None)
         for lend in [one for one in self._flights.values() if one.instance == instance]:
@@ -466,13 +466,13 @@ class DistributedBlocks(PagedBlocks):
         for block in [one for one, debtor in self._lent.items() if debtor == instance]:
             self.take_back(instance, [block])
 
-    # -- as who lends -------------------------------------------------------------------
+    # -- as lender ----------------------------------------------------------------------
 
     @property
     def num_lendable(self) -> int:
         """Blocks that this instance would lend now."""
         if self._num_unbacked or self._num_credits or self._loans:
-            return 0  # who borrows does not lend
+            return 0  # a borrower does not lend
         return max(0, self.num_local - self.watermark)
 
     @property

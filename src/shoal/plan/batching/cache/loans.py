@@ -4,7 +4,7 @@ Each instance says at times how it is (:class:`InstanceStatus`). From that the l
 debts, and
 proposes loans: the instance that gains most throughput by room, and the lenders that lose least
 by attending for it, as long as the sum improves. What it knows may be old. So a lender may refuse
-what was proposed, and nobody holds a lock; the debtor's next word corrects the ledger.
+what was proposed, and there is no lock; the debtor's next word corrects the ledger.
 
 Nothing here reads a clock: ``now`` is an argument.
 
@@ -31,7 +31,7 @@ class InstanceStatus:
     Args:
         instance: which.
         lendable: blocks that it would lend now.
-        short: blocks that its next request lacks; 0 if nobody waits for room.
+        short: blocks that its next request lacks; 0 if none waits for room.
         waiting: tokens of that request.
         ahead: blocks that those that run will soon lack.
         contexts: tokens of each request that runs.
@@ -102,13 +102,13 @@ class LoanRegistry:
         return self._beats.keys()
 
     def beat(self, beat: InstanceStatus, now: float) -> None:
-        """An instance says how it is; who was lost stays lost."""
+        """An instance reports its state; one that was lost stays lost."""
         if beat.instance in self._beats:
             self._beats[beat.instance] = beat
             self._heard[beat.instance] = now
 
     def silent(self, now: float) -> list[int]:
-        """Instances that have not been heard for too long; those never heard are just starting."""
+        """Instances that have not reported for too long; those that never did are just starting."""
         return [one for one in self._beats if now - self._heard.get(one, now) > self.timeout_s]
 
     def lose(self, instance: int) -> list[int]:
@@ -162,7 +162,7 @@ class LoanRegistry:
         self._beats[debtor] = replace(beat, short=0, ahead=0)
 
     def recalls(self) -> list[Loan]:
-        """Debts to end, so that nobody both lends and borrows.
+        """Debts to end, so that no instance both lends and borrows.
 
         It can come to that when two act on old news. Of such an instance's loans as many blocks
         are called back as it has borrowed itself; the smallest loans first.
@@ -223,7 +223,7 @@ class LoanRegistry:
     def _gain(self, beat: InstanceStatus) -> float:
         """Tokens per s more by one more request, of which the loan's part is attended elsewhere.
 
-        Room for those that run is worth any price: who gives way is computed again.
+        Room for those that run is worth any price: one that gives way is computed again.
         """
         if not beat.short:
             return math.inf

@@ -2,7 +2,7 @@
 
 A request's tokens lie in blocks anywhere in the cache; only the last one is partly
 empty. A full block is known by a digest chained over all tokens up to its end, so a later
-request that starts with the same tokens uses the same block. A block that nobody holds
+request that starts with the same tokens uses the same block. A block that no request holds
 keeps its tokens until the space is needed; the one that was left longest ago goes first.
 
 Several answers to one prompt are forks: they hold all blocks of the prompt together, the last one
@@ -59,7 +59,7 @@ class Paged:
 class PagedBlocks:
     """The bookkeeping that :class:`Paged` builds; each call costs O(1) a block.
 
-    A block is free (nothing in it), forgotten (known by its digest, held by nobody), or
+    A block is free (nothing in it), forgotten (known by its digest, not held), or
     held by one request or several.
 
     Args:

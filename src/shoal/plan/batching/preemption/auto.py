@@ -26,7 +26,7 @@ __all__ = ["AutoPreempt", "AutoPreemption"]
 class AutoPreempt:
     """Swapping where copies are estimated to take less time than computing again.
 
-    Without host memory, or where nobody knows how long either takes, it recomputes.
+    Without host memory, or where the time of either is unknown, it recomputes.
 
     Args:
         asynchronous: auto, always or never; whether requests run while one is brought back.

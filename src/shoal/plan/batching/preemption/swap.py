@@ -1,7 +1,7 @@
 """Preemption by swapping: keys and values go to host memory and come back.
 
 Copies run beside the computation. A request whose copy comes back is ``arriving``: others run
-meanwhile. Blocks that are still being copied out are given to others at once, who wait for
+meanwhile. Blocks that are still being copied out are given to others at once, which wait for
 that very transfer and for no other: a transfer that overwrites them starts after it, and a
 step that computes in them waits for it.
 

@@ -70,7 +70,7 @@ class AheadScheduler:
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """Take in what the oldest step gave.
 
-        Whoever was preempted meanwhile is left out: it is computed again from its first token
+        A request preempted meanwhile is left out: it is computed again from its first token
         on, and this one with it.
         """
         oldest, counts = self._planned.popleft()

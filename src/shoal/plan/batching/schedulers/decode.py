@@ -2,7 +2,7 @@
 
 A request comes with its first token; its keys and values still lie in the prefill instance. It
 is *accepted* when its blocks fit here, and when those that are accepted and do not run yet hold
-no more than a share of the cache; then whoever moves the blocks fetches them, and with their
+no more than a share of the cache; then the instance fetches the blocks, and with their
 arrival the request runs. So this phase pulls, and what it cannot take stays where it is. When
 the cache is full nevertheless, the youngest gives its blocks back and is computed again here.
 

@@ -1,7 +1,7 @@
-"""Fair serving: priorities that change while requests run, so that everybody gets a turn.
+"""Fair serving: priorities that change while requests run, so that each gets a turn.
 
 Every ``1 / frequency`` steps each request is given a new priority by a policy. The most
-important ones run; whoever falls behind somebody that waits for room is preempted. How
+important ones run; one that falls behind another that waits for room is preempted. How
 cheap that is depends on the preemption and on the bookkeeping of the cache.
 
 Policies: ``vtc`` counts the tokens that each session was served, and the least served comes
@@ -124,7 +124,7 @@ class FairScheduler(FcfsScheduler):
         super().__init__(kv, limits, preemption, chunked=chunked, watermark=watermark)
         self.policy, self.period, self.seed = policy, period, seed
         self._steps = 0
-        # Place in the order of arrival, by which equal priorities are told apart.
+        # Place in the order of arrival, which breaks ties of priority.
         self._order: dict[str, int] = {}
         self._arrived = 0
         # By session: tokens served, weighted; or whether it is favoured.
@@ -206,9 +206,9 @@ class FairScheduler(FcfsScheduler):
         return float(before == (drawn >= _STAYS))
 
     def _displace(self) -> list[Request]:
-        """Preempt the least important ones that run where somebody more important waits.
+        """Preempt the least important ones that run where a more important one waits.
 
-        Only as many as fill this step: who could not be computed in it displaces nobody.
+        Only as many as fill this step: one that could not be computed in it displaces none.
         """
         displaced: list[Request] = []
         size, kv = self.kv.block_size, self.kv

@@ -8,10 +8,10 @@ arrive, the others run.
 
 All running requests came before all waiting ones, at any time: admission takes from the
 head of the queue only, and preemption puts the youngest running request back there. So
-nobody is overtaken, the oldest request always runs, and one that fits alone finishes.
+no request is overtaken, the oldest request always runs, and one that fits alone finishes.
 
 Several answers to one prompt are forks of the first. They stand aside until it has computed the
-prompt, and then go before all who wait, with its blocks, so that the prompt is computed once.
+prompt, and then go before all that wait, with its blocks, so that the prompt is computed once.
 
 Sources: Yu et al., Orca, 2022 (iteration-level scheduling); Agrawal et al.,
 Sarathi-Serve, 2024 (chunked prompts beside decodes); Kwon et al., PagedAttention, 2023,
@@ -156,7 +156,7 @@ class FcfsScheduler(Queues):
             taken += sum(one.drafts for one in decodes)
         budget = self.limits.max_step_tokens - taken
         prompts: list[Chunk] = []
-        # Where all decode, nobody has a prompt to go on with.
+        # Where all decode, no request has a prompt to go on with.
         for request in self.running.values() if len(decodes) < len(self.running) else ():
             if budget <= 0:
                 break
@@ -191,7 +191,7 @@ class FcfsScheduler(Queues):
         return parent
 
     def _release(self, name: str) -> None:
-        """Nobody needs to stand aside any more for the request of this id."""
+        """Requests need not stand aside any more for the one of this id."""
         self.waiting.extendleft(reversed(self._forks.pop(name, ())))
 
     def _forget(self, request: Request, *, keep: bool) -> None:
@@ -212,7 +212,7 @@ class FcfsScheduler(Queues):
             self.kv.match_prefix(request)
 
     def _displace(self) -> list[Request]:
-        """Who makes room for somebody that waits, before anything is planned: here nobody."""
+        """Requests preempted for one that waits, before anything is planned: here none."""
         return []
 
     def _decodes(self, preempted: list[Request]) -> list[Chunk]:
@@ -233,7 +233,7 @@ class FcfsScheduler(Queues):
                 chunks.append(_chunk((request, start, 1, 0)))
                 room -= 1
                 continue
-            # Whoever is preempted here came later, so it has no chunk in this step yet.
+            # A request preempted here came later, so it has no chunk in this step yet.
             while not kv.allocate(request, stop):
                 victim = next(reversed(self.running.values()))
                 self.lose(victim)

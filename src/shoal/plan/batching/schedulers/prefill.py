@@ -104,7 +104,7 @@ class PrefillScheduler(PrefillFirstScheduler):
         return Step(tuple(prompts))
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
-        """See :class:`~shoal.ir.engine.Scheduler`; who goes on is held."""
+        """See :class:`~shoal.ir.engine.Scheduler`; a request that goes on elsewhere is held."""
         self._flying.difference_update(chunk.request.id for chunk in step.chunks)
         outputs = super().commit(step, result, now)
         for output in outputs:

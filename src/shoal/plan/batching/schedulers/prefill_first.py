@@ -1,7 +1,7 @@
 """Prompts first: whole prompts in batches of their own, and decodes when no prompt waits.
 
 How servers batched before prompts were cut: as soon as a request that waits fits the cache,
-the next step computes prompts and nothing else, and everybody who generates waits for it. The
+the next step computes prompts and nothing else, and every request that generates waits for it. The
 first token comes soon; those after it come in fits and starts. A batch takes prompts in the
 order of arrival up to a number of tokens; a longer prompt goes alone, and in parts if it is
 longer than a step.

@@ -1,4 +1,4 @@
-"""Static batches: nobody joins until everybody has finished.
+"""Static batches: no request joins until all have finished.
 
 How batches were run before continuous batching: the first requests that wait are
 admitted together, their prompts are computed, and then all of them advance one token a
@@ -32,7 +32,7 @@ class Static:
     def build(
         self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> StaticScheduler:
-        """See :class:`~shoal.ir.engine.SchedulerPart`; nobody is preempted, in no way."""
+        """See :class:`~shoal.ir.engine.SchedulerPart`; none is preempted, in no way."""
         return StaticScheduler(kv, limits)
 
 

@@ -1,6 +1,6 @@
 """Temporal fusion: one generation step for all requests, and a lane of prompts beside it.
 
-A request gets all the room it will ever need when it comes in, so nobody is ever preempted. Its
+A request gets all the room it will ever need when it comes in, so none is ever preempted. Its
 prompt is computed in the prompt lane: pieces of it go beside the steps of those that generate, as
 many tokens a step as the lane is wide. A long prompt therefore slows generation by a known amount
 and never stops it. With its first token the request joins the generation step. Those that have
@@ -30,7 +30,7 @@ class TemporalFusion:
 
     Args:
         lane_tokens: most tokens of prompts in a step that also generates; a step without
-            anybody who generates takes all that a step may have.
+            a request that generates takes all that a step may have.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset({"fixed_batches"})
@@ -47,7 +47,7 @@ class TemporalFusion:
     def build(
         self, kv: KVManager, limits: SchedulerLimits, preemption: Preemption | None = None
     ) -> FusedScheduler:
-        """See :class:`~shoal.ir.engine.SchedulerPart`; nobody is preempted, in no way."""
+        """See :class:`~shoal.ir.engine.SchedulerPart`; none is preempted, in no way."""
         return FusedScheduler(kv, limits, lane_tokens=self.lane_tokens)
 
 
@@ -66,7 +66,7 @@ class FusedScheduler(Queues):
 
     def plan(self, now: float) -> Step:
         """See :class:`~shoal.ir.engine.Scheduler`."""
-        # Newcomers take the lowest holes, which nobody has to be moved into then.
+        # Newcomers take the lowest holes, which no other has to be moved into then.
         self.admit_whole()
         moves = self.kv.compact() if isinstance(self.kv, CompactingKVManager) else ()
         most = self.limits.max_step_tokens

@@ -27,7 +27,7 @@ class Diffusion:
         iteration: what the model sees at a mask.
         block: masks of a block; blocks are decoded from left to right.
         unroll: iterations before it is asked whether a block is through.
-        expected: tokens that an iteration is taken to unmask, in plans; a served model tells its
+        expected: tokens that an iteration is taken to unmask, in plans; a served model reports its
             own in ``/metrics``. With ``unmask`` fixed it follows from that.
     """
 

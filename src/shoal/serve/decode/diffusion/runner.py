@@ -1,6 +1,6 @@
 """The loop of diffusion decoding: forward, unmask, again, for several requests at once.
 
-Each request works on a block of its own; who is through with it goes on to the next while others
+Each request works on a block of its own; when it is done it goes on to the next while others
 are still busy (ragged completion). Whether a block is through is asked once in ``unroll``
 iterations: those that were done for nothing are cheaper than asking a device each time.
 
@@ -159,7 +159,7 @@ class DiffusionRunner(EngineHook):
     # ------------------------------------------------------------------ who works on what
 
     def _arrange(self, chunks: Sequence[Chunk]) -> _Batch:
-        """The batch of a step: the last one, where nobody has come, gone or begun a block."""
+        """The batch of a step: the last one, where no request has come, gone or begun a block."""
         here = {chunk.request.id: chunk.request for chunk in chunks}
         old = self._batch
         for name in [
@@ -277,7 +277,7 @@ class DiffusionRunner(EngineHook):
         return logits
 
     def _noise(self, batch: _Batch) -> Tensor | None:
-        """Gumbel noise of the requests that sample, by their own seeds; None if nobody does."""
+        """Gumbel noise of the requests that sample, by their own seeds; None if none does."""
         if not any(one.request.params.temperature > 0 for one in batch.work):
             return None
         noise_BWV = torch.zeros_like(batch.last_BWV)

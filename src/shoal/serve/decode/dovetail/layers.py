@@ -46,7 +46,7 @@ class LayerProvider(Protocol):
         """Send a message.
 
         Raises:
-            ServeError: nobody is there.
+            ServeError: the other process is gone.
         """
         ...
 
@@ -54,7 +54,7 @@ class LayerProvider(Protocol):
         """The states of so many rows, which were asked for.
 
         Raises:
-            ServeError: nobody is there.
+            ServeError: the other process is gone.
         """
         ...
 
@@ -90,7 +90,7 @@ class FirstLayers:
             dtype: of the states.
 
         Raises:
-            ServeError: nobody is there.
+            ServeError: the other process is gone.
         """
         peer = self._peer
         while self._gone:
@@ -180,7 +180,7 @@ class LaterCache(PagedCache):
             position_N: place of each.
 
         Raises:
-            ServeError: whoever computes them is gone.
+            ServeError: the process that computes them is gone.
         """
         position, depth, row = position_N.cpu().numpy(), [], 0
         for one in contexts:

@@ -170,7 +170,7 @@ class DovetailDrafter:
     """The verifier's side of a drafter in another process.
 
     Args:
-        told: what that process is told, see :mod:`~shoal.serve.decode.dovetail.worker`.
+        told: what that process is given, see :mod:`~shoal.serve.decode.dovetail.worker`.
         nodes: most nodes of a tree.
         nbytes: of the drafter's weights and of what it keeps of one request.
 
@@ -303,7 +303,7 @@ class DovetailDrafter:
         self.expected_bytes += HEAD_BYTES
 
     def observe(self, seen: Sequence[AcceptedTokens]) -> None:
-        """Tell the drafter what is certain, with its features."""
+        """Send the drafter what is certain, with its features."""
         import numpy as np
         import torch
 

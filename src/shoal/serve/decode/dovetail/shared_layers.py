@@ -67,7 +67,7 @@ class _Layers:
 
 
 class SharedLayers:
-    """Layers, and the caches of those who ask for them.
+    """Layers, and the caches of those that ask for them.
 
     Args:
         parameters: of the whole model; only these layers are read.

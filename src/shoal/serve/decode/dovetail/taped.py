@@ -75,7 +75,7 @@ class TapedFusion(PagedFusion):
         if count >= MAX_NODES or count in self.refused:
             return super().read(held, rows)
         if count not in self.recorded:
-            # The first pass of a kind may prepare kernels, which nobody wants repeated.
+            # The first pass of a kind may prepare kernels, which must not be repeated.
             self.recorded[count] = None
             return super().read(held, rows)
         branch = _branch(held, rows)

@@ -130,7 +130,7 @@ class Channel:
         """Send one message.
 
         Raises:
-            OSError: nobody is at the other end.
+            OSError: no process is at the other end.
         """
         data = _HEAD.pack(*head) + body
         if self._link is not None:

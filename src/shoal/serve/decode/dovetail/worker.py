@@ -1,6 +1,6 @@
 """The drafter's process: a feature net with copies of the target's embedding and head.
 
-It is told what is certain, and asked for trees. With ``overlap`` it goes on from its own best path
+It receives what is certain, and returns trees. With ``overlap`` it goes on from its own best path
 while the target verifies, and throws that away where the target says something else. With
 ``target_layers`` it computes these first, for every step, and goes on behind them.
 """

@@ -218,7 +218,7 @@ def _text(model: Transformer, limit: int) -> list[int]:
 
 
 def _token_s(quick: DraftNet, text: list[int], depth: int) -> float:
-    """Seconds of drafting for each token that is accepted, as far as a short text tells."""
+    """Seconds of drafting for each token that is accepted, estimated from a short text."""
     import statistics
     import time
 

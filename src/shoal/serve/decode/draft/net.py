@@ -211,9 +211,9 @@ class DraftState:
 
 
 class DraftMemory(Generic[_Held]):
-    """Who holds which block of the draft's cache; whoever guessed longest ago gives way.
+    """Who holds which block of the draft's cache; the request that guessed longest ago gives way.
 
-    Nobody tells a drafter that a request has ended, so what is not asked for grows old. A request
+    A drafter is not notified that a request has ended: what is not asked for grows old. A request
     whose blocks were taken is read again.
 
     Args:
@@ -251,7 +251,7 @@ class DraftMemory(Generic[_Held]):
         """Room for so many tokens; False where the requests of this step have all there is.
 
         Args:
-            known: who needs it.
+            known: the request that needs it.
             tokens: of it, from the first.
             asked: requests that guess now, the youngest ones: they give nothing.
         """

@@ -1,7 +1,7 @@
 """The other ranks of a draft: processes that compute with the one that serves.
 
-The serving process is rank 0. Before each pass it tells the others in a few numbers what the pass
-is about; everything else goes by their communicator. While nothing is told they sleep.
+The serving process is rank 0. Before each pass it sends the others a few numbers that describe the
+pass; everything else goes by their communicator. Between messages they sleep.
 
 Messages to a rank, of int64 numbers: how many follow, what is asked, and its numbers.
 """
@@ -91,7 +91,7 @@ class DraftRanks:
     """The serving process's side of the ranks of a draft.
 
     Args:
-        told: what every rank is told, see :func:`main`.
+        told: what every rank is given, see :func:`main`.
         world: ranks, this process among them.
         cores: cores that the other ranks are held to, one each; none for any.
 
@@ -272,7 +272,7 @@ def _heard(end: socket.socket, buffer: bytearray, count: int) -> np.ndarray:
 
 
 def _serve(end: socket.socket, exact: DraftNet, quick: DraftNet) -> None:
-    """Compute what is asked, until nobody asks any more."""
+    """Compute what is asked, until the connection ends."""
     buffer = bytearray()
     while True:
         try:

@@ -178,7 +178,7 @@ class FalconDrafter:
         self._passes = cache(self._fitting)
 
     def _fitting(self, nodes: int) -> TreePasses:
-        """The passes of the first so many nodes, or of so many whose rows can be told apart."""
+        """The passes of the first so many nodes, or of so many whose rows are distinguishable."""
         from shoal.serve.decode.passes import TreePasses
 
         tree_passes = TreePasses(self.spec.first(nodes), self.net.k)

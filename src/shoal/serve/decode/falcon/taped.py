@@ -69,7 +69,7 @@ class TapedFalcon:
         if unlike or key in self.refused:
             return self._net.read(reading, self._cache)
         if key not in self.recorded:
-            # The first pass of a kind may prepare kernels, which nobody wants repeated.
+            # The first pass of a kind may prepare kernels, which must not be repeated.
             self.recorded[key] = None
             return self._net.read(reading, self._cache)
         known = self.recorded[key]

@@ -1,6 +1,6 @@
 """What a drafter of features keeps of a request: features that are certain, and what it read.
 
-Places are counted from the first that was seen: rotations tell how far apart two places are, and
+Places are counted from the first that was seen: rotations show how far apart two places are, and
 not where they stand.
 
 Source: Gao et al., Falcon, 2025, section 3.3; Li et al., EAGLE, 2024, section 4.1.

@@ -140,7 +140,7 @@ def _paying(net: DraftNet, prompts: PpdDrafter, limit: int) -> int:
     lows = [statistics.quantiles(times[3:], n=4)[0] for times in taken]
     seconds = np.minimum.accumulate(lows[-3::-1])[::-1].tolist()
     costs = RowCosts(rows=tuple(counts), seconds_of=tuple(seconds))
-    # What asking takes beside the rows, to be written down, walked through and told.
+    # What asking takes beside the rows, to be written down, walked through and observed.
     beside = max(0.0, lows[-1] - lows[-2] - costs.seconds(trees.fewest) + costs.seconds(1))
     expected = trees.expected()[:most]
     return best_rows(
@@ -180,7 +180,7 @@ class _Text:
     def begin(self, length: int) -> None:
         """Go on from the request as it is now, of which the draft knows so many tokens.
 
-        What was asked below the last but one still tells, whoever chose the last.
+        What was asked below the last but one stays valid, whatever chose the last.
         """
         self.own.tokens = list(self.request.tokens)
         before = self.root - 1

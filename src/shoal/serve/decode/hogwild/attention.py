@@ -58,7 +58,7 @@ class Pairs:
 
 
 def pairs_of(store: BlockStore, feeds: Sequence[Feed]) -> Pairs:
-    """Put the tokens of a step down in their blocks; then everybody sees them.
+    """Put the tokens of a step down in their blocks; then all workers see them.
 
     Raises:
         ServeError: a block is another's, or a view would be longer than the model's positions.

@@ -35,7 +35,7 @@ class HogwildBlock:
 
     Args:
         number: its row in the table of its store.
-        writer: who may put tokens down here; None for nobody any more.
+        writer: who may put tokens down here; None once it is closed.
         tokens: what it holds.
     """
 

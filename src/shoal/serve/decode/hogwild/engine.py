@@ -156,7 +156,7 @@ class HogwildEngine:
         return None
 
     def _end(self) -> None:
-        """Let sessions go of which nobody runs any more."""
+        """Release sessions of which no worker runs any more."""
         for session in self.sessions:
             if not session.running:
                 session.drop()
@@ -233,7 +233,7 @@ class HogwildEngine:
             self._told.append({"kind": kind, "id": request_id, "message": reason})
 
     def _contained(self, asked: list[WorkerFeed]) -> dict[HogwildWorker, tuple[int, Any]]:
-        """The same; what nobody foresaw ends the workers of the step, whose blocks are closed."""
+        """The same; an unexpected error ends the workers of the step, whose blocks are closed."""
         try:
             return self._compute(asked)
         except ServeError:

@@ -91,7 +91,7 @@ class Forward:
         if shape in self.reasons or shape[0] > _MOST:
             return None
         if shape not in self._seen:
-            # The first pass of a kind may prepare kernels, which nobody wants repeated.
+            # The first pass of a kind may prepare kernels, which must not be repeated.
             self._seen.add(shape)
             return None
         known = self._tapes.get(shape)

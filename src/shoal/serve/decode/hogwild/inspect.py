@@ -1,4 +1,4 @@
-"""What workers see, told to people: the blocks of each view, in order."""
+"""What workers see, in a form to display: the blocks of each view, in order."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class BlockSpace:
     headers: dict[str, HogwildBlock] = field(default_factory=dict)
 
     def others(self, worker: str) -> list[HogwildBlock]:
-        """What the others write, in the order of their names, whoever asks."""
+        """What the others write, in the order of their names for every worker."""
         return [self.own[name] for name in sorted(self.own) if name != worker]
 
 

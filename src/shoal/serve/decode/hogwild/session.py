@@ -28,10 +28,10 @@ class HogwildWorker:
         pending: tokens that are chosen, or given, and in no block yet.
         moves: the pending token ends a step, whose block goes to the history.
         since_probe: tokens since the last probe.
-        said: what it has got in this step, to be told.
+        said: what it has got in this step, to be reported.
         infos: log probabilities of that.
         finish: why it ended.
-        reported: whether that has been told.
+        reported: whether that has been reported.
     """
 
     name: str
@@ -52,7 +52,7 @@ class HogwildWorker:
         return self.request.params.max_tokens - self.request.n_generated
 
     def given(self, tokens: Sequence[int]) -> None:
-        """Write what nobody has chosen, as far as there is room."""
+        """Write given tokens, as far as there is room."""
         tokens = tokens[: max(0, self.left - 1)]
         self.request.tokens += tokens
         self.pending += tokens
@@ -254,7 +254,7 @@ class HogwildSession:
             worker.moves = ended and self._layout.moves
 
     def settle(self) -> list[Output]:
-        """After a step: history joined to the prompt, the early answer, and what is to be told."""
+        """After a step: history joined to the prompt, the early answer, and what is to report."""
         assert self.space is not None
         for step in self.space.history:
             # What never moves again needs no positions of its own: fewer blocks are seen faster.

@@ -28,7 +28,7 @@ __all__ = ["PromptLearner", "behind"]
 
 
 class _Context(KVCache):
-    """Keys and values of a text, before those of rows that hang behind it and that nobody keeps."""
+    """Keys and values of a text, before those of rows that hang behind it and are not kept."""
 
     def __init__(self, text: KVCache) -> None:
         self._text = text

@@ -335,7 +335,7 @@ class ModelPeftHandle:
         return trainer.method
 
     def before_step(self, step: int, total: int) -> None:
-        """Tell every part that wants to know, before the passes of step ``step`` of ``total``."""
+        """Notify every part that requires it, before the passes of step ``step`` of ``total``."""
         self._tell("before_step", step, total)
 
     def before_update(self, step: int, total: int) -> None:

@@ -86,6 +86,6 @@ class OwnStreams(nn.Module):
             use(model, int(drawn.integers(2, most)))
 
     def after_update(self, step: int, total: int) -> None:
-        """All of them again, for whoever evaluates."""
+        """All of them again, for evaluation."""
         (model,) = self._model
         use(model, model.config.architecture.streams.num)

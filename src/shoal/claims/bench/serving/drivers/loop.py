@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(load: Callable[[dict[str, Any]], tuple[Generate, str]]) -> None:
     """Load what the first line says, then answer batches until the input ends."""
-    # Whoever rests cannot see that its input has ended, so the system ends it with its parent.
+    # A waiting process cannot see that its input has ended, so the system ends it with its parent.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Libraries print to standard output; only answers belong there.
@@ -46,6 +46,6 @@ def main(load: Callable[[dict[str, Any]], tuple[Generate, str]]) -> None:
             began = time.perf_counter()
             tokens = generate(batch["prompts"], batch["new"])
             say(seconds=time.perf_counter() - began, tokens=tokens)
-    except Exception as cause:  # told to the one who asks, and shown on standard error
+    except Exception as cause:  # reported to the caller, and shown on standard error
         say(error=f"{type(cause).__name__}: {cause}"[:2000])
         raise
