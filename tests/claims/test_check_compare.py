@@ -67,7 +67,7 @@ def test_losses_are_joined_by_part() -> None:
 def test_rows_are_dealt_out_whole(parts: int, rows: int) -> None:
     for ragged in (False, True):
         if (rows <= parts) if ragged else rows % parts:
-            with pytest.raises(ConfigError, match="rows cannot be dealt out"):
+            with pytest.raises(ConfigError, match="rows cannot be distributed"):
                 row_bounds(rows, parts, ragged=ragged)
             continue
         bounds = row_bounds(rows, parts, ragged=ragged)

@@ -159,6 +159,16 @@ def test_the_bubble_is_what_the_formula_says():
         assert low <= cost.terms_s["bubble"] / (busy * 3 / 16) <= 1.0 + 1e-9
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_passes_of_stages_add_up_to_those_of_the_model(compiled):
+    parts = {"microbatch": 1, "global_batch": 8, "seq_len": 2048, "compile": compiled}
+    pricer = Pricer(gpus(8))
+    whole = pricer.estimate(work("Llama-3-8B", **parts)).terms_s
+    compute = sum(whole[cause] for cause in ("matmul", "attention", "memory")) / 8
+    costs = pricer.passes(work("Llama-3-8B", parallel={"pp": 4}, **parts)).seconds
+    assert sum(costs["F"]) + sum(costs["B"]) == pytest.approx(compute, rel=0.02)
+
+
 def test_tensor_parallel_ranks_exchange_activations():
     cost = estimate(work("Llama-3-8B", parallel={"tp": 4}, seq_len=2048), gpus())
     layers, size = 32, 16 * 2048 * 4096 * 2

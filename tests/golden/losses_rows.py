@@ -227,7 +227,7 @@ def _state() -> dict[str, Row]:
 
 
 def _experts() -> dict[str, Row]:
-    """Mixtures of experts, and sequences that are dealt out."""
+    """Mixtures of experts, and sequences that are distributed."""
     rows = {
         "moe": ALONE._replace(model=EXPERTS),
         "moe dp2": DP2._replace(model=EXPERTS),

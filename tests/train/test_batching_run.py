@@ -1,4 +1,4 @@
-"""Real runs whose documents are dealt out: the same losses as without, killed and resumed."""
+"""Real runs whose documents are distributed: the same losses as without, killed and resumed."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -274,6 +274,12 @@ class Device(Value):
         """The main memory and the caches before it."""
         return self.memory[: self.memory.index(self.main_memory) + 1]
 
+    @property
+    def streamed_memory(self) -> tuple[MemoryTier, ...]:
+        """Of these, what an operator may stream from: levels beyond the first, of known rate."""
+        known = (tier for tier in self.own_memory if tier.read_bandwidth is not None)
+        return tuple(tier for tier in known if tier.name != "l1d")
+
     def beyond(self, name: str) -> MemoryTier | None:
         """What lies behind the main memory under this name: dram or disk; None if not stated."""
         behind = self.memory[len(self.own_memory) :]

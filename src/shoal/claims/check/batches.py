@@ -47,13 +47,13 @@ def row_bounds(rows: int, parts: int, *, ragged: bool) -> list[int]:
     if not ragged:
         if rows % parts:
             raise ConfigError(
-                f"batch: {rows} rows cannot be dealt out evenly to {parts} ranks; return a "
+                f"batch: {rows} rows cannot be distributed evenly over {parts} ranks; return a "
                 f"multiple of {parts} rows, give --ragged, or define local_batch(batch, mesh)"
             )
         return [rows * part // parts for part in range(parts + 1)]
     if rows <= parts:
         raise ConfigError(
-            f"--ragged: {rows} rows cannot be dealt out unevenly to {parts} ranks; return at "
+            f"--ragged: {rows} rows cannot be distributed unevenly over {parts} ranks; return at "
             f"least {parts + 1} rows"
         )
     # About 1 : 2 : 3 ..., one row at least, and what remains for the last.

@@ -283,9 +283,7 @@ class RankRates:
         share = STREAM_SHARE if self.is_cpu else self.constants.stream
         part = self.used / self.cores / self.crowding if self.is_cpu else 1.0
         points = []
-        for tier in device.own_memory:
-            if tier.read_bandwidth is None or tier.name == "l1d":
-                continue
+        for tier in device.streamed_memory:
             points.append((float(tier.capacity_bytes), share * part * _mean_bandwidth(tier)))
         if not points:
             raise MachineError(

@@ -171,11 +171,7 @@ class Roofline:
 
     def _weight_bandwidth(self, size: float) -> float:
         """Byte/s at which weights are read: every step reads all of them, one after another."""
-        tiers = [
-            tier
-            for tier in self.machine.device.own_memory
-            if tier.read_bandwidth is not None and tier.name != "l1d"
-        ]
+        tiers = self.machine.device.streamed_memory
         if not tiers:
             return self._stream(size)
         # A level that is only just large enough has been displaced in part.

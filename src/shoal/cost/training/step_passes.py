@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -216,12 +217,14 @@ class StepPasses(ChosenParts):
         rates = self._rates(job)
         microbatch = microbatch_of(job)
         launch = self.machine.device.op_overhead_s * rates.crowding if rates.is_cpu else 0.0
-        seconds: dict[tuple[str, bool], float] = {}
+        # Where operators are not counted one by one, the small ones of the ends have no entry.
+        ends = itertools.product(("body", "embed", "head", "norm"), (False, True))
+        seconds: dict[tuple[str, bool], float] = dict.fromkeys(ends, 0.0)
         for op, *both in self._operators(work, rates, microbatch, split.pp):
             for late, result in zip((False, True), both, strict=True):
                 key = (_ENDS.get(op.name, "body"), late)
                 own = result.device / split.cp + result.calls * launch
-                seconds[key] = seconds.get(key, 0.0) + own
+                seconds[key] += own
         tensor = tensor_parallel_s(work, self.machine, microbatch, {}) / 2
         tensor += dispatch(job, shape, self.machine, microbatch, {}) / 2
         part = self._part("schedule", split.schedule)

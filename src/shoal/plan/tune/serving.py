@@ -64,7 +64,7 @@ KNOBS: dict[str, tuple[str, tuple[Setting, ...]]] = {
     "threads": ("threads that compute", ()),
     "precision": ("fp32 or bf16", ()),
     "weights": ("format of the matrices, such as plain or int4-g128", ()),
-    "exact": ("the same bits whoever runs beside", ()),
+    "exact": ("the same bits whatever else is in the batch", ()),
 }
 
 

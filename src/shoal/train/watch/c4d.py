@@ -138,7 +138,7 @@ class C4D:
                 )
             )
             # What comes the other way waits for its answers on the slow one, so cells there that
-            # are no slower than this are explained; a fault of their own shows once it is mended.
+            # are no slower than this are explained; their own fault shows after its repair.
             worst = float(np.max(delays, initial=0.0))
             with np.errstate(invalid="ignore"):
                 left[rank] &= ("sender" not in which) & (matrix[rank] > worst)

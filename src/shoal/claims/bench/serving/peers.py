@@ -34,7 +34,9 @@ def known(environments: Path | None) -> tuple[dict[str, ServingPeer], dict[str, 
             and ``vllm``, as ``scripts/peers`` makes it.
     """
     peers = {
-        "shoal": ServingPeer(name="shoal", driver="of_shoal", python=sys.executable, forms=_ALL)
+        "shoal": ServingPeer(
+            name="shoal", driver="of_shoal", python=sys.executable, forms=_ALL, needed=True
+        )
     }
     missing = {}
     try:

@@ -75,12 +75,14 @@ class ServingPeer(Value):
         driver: module of ``drivers``.
         python: interpreter of its environment.
         forms: precisions that it can be asked for here.
+        needed: the others are compared with it, so that its failure ends the comparison.
     """
 
     name: str
     driver: str
     python: str
     forms: tuple[Form, ...] = ("bf16",)
+    needed: bool = False
 
 
 class EngineResult(Value):
