@@ -133,6 +133,8 @@ class ServeJob(Job):
         replicas: engines of their own behind one address.
         balancer: which of them answers a request.
         launcher: where replicas run: processes of this machine, or actors of a Ray cluster.
+        engine: the program that a plan for accelerators is priced for: shoal, vllm, sglang or
+            trtllm. Only shoal runs here.
         workload: what arrives, for planning and benchmarks.
         seed: seed of the workload.
     """
@@ -166,6 +168,7 @@ class ServeJob(Job):
     replicas: PositiveInt = 1
     balancer: Annotated[Choice, Kind("balancer")] = Choice(name="prefix_aware")
     launcher: Annotated[Choice, Kind("pool")] = Choice(name="local")
+    engine: Literal["shoal", "vllm", "sglang", "trtllm"] = "shoal"
     workload: Annotated[Choice, Kind("workload")] = Choice(name="chat")
     seed: NonNegativeInt = 0
 

@@ -240,6 +240,10 @@ def serve(
         typer.Option(help="Directory of a drafter or draft model that may guess; again for more."),
     ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="On GPUs, price it as shoal, vllm, sglang or trtllm runs it."),
+    ] = None,
     set_: Sets = None,
     compare: Annotated[
         bool, typer.Option(help="Rank the other parts that could serve it beside it.")
@@ -266,6 +270,8 @@ def serve(
 
         shoal plan serve Qwen3-8B --machine H100 --workload chat --rate 20 --emit vllm
 
+        shoal plan serve Qwen3-32B --machine 2xH200 --set parallel.tp=2 --engine sglang
+
         shoal plan serve Llama-3.1-8B -m RTX-4090 --workload shared_prefix --set max_position=8192
 
         shoal plan serve Qwen3-0.6B -m laptop --workload mooncake --set workload.scale=16
@@ -278,6 +284,7 @@ def serve(
     from shoal.core.config import resolve
     from shoal.core.errors import require
     from shoal.core.files import to_yaml
+    from shoal.cost.kernels.serving_engines import ENGINES
     from shoal.cost.workloads.choose import choose
     from shoal.ir import ServeJob
     from shoal.machine.described import load
@@ -292,6 +299,8 @@ def serve(
         "scheduler": scheduler,
         "kv": kv,
         "precision": precision,
+        # Who gets the files runs them.
+        "engine": engine or (emit if emit in ENGINES else None),
     }
     if file is None and target.device.kind == "gpu":
         # A GPU needs more tokens in a step than a CPU to be busy.

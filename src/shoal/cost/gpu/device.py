@@ -120,6 +120,7 @@ class Accelerator:
         near_s: seconds of a small message inside.
         far_s: seconds of a small message outside.
         sustained: ``matmul`` was probed in runs so long that power limited it, as in a step.
+        launch_s: seconds that a framework takes to launch one operator.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Accelerator:
     near_s: float = 3e-6
     far_s: float = 6e-6
     sustained: bool = False
+    launch_s: float = 5e-6
 
     @property
     def facts(self) -> Generation:
@@ -187,4 +189,5 @@ def gpu_of(machine: Machine) -> Accelerator:
         near_s=(near or either).latency_s if either else 3e-6,
         far_s=(far or either).latency_s if either else 6e-6,
         sustained=device.sustained,
+        launch_s=device.op_overhead_s,
     )

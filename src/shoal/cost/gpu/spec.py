@@ -14,7 +14,18 @@ from typing import Literal
 from shoal.cost.arithmetic import linears
 from shoal.ir import ModelShape
 
-__all__ = ["SHOAL", "EngineSpec", "Latent", "Recompute", "block_weights", "latent_of"]
+__all__ = [
+    "SHOAL",
+    "EngineSpec",
+    "Latent",
+    "Linear",
+    "Recompute",
+    "block_weights",
+    "latent_of",
+    "linear_of",
+    "whole_norm",
+    "window_of",
+]
 
 Recompute = Literal["none", "selective", "half", "full", "stage"]
 
@@ -50,6 +61,45 @@ def latent_of(shape: ModelShape) -> Latent | None:
     if not result["kv_lora"]:
         return None
     return Latent(result["q_lora"], result["kv_lora"], result["nope"], result["rope"], result["v"])
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear attention by gated delta rules: what a shape's heads do not say.
+
+    Args:
+        layers: that have it; the others have the attention of the shape.
+        key_heads: heads of its queries, and of its keys.
+        value_heads: heads of its values.
+        width: of a head.
+    """
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    width: int
+
+
+@functools.cache
+def linear_of(shape: ModelShape) -> Linear | None:
+    """The linear attention that a shape's source describes, if it has some."""
+    match = re.search(
+        r"gated delta on (\d+) layers: (\d+) heads of keys, (\d+) of values, width (\d+)",
+        shape.source,
+    )
+    return Linear(*map(int, match.groups())) if match else None
+
+
+@functools.cache
+def window_of(shape: ModelShape) -> tuple[int, float]:
+    """(tokens that a query sees at most, or 0; share of layers) that a shape's source states."""
+    match = re.search(r"sliding window (\d+) on every other layer", shape.source)
+    return (int(match.group(1)), 0.5) if match else (0, 0.0)
+
+
+def whole_norm(shape: ModelShape) -> bool:
+    """Queries and keys are normed over all heads together, not head by head."""
+    return "norm over all heads" in shape.source
 
 
 @dataclass(frozen=True)

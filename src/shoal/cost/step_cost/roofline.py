@@ -1,8 +1,7 @@
-"""A step's time from the machine's rates and the model's shape, operator by operator.
+"""A step's time on a CPU from its rates and the model's shape, operator by operator.
 
-A matrix product takes its FLOP over the measured rate at its size and its weights over
-the bandwidth of the memory that holds the model: one after the other on a CPU, the longer
-of both on a GPU. Attention copies the keys and values of a request side by side and
+A matrix product takes its FLOP over the measured rate at its size, and then its weights over
+the bandwidth of the memory that holds the model. Attention copies the keys and values of a request side by side and
 reads them; every other operator takes its bytes over the bandwidth that elementwise
 operators reach; each operator costs its launch, and each step and each request some work
 on the host.
@@ -18,8 +17,6 @@ from dataclasses import dataclass
 
 from shoal.core.errors import require
 from shoal.cost.arithmetic import block_weights, linears, parameters
-from shoal.cost.gpu.spec import SHOAL
-from shoal.cost.price.accelerated import accelerated
 from shoal.cost.price.ops import TILED, operators
 from shoal.cost.price.rates import RankRates
 from shoal.ir import Machine, ModelShape, Parallel
@@ -35,19 +32,14 @@ STEP_S = 3e-4
 CHUNK_S = 3e-5
 # An operator inside a model costs its launch and the Python around it, which the probe's
 # loop over one operator does not have.
-CALL = {"cpu": 2.5, "gpu": 1.0}
+CALL = 2.5
 # Operators of one layer for each group of decodes and for each prompt: copy, mask, attend.
 ATTENTION_CALLS = 10
 # Share of the keys that a decode's attention copies from the blocks: read and written.
 COPY_PASSES = 2.0
-# On a CPU, operators of a step find their operands displaced from the caches; the probe
+# Operators of a step find their operands displaced from the caches; the probe
 # repeats one operator on the same arrays.
 DISPLACED = 1.75
-# FLOP/s of a fused attention kernel on a GPU as a share of its matrix products' rate
-# (Dao, FlashAttention-2, 2023, figure 5).
-GPU_ATTENTION = 0.5
-# Share of its bandwidth that a GPU reaches on the weights of a decode step.
-GPU_STREAM = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +84,14 @@ def activation_bytes(shape: ModelShape, tokens: int, requests: int, precision: s
 
 
 class Roofline:
-    """Predicted seconds of steps of one model on one device of a machine.
+    """Predicted seconds of steps of one model on the CPU of a machine.
 
     Args:
-        machine: the machine; one device of it is used.
+        machine: the machine.
         shape: the model.
         precision: fp32 or bf16, of weights and cache.
-        threads: threads that compute on a CPU; 0 for all cores.
-        ranks: processes that compute beside each other on a CPU, and share it.
+        threads: threads that compute; 0 for all cores.
+        ranks: processes that compute beside each other, and share it.
         weight_bytes: bytes that are read of a weight of a block; None for those of ``precision``.
         head_bytes: bytes of the key or the value of one token and head; None likewise.
 
@@ -124,7 +116,6 @@ class Roofline:
         self._rates = RankRates(machine, Parallel(tp=ranks), threads)
         self._matmul = self._rates.matmul_curve(precision)
         self._stream = self._rates.stream_curve()
-        self._cpu = self._rates.is_cpu
         self._itemsize = BYTES[precision] if weight_bytes is None else weight_bytes
         self._head = shape.head_dim * BYTES[precision] if head_bytes is None else head_bytes
         packed = block_weights(shape)
@@ -156,12 +147,7 @@ class Roofline:
         rows = self._logits(decodes + prompts)
         attention = self._attention(keys, pairs, copied)
         calls += ATTENTION_CALLS * shape.num_layers * (min(decodes, 1) + prompts)
-        kind = self.machine.device.kind
-        launch = CALL[kind] * calls * self.machine.device.op_overhead_s * self._rates.crowding
-        device = matmul + memory + sum(rows) + attention
-        if not self._cpu:
-            # A GPU receives launches while it works; only what it does not hide counts.
-            launch = max(0.0, launch - device)
+        launch = CALL * calls * self.machine.device.op_overhead_s * self._rates.crowding
         return Terms(
             matmul + rows[0],
             attention,
@@ -177,8 +163,6 @@ class Roofline:
         # A level that is only just large enough has been displaced in part.
         tier = next((tier for tier in tiers if tier.capacity_bytes >= 1.5 * size), tiers[-1])
         assert tier.read_bandwidth is not None
-        if not self._cpu:
-            return GPU_STREAM * tier.read_bandwidth
         return tier.read_bandwidth * self._rates.used / self._rates.cores / self._rates.crowding
 
     def _product(
@@ -187,15 +171,12 @@ class Roofline:
         """(by FLOP, by bytes of the weights) of ``count`` products [M, K] x [K, N]."""
         flops = count * 2.0 * M * N * K / self._matmul((M * N * K) ** (1 / 3))
         weights = count * N * K * itemsize / self._weights
-        if self._cpu:
-            return flops, weights
-        return (flops, 0.0) if flops > weights else (0.0, weights)
+        return flops, weights
 
     def _blocks(self, tokens: int) -> tuple[float, float, float]:
         """(matmul s, memory s, operators) of all blocks for ``tokens``, attention left out."""
         if tokens not in self._by_tokens:
             matmul = memory = calls = 0.0
-            displaced = DISPLACED if self._cpu else 1.0
             for linear in linears(self.shape):
                 if linear.role == "output":
                     continue
@@ -210,24 +191,14 @@ class Roofline:
                 )
                 matmul += flops
                 memory += weights
-            every = (
-                operators(
-                    self.shape, seq_len=tokens, microbatch=1, precision=self.precision, style="cpu"
-                )
-                if self._cpu
-                else accelerated(
-                    self.shape,
-                    seq_len=tokens,
-                    microbatch=1,
-                    precision=self.precision,
-                    engine=SHOAL,
-                )
+            every = operators(
+                self.shape, seq_len=tokens, microbatch=1, precision=self.precision, style="cpu"
             )
             for op in every:
                 if op.name in _TRAINING:
                     continue
                 if op.kind == "memory":
-                    traffic = displaced * op.count * op.forward_bytes
+                    traffic = DISPLACED * op.count * op.forward_bytes
                     memory += traffic / self._stream(max(1.0, op.size_bytes))
                 calls += op.count * op.forward_calls
             self._by_tokens[tokens] = matmul, memory, calls
@@ -255,19 +226,12 @@ class Roofline:
         shape = self.shape
         kv = 2.0 * shape.num_kv_heads * self._head
         flops = 4.0 * shape.num_heads * shape.head_dim * pairs
-        if not self._cpu:
-            read = kv * (keys + copied) / (GPU_STREAM * self._main_bandwidth())
-            return shape.num_layers * (read + flops / (GPU_ATTENTION * self._matmul(2048.0)))
         traffic = DISPLACED * kv * ((COPY_PASSES + 1.0) * keys + COPY_PASSES * copied)
         seconds = traffic / self._stream(max(1.0, traffic))
         # Passes of fp32 over the weights inside the tiled kernel.
         weights = TILED[self.precision][0] * 4.0 * shape.num_heads * pairs
         seconds += flops / self._matmul(256.0) + weights / self._stream(2.0**20)
         return shape.num_layers * seconds
-
-    def _main_bandwidth(self) -> float:
-        result = self.machine.device.main_memory.read_bandwidth
-        return result if result is not None else self._stream(2.0**30)
 
 
 # Operators of a training step that a serving step has not, or that are counted here.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.cost.shapes import resolve
-from shoal.cost.step_cost.roofline import Roofline
+from shoal.cost.step_cost.predicted import predicted_step_cost
 from shoal.ir import MAX_NODES, DrafterCalibration, Machine, TreePart
 from shoal.plan.trees.drafting import ProfitableDrafting, RowCosts
 from shoal.plan.trees.dynamic import DynamicTrees
@@ -54,7 +54,7 @@ def predicted_costs(
         ConfigError: the model is unknown.
         MachineError: the machine lacks a rate that is needed.
     """
-    cost = Roofline(machine, resolve(model), precision, threads)
+    cost = predicted_step_cost(machine, resolve(model), precision, threads)
     return RowCosts(
         rows=_ROWS,
         seconds_of=tuple(cost.seconds([(context, 1)] * rows) for rows in _ROWS),

@@ -18,7 +18,7 @@ from shoal.core.traits import traits
 from shoal.cost.arithmetic import flops_per_token
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.fitted import FittedStepCost
-from shoal.cost.step_cost.sharded import ShardedStepCost
+from shoal.cost.step_cost.predicted import PredictedStepCost
 from shoal.cost.workloads.describe import sentence
 from shoal.ir import (
     Arrival,
@@ -229,7 +229,7 @@ def _spread(machine: Machine, cost: StepCost | None) -> float:
 def _decode_step(
     job: ServeJob,
     shape: ModelShape,
-    priced: ShardedStepCost,
+    priced: PredictedStepCost,
     cost: StepCost,
     spread: float,
     memory: dict[str, float],

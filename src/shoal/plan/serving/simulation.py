@@ -15,8 +15,7 @@ from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
 from shoal.cost.serving.simulator import Simulation, Speculation, simulate, simulate_ahead
 from shoal.cost.shapes import resolve
 from shoal.cost.step_cost.lending import LendingStepCost
-from shoal.cost.step_cost.roofline import Roofline
-from shoal.cost.step_cost.sharded import ShardedStepCost
+from shoal.cost.step_cost.predicted import PredictedStepCost, predicted_step_cost
 from shoal.ir import Arrival, HostLink, Machine, Parallel, Scheduler, ServeJob, StepCost
 from shoal.plan.batching.balanced import Balanced
 from shoal.plan.batching.cache.distributed import Distributed
@@ -132,29 +131,29 @@ def _lending(
     return simulate_lending(part, job.kv_tokens, scheduler, job.limits, lent, arrivals)
 
 
-def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], ShardedStepCost]:
+def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], PredictedStepCost]:
     """(tp, pp) -> seconds of a step on that many devices, predicted from the machine's rates.
 
     Args:
-        job: the model, and its precision.
+        job: the model, its precision, and the engine that runs it.
         machine: what the devices are; an instance stays on links between devices if it can.
     """
-    inside = machine.link("device") or machine.link("node") or machine.link("loopback")
     shape, precision = resolve(job.model), precision_of(job)
 
     @functools.cache
-    def cost(tp: int, pp: int) -> ShardedStepCost:
-        # Ranks of a CPU share it; devices of their own are those of the machine.
-        ranks = tp * pp * job.replicas
-        roofline = Roofline(
+    def cost(tp: int, pp: int) -> PredictedStepCost:
+        return predicted_step_cost(
             machine,
             shape,
             precision,
             job.threads,
-            ranks=ranks,
+            engine=job.engine,
+            tp=tp,
+            pp=pp,
+            # Ranks of a CPU share it; devices of their own are those of the machine.
+            ranks=tp * pp * job.replicas,
             weight_bytes=weight_bytes(job, precision),
             head_bytes=head_bytes(job, shape, precision),
         )
-        return ShardedStepCost(roofline, tp, pp, inside)
 
     return cost

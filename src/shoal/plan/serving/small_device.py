@@ -14,7 +14,8 @@ from functools import cached_property
 from shoal.core.errors import require
 from shoal.core.parts import Choice, table
 from shoal.cost.arithmetic import block_parameters, embedding_parameters
-from shoal.cost.step_cost.roofline import BYTES, CHUNK_S, STEP_S, Roofline, cache_bytes_per_token
+from shoal.cost.step_cost.predicted import PredictedStepCost, predicted_step_cost
+from shoal.cost.step_cost.roofline import BYTES, CHUNK_S, STEP_S, cache_bytes_per_token
 from shoal.ir import Machine, ModelShape
 from shoal.plan.serving.heterogeneous import DraftOption
 from shoal.plan.trees.drafting import RowCosts
@@ -82,7 +83,7 @@ class SmallDevice:
     def layer(self) -> RowCosts:
         """Predicted s of a step of one layer of the target, by its rows."""
         share = layers_share(self.shape) / self.shape.num_layers
-        cost = Roofline(self.machine, self.shape, self.precision)
+        cost = predicted_step_cost(self.machine, self.shape, self.precision)
         return RowCosts(rows=_ROWS, seconds_of=tuple(share * self._pass_s(cost, n) for n in _ROWS))
 
     def option(self, name: str, layers: int, right: tuple[tuple[float, ...], ...]) -> DraftOption:
@@ -105,7 +106,9 @@ class SmallDevice:
         # The gate's matrices pass beside those of layers and head.
         read = block_parameters(net) + net.vocab_size * net.hidden
         gate = 1 + 4 * net.hidden**2 / read
-        level_s = gate * self._pass_s(Roofline(self.machine, net, self.precision), self.breadth)
+        level_s = gate * self._pass_s(
+            predicted_step_cost(self.machine, net, self.precision), self.breadth
+        )
         return DraftOption(
             layers=layers,
             nbytes=self.itemsize * numbers + cache,
@@ -114,7 +117,7 @@ class SmallDevice:
             name=name,
         )
 
-    def _pass_s(self, cost: Roofline, rows: int) -> float:
+    def _pass_s(self, cost: PredictedStepCost, rows: int) -> float:
         """A step without what an engine does for it on its host."""
         before = min(_BEFORE, self.places)
         return cost.seconds([(before, 1)] * rows) - STEP_S - CHUNK_S * rows

@@ -50,7 +50,19 @@ DEFAULT_FACTORY = "shoal.serve.engine.build:build_engine"
 
 
 def factory_of(job: ServeJob) -> str:
-    """What builds the engine of a job: one that computes, or one made of several processes."""
+    """What builds the engine of a job: one that computes, or one made of several processes.
+
+    Raises:
+        ServeError: the job is priced for another program.
+    """
+    require(
+        job.engine == "shoal",
+        "engine",
+        job.engine,
+        expected="shoal: a plan that is priced for another program is run by that program",
+        hint=f"write its files with shoal plan serve --emit {job.engine}, or --set engine=shoal",
+        error=ServeError,
+    )
     decode: DecodePart = table("decode").build(job.decode, where="decode")
     factory = decode.factory()
     if factory is not None:

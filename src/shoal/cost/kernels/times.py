@@ -1,0 +1,222 @@
+"""Seconds of kernels on any accelerator, from the table that was measured on it or on its nearest.
+
+A device without a table, or a format without one, takes the nearest table and scales a kernel's
+time by its bound there over its bound here: operations over the device's rate, or bytes over its
+memory's, whichever is longer, and the floor of a kernel.
+
+Sources: Williams et al., Roofline, 2009; Xu et al., AIConfigurator, 2026 (kernel tables).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+
+from shoal.core.errors import ConfigError
+from shoal.cost.gpu.device import Accelerator
+from shoal.cost.kernels.bounds import FLOOR_S, FORMATS, expert_bound_s
+from shoal.cost.kernels.tables import Grid, KernelTable, shipped
+
+__all__ = ["KernelTimes", "kernel_times", "table_of"]
+
+# The device whose table is nearest, by patterns of names in turn.
+_NEAREST = (
+    (r"GB300", "gb300"),
+    (r"GB200", "gb200"),
+    (r"B300", "b300_sxm"),
+    (r"B200", "b200_sxm"),
+    (r"H200|GH200", "h200_sxm"),
+    (r"RTX[ -]?PRO|50[789]0", "rtx_pro_6000_server"),
+    (r"L40|L4\b|40[6789]0|Ada", "l40s"),
+    (r"A100|A800|A40|A30|A10\b|A6000|30[6789]0|V100|T4\b", "a100_sxm"),
+)
+# Kernels of experts that take the same weights; the fastest one runs.
+_SAME_WEIGHTS = {
+    "fp8": ("fp8", "fp8_block"),
+    "fp8_block": ("fp8", "fp8_block"),
+    "mxfp4": ("mxfp4", "mxfp4_fp8"),
+}
+# Share of the memory's rate that elementwise kernels and copies of states reach.
+_STREAMED = 0.85
+
+
+def table_of(name: str) -> str:
+    """The table for a device of this name; Hopper's where the name shows none."""
+    matches = (table for pattern, table in _NEAREST if re.search(pattern, name, re.IGNORECASE))
+    return next(matches, "h100_sxm")
+
+
+@functools.cache
+def kernel_times(device: Accelerator) -> KernelTimes:
+    """The times of a device, each computed once."""
+    return KernelTimes(device, shipped(table_of(device.name)))
+
+
+class KernelTimes:
+    """Seconds of kernels on one rank of a device.
+
+    Args:
+        device: that runs them.
+        table: measured on it, or on the nearest device.
+    """
+
+    def __init__(self, device: Accelerator, table: KernelTable) -> None:
+        self.device, self.table = device, table
+        self._flops = dict(device.peak).get("bf16") or device.rate("bf16")
+        self._units = dict(device.matmul).keys() | dict(device.peak).keys()
+        self.product = functools.lru_cache(1 << 16)(self._product)
+        self.experts = functools.lru_cache(1 << 14)(self._experts)
+
+    def stream(self, nbytes: float) -> float:
+        """Seconds to pass so many bytes through the memory, without a launch."""
+        return nbytes / (_STREAMED * self.device.stream)
+
+    def work(self, flops: float, share: float = 1.0) -> float:
+        """Seconds of bf16 operations at a share of the device's rate."""
+        return flops / (share * self._flops)
+
+    def _scaled(
+        self, form: str, known: str, bound: Callable[[str, float, float], float]
+    ) -> float:
+        """Bound of the kernel here, in its own format, over that of the table's kernel."""
+        here = bound(form, self._rate(form), self.device.stream)
+        there = bound(known, self.table.flops * FORMATS[known].rate, self.table.stream)
+        return (FLOOR_S + here) / (FLOOR_S + there)
+
+    def _rate(self, form: str) -> float:
+        """FLOP/s of products in a format: as of 16 bits on a device without units for it."""
+        units = {"nvfp4": "fp4", "fp8_block": "fp8"}.get(form, form)
+        rate = FORMATS[form].rate
+        return self._flops * (rate if rate <= 1 or units in self._units else 1.0)
+
+    def _format(self, family: str, form: str) -> str:
+        """The format of a family's table that is nearest to ``form``."""
+        near = {
+            "nvfp4": ("nvfp4", "fp8", "bf16"),
+            "int4": ("mxfp4", "bf16"),
+            "mxfp4": ("mxfp4", "bf16"),
+            "fp8_block": ("fp8_block", "fp8", "bf16"),
+            "fp8": ("fp8", "fp8_block", "int8", "bf16"),
+            "int8": ("int8", "fp8", "bf16"),
+        }.get(form, ("bf16",))
+        known = self.table.experts if family == "experts" else self.table.grids
+        prefix = "" if family == "experts" else f"{family}/"
+        return next(one for one in near if f"{prefix}{one}" in known)
+
+    def _product(self, form: str, m: float, n: float, k: float) -> float:
+        """Seconds of a product [m, k] x [k, n] with weights in a format, quantization included."""
+        known = self._format("gemm", form)
+        seconds = self.table.grids[f"gemm/{known}"].seconds(m, n, k)
+        if known == "fp8_block" and "gemm/fp8" in self.table.grids:
+            # Some of its kernels were timed with their launches, not from a recorded graph.
+            seconds = min(seconds, 1.15 * self.table.grids["gemm/fp8"].seconds(m, n, k))
+
+        def bound(form: str, rate: float, stream: float) -> float:
+            size = n * k * FORMATS[form].weight_bytes + 2.0 * m * (n + k)
+            return max(2.0 * m * n * k / rate, size / stream)
+
+        return seconds * self._scaled(form, known, bound)
+
+    def _experts(
+        self,
+        form: str,
+        tokens: float,
+        hidden: float,
+        inner: float,
+        top_k: float,
+        experts: float,
+        parts: float,
+    ) -> float:
+        """Seconds of the experts of a mixture layer on one rank, their routing included.
+
+        Args:
+            form: of their weights.
+            tokens: of all ranks.
+            hidden: width of the residual stream.
+            inner: width of an expert on a rank.
+            top_k: experts that a token takes.
+            experts: of the layer.
+            parts: ranks that the experts are divided over.
+        """
+        shape = (hidden, inner, top_k, experts, parts)
+        able = _SAME_WEIGHTS.get(form, (form,))
+        known = [one for one in able if one in self.table.experts]
+        ways = [(one, one) for one in known] or [(form, self._format("experts", form))]
+        here = self._rate(form) / FORMATS[form].rate
+        return min(
+            self.table.experts[one].over_bound(tokens, *shape)
+            * expert_bound_s(own, tokens, *shape, flops=here, stream=self.device.stream)
+            for own, one in ways
+        )
+
+    def decode(
+        self, form: str, width: int, batch: float, heads: float, kv_heads: float, before: float
+    ) -> float:
+        """Seconds of attention of one token of each sequence over its cached keys.
+
+        Args:
+            form: of the cache.
+            width: of a head.
+            batch: sequences.
+            heads: heads of queries on this rank.
+            kv_heads: heads of keys on this rank.
+            before: tokens in the cache, on average.
+        """
+        grid = self._attention("decode", form, width)
+        nbytes = 2.0 * batch * kv_heads * width * before * FORMATS[form].weight_bytes
+        seconds = grid.seconds(heads / kv_heads, batch * kv_heads, before)
+        return seconds * self._streamed(nbytes)
+
+    def prompt(self, width: int, heads: float, tokens: float, before: float) -> float:
+        """Seconds of causal attention of a chunk of a prompt, behind tokens in the cache."""
+        grid = self._attention("prompt", "bf16", width)
+        work = 2.0 * heads * width * tokens * tokens
+        seconds = grid.seconds(heads, tokens) * (1.0 + 2.0 * before / tokens)
+        return seconds * self._computed(work)
+
+    def latent_decode(self, form: str, heads: float, batch: float, before: float) -> float:
+        """Seconds of latent attention of one token of each sequence over its cache."""
+        name = f"latent_decode/{form}"
+        grid = self.table.grids.get(name) or self.table.grids["latent_decode/bf16"]
+        nbytes = batch * before * 576.0 * FORMATS[form].weight_bytes
+        return grid.seconds(heads, batch, before) * self._streamed(nbytes)
+
+    def latent_prompt(self, heads: float, tokens: float, before: float) -> float:
+        """Seconds of latent attention of a chunk of a prompt, behind tokens in the cache."""
+        seconds = self.table.grids["latent_prompt/bf16"].seconds(heads, tokens)
+        work = 320.0 * heads * tokens * tokens
+        return seconds * (1.0 + 2.0 * before / tokens) * self._computed(work)
+
+    def collective(self, op: str, ranks: int, nbytes: float) -> float:
+        """Seconds of an all_reduce, alltoall, all_gather or reduce_scatter of so many bytes."""
+        if ranks <= 1:
+            return 0.0
+        near = min(ranks, self.device.domain)
+        seconds = self.table.grids[f"collective/{op}"].seconds(near, nbytes)
+        here, there = nbytes / self.device.inside, nbytes / self.table.inside
+        seconds *= (FLOOR_S + here) / (FLOOR_S + there)
+        if ranks > near:
+            # A sum crosses once for all devices of a node; what goes to everyone crosses alone.
+            wires = 1 if op == "alltoall" else near
+            seconds += self.device.far_s + 2.0 * nbytes / (self.device.outside * wires)
+        return seconds
+
+    def _attention(self, family: str, form: str, width: int) -> Grid:
+        grids = self.table.grids
+        for one in (form, "bf16"):
+            for near in sorted((64, 128, 256), key=lambda known: abs(known - width)):
+                if (grid := grids.get(f"{family}/{one}/{near}")) is not None:
+                    return grid
+        raise ConfigError(
+            f"kernel table {self.table.device}: no {family} attention; write the table again with "
+            "scripts/kernel-tables"
+        )
+
+    def _streamed(self, nbytes: float) -> float:
+        here, there = self.device.stream, self.table.stream
+        return (FLOOR_S + nbytes / here) / (FLOOR_S + nbytes / there)
+
+    def _computed(self, work: float) -> float:
+        here, there = self._flops, self.table.flops
+        return (FLOOR_S + work / here) / (FLOOR_S + work / there)

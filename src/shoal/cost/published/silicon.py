@@ -1,0 +1,192 @@
+"""Measured serving runs of 2025 and 2026 under a closed loop: read, and turned into plans.
+
+Rows are the public ones of ai-dynamo/aiconfigurator (Apache-2.0): time to first token and time per
+output token, with devices, degrees, formats and concurrency. What a row leaves out is filled by
+rules that its ``filled`` names; a row whose settings contradict each other, or do not say how many
+servers there are, is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import gzip
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from shoal.core.errors import ConfigError, PlanError, require
+from shoal.cost.kernels.serving_engines import ENGINES, ServingEngine
+from shoal.cost.published.devices import gpu
+from shoal.cost.published.rows import UnplayableError
+from shoal.cost.serving.closed_loop import Clients, ClosedLoop, closed_loop
+from shoal.cost.shapes import find
+from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, Split
+from shoal.ir import ModelShape
+
+__all__ = ["SiliconRun", "read_silicon", "replay_silicon"]
+
+_DEVICES = {
+    "a100_sxm": "A100-80GB",
+    "b200_sxm": "B200",
+    "b300_sxm": "B300",
+    "gb200": "GB200",
+    "gb300": "GB300",
+    "h100_sxm": "H100-80GB",
+    "h200_sxm": "H200",
+}
+_NEEDED = ("id", "backend", "model_path", "system", "mode", "isl", "osl", "silicon_ttft_ms")
+# Families whose published eight-bit weights have a scale for each block.
+_BLOCKS = ("DeepSeek V3", "MiniMax", "Qwen3.5")
+
+
+@dataclass(frozen=True, eq=False)
+class SiliconRun:
+    """One measured run as the price sees it.
+
+    Args:
+        id: of the row.
+        model: name of the shape.
+        device: as published.
+        engine: that ran.
+        loop: seconds by cause.
+        ttft_s: measured s to the first token.
+        tpot_s: measured s of a token.
+        run: degrees and formats, in short.
+        filled: rules by which the row was completed.
+    """
+
+    id: str
+    model: str
+    device: str
+    engine: str
+    loop: ClosedLoop
+    ttft_s: float
+    tpot_s: float
+    run: str
+    filled: tuple[str, ...]
+
+
+def read_silicon(path: Path | None = None) -> tuple[dict[str, str], ...]:
+    """Rows of the shipped table, or of another file with its columns.
+
+    Raises:
+        ConfigError: a column is missing.
+    """
+    if path is None:
+        packed = resources.files("shoal.cost.published").joinpath("silicon.csv.gz").read_bytes()
+        text, where = gzip.decompress(packed).decode(), "silicon.csv.gz"
+    else:
+        text, where = path.read_text(encoding="utf-8"), str(path)
+    reader = csv.DictReader(io.StringIO(text))
+    missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
+    require(not missing, where, missing, expected="measured serving runs with these columns")
+    return tuple(reader)
+
+
+def replay_silicon(row: Mapping[str, str]) -> SiliconRun:
+    """A row as a run.
+
+    Raises:
+        UnplayableError: what it states contradicts itself or is not enough.
+    """
+    filled: list[str] = []
+    try:
+        shape = find(_model_of(row["model_path"]))
+        require(row["system"] in _DEVICES, "system", row["system"], expected=", ".join(_DEVICES))
+        require(row["backend"] in ENGINES, "backend", row["backend"], expected=", ".join(ENGINES))
+        engine = ENGINES[row["backend"]]
+        formats = _formats(row, shape, engine)
+        split_mode = row["mode"] == "disagg"
+        if split_mode and not row["decode_num_workers"]:
+            raise UnplayableError("it does not say how many servers compute prompts and decode")
+        decode = _cost(row, "decode_" if split_mode else "", shape, engine, formats, filled)
+        prefill = _cost(row, "prefill_", shape, engine, formats, filled) if split_mode else None
+        decoders = _number(row, "decode_num_workers")
+        clients = Clients(_clients(row, decode, decoders, filled), int(row["isl"]), int(row["osl"]))
+        loop = closed_loop(
+            decode,
+            clients,
+            prefill,
+            decoders=decoders,
+            prefillers=_number(row, "prefill_num_workers"),
+        )
+    except (ConfigError, PlanError) as error:
+        raise UnplayableError(str(error)) from error
+    own = decode.split
+    return SiliconRun(
+        id=row["id"],
+        model=shape.name,
+        device=row["system"],
+        engine=row["backend"],
+        loop=loop,
+        ttft_s=float(row["silicon_ttft_ms"]) / 1e3,
+        tpot_s=float(row["silicon_tpot_ms"]) / 1e3,
+        run=f"{engine.name}, {row['mode']}, tp {own.tp} x {own.replicas}, experts over "
+        f"{own.experts_over}, {formats.dense}/{formats.experts}, {clients.number:g} clients, "
+        f"{clients.prompt} + {clients.output} tokens",
+        filled=tuple(dict.fromkeys(filled)),
+    )
+
+
+@functools.cache
+def _model_of(path: str) -> str:
+    """The shape of a repository's model."""
+    name = path.rsplit("/", 1)[-1]
+    return re.sub(r"-(Instruct|FP8|NVFP4)\b|\.1(?=-NVFP4)", "", name, flags=re.IGNORECASE)
+
+
+def _formats(row: Mapping[str, str], shape: ModelShape, engine: ServingEngine) -> Formats:
+    if shape.family == "gpt-oss":
+        return Formats("bf16", "mxfp4", "fp8" if engine.name == "TensorRT-LLM" else "bf16")
+    named = {"fp8": "fp8", "fp4": "nvfp4"}.get(row["precision"], "bf16")
+    dense = row["gemm_quant_mode"] or named
+    experts = row["moe_quant_mode"] or dense
+    if named == "bf16":
+        dense = experts = "bf16"
+    elif named == "fp8" and shape.family in _BLOCKS:
+        dense = experts = "fp8_block"
+    low = dense != "bf16" or engine.name == "TensorRT-LLM"
+    return Formats(dense, experts, engine.kv_format if low else "bf16")
+
+
+def _number(row: Mapping[str, str], column: str) -> int:
+    """A degree; 1 where it is empty or zero."""
+    return max(1, int(float(row.get(column) or 1)))
+
+
+def _cost(
+    row: Mapping[str, str],
+    side: str,
+    shape: ModelShape,
+    engine: ServingEngine,
+    formats: Formats,
+    filled: list[str],
+) -> AcceleratedStepCost:
+    device = gpu(_DEVICES[row["system"]])
+    tp, replicas = _number(row, f"{side}tp_size"), _number(row, f"{side}attention_dp_size")
+    each, over = _number(row, f"{side}moe_tp_size"), _number(row, f"{side}moe_ep_size")
+    if tp * replicas > device.domain and each == over and each * over == tp * replicas:
+        filled.append(f"degrees count devices twice: {over} devices, experts over all")
+        tp, replicas, each = (over, 1, 1) if tp > 1 else (1, over, 1)
+    if not shape.num_experts:
+        each, over = tp * replicas, 1
+    split = Split(tp, replicas, each, over, _number(row, f"{side}pp_size"))
+    return AcceleratedStepCost(device, shape, engine, split, formats)
+
+
+def _clients(
+    row: Mapping[str, str], decode: AcceleratedStepCost, decoders: int, filled: list[str]
+) -> float:
+    if match := re.search(r"silicon_concurrency=(\d+)", row["silicon_data_source"]):
+        return float(match.group(1))
+    if row["batch_size"]:
+        filled.append("clients: the batch")
+        return float(row["batch_size"])
+    if row["decode_batch_size"]:
+        filled.append("clients: the batch of all servers")
+        return float(row["decode_batch_size"]) * decoders * decode.split.replicas
+    raise UnplayableError("it states no concurrency and no batch")

@@ -1,0 +1,331 @@
+"""A step's time on accelerators: the kernels of every layer, one after the other.
+
+Products, attention, experts and collectives take what :mod:`shoal.cost.kernels` says of them at
+the sizes of the step; elementwise kernels the bytes that they pass; the engine adds its own work.
+
+Sources: Pope et al., Efficiently Scaling Transformer Inference, 2022; DeepSeek-AI, DeepSeek-V3,
+2024 (latent attention with absorbed projections, experts over data-parallel attention); Yang et
+al., Gated Delta Networks, 2025 (linear attention); Xu et al., AIConfigurator, 2026.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.core.errors import PlanError, require
+from shoal.cost.arithmetic import mixture_layers
+from shoal.cost.gpu.device import Accelerator
+from shoal.cost.gpu.spec import latent_of, linear_of, whole_norm, window_of
+from shoal.cost.kernels.serving_engines import PLAIN, ServingEngine
+from shoal.cost.kernels.times import kernel_times
+from shoal.cost.step_cost.roofline import Terms
+from shoal.ir import ModelShape
+
+__all__ = ["AcceleratedStepCost", "Formats", "Split"]
+
+# Seconds between kernels that a recorded graph launches.
+GAP_S = 2.2e-6
+# Kernels of a layer that no table has: norms, positions, activation, cache.
+_KERNELS = 5
+
+
+@dataclass(frozen=True)
+class Split:
+    """How devices share the model.
+
+    Args:
+        tp: devices that share the attention of one batch of requests.
+        replicas: groups of ``tp`` devices with requests of their own that share the experts.
+        expert_tp: devices that share an expert; 0 for ``tp * replicas / experts_over``.
+        experts_over: devices that the experts are divided over.
+        pp: stages.
+    """
+
+    tp: int = 1
+    replicas: int = 1
+    expert_tp: int = 0
+    experts_over: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        world = self.tp * self.replicas
+        own = self.expert_tp or max(1, world // self.experts_over)
+        require(
+            own * self.experts_over == world,
+            "experts",
+            f"{own} devices of an expert x {self.experts_over}",
+            expected=f"{world}, the devices of attention: tp x replicas",
+            error=PlanError,
+        )
+        object.__setattr__(self, "expert_tp", own)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Formats of numbers.
+
+    Args:
+        dense: of weights outside experts.
+        experts: of the experts' weights.
+        kv: of cached keys and values.
+    """
+
+    dense: str = "bf16"
+    experts: str = "bf16"
+    kv: str = "bf16"
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step consists of, for one group of devices that share attention.
+
+    Args:
+        tokens: in it.
+        decodes: sequences with one token.
+        before: tokens that each of these has in the cache, on average.
+        prompts: chunks of prompts: (tokens before, tokens).
+    """
+
+    tokens: float
+    decodes: float
+    before: float
+    prompts: tuple[tuple[int, int], ...]
+
+
+class AcceleratedStepCost:
+    """Predicted seconds of steps of a model on accelerators, under an engine.
+
+    Args:
+        device: one of them.
+        shape: the model.
+        engine: that runs it.
+        split: over which devices.
+        formats: of weights and cache.
+
+    Raises:
+        PlanError: heads that ``tp`` does not divide.
+    """
+
+    def __init__(
+        self,
+        device: Accelerator,
+        shape: ModelShape,
+        engine: ServingEngine,
+        split: Split = Split(),  # noqa: B008: frozen
+        formats: Formats = Formats(),  # noqa: B008: frozen
+    ) -> None:
+        require(
+            shape.num_heads % split.tp == 0,
+            "tp",
+            split.tp,
+            expected=f"a divisor of the {shape.num_heads} heads of {shape.name}",
+            error=PlanError,
+        )
+        self.shape, self.engine, self.split, self.formats = shape, engine, split, formats
+        self._device = device
+        self._times = kernel_times(device)
+        self._latent, self._linear = latent_of(shape), linear_of(shape)
+        self._window, self._windowed = window_of(shape)
+        self._dense = functools.lru_cache(4096)(self._dense_s)
+
+    @functools.cached_property
+    def unscaled(self) -> AcceleratedStepCost:
+        """The same by an engine that adds nothing to the fastest kernels."""
+        return AcceleratedStepCost(self._device, self.shape, PLAIN, self.split, self.formats)
+
+    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """See :class:`~shoal.ir.engine.StepCost`."""
+        return self.terms(chunks).total
+
+    def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:
+        """Seconds of a step of ``chunks`` (tokens before, tokens in it), by cause.
+
+        Chunks are those of all replicas, which share them evenly.
+        """
+        prompts = tuple(chunk for chunk in chunks if chunk[1] != 1)
+        decodes = len(chunks) - len(prompts)
+        keys = sum(before for before, length in chunks if length == 1)
+        many = self.split.replicas
+        tokens = decodes + sum(length for _, length in prompts)
+        step = _Step(
+            max(1.0, tokens / many),
+            max(1.0, decodes / many) if decodes else 0.0,
+            keys / decodes + 1.0 if decodes else 0.0,
+            prompts,
+        )
+        return self._terms(step, float(max(1, tokens)), max(1.0, len(chunks) / many))
+
+    def decode_terms(self, sequences: float, before: float) -> Terms:
+        """The same of a step of so many sequences in all replicas with so many tokens each."""
+        own = max(1.0, sequences / self.split.replicas)
+        return self._terms(_Step(own, own, before, ()), max(1.0, sequences), own)
+
+    def prompt_terms(self, prompts: float, tokens: int) -> Terms:
+        """The same of whole prompts of every replica, without what the engine adds."""
+        step = _Step(prompts * tokens, 0.0, 0.0, ((0, tokens),) * max(1, round(prompts)))
+        terms = self._terms(step, prompts * tokens * self.split.replicas, prompts)
+        return dataclasses.replace(terms, overhead=0.0)
+
+    def _terms(self, step: _Step, tokens: float, chunks: float) -> Terms:
+        shape, engine, times = self.shape, self.engine, self._times
+        product, elementwise, sums, moved = self._dense(step.tokens, tokens)
+        attention = self._attention(step)
+        rows = step.decodes + len(step.prompts) / self.split.replicas
+        columns = shape.vocab_size / self.split.tp
+        logits = times.product("bf16", max(1.0, rows), columns, shape.hidden)
+        logits += times.stream(8.0 * rows * columns) + 10 * GAP_S
+        factor = engine.kernels
+        matmul = factor * (product + logits)
+        attention *= factor
+        memory = factor * elementwise
+        communication = engine.wire * (sums + moved)
+        if moved:
+            communication += mixture_layers(shape) * engine.shared_s
+        if self.split.pp > 1:
+            size = step.tokens * shape.hidden * 2.0
+            each = self._device.near_s + size / self._device.inside
+            communication += (self.split.pp - 1) * each
+        overhead = engine.step_s + engine.sequence_s * chunks
+        if not engine.graphs:
+            # A device receives launches while it works; only what it does not hide counts.
+            launches = shape.num_layers * 3 * _KERNELS * self._device.launch_s
+            overhead += max(0.0, launches - matmul - attention - memory - communication)
+        return Terms(matmul, attention, memory, overhead, communication)
+
+    def _attention(self, step: _Step) -> float:
+        """Seconds of attention in all layers, its projections left out."""
+        shape, split, times = self.shape, self.split, self._times
+        heads = shape.num_heads / split.tp
+        share = 1.0 / split.replicas
+        seconds = 0.0
+        if latent := self._latent:
+            if step.decodes:
+                seconds += times.latent_decode(self.formats.kv, heads, step.decodes, step.before)
+                # Queries and answers pass the absorbed projections, head by head.
+                weights = heads * latent.kv * (latent.plain + latent.value)
+                work = 2.0 * step.decodes * weights
+                seconds += 2 * GAP_S + max(times.stream(2.0 * weights), times.work(work, 0.5))
+            for before, length in step.prompts:
+                seconds += share * times.latent_prompt(heads, length, before)
+                expanded = heads * (latent.plain + latent.value)
+                seconds += share * times.product(self.formats.dense, length, expanded, latent.kv)
+            return shape.num_layers * seconds
+        kv_heads = max(1.0, shape.num_kv_heads / split.tp)
+        for window, layers in self._windows():
+            for before, length in step.prompts:
+                whole = times.prompt(shape.head_dim, heads, length, before)
+                if window and length > window:
+                    whole *= min(1.0, 2.0 * window / length + 0.1)
+                seconds += share * layers * whole
+            if step.decodes:
+                seen = min(step.before, window) if window else step.before
+                seconds += layers * times.decode(
+                    self.formats.kv, shape.head_dim, step.decodes, heads, kv_heads, seen
+                )
+        if linear := self._linear:
+            state = linear.value_heads / split.tp * linear.width**2
+            each = 0.0
+            if step.decodes:
+                each += 10 * GAP_S + times.stream(8.0 * step.decodes * state)
+            for _, length in step.prompts:
+                each += share * (8 * GAP_S + times.work(8.0 * length * state, 0.15))
+            seconds += linear.layers * each
+        return seconds
+
+    def _windows(self) -> list[tuple[int, float]]:
+        """(tokens that a query sees at most, or 0; layers) of softmax attention."""
+        layers = self.shape.num_layers - (self._linear.layers if self._linear else 0)
+        windowed = self._windowed * layers
+        return [(0, layers - windowed), *([(self._window, windowed)] if windowed else [])]
+
+    def _dense_s(self, own: float, all_tokens: float) -> tuple[float, float, float, float]:
+        """(products, elementwise, sums, exchange) s of all layers, attention itself left out.
+
+        Args:
+            own: tokens of a group of devices that share attention.
+            all_tokens: of all of them, which meet in the experts.
+        """
+        shape, split, times = self.shape, self.split, self._times
+        form, hidden = self.formats.dense, shape.hidden
+
+        def product(n: float, k: float, kind: str = form) -> float:
+            return times.product(kind, own, n, k)
+
+        def passed(width: float, kernels: int = 1) -> float:
+            return kernels * GAP_S + times.stream(4.0 * own * width)
+
+        projections, around = self._projections(product, passed)
+        mixtures = mixture_layers(shape)
+        plain = shape.num_layers - mixtures
+        products, elementwise = projections, around + 2 * shape.num_layers * passed(2 * hidden)
+        if plain:
+            inner = shape.ffn_hidden / split.tp
+            products += plain * (product((1 + shape.gated) * inner, hidden) + product(hidden, inner))
+            elementwise += plain * passed(3 * inner)
+        if mixtures:
+            each = product(shape.num_experts, hidden, "bf16") + times.experts(
+                self.formats.experts,
+                all_tokens,
+                hidden,
+                shape.expert_hidden / split.expert_tp,
+                shape.top_k,
+                shape.num_experts,
+                split.experts_over,
+            )
+            if shape.num_shared_experts:
+                inner = shape.num_shared_experts * shape.expert_hidden / split.tp
+                each += product(2 * inner, hidden) + product(hidden, inner)
+                elementwise += mixtures * passed(3 * inner)
+            products += mixtures * each
+            elementwise += mixtures * 3 * GAP_S
+        size = 2.0 * own * hidden
+        sums = shape.num_layers * times.collective("all_reduce", split.tp, size)
+        world = split.tp * split.replicas
+        moved = 0.0
+        if split.replicas == 1:
+            sums += shape.num_layers * times.collective("all_reduce", world, size)
+        elif mixtures:
+            sums += plain * times.collective("all_reduce", split.tp, size)
+            # Dispatched in eight bits, combined in sixteen.
+            sent = own * min(shape.top_k, world) * hidden
+            there = times.collective("alltoall", world, sent)
+            back = times.collective("alltoall", world, 2.0 * sent)
+            moved = mixtures * (there + back)
+        return products, elementwise, sums, moved
+
+    def _projections(
+        self, product: Callable[..., float], passed: Callable[..., float]
+    ) -> tuple[float, float]:
+        """(products, elementwise) s of all layers around attention."""
+        shape, split = self.shape, self.split
+        hidden, heads = shape.hidden, shape.num_heads / split.tp
+        if latent := self._latent:
+            rank = latent.query or hidden
+            down = latent.query + latent.kv + latent.rotary
+            products = product(down, hidden) + product(heads * shape.head_dim, rank)
+            products += product(hidden, heads * latent.value)
+            around = passed(down + hidden, 4)
+            return shape.num_layers * products, shape.num_layers * around
+        kv_heads = max(1.0, shape.num_kv_heads / split.tp)
+        width = shape.head_dim
+        both = (heads + 2 * kv_heads) * width
+        each = product(both, hidden) + product(hidden, heads * width)
+        around = passed(both, 2)
+        if whole_norm(shape):
+            # Ranks sum the squares of their heads, in kernels of their own.
+            around += passed(6 * both, 10)
+            if split.tp > 1:
+                around += self._times.collective("all_reduce", split.tp, 512.0)
+        linear = self._linear
+        layers = shape.num_layers - (linear.layers if linear else 0)
+        products, elementwise = layers * each, layers * around
+        if linear:
+            keys, values = linear.key_heads / split.tp, linear.value_heads / split.tp
+            inside = product(2 * (keys + values) * linear.width, hidden)
+            inside += product(2 * values, hidden, "bf16") + product(hidden, values * linear.width)
+            products += linear.layers * inside
+            elementwise += linear.layers * 2 * GAP_S
+        return products, elementwise

@@ -1,0 +1,90 @@
+"""The predicted cost of a step on a machine: kernel by kernel on accelerators, by rates on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shoal.cost.gpu.device import gpu_of
+from shoal.cost.kernels.serving_engines import serving_engine
+from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, Split
+from shoal.cost.step_cost.roofline import BYTES, Roofline, Terms
+from shoal.cost.step_cost.sharded import ShardedStepCost
+from shoal.ir import Machine, ModelShape
+
+__all__ = ["PredictedStepCost", "predicted_step_cost"]
+
+
+class PredictedStepCost(Protocol):
+    """Seconds of a step, and of its causes."""
+
+    def seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """See :class:`~shoal.ir.engine.StepCost`."""
+        ...
+
+    def terms(self, chunks: Sequence[tuple[int, int]]) -> Terms:
+        """Seconds of a step of ``chunks`` (tokens before, tokens in it), by cause."""
+        ...
+
+
+def predicted_step_cost(
+    machine: Machine,
+    shape: ModelShape,
+    precision: str,
+    threads: int = 0,
+    *,
+    engine: str = "shoal",
+    tp: int = 1,
+    pp: int = 1,
+    ranks: int = 1,
+    weight_bytes: float | None = None,
+    head_bytes: float | None = None,
+) -> PredictedStepCost:
+    """Seconds of steps of a model on devices of a machine, through all stages.
+
+    Args:
+        machine: whose devices they are.
+        shape: the model.
+        precision: fp32 or bf16, of weights and cache.
+        threads: threads that compute on a CPU; 0 for all cores.
+        engine: that runs the steps on accelerators.
+        tp: devices that share every layer.
+        pp: stages.
+        ranks: processes that compute beside each other on a CPU, and share it.
+        weight_bytes: bytes that are read of a weight of a block; None for those of ``precision``.
+        head_bytes: bytes of the key or the value of one token and head; None likewise.
+
+    Raises:
+        ConfigError: another precision, or an unknown engine.
+        MachineError: the machine lacks a rate that is needed.
+        PlanError: heads that ``tp`` does not divide.
+    """
+    if machine.device.kind != "cpu":
+        kv = BYTES[precision] if head_bytes is None else head_bytes / shape.head_dim
+        dense = _format(BYTES[precision] if weight_bytes is None else weight_bytes)
+        return AcceleratedStepCost(
+            gpu_of(machine),
+            shape,
+            serving_engine(engine),
+            Split(tp=tp, pp=pp),
+            Formats(dense=dense, experts=dense, kv=_format(kv)),
+        )
+    roofline = Roofline(
+        machine,
+        shape,
+        precision,
+        threads,
+        ranks=ranks,
+        weight_bytes=weight_bytes,
+        head_bytes=head_bytes,
+    )
+    inside = machine.link("device") or machine.link("node") or machine.link("loopback")
+    return ShardedStepCost(roofline, tp, pp, inside)
+
+
+def _format(nbytes: float) -> str:
+    """The format of numbers of so many bytes, their scales included."""
+    return next(name for most, name in _FORMATS if nbytes < most)
+
+
+_FORMATS = ((0.75, "int4"), (1.5, "int8"), (3.0, "bf16"), (float("inf"), "fp32"))
