@@ -13,8 +13,14 @@ __all__ = ["NamedFormat", "weight_format"]
 
 _EXAMPLES = (
     "int4-g128, int4-channel, int4-2:4, uint3-g64, float3_e1m1-g128, bipolar2-g128, bfp8-g32, "
-    "nf4-g64"
+    "nf4-g64, fp8, nvfp4, mxfp4"
 )
+# What vendors call some of them.
+_NAMES = {
+    "fp8": "float8_e4m3-channel",
+    "nvfp4": "float4_e2m1-g16",
+    "mxfp4": "float4_e2m1-g32",
+}
 
 
 class NamedFormat(Protocol):
@@ -27,12 +33,13 @@ class NamedFormat(Protocol):
 
 @functools.lru_cache(maxsize=1024)
 def weight_format(text: str) -> NamedFormat:
-    """The weight format that a text names.
+    """The weight format that a text names, or one of the names of vendors: fp8, nvfp4, mxfp4.
 
     Raises:
         KernelError: no such format, width or group; the message says what there is.
     """
     parts = table("weight_format")
+    text = _NAMES.get(text, text)
     match = re.fullmatch(r"([a-z]+)([0-9_a-z]*)((?:-[a-z0-9:]+)*)", text)
     if match is None or match[1] not in parts:
         hint = nearest(text.split("-")[0].rstrip("0123456789"), parts)

@@ -32,13 +32,13 @@ FORMATS = {
     "fp16": WeightFormat(2.0),
     "fp8": WeightFormat(1.0, 2.0),
     "fp8_block": WeightFormat(1.0, 2.0),
-    "int8": WeightFormat(1.0, 2.0),
+    "int8": WeightFormat(1.0),
     "nvfp4": WeightFormat(0.5625, 4.0),
     "mxfp4": WeightFormat(0.53125),
     "mxfp4_fp8": WeightFormat(0.53125, 2.0),
     "int4": WeightFormat(0.53125),
 }
-"""Formats of weights. Those of four bits but nvfp4 are unpacked for products of 16 bits, or of eight."""
+"""Formats of weights. Integers and mxfp4 are unpacked for products of 16 bits, or of eight."""
 
 
 def reached(tokens: float, top_k: float, experts: float) -> float:

@@ -97,8 +97,8 @@ class KernelTimes:
             "int4": ("mxfp4", "bf16"),
             "mxfp4": ("mxfp4", "bf16"),
             "fp8_block": ("fp8_block", "fp8", "bf16"),
-            "fp8": ("fp8", "fp8_block", "int8", "bf16"),
-            "int8": ("int8", "fp8", "bf16"),
+            "fp8": ("fp8", "fp8_block", "bf16"),
+            "int8": ("bf16",),
         }.get(form, ("bf16",))
         known = self.table.experts if family == "experts" else self.table.grids
         prefix = "" if family == "experts" else f"{family}/"
@@ -163,24 +163,23 @@ class KernelTimes:
             kv_heads: heads of keys on this rank.
             before: tokens in the cache, on average.
         """
-        grid = self._attention("decode", form, width)
-        nbytes = 2.0 * batch * kv_heads * width * before * FORMATS[form].weight_bytes
+        known, grid = self._attention("decode", form, width)
+        keys = 2.0 * batch * kv_heads * width * before
         seconds = grid.seconds(heads / kv_heads, batch * kv_heads, before)
-        return seconds * self._streamed(nbytes)
+        return seconds * self._streamed(keys, form, known)
 
     def prompt(self, width: int, heads: float, tokens: float, before: float) -> float:
         """Seconds of causal attention of a chunk of a prompt, behind tokens in the cache."""
-        grid = self._attention("prompt", "bf16", width)
+        _, grid = self._attention("prompt", "bf16", width)
         work = 2.0 * heads * width * tokens * tokens
         seconds = grid.seconds(heads, tokens) * (1.0 + 2.0 * before / tokens)
         return seconds * self._computed(work)
 
     def latent_decode(self, form: str, heads: float, batch: float, before: float) -> float:
         """Seconds of latent attention of one token of each sequence over its cache."""
-        name = f"latent_decode/{form}"
-        grid = self.table.grids.get(name) or self.table.grids["latent_decode/bf16"]
-        nbytes = batch * before * 576.0 * FORMATS[form].weight_bytes
-        return grid.seconds(heads, batch, before) * self._streamed(nbytes)
+        known = form if f"latent_decode/{form}" in self.table.grids else "bf16"
+        seconds = self.table.grids[f"latent_decode/{known}"].seconds(heads, batch, before)
+        return seconds * self._streamed(576.0 * batch * before, form, known)
 
     def latent_prompt(self, heads: float, tokens: float, before: float) -> float:
         """Seconds of latent attention of a chunk of a prompt, behind tokens in the cache."""
@@ -202,20 +201,23 @@ class KernelTimes:
             seconds += self.device.far_s + 2.0 * nbytes / (self.device.outside * wires)
         return seconds
 
-    def _attention(self, family: str, form: str, width: int) -> Grid:
+    def _attention(self, family: str, form: str, width: int) -> tuple[str, Grid]:
+        """(format, grid) of the nearest kernel: of the format, then of the width."""
         grids = self.table.grids
         for one in (form, "bf16"):
             for near in sorted((64, 128, 256), key=lambda known: abs(known - width)):
                 if (grid := grids.get(f"{family}/{one}/{near}")) is not None:
-                    return grid
+                    return one, grid
         raise ConfigError(
             f"kernel table {self.table.device}: no {family} attention; write the table again with "
             "scripts/kernel-tables"
         )
 
-    def _streamed(self, nbytes: float) -> float:
-        here, there = self.device.stream, self.table.stream
-        return (FLOOR_S + nbytes / here) / (FLOOR_S + nbytes / there)
+    def _streamed(self, numbers: float, form: str, known: str) -> float:
+        """Time to read cached numbers here over that of the table's kernel."""
+        here = numbers * FORMATS[form].weight_bytes / self.device.stream
+        there = numbers * FORMATS[known].weight_bytes / self.table.stream
+        return (FLOOR_S + here) / (FLOOR_S + there)
 
     def _computed(self, work: float) -> float:
         here, there = self._flops, self.table.flops

@@ -11,8 +11,9 @@ from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, Split
 from shoal.cost.step_cost.roofline import BYTES, Roofline, Terms
 from shoal.cost.step_cost.sharded import ShardedStepCost
 from shoal.ir import Machine, ModelShape
+from shoal.ir.weight_formats import weight_format
 
-__all__ = ["PredictedStepCost", "predicted_step_cost"]
+__all__ = ["PredictedStepCost", "kernel_format", "predicted_step_cost"]
 
 
 class PredictedStepCost(Protocol):
@@ -37,7 +38,7 @@ def predicted_step_cost(
     tp: int = 1,
     pp: int = 1,
     ranks: int = 1,
-    weight_bytes: float | None = None,
+    weights: str = "plain",
     head_bytes: float | None = None,
 ) -> PredictedStepCost:
     """Seconds of steps of a model on devices of a machine, through all stages.
@@ -51,8 +52,8 @@ def predicted_step_cost(
         tp: devices that share every layer.
         pp: stages.
         ranks: processes that compute beside each other on a CPU, and share it.
-        weight_bytes: bytes that are read of a weight of a block; None for those of ``precision``.
-        head_bytes: bytes of the key or the value of one token and head; None likewise.
+        weights: format of the weights of blocks; plain for that of ``precision``.
+        head_bytes: bytes of the key or the value of one token and head; None for plain ones.
 
     Raises:
         ConfigError: another precision, or an unknown engine.
@@ -61,13 +62,13 @@ def predicted_step_cost(
     """
     if machine.device.kind != "cpu":
         kv = BYTES[precision] if head_bytes is None else head_bytes / shape.head_dim
-        dense = _format(BYTES[precision] if weight_bytes is None else weight_bytes)
+        dense = kernel_format(weights, precision)
         return AcceleratedStepCost(
             gpu_of(machine),
             shape,
             serving_engine(engine),
             Split(tp=tp, pp=pp),
-            Formats(dense=dense, experts=dense, kv=_format(kv)),
+            Formats(dense=dense, experts=dense, kv=_of_bytes(kv)),
         )
     roofline = Roofline(
         machine,
@@ -75,14 +76,26 @@ def predicted_step_cost(
         precision,
         threads,
         ranks=ranks,
-        weight_bytes=weight_bytes,
+        weight_bytes=None if weights == "plain" else weight_format(weights).bits / 8,
         head_bytes=head_bytes,
     )
     inside = machine.link("device") or machine.link("node") or machine.link("loopback")
     return ShardedStepCost(roofline, tp, pp, inside)
 
 
-def _format(nbytes: float) -> str:
+def kernel_format(weights: str, precision: str) -> str:
+    """The format of products with weights of a job's format, as kernels know it."""
+    if weights == "plain":
+        return _of_bytes(BYTES[precision])
+    bits = weight_format(weights).bits
+    if weights.startswith(("fp8", "float8")):
+        return "fp8"
+    if weights.startswith(("nvfp4", "mxfp4")):
+        return weights
+    return _of_bytes(bits / 8)
+
+
+def _of_bytes(nbytes: float) -> str:
     """The format of numbers of so many bytes, their scales included."""
     return next(name for most, name in _FORMATS if nbytes < most)
 

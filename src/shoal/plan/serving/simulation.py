@@ -24,7 +24,7 @@ from shoal.plan.batching.schedulers.ahead import AheadScheduler, OpenScheduler
 from shoal.plan.serving.diffusion import simulate_passes
 from shoal.plan.serving.inputs import precision_of
 from shoal.plan.serving.lending import simulate_lending
-from shoal.plan.serving.memory import block_size, expectation, head_bytes, weight_bytes
+from shoal.plan.serving.memory import block_size, expectation, head_bytes
 from shoal.plan.trees.drafting import PredictedRows, ProfitableDrafting
 
 __all__ = ["build_scheduler", "guessing", "sharded_costs", "simulate_plan"]
@@ -152,7 +152,7 @@ def sharded_costs(job: ServeJob, machine: Machine) -> Callable[[int, int], Predi
             pp=pp,
             # Ranks of a CPU share it; devices of their own are those of the machine.
             ranks=tp * pp * job.replicas,
-            weight_bytes=weight_bytes(job, precision),
+            weights=job.weights,
             head_bytes=head_bytes(job, shape, precision),
         )
 

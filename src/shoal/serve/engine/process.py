@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core.config import parse
-from shoal.core.errors import ServeError, ShoalError
+from shoal.core.errors import ServeError, ShoalError, require
 from shoal.core.parts import load_object, table
 from shoal.core.traits import traits
 from shoal.ir.serve_job import ServeJob
