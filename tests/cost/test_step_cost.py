@@ -14,6 +14,7 @@ from shoal.core.random import generator
 from shoal.cost.arithmetic import active_parameters, parameters
 from shoal.cost.shapes import find
 from shoal.cost.step_cost.fitted import FEATURES, FittedStepCost, StepSample, features, fit
+from shoal.cost.step_cost.predicted import PredictedStepCost, predicted_step_cost
 from shoal.cost.step_cost.roofline import (
     Roofline,
     activation_bytes,
@@ -116,32 +117,33 @@ LLAMA = find("Llama-3.1-8B")
 
 def test_a_single_decode_reads_the_weights_once() -> None:
     """On a GPU: bytes over bandwidth, and little else."""
-    terms = Roofline(H100, LLAMA, "bf16").terms([(0, 1)])
+    terms = predicted_step_cost(H100, LLAMA, "bf16").terms([(0, 1)])
     bandwidth = H100.device.main_memory.read_bandwidth
     assert bandwidth is not None
-    read = 2 * (parameters(LLAMA) - LLAMA.vocab_size * LLAMA.hidden) / (0.8 * bandwidth)
-    assert terms.memory == pytest.approx(read, rel=0.05)
-    assert terms.matmul < 0.05 * terms.memory
+    read = 2 * (parameters(LLAMA) - LLAMA.vocab_size * LLAMA.hidden) / bandwidth
+    assert read < terms.matmul < 1.3 * read
+    assert terms.memory < 0.1 * terms.matmul
 
 
 def test_a_long_prompt_takes_its_flops_over_the_rate_of_large_products() -> None:
-    terms = Roofline(H100, LLAMA, "bf16").terms([(0, 8192)])
-    rate = H100.device.matmul_flops.get("bf16") or H100.device.peak_flops["bf16"]
+    terms = predicted_step_cost(H100, LLAMA, "bf16").terms([(0, 8192)])
+    rate = H100.device.matmul_flops["bf16"]
     blocks = parameters(LLAMA) - 2 * LLAMA.vocab_size * LLAMA.hidden
-    assert terms.matmul == pytest.approx(2 * 8192 * blocks / rate, rel=0.1)
+    # Measured products keep up less than the best one: power limits them.
+    assert 2 * 8192 * blocks / rate < terms.matmul < 1.3 * 2 * 8192 * blocks / rate
     assert terms.matmul > terms.memory
 
 
 def test_a_batch_shares_the_weights_and_reads_its_own_keys() -> None:
-    cost = Roofline(H100, LLAMA, "bf16")
-    one, many = cost.terms([(1000, 1)]), cost.terms([(1000, 1)] * 32)
-    assert many.memory < 1.2 * one.memory
-    assert many.attention == pytest.approx(32 * one.attention)
-    size = 1001 * cache_bytes_per_token(LLAMA, "bf16")
-    assert one.attention == pytest.approx(size / (0.8 * 3.35e12), rel=0.1)
+    cost = predicted_step_cost(H100, LLAMA, "bf16")
+    one, many = cost.terms([(4000, 1)]), cost.terms([(4000, 1)] * 64)
+    assert many.matmul < 1.2 * one.matmul
+    size = 64 * 4001 * cache_bytes_per_token(LLAMA, "bf16")
+    assert size / 3.35e12 < many.attention < 1.5 * size / 3.35e12
+    assert one.attention < many.attention / 10
 
 
-def device(cost: Roofline, chunks: list[tuple[int, int]]) -> tuple[float, float, float]:
+def device(cost: PredictedStepCost, chunks: list[tuple[int, int]]) -> tuple[float, float, float]:
     """Seconds in which the device computes."""
     terms = cost.terms(chunks)
     return terms.matmul, terms.memory, terms.attention
@@ -150,7 +152,7 @@ def device(cost: Roofline, chunks: list[tuple[int, int]]) -> tuple[float, float,
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["laptop", "H100"])
 def test_more_work_takes_longer(name: str, precision: str) -> None:
-    cost = Roofline(load(name), find("Qwen3-0.6B"), precision)
+    cost = predicted_step_cost(load(name), find("Qwen3-0.6B"), precision)
     for fewer, more in itertools.pairwise(
         ([(0, 1)], [(0, 1)] * 4, [(500, 1)] * 4, [(500, 1)] * 16)
     ):
@@ -169,10 +171,10 @@ def test_more_work_takes_longer(name: str, precision: str) -> None:
 def test_few_tokens_read_few_experts() -> None:
     """A single token meets top_k experts; a crowd meets them all."""
     shape = find("Mixtral-8x7B-v0.1")
-    cost = Roofline(H100, shape, "bf16")
+    cost = predicted_step_cost(H100, shape, "bf16")
     one, crowd = cost.terms([(0, 1)]), cost.terms([(0, 1)] * 64)
     ratio = active_parameters(shape) / parameters(shape)
-    assert one.memory / (crowd.memory + crowd.matmul) == pytest.approx(ratio, rel=0.25)
+    assert one.matmul / crowd.matmul == pytest.approx(ratio, rel=0.4)
 
 
 def test_fewer_threads_compute_slower() -> None:
@@ -195,12 +197,15 @@ def test_bytes_of_cache_and_activations() -> None:
 
 
 def test_refuses_other_precisions_and_machines_without_rates() -> None:
-    with pytest.raises(ConfigError, match="precision = 'int4': expected fp32 or bf16"):
-        Roofline(H100, LLAMA, "int4")
-    raw: dict[str, Any] = H100.model_dump()
-    raw["device"]["matmul_flops"] = raw["device"]["peak_flops"] = {}
-    with pytest.raises(MachineError, match="no rate for fp32 or bf16"):
-        Roofline(Machine.model_validate(raw), LLAMA, "bf16")
+    laptop = load("laptop")
+    for machine in (H100, laptop):
+        with pytest.raises(ConfigError, match="precision = 'int4': expected fp32 or bf16"):
+            predicted_step_cost(machine, LLAMA, "int4")
+        raw: dict[str, Any] = machine.model_dump()
+        raw["device"]["matmul_flops"] = raw["device"]["peak_flops"] = {}
+        raw["device"]["matmul_flops_1core"] = {}
+        with pytest.raises(MachineError, match="no rate for"):
+            predicted_step_cost(Machine.model_validate(raw), LLAMA, "bf16")
 
 
 # Tokens per second of one stream in 16 bits, of engines that are tuned for it:
@@ -217,5 +222,5 @@ PUBLISHED = [
 def test_decodes_of_one_stream_are_as_published(
     model: str, machine: str, tokens_per_s: float
 ) -> None:
-    predicted = 1 / Roofline(load(machine), find(model), "bf16").seconds([(300, 1)])
-    assert predicted == pytest.approx(tokens_per_s, rel=0.15)
+    cost = predicted_step_cost(load(machine), find(model), "bf16", engine="vllm")
+    assert 1 / cost.seconds([(300, 1)]) == pytest.approx(tokens_per_s, rel=0.12)

@@ -26,7 +26,8 @@ from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
 from shoal.cost.serving.simulator import simulate, simulate_ahead
 from shoal.cost.shapes import find
 from shoal.cost.step_cost.fitted import FittedStepCost
-from shoal.cost.step_cost.roofline import Roofline, cache_bytes_per_token
+from shoal.cost.step_cost.predicted import predicted_step_cost
+from shoal.cost.step_cost.roofline import cache_bytes_per_token
 from shoal.ir import Arrival, Machine, ServeJob, ServePlan
 from shoal.machine.described import load
 from shoal.plan.batching.balanced import Balanced
@@ -342,7 +343,8 @@ def test_agrees_with_a_published_measurement() -> None:
     machine, shape = load("RTX-4090"), find("Llama-3.1-8B")
     limits = {"max_running": 256, "max_step_tokens": 2048, "max_position": 16384}
     sized = plan_serve(job("Llama-3.1-8B", **limits), machine, trace=trace[:1]).job
-    seen = simulate(build_scheduler(sized), Roofline(machine, shape, "bf16"), trace).served
+    cost = predicted_step_cost(machine, shape, "bf16", engine="vllm")
+    seen = simulate(build_scheduler(sized), cost, trace).served
     # The wait is that of a queue that grows, which the lengths drawn change by a fifth.
     assert np.mean([one.ttft for one in seen]) == pytest.approx(65.5, rel=0.3)
     assert np.mean([one.tpot for one in seen]) == pytest.approx(0.0324, rel=0.1)

@@ -100,9 +100,17 @@ class ExpertTable:
     def _features(self) -> NDArray[np.float64]:
         return _features(self.shapes)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019: tables live as long as the process
+    @functools.cached_property
+    def _curves(self) -> dict[tuple[float, ...], NDArray[np.float64]]:
+        return {}
+
     def _curve(self, shape: tuple[float, ...]) -> NDArray[np.float64]:
         """Of a shape: its own, or the mean of the three nearest ones."""
+        if shape not in self._curves:
+            self._curves[shape] = self._near(shape)
+        return self._curves[shape]
+
+    def _near(self, shape: tuple[float, ...]) -> NDArray[np.float64]:
         away = np.abs(self._features - _features(np.array([shape]))).sum(1)
         nearest = np.argsort(away)[:3]
         if away[nearest[0]] < 1e-6:

@@ -76,9 +76,7 @@ class KernelTimes:
         """Seconds of bf16 operations at a share of the device's rate."""
         return flops / (share * self._flops)
 
-    def _scaled(
-        self, form: str, known: str, bound: Callable[[str, float, float], float]
-    ) -> float:
+    def _scaled(self, form: str, known: str, bound: Callable[[str, float, float], float]) -> float:
         """Bound of the kernel here, in its own format, over that of the table's kernel."""
         here = bound(form, self._rate(form), self.device.stream)
         there = bound(known, self.table.flops * FORMATS[known].rate, self.table.stream)
@@ -116,7 +114,10 @@ class KernelTimes:
             size = n * k * FORMATS[form].weight_bytes + 2.0 * m * (n + k)
             return max(2.0 * m * n * k / rate, size / stream)
 
-        return seconds * self._scaled(form, known, bound)
+        # A table's kernel runs again and again on weights that a large cache keeps; a model's does
+        # not find them there.
+        least = self.stream(n * k * FORMATS[form].weight_bytes)
+        return max(least, seconds * self._scaled(form, known, bound))
 
     def _experts(
         self,
@@ -196,9 +197,10 @@ class KernelTimes:
         here, there = nbytes / self.device.inside, nbytes / self.table.inside
         seconds *= (FLOOR_S + here) / (FLOOR_S + there)
         if ranks > near:
-            # A sum crosses once for all devices of a node; what goes to everyone crosses alone.
-            wires = 1 if op == "alltoall" else near
-            seconds += self.device.far_s + 2.0 * nbytes / (self.device.outside * wires)
+            # A sum crosses once, there and back, for all devices of a node; tokens go each alone.
+            apart = nbytes * (1.0 - near / ranks)
+            crossing = apart if op == "alltoall" else 2.0 * nbytes / near
+            seconds += self.device.far_s + crossing / self.device.outside
         return seconds
 
     def _attention(self, family: str, form: str, width: int) -> tuple[str, Grid]:

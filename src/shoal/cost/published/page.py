@@ -18,6 +18,7 @@ from shoal.cost.published.serving_calibration import (
     SERVE_PRIOR,
     serving_calibration_for,
 )
+from shoal.cost.published.silicon_board import score_silicon, silicon_page, silicon_results
 
 __all__ = ["markdown", "results", "write"]
 
@@ -29,7 +30,9 @@ package (`shoal/cost/published/*.csv`), and `shoal score --published` prints thi
 
 A training row is priced by the very function that prices a plan (`Pricer.estimate` in
 `shoal/cost/training/step.py`), asked for the engine of the row in the place of Shoal's own
-runtime. Serving rows are priced by `shoal/cost/gpu/serve.py`, which plans of serving do not use.
+runtime. Measured closed loops of serving are priced by the function that prices a plan for
+accelerators. The older rows of serving, many of them of laptops and CPUs, are still priced by
+`shoal/cost/gpu/serve.py`, which plans do not use.
 
 **Protocol.** {five} named rows set the {constants} constants of the training model, five more
 those of the serving model. Before the rows of a publication are scored, its named row is taken
@@ -189,6 +192,7 @@ def markdown(*boards: Scoreboard, picture: str = "") -> str:
             out += _table(("row", "rules"), filled)
         out += [f"### Not replayed ({board.kind})", ""]
         out += _table(("row", "why"), [(name, why) for name, why in board.skipped.items()])
+    out += silicon_page(score_silicon())
     return "\n".join(out).rstrip() + "\n"
 
 
@@ -207,4 +211,4 @@ def write(page: Path, pictures: Path, table: Path, *boards: Scoreboard) -> None:
         write_atomic(pictures / name, scatter(board).render().encode())
     picture = f"{place.as_posix()}/published-{{kind}}.svg"
     write_atomic(page, markdown(*boards, picture=picture).encode())
-    write_json(table, results(*boards))
+    write_json(table, {**results(*boards), "closed_loop": silicon_results(score_silicon())})

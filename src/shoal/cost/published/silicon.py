@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from shoal.core.errors import ConfigError, PlanError, require
+from shoal.core.errors import ConfigError, ModelError, PlanError, require
 from shoal.cost.kernels.serving_engines import ENGINES, ServingEngine
 from shoal.cost.published.devices import gpu
 from shoal.cost.published.rows import UnplayableError
@@ -114,7 +114,7 @@ def replay_silicon(row: Mapping[str, str]) -> SiliconRun:
             decoders=decoders,
             prefillers=_number(row, "prefill_num_workers"),
         )
-    except (ConfigError, PlanError) as error:
+    except (ConfigError, ModelError, PlanError) as error:
         raise UnplayableError(str(error)) from error
     own = decode.split
     return SiliconRun(

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,7 @@ def _fit(
     reach = np.array([value for _, value in constants.values()])
 
     def with_(x: NDArray[np.float64]) -> ServingEngine:
-        values = dict(zip(constants, map(float, begin + reach * x), strict=True))
+        values: dict[str, Any] = dict(zip(constants, map(float, begin + reach * x), strict=True))
         return dataclasses.replace(engine, **values)
 
     def off(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -81,6 +82,7 @@ def _fit(
         predicted = [math.log(getattr(run.loop, kind)(tried)) for run in runs]
         return np.append(weights * (np.array(predicted) - measured), _HELD[kind] * x)
 
-    best = least_squares(off, np.full(len(begin), 0.5), bounds=(-begin / reach, 1e3),
-                         loss="soft_l1", f_scale=scale)
+    best = least_squares(
+        off, np.full(len(begin), 0.5), bounds=(-begin / reach, 1e3), loss="soft_l1", f_scale=scale
+    )
     return with_(best.x)

@@ -16,7 +16,7 @@ from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.kernels.serving_engines import ServingEngine
 from shoal.cost.step_cost.accelerated import AcceleratedStepCost
 
-__all__ = ["ClosedLoop", "Clients", "closed_loop"]
+__all__ = ["Clients", "ClosedLoop", "closed_loop"]
 
 # Tokens of prompts that are computed together, where there are so many.
 _TOGETHER = 8192

@@ -263,7 +263,9 @@ class AcceleratedStepCost:
         products, elementwise = projections, around + 2 * shape.num_layers * passed(2 * hidden)
         if plain:
             inner = shape.ffn_hidden / split.tp
-            products += plain * (product((1 + shape.gated) * inner, hidden) + product(hidden, inner))
+            products += plain * (
+                product((1 + shape.gated) * inner, hidden) + product(hidden, inner)
+            )
             elementwise += plain * passed(3 * inner)
         if mixtures:
             each = product(shape.num_experts, hidden, "bf16") + times.experts(
@@ -289,8 +291,8 @@ class AcceleratedStepCost:
             sums += shape.num_layers * times.collective("all_reduce", world, size)
         elif mixtures:
             sums += plain * times.collective("all_reduce", split.tp, size)
-            # Dispatched in eight bits, combined in sixteen.
-            sent = own * min(shape.top_k, world) * hidden
+            # Dispatched in eight bits, combined in sixteen; devices that share attention divide it.
+            sent = own / split.tp * min(shape.top_k, world) * hidden
             there = times.collective("alltoall", world, sent)
             back = times.collective("alltoall", world, 2.0 * sent)
             moved = mixtures * (there + back)

@@ -1,10 +1,11 @@
-"""The predicted cost of a step on a machine: kernel by kernel on accelerators, by rates on a CPU."""
+"""The predicted cost of a step: kernel by kernel on accelerators, by measured rates on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from shoal.core.errors import require
 from shoal.cost.gpu.device import gpu_of
 from shoal.cost.kernels.serving_engines import serving_engine
 from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, Split
@@ -60,6 +61,7 @@ def predicted_step_cost(
         MachineError: the machine lacks a rate that is needed.
         PlanError: heads that ``tp`` does not divide.
     """
+    require(precision in BYTES, "precision", precision, expected=" or ".join(BYTES))
     if machine.device.kind != "cpu":
         kv = BYTES[precision] if head_bytes is None else head_bytes / shape.head_dim
         dense = kernel_format(weights, precision)

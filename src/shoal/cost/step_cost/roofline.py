@@ -1,10 +1,10 @@
 """A step's time on a CPU from its rates and the model's shape, operator by operator.
 
 A matrix product takes its FLOP over the measured rate at its size, and then its weights over
-the bandwidth of the memory that holds the model. Attention copies the keys and values of a request side by side and
-reads them; every other operator takes its bytes over the bandwidth that elementwise
-operators reach; each operator costs its launch, and each step and each request some work
-on the host.
+the bandwidth of the memory that holds the model. Attention copies the keys and values of a
+request side by side and reads them; every other operator takes its bytes over the bandwidth
+that elementwise operators reach; each operator costs its launch, and each step and each
+request some work on the host.
 
 Sources: Williams et al., Roofline, 2009; Yuan et al., LLM Inference Unveiled: Survey and
 Roofline Model Insights, 2024 (decode steps are bound by weights and cache).
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import require
 from shoal.cost.arithmetic import block_weights, linears, parameters
+from shoal.cost.gpu.spec import latent_of
 from shoal.cost.price.ops import TILED, operators
 from shoal.cost.price.rates import RankRates
 from shoal.ir import Machine, ModelShape, Parallel
@@ -68,6 +69,8 @@ class Terms:
 
 def cache_bytes_per_token(shape: ModelShape, precision: str) -> float:
     """Bytes of the keys and values of one token in all layers."""
+    if latent := latent_of(shape):
+        return shape.num_layers * (latent.kv + latent.rotary) * BYTES[precision]
     heads = shape.num_kv_heads * shape.architecture.streams.num
     return 2.0 * shape.num_layers * heads * shape.head_dim * BYTES[precision]
 

@@ -10,6 +10,7 @@ import math
 
 from shoal.core.parts import table
 from shoal.cost.arithmetic import block_weights, parameters
+from shoal.cost.gpu.spec import latent_of
 from shoal.cost.price.rates import RankRates
 from shoal.cost.step_cost.roofline import BYTES, activation_bytes
 from shoal.ir import Expectation, Machine, ModelShape, Parallel, ServeJob, SpeculationEstimator
@@ -43,6 +44,12 @@ def slot_length(job: ServeJob) -> float:
 def token_bytes(job: ServeJob, shape: ModelShape, precision: str) -> float:
     """Bytes of the keys and values of one token on a rank of the job."""
     split = job.parallel
+    if latent := latent_of(shape):
+        # All heads share one compressed key, which every rank of a layer holds.
+        width = latent.kv + latent.rotary
+        form = table("kv_format").build(job.kv_format, where="kv_format")
+        each = float(form.token_bytes(width, dtype_bytes=int(BYTES[precision])))
+        return shape.num_layers * each / split.pp
     heads = max(1, shape.num_kv_heads // split.tp) * shape.architecture.streams.num
     return 2.0 * shape.num_layers * heads * head_bytes(job, shape, precision) / split.pp
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.cost.gpu.spec import latent_of
 from shoal.cost.serving.simulator import Simulation
 from shoal.cost.step_cost.roofline import BYTES
 from shoal.ir import Arrival, Estimate, Machine, ModelShape, ServeJob
@@ -140,6 +141,6 @@ def job_notes(job: ServeJob, machine: Machine, shape: ModelShape) -> tuple[str, 
             "disagg: figures are those of one engine that computes both phases; --slo prices "
             "instances by phase"
         )
-    if shape.attention not in ("MHA", "GQA", "MQA"):
+    if shape.attention not in ("MHA", "GQA", "MQA") and latent_of(shape) is None:
         results.append(f"{shape.attention} attention is counted as grouped-query attention")
     return (*results, *decoding_notes(job, machine))

@@ -1,0 +1,202 @@
+"""The scoreboard of measured closed loops: every run predicted by constants that it did not set."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from shoal.cost.kernels.serving_engines import ENGINES
+from shoal.cost.published.board import CLOSE, widths
+from shoal.cost.published.rows import UnplayableError
+from shoal.cost.published.silicon import SiliconRun, read_silicon, replay_silicon
+from shoal.cost.published.silicon_calibration import fitted
+
+__all__ = ["SiliconBoard", "SiliconScore", "score_silicon", "silicon_page", "silicon_results"]
+
+Quantity = Literal["tpot", "ttft"]
+_QUANTITIES: tuple[Quantity, Quantity] = ("tpot", "ttft")
+# Left out of what sets the constants that predict a run: all runs of its model, or its device.
+_KEYS: dict[str, Callable[[SiliconRun], str]] = {
+    "model": lambda run: "DeepSeek-V3, R1" if run.model.startswith("DeepSeek") else run.model,
+    "device": lambda run: run.device,
+}
+_WORST = 25
+
+
+@dataclass(frozen=True, eq=False)
+class SiliconScore:
+    """One run and what was predicted of it.
+
+    Args:
+        run: the run.
+        group: its model, or its device: what was left out.
+        predicted: quantity -> s.
+        spread: quantity -> factor of the 90 % interval, set by the other groups.
+    """
+
+    run: SiliconRun
+    group: str
+    predicted: dict[Quantity, float]
+    spread: dict[Quantity, float]
+
+    def error(self, quantity: Quantity) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted[quantity] / self.measured(quantity) - 1.0
+
+    def measured(self, quantity: Quantity) -> float:
+        """What was measured, s."""
+        return self.run.tpot_s if quantity == "tpot" else self.run.ttft_s
+
+    def covered(self, quantity: Quantity) -> bool:
+        """The interval holds what was measured."""
+        off = abs(math.log1p(self.error(quantity)))
+        return off <= math.log(self.spread[quantity]) + 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class SiliconBoard:
+    """All runs of the table.
+
+    Args:
+        scores: left out by -> every run.
+        skipped: reason -> rows.
+    """
+
+    scores: dict[str, list[SiliconScore]]
+    skipped: Counter[str]
+
+
+@functools.cache
+def score_silicon() -> SiliconBoard:
+    """Score the shipped table, whole models and then whole devices left out."""
+    runs, skipped = [], Counter[str]()
+    for row in read_silicon():
+        try:
+            runs.append(replay_silicon(row))
+        except UnplayableError as error:
+            skipped[str(error)] += 1
+    return SiliconBoard({key: _scored(runs, of) for key, of in _KEYS.items()}, skipped)
+
+
+def _scored(runs: Sequence[SiliconRun], of: Callable[[SiliconRun], str]) -> list[SiliconScore]:
+    predicted: dict[str, dict[Quantity, float]] = {}
+    for group in sorted({of(run) for run in runs}):
+        engines = fitted([run for run in runs if of(run) != group])
+        for run in runs:
+            if of(run) == group:
+                own = engines[run.engine]
+                predicted[run.id] = {"tpot": run.loop.tpot(own), "ttft": run.loop.ttft(own)}
+    spreads: dict[Quantity, dict[tuple[str, str], float]] = {}
+    for quantity in _QUANTITIES:
+        spreads[quantity] = widths(
+            [
+                (
+                    of(run),
+                    run.engine,
+                    abs(math.log(predicted[run.id][quantity] / getattr(run, f"{quantity}_s"))),
+                )
+                for run in runs
+            ]
+        )
+    return [
+        SiliconScore(
+            run,
+            of(run),
+            predicted[run.id],
+            {q: math.exp(spreads[q][of(run), run.engine]) for q in _QUANTITIES},
+        )
+        for run in runs
+    ]
+
+
+def _figures(scores: Iterable[SiliconScore], quantity: Quantity) -> dict[str, float]:
+    own = list(scores)
+    errors = sorted(abs(one.error(quantity)) for one in own)
+    return {
+        "rows": len(own),
+        "median_error": median(errors),
+        "p90_error": errors[math.ceil(0.9 * len(errors)) - 1],
+        "share_within_25": sum(error <= CLOSE for error in errors) / len(errors),
+        "coverage_of_90": sum(one.covered(quantity) for one in own) / len(own),
+    }
+
+
+def silicon_results(board: SiliconBoard) -> dict[str, Any]:
+    """What ``results/published.json`` holds of the board."""
+    return {
+        "skipped": dict(board.skipped),
+        **{
+            f"{key}s_left_out": {
+                quantity: {
+                    **_figures(scores, quantity),
+                    "by_group": {
+                        group: _figures((s for s in scores if s.group == group), quantity)
+                        for group in sorted({s.group for s in scores})
+                    },
+                }
+                for quantity in _QUANTITIES
+            }
+            for key, scores in board.scores.items()
+        },
+    }
+
+
+def silicon_page(board: SiliconBoard) -> list[str]:
+    """The section of the scoreboard's page."""
+    result = silicon_results(board)
+    replayed = len(board.scores["model"])
+    rows = replayed + board.skipped.total()
+    names = ", ".join(engine.name for engine in list(ENGINES.values())[1:])
+    out = [
+        "## Serving under a closed loop",
+        "",
+        f"{replayed} of {rows} measured runs of {names} (time per output token and time to first "
+        "token; public rows of ai-dynamo/aiconfigurator, Apache-2.0) are priced by the function "
+        "that prices a plan for accelerators (`AcceleratedStepCost`), for the engine that ran. Its "
+        "kernels are measured ones (`shoal/cost/kernels`); eleven constants of each engine are set "
+        "by the other models' runs, and then by the other devices' runs.",
+        "",
+        "| left out | quantity | runs | median error | p90 | within 25 % | 90 % interval holds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key in board.scores:
+        for quantity in _QUANTITIES:
+            whole = result[f"{key}s_left_out"][quantity]
+            for group, some in [(f"**each {key}**", whole), *whole["by_group"].items()]:
+                out.append(
+                    f"| {group} | {quantity} | {some['rows']} | {some['median_error']:.1%} | "
+                    f"{some['p90_error']:.0%} | {some['share_within_25']:.0%} | "
+                    f"{some['coverage_of_90']:.0%} |"
+                )
+    out += ["", "### Where it is furthest off", ""]
+    out += ["Runs whose settings cannot explain what was measured are at the top: guesses of "]
+    out[-1] += (
+        "several tokens a step, a cached prefix or a limit on requests in a step are not in the "
+        "columns of the table."
+    )
+    out += ["", "| run | quantity | measured | predicted | error |", "|---|---|---|---|---|"]
+    worst = sorted(
+        ((abs(math.log1p(s.error("tpot"))), s) for s in board.scores["model"]), key=lambda x: -x[0]
+    )
+    seen: set[str] = set()
+    for _, score in worst:
+        if len(seen) == _WORST:
+            break
+        if score.run.run not in seen:
+            seen.add(score.run.run)
+            out.append(
+                f"| {score.run.model} on {score.run.device}, {score.run.run} | tpot | "
+                f"{1e3 * score.measured('tpot'):.1f} ms | {1e3 * score.predicted['tpot']:.1f} ms | "
+                f"{score.error('tpot'):+.0%} |"
+            )
+    filled = Counter(rule for s in board.scores["model"] for rule in s.run.filled)
+    out += ["", "### Completed by rules (closed loop)", "", "| rule | runs |", "|---|---|"]
+    out += [f"| {rule} | {count} |" for rule, count in filled.most_common()]
+    out += ["", "### Not replayed (closed loop)", "", "| why | rows |", "|---|---|"]
+    out += [f"| {why} | {count} |" for why, count in board.skipped.most_common()]
+    return [*out, ""]
