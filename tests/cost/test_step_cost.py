@@ -121,8 +121,8 @@ def test_a_single_decode_reads_the_weights_once() -> None:
     bandwidth = H100.device.main_memory.read_bandwidth
     assert bandwidth is not None
     read = 2 * (parameters(LLAMA) - LLAMA.vocab_size * LLAMA.hidden) / bandwidth
-    assert read < terms.matmul < 1.3 * read
-    assert terms.memory < 0.1 * terms.matmul
+    assert read < terms.memory < 1.4 * read
+    assert terms.matmul == 0
 
 
 def test_a_long_prompt_takes_its_flops_over_the_rate_of_large_products() -> None:
@@ -137,7 +137,7 @@ def test_a_long_prompt_takes_its_flops_over_the_rate_of_large_products() -> None
 def test_a_batch_shares_the_weights_and_reads_its_own_keys() -> None:
     cost = predicted_step_cost(H100, LLAMA, "bf16")
     one, many = cost.terms([(4000, 1)]), cost.terms([(4000, 1)] * 64)
-    assert many.matmul < 1.2 * one.matmul
+    assert many.memory < 1.2 * one.memory
     size = 64 * 4001 * cache_bytes_per_token(LLAMA, "bf16")
     assert size / 3.35e12 < many.attention < 1.5 * size / 3.35e12
     assert one.attention < many.attention / 10
@@ -174,7 +174,7 @@ def test_few_tokens_read_few_experts() -> None:
     cost = predicted_step_cost(H100, shape, "bf16")
     one, crowd = cost.terms([(0, 1)]), cost.terms([(0, 1)] * 64)
     ratio = active_parameters(shape) / parameters(shape)
-    assert one.matmul / crowd.matmul == pytest.approx(ratio, rel=0.4)
+    assert one.memory / (crowd.memory + crowd.matmul) == pytest.approx(ratio, rel=0.4)
 
 
 def test_fewer_threads_compute_slower() -> None:

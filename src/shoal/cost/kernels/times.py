@@ -76,6 +76,10 @@ class KernelTimes:
         """Seconds of bf16 operations at a share of the device's rate."""
         return flops / (share * self._flops)
 
+    def reads(self, form: str, rows: float) -> bool:
+        """Reading the weights binds a product of so many rows, not its operations."""
+        return 2.0 * rows / self._rate(form) < FORMATS[form].weight_bytes / self.device.stream
+
     def _scaled(self, form: str, known: str, bound: Callable[[str, float, float], float]) -> float:
         """Bound of the kernel here, in its own format, over that of the table's kernel."""
         here = bound(form, self._rate(form), self.device.stream)

@@ -171,16 +171,15 @@ class AcceleratedStepCost:
 
     def _terms(self, step: _Step, tokens: float, chunks: float) -> Terms:
         shape, engine, times = self.shape, self.engine, self._times
-        product, elementwise, sums, moved = self._dense(step.tokens, tokens)
+        product, read, sums, moved = self._dense(step.tokens, tokens)
         attention = self._attention(step)
         rows = step.decodes + len(step.prompts) / self.split.replicas
         columns = shape.vocab_size / self.split.tp
         logits = times.product("bf16", max(1.0, rows), columns, shape.hidden)
         logits += times.stream(8.0 * rows * columns) + 10 * GAP_S
+        read += logits
         factor = engine.kernels
-        matmul = factor * (product + logits)
-        attention *= factor
-        memory = factor * elementwise
+        matmul, memory, attention = factor * product, factor * read, factor * attention
         communication = engine.wire * (sums + moved)
         if moved:
             communication += mixture_layers(shape) * engine.shared_s
@@ -242,7 +241,7 @@ class AcceleratedStepCost:
         return [(0, layers - windowed), *([(self._window, windowed)] if windowed else [])]
 
     def _dense_s(self, own: float, all_tokens: float) -> tuple[float, float, float, float]:
-        """(products, elementwise, sums, exchange) s of all layers, attention itself left out.
+        """(products, what memory binds, sums, exchange) s of all layers, attention itself left out.
 
         Args:
             own: tokens of a group of devices that share attention.
@@ -267,8 +266,9 @@ class AcceleratedStepCost:
                 product((1 + shape.gated) * inner, hidden) + product(hidden, inner)
             )
             elementwise += plain * passed(3 * inner)
+        mixed = 0.0
         if mixtures:
-            each = product(shape.num_experts, hidden, "bf16") + times.experts(
+            mixed = mixtures * times.experts(
                 self.formats.experts,
                 all_tokens,
                 hidden,
@@ -277,6 +277,7 @@ class AcceleratedStepCost:
                 shape.num_experts,
                 split.experts_over,
             )
+            each = product(shape.num_experts, hidden, "bf16")
             if shape.num_shared_experts:
                 inner = shape.num_shared_experts * shape.expert_hidden / split.tp
                 each += product(2 * inner, hidden) + product(hidden, inner)
@@ -296,7 +297,12 @@ class AcceleratedStepCost:
             there = times.collective("alltoall", world, sent)
             back = times.collective("alltoall", world, 2.0 * sent)
             moved = mixtures * (there + back)
-        return products, elementwise, sums, moved
+        # A share of all tokens passes each expert.
+        rows = all_tokens * shape.top_k / shape.num_experts if mixtures else 0.0
+        bound = [0.0, elementwise]
+        bound[times.reads(form, own)] += products
+        bound[times.reads(self.formats.experts, rows)] += mixed
+        return bound[0], bound[1], sums, moved
 
     def _projections(
         self, product: Callable[..., float], passed: Callable[..., float]
