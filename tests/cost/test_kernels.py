@@ -19,7 +19,7 @@ from shoal.cost.kernels.tables import VERSION, Grid, read_table, shipped
 from shoal.cost.kernels.times import kernel_times, table_of
 from shoal.cost.published.devices import gpu
 from shoal.cost.shapes import find
-from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, Split
+from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, ServingSplit
 from shoal.machine.described import load, names
 
 TABLES = [
@@ -152,9 +152,9 @@ def test_refuses_tables_of_another_version_and_what_is_none(tmp_path: Path) -> N
 
 def test_splits_and_engines_are_checked() -> None:
     with pytest.raises(PlanError, match=r"experts = .1 devices of an expert x 4.: expected 8"):
-        Split(tp=8, expert_tp=1, experts_over=4)
+        ServingSplit(tp=8, expert_tp=1, experts_over=4)
     with pytest.raises(PlanError, match="tp = 3: expected a divisor of the 32 heads"):
-        AcceleratedStepCost(gpu("H200"), find("Llama-3.1-8B"), ENGINES["vllm"], Split(tp=3))
+        AcceleratedStepCost(gpu("H200"), find("Llama-3.1-8B"), ENGINES["vllm"], ServingSplit(tp=3))
     with pytest.raises(ConfigError, match=r"engine = 'vlm'.*did you mean 'vllm'"):
         serving_engine("vlm")
 
@@ -164,10 +164,12 @@ def test_more_devices_share_a_step() -> None:
     shape, device = find("DeepSeek-V3"), gpu("H200")
     formats = Formats("fp8_block", "fp8_block", "fp8")
     chunks = [(4096, 1)] * 256
-    one = AcceleratedStepCost(device, shape, ENGINES["sglang"], Split(), formats).terms(chunks)
-    shared = AcceleratedStepCost(device, shape, ENGINES["sglang"], Split(tp=8), formats)
+    one = AcceleratedStepCost(device, shape, ENGINES["sglang"], ServingSplit(), formats).terms(
+        chunks
+    )
+    shared = AcceleratedStepCost(device, shape, ENGINES["sglang"], ServingSplit(tp=8), formats)
     apart = AcceleratedStepCost(
-        device, shape, ENGINES["sglang"], Split(replicas=8, experts_over=8), formats
+        device, shape, ENGINES["sglang"], ServingSplit(replicas=8, experts_over=8), formats
     )
     assert one.communication == 0 < shared.terms(chunks).communication
     products = [terms.matmul + terms.memory for terms in (one, shared.terms(chunks))]
@@ -183,13 +185,13 @@ def test_well_known_steps_are_where_they_are_known_to_be() -> None:
         gpu("H200"),
         find("DeepSeek-V3"),
         ENGINES["sglang"],
-        Split(replicas=16, experts_over=16),
+        ServingSplit(replicas=16, experts_over=16),
         Formats("fp8_block", "fp8_block", "fp8"),
     )
     for clients in (16, 64, 256):
         assert 0.011 < deepseek.decode_terms(clients, 2048).total < 0.041
     llama = AcceleratedStepCost(
-        gpu("H100-80GB"), find("Llama-3.1-70B"), ENGINES["vllm"], Split(tp=4),
+        gpu("H100-80GB"), find("Llama-3.1-70B"), ENGINES["vllm"], ServingSplit(tp=4),
         Formats("fp8", "fp8", "fp8"),
     )  # fmt: skip
     assert 0.009 < llama.decode_terms(8, 1024).total < 0.017

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "WeightFormat", "expert_bound_s", "reached"]
+__all__ = ["FORMATS", "KernelFormat", "expert_bound_s", "reached"]
 
 # Seconds of a kernel that does next to nothing.
 FLOOR_S = 1e-5
 
 
 @dataclass(frozen=True)
-class WeightFormat:
+class KernelFormat:
     """A format of weights in products.
 
     Args:
@@ -27,16 +27,16 @@ class WeightFormat:
 
 
 FORMATS = {
-    "fp32": WeightFormat(4.0, 0.5),
-    "bf16": WeightFormat(2.0),
-    "fp16": WeightFormat(2.0),
-    "fp8": WeightFormat(1.0, 2.0),
-    "fp8_block": WeightFormat(1.0, 2.0),
-    "int8": WeightFormat(1.0),
-    "nvfp4": WeightFormat(0.5625, 4.0),
-    "mxfp4": WeightFormat(0.53125),
-    "mxfp4_fp8": WeightFormat(0.53125, 2.0),
-    "int4": WeightFormat(0.53125),
+    "fp32": KernelFormat(4.0, 0.5),
+    "bf16": KernelFormat(2.0),
+    "fp16": KernelFormat(2.0),
+    "fp8": KernelFormat(1.0, 2.0),
+    "fp8_block": KernelFormat(1.0, 2.0),
+    "int8": KernelFormat(1.0),
+    "nvfp4": KernelFormat(0.5625, 4.0),
+    "mxfp4": KernelFormat(0.53125),
+    "mxfp4_fp8": KernelFormat(0.53125, 2.0),
+    "int4": KernelFormat(0.53125),
 }
 """Formats of weights. Integers and mxfp4 are unpacked for products of 16 bits, or of eight."""
 

@@ -68,6 +68,12 @@ class KernelTimes:
         self.product = functools.lru_cache(1 << 16)(self._product)
         self.experts = functools.lru_cache(1 << 14)(self._experts)
 
+    @property
+    def measured(self) -> bool:
+        """The table was measured on such a device, by its data sheet, and not on the nearest."""
+        pairs = ((self._flops, self.table.flops), (self.device.stream, self.table.stream))
+        return all(abs(own / other - 1.0) < 0.12 for own, other in pairs)
+
     def stream(self, nbytes: float) -> float:
         """Seconds to pass so many bytes through the memory, without a launch."""
         return nbytes / (_STREAMED * self.device.stream)

@@ -24,7 +24,7 @@ from shoal.cost.published.devices import gpu
 from shoal.cost.published.rows import UnplayableError
 from shoal.cost.serving.closed_loop import Clients, ClosedLoop, closed_loop
 from shoal.cost.shapes import find
-from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, Split
+from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, ServingSplit
 from shoal.ir import ModelShape
 
 __all__ = ["SiliconRun", "read_silicon", "replay_silicon"]
@@ -174,7 +174,7 @@ def _cost(
         tp, replicas, each = (over, 1, 1) if tp > 1 else (1, over, 1)
     if not shape.num_experts:
         each, over = tp * replicas, 1
-    split = Split(tp, replicas, each, over, _number(row, f"{side}pp_size"))
+    split = ServingSplit(tp, replicas, each, over, _number(row, f"{side}pp_size"))
     return AcceleratedStepCost(device, shape, engine, split, formats)
 
 

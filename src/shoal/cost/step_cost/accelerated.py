@@ -24,7 +24,7 @@ from shoal.cost.kernels.times import kernel_times
 from shoal.cost.step_cost.roofline import Terms
 from shoal.ir import ModelShape
 
-__all__ = ["AcceleratedStepCost", "Formats", "Split"]
+__all__ = ["AcceleratedStepCost", "Formats", "ServingSplit"]
 
 # Seconds between kernels that a recorded graph launches.
 GAP_S = 2.2e-6
@@ -33,7 +33,7 @@ _KERNELS = 5
 
 
 @dataclass(frozen=True)
-class Split:
+class ServingSplit:
     """How devices share the model.
 
     Args:
@@ -114,7 +114,7 @@ class AcceleratedStepCost:
         device: Accelerator,
         shape: ModelShape,
         engine: ServingEngine,
-        split: Split = Split(),  # noqa: B008: frozen
+        split: ServingSplit = ServingSplit(),  # noqa: B008: frozen
         formats: Formats = Formats(),  # noqa: B008: frozen
     ) -> None:
         require(
@@ -130,6 +130,11 @@ class AcceleratedStepCost:
         self._latent, self._linear = latent_of(shape), linear_of(shape)
         self._window, self._windowed = window_of(shape)
         self._dense = functools.lru_cache(4096)(self._dense_s)
+
+    @property
+    def measured(self) -> bool:
+        """Its kernels were measured on such a device, and not on the nearest."""
+        return self._times.measured
 
     @functools.cached_property
     def unscaled(self) -> AcceleratedStepCost:

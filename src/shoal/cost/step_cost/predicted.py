@@ -8,7 +8,7 @@ from typing import Protocol
 from shoal.core.errors import require
 from shoal.cost.gpu.device import gpu_of
 from shoal.cost.kernels.serving_engines import serving_engine
-from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, Split
+from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, ServingSplit
 from shoal.cost.step_cost.roofline import BYTES, Roofline, Terms
 from shoal.cost.step_cost.sharded import ShardedStepCost
 from shoal.ir import Machine, ModelShape
@@ -69,7 +69,7 @@ def predicted_step_cost(
             gpu_of(machine),
             shape,
             serving_engine(engine),
-            Split(tp=tp, pp=pp),
+            ServingSplit(tp=tp, pp=pp),
             Formats(dense=dense, experts=dense, kv=_of_bytes(kv)),
         )
     roofline = Roofline(
