@@ -32,6 +32,7 @@ __all__ = [
     "say_if_slower",
     "show",
     "show_estimate",
+    "show_taken",
     "table",
 ]
 
@@ -109,6 +110,12 @@ def table(
 def show(shown: Table) -> None:
     """Print a table."""
     table(shown.title, shown.columns, shown.rows, numeric=shown.right)
+
+
+def show_taken(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Print what an answer rests on, each with the reason why it was taken: (name, value, why)."""
+    words = "; ".join(f"{name} {value} ({why})" for name, value, why in rows)
+    typer.echo(f"taken: {words}")
 
 
 def show_estimate(

@@ -146,6 +146,7 @@ def resolve(
     cls: type[_V],
     *,
     base: _V | None = None,
+    usual: Mapping[str, Any] | None = None,
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
@@ -156,6 +157,7 @@ def resolve(
     Args:
         cls: the configuration's type.
         base: a value to start from, such as that of a run to go on with; the defaults if none.
+        usual: dotted path -> value that is taken in the place of a default on such a machine.
         file: a YAML file, or none.
         environment: the variables to read; ``os.environ`` if not given.
         flags: dotted path -> value; entries that are None were not given.
@@ -187,6 +189,8 @@ def resolve(
         else:
             complaints.clear()
 
+    for path, value in (usual or {}).items():
+        put(path, value, "usual on such a machine")
     if file is not None:
         given = read_yaml(file)
         check(given, str(file))

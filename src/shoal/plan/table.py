@@ -16,6 +16,8 @@ COLUMNS = (
     "fits",
     "step",
     "tokens/s",
+    "of one",
+    "MFU",
     "time",
     "memory/rank",
     "energy",
@@ -28,8 +30,10 @@ COLUMNS = (
 def explain(plans: Sequence[TrainPlan]) -> list[dict[str, str]]:
     """One row a plan, keyed by :data:`COLUMNS`; unknown things are ``-``.
 
-    The time and the price of the job come with their 90 % intervals, ``value (low .. high) unit``;
-    step and energy have the same one in proportion.
+    ``of one`` are the tokens per second of one device; MFU is the share of its data sheet's FLOP/s
+    that the model's own operations reach, recomputation left out. The time and the price of the
+    job come with their 90 % intervals, ``value (low .. high) unit``; step and energy have the same
+    one in proportion.
     """
     return [_row(plan) for plan in plans]
 
@@ -50,6 +54,8 @@ def _row(plan: TrainPlan) -> dict[str, str]:
         "fits": "yes" if plan.fits else "no",
         "step": _value(cost.step_s, _seconds),
         "tokens/s": _si(cost.tokens_per_s),
+        "of one": _si(cost.tokens_per_s / _devices(plan)),
+        "MFU": _mfu(plan),
         "time": _interval(cost.total_s, _seconds),
         "memory/rank": f"{device / 1e9:.1f} GB",
         "energy": _value(cost.energy_j, _joules),
@@ -90,6 +96,19 @@ def spell(plan: TrainPlan) -> str:
         words.append(f"{len(job.layers)} layer groups")
     words.append(job.precision)
     return " ".join(words)
+
+
+def _devices(plan: TrainPlan) -> int:
+    """Devices of a plan: ranks of a CPU share one."""
+    return plan.job.parallel.world if plan.machine.device.kind == "gpu" else 1
+
+
+def _mfu(plan: TrainPlan) -> str:
+    cost, device = plan.estimate, plan.machine.device
+    peak = device.peak_flops.get(plan.job.precision)
+    if cost is None or not peak or not cost.flops:
+        return "-"
+    return f"{cost.flops / (cost.step_s.value * _devices(plan) * peak):.0%}"
 
 
 def _interval(found: Interval | None, unit_of: Callable[[float], tuple[float, str]]) -> str:

@@ -16,7 +16,9 @@ from shoal.core.counts import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
+    from shoal.core.config import ResolvedValue
     from shoal.ir import ServePlan, TrainPlan
     from shoal.plan.what_if import WhatIfResult
 
@@ -107,7 +109,7 @@ def train(
 
         shoal plan train Llama-3-8B -m 1xRTX-4090 --tokens 20M --offload auto --out plan.yaml
     """
-    from shoal.app.show import as_json
+    from shoal.app.show import as_json, show_taken
     from shoal.core.config import resolve
     from shoal.core.files import write_atomic
     from shoal.cost.shapes import resolve as shape_of
@@ -128,14 +130,17 @@ def train(
         "finetune": None if finetune == "auto" else finetune,
     }
     target = load(machine)
-    if file is None and target.device.kind == "gpu":
-        # What people train on such machines, unless they say otherwise.
-        flags["seq_len"] = seq_len or min(4096, shape_of(model).max_position)
-        flags["global_batch"] = global_batch or max(128, target.num_devices)
     options, sets = split_options(set_ or [])
     if offload is not None:
         options["offload"] = offload
-    job = resolve(TrainJob, file=file, flags=flags, sets=sets).value
+    usual: dict[str, int] = {}
+    if file is None and target.device.kind == "gpu":
+        usual = {
+            "seq_len": min(4096, shape_of(model).max_position),
+            "global_batch": max(128, target.num_devices),
+        }
+    resolved = resolve(TrainJob, usual=usual, file=file, flags=flags, sets=sets)
+    job = resolved.value
     if finetune == "auto":
         from shoal.plan.peft import advise
 
@@ -168,8 +173,33 @@ def train(
     if output is Format.json:
         as_json([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
     else:
+        best = plans[0]
+        chosen = [
+            ("recompute", best.job.recompute, "of the first plan"),
+            ("engine", "shoal", "default; --emit prices the launch files as their engine runs"),
+        ]
+        show_taken([*_taken(resolved, _TRAINED), *chosen])
         show_plans(plans)
         show_answers(answers)
+
+
+# What an estimate rests on and a user may not have said.
+_TRAINED = ("seq_len", "global_batch", "tokens", "steps", "precision", "optimizer")
+_SERVED = (
+    "workload.name",
+    "workload.rate",
+    "weights",
+    "kv_format",
+    "max_running",
+    "max_step_tokens",
+    "engine",
+)
+
+
+def _taken(resolved: ResolvedValue[Any], names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(name, value, why) of these leaves that have a value."""
+    rows = [(path, value, why) for path, value, why in resolved.lines() if path in names]
+    return [row for row in rows if row[1] != "none"]
 
 
 def _calibrated(plan: TrainPlan) -> TrainPlan:
@@ -280,7 +310,7 @@ def serve(
 
         shoal plan serve Qwen3-8B -m 4xH100 --workload code --slo ttft=0.25,tpot=0.03
     """
-    from shoal.app.show import as_json
+    from shoal.app.show import as_json, show_taken
     from shoal.core.config import resolve
     from shoal.core.errors import require
     from shoal.core.files import to_yaml
@@ -302,10 +332,11 @@ def serve(
         # Who gets the files runs them.
         "engine": engine or (emit if emit in ENGINES else None),
     }
+    usual: dict[str, int] = {}
     if file is None and target.device.kind == "gpu":
         # A GPU needs more tokens in a step than a CPU to be busy.
-        flags.update({"max_step_tokens": 8192, "max_running": 256})
-    resolved = resolve(ServeJob, file=file, flags=flags, sets=set_ or [])
+        usual = {"max_step_tokens": 8192, "max_running": 256}
+    resolved = resolve(ServeJob, usual=usual, file=file, flags=flags, sets=set_ or [])
     if rate is not None:
         resolved = resolved.replace({"workload.rate": rate}, "--rate")
     if requests is not None:
@@ -342,6 +373,7 @@ def serve(
     elif output is PlanFormat.yaml:
         typer.echo(to_yaml(request.model_dump(mode="json", exclude_none=True)), nl=False)
     else:
+        show_taken([*_taken(resolved, _SERVED), ("numbers", request.job.precision, "of the plan")])
         show_serve_plan(request, competing(job, request, drafters=drafter or ()) if compare else ())
 
 
