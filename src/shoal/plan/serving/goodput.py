@@ -13,7 +13,6 @@ Source: Zhong et al., DistServe, 2024, section 4 and algorithm 1.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -30,8 +29,6 @@ __all__ = ["FEWEST_REQUESTS", "Goodput", "Slo", "poisson", "replicas"]
 
 FEWEST_REQUESTS = 500
 _MOST_DOUBLINGS = 40
-# After so many rates that were expected to be the one, the middle of what is left is next.
-_GUESSES = 8
 # A rate that is expected from those on one side of it is at most so much away, in logarithms.
 _FARTHEST = math.log(2.0)
 
@@ -202,7 +199,8 @@ class Goodput:
         require(start > 0, "goodput.start", start, expected="more than 0")
         passed, failed = 0.0, start * 2.0**_MOST_DOUBLINGS if most is None else most
         guess = start if near is None else near
-        for request in itertools.count():
+        width = math.inf
+        while True:
             guess = min(max(guess, passed), failed)
             low, high = _between(guess, start, tolerance, relative)
             if low > passed:
@@ -217,7 +215,8 @@ class Goodput:
                 failed = rate
             if passed >= failed:
                 break
-            guess = self._next(slo, passed, failed, halve=request >= _GUESSES)
+            before, width = width, failed / passed if passed else math.inf
+            guess = self._next(slo, passed, failed, halve=width > math.sqrt(before))
         return max(low, passed)
 
     def _next(self, slo: Slo, passed: float, failed: float, *, halve: bool) -> float:
