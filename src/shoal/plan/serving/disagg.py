@@ -169,7 +169,7 @@ class _Search:
         for rate, setting in self._together(fronts[:_KEPT], backs[:_KEPT]):
             result, rates = self._try(setting, near=better * rate / setting.devices)
             tried.append((result, rates))
-            better = result.goodput / rate or better
+            better = max(better, result.goodput / rate)
             tell(str(setting))
         tried.sort(key=lambda one: -one[0].goodput)
         if tried[0][0].goodput == 0:
