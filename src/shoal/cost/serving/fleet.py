@@ -251,6 +251,7 @@ class Fleet:
         self._events: list[tuple[float, int, _Event, Any]] = []
         self._number = 0
         self._served: dict[str, ServedRequest] = {}
+        self._begun: set[str] = set()  # those with a first token and without a last one
         # Request -> (where its prompt is computed, when that began, when it ended or will end).
         self._prompt: dict[str, tuple[_Running, float, float]] = {}
         for index, arrival in enumerate(arrivals):
@@ -293,13 +294,14 @@ class Fleet:
         running, step, result = what
         touched = [running]
         served_of, requests = self._served, running.requests
-        for name, tokens, _, finish, _ in running.scheduler.commit(step, result, now):
-            served = served_of[name]
-            if served.n_output and finish is None:
-                served.n_output += len(tokens)
+        for name, _, _, finish, _ in running.scheduler.commit(step, result, now):
+            # All that comes between the first token and the last one is counted at the end.
+            if finish is None and name in self._begun:
                 continue
-            request = requests[name]
-            if served.n_output == 0:
+            served, request = served_of[name], requests[name]
+            if not served.n_output:
+                self._begun.add(name)
+                served.n_output = 1
                 served.first, served.n_cached = now, request.n_cached
                 self.dispatcher.prompted(name)
                 if running.phase == "prefill":
@@ -307,8 +309,9 @@ class Fleet:
                     self._prompt[name] = running, began, now
                 if running.phase == "prefill" and finish is None and not self._overlaps:
                     touched.append(self._announce(request))
-            served.n_output += len(tokens)
             if finish is not None:
+                self._begun.remove(name)
+                served.n_output = request.n_generated
                 served.finish, served.preemptions = now, request.preemptions
                 self.dispatcher.ended(name)
                 del served_of[name], requests[name]
