@@ -154,10 +154,7 @@ def simulate_fleet(
     crowding: float = 0.0,
 ) -> FleetSimulation:
     """Serve ``arrivals`` in virtual time, all of them; see :class:`Fleet`."""
-    fleet = Fleet(prefill, decode, dispatcher, arrivals, wire=wire, crowding=crowding)
-    while fleet.advance():
-        pass
-    return fleet.seen
+    return Fleet(prefill, decode, dispatcher, arrivals, wire=wire, crowding=crowding).finish()
 
 
 class _Running:
@@ -274,6 +271,12 @@ class Fleet:
         assert events or not self._served, f"requests {list(self._served)[:3]} never ended"
         self.seen.busy_s = [one.busy_s for one in (*self.fronts, *self.backs)]
         return bool(events)
+
+    def finish(self) -> FleetSimulation:
+        """Go on to the end."""
+        while self.advance():
+            pass
+        return self.seen
 
     def _push(self, at: float, happens: _Event, what: Any) -> None:
         self._number += 1

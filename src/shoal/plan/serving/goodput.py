@@ -21,7 +21,6 @@ from pydantic import Field, PositiveFloat
 from shoal.core.config import Value
 from shoal.core.errors import require
 from shoal.cost.serving.fleet import Fleet
-from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.workloads.drawing import times
 from shoal.ir import Arrival
 
