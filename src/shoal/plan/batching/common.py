@@ -227,7 +227,7 @@ class Queues:
         self.preemption.settle(result.done, now)
         # The loop over all chunks of all steps is what a simulation spends its time in.
         running, longest, computed = self.running, self.limits.max_position, self.kv.computed
-        tokens_of, infos_of, size = result.tokens, result.infos, self.kv.block_size
+        tokens_of, infos_of = result.tokens, result.infos
         outputs: list[Output] = []
         if result.guessed and self.drafting is not None:
             self.drafting.observe(
@@ -242,9 +242,7 @@ class Queues:
                 continue  # aborted while the step ran
             tokens, params = request.tokens, request.params
             request.n_computed = stop = start + length
-            # A token inside a block makes none full.
-            if length > 1 or not stop % size:
-                computed(request)
+            computed(request)
             if stop != len(tokens):
                 continue
             given = tokens_of.get(name)

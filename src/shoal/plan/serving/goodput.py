@@ -233,7 +233,7 @@ class Goodput:
             return math.sqrt(passed * failed)
         x, y = loads[0] if above else loads[-1]
         # Too much is decided early: less and less of it costs little.
-        back = min(_FARTHEST, 0.05 * 4.0 ** (len(above) - 1))
+        back = min(_FARTHEST, 0.03 * 2.0 ** (len(above) - 1))
         return math.exp(x + min(_FARTHEST, max(-back, -y / max(power, 0.2))))
 
 
