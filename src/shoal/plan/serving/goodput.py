@@ -30,6 +30,9 @@ FEWEST_REQUESTS = 500
 _MOST_DOUBLINGS = 40
 # A rate that is expected from those on one side of it is at most so much away, in logarithms.
 _FARTHEST = math.log(2.0)
+# Down from one that is too much, twice as far each time: a rate that fails is decided early, and
+# one that passes takes nearly a whole simulation.
+_FIRST_BACK = 0.03
 
 
 class Slo(Value):
@@ -232,8 +235,7 @@ class Goodput:
         if between and (halve or power <= 0):
             return math.sqrt(passed * failed)
         x, y = loads[0] if above else loads[-1]
-        # Too much is decided early: less and less of it costs little.
-        back = min(_FARTHEST, 0.03 * 2.0 ** (len(above) - 1))
+        back = min(_FARTHEST, _FIRST_BACK * 2.0 ** (len(above) - 1))
         return math.exp(x + min(_FARTHEST, max(-back, -y / max(power, 0.2))))
 
 
