@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import yaml
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
 from shoal.core.errors import ConfigError, PlanError
 from shoal.core.parts import table
-from shoal.cost.serving.fleet import SimulatedInstance, simulate_fleet
+from shoal.cost.serving.fleet import Fleet, FleetSimulation, SimulatedInstance, attainment
 from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.shapes import resolve
 from shoal.ir import (
@@ -124,11 +126,11 @@ def test_prompts_share_a_step_up_to_the_batch_and_long_ones_go_alone() -> None:
 
 
 def rates(devices: int = 1) -> Goodput:
-    def serve(arrivals: list[Arrival]) -> list[ServedRequest]:
+    def serve(arrivals: list[Arrival]) -> Fleet:
         kv = table("kv").build({"name": "paged", "prefix_reuse": False}).build(4096)
         limits = SchedulerLimits(max_running=32, max_step_tokens=256, max_position=512)
         one = SimulatedInstance(table("scheduler").build("prefill_first").build(kv, limits), COST)
-        return simulate_fleet([one], [], LeastLoadedDispatcher(1), arrivals).served
+        return Fleet([one], [], LeastLoadedDispatcher(1), arrivals)
 
     requests = [Arrival(0.0, (1,) * n, 2 + n % 5) for n in range(10, 40)]
     return Goodput(serve, poisson(requests, 500, 0), devices)  # type: ignore[arg-type]
@@ -147,6 +149,24 @@ def test_the_found_rate_is_that_of_a_dense_scan() -> None:
     assert rates(devices=2).find(slo, tolerance=0.5) == pytest.approx(best / 2, abs=1.0)
 
 
+def test_a_rate_is_simulated_until_it_is_decided_and_no_further() -> None:
+    slo, many = Slo(ttft=0.15, tpot=0.06), rates()
+    decided = {rate: many.passes(rate, slo) for rate in (5.0, 10.0, 400.0)}
+    work = {rate: many.load(rate, slo) for rate in decided}
+    assert decided == {5.0: True, 10.0: True, 400.0: False}
+    fleets = {rate: many._at(rate) for rate in decided}
+    # Far too many requests are known to be so when a few more than a tenth of them came.
+    ended = [one for one in fleets[400.0].seen.served if not math.isnan(one.finish)]
+    assert len(ended) < 150
+    assert work[400.0] > 1 >= work[10.0]
+    for rate, fleet in fleets.items():
+        # The same simulation goes on when more is asked; what was decided stays so.
+        share = many.attained(rate, slo)
+        assert many._at(rate) is fleet
+        assert share == attainment(fleet.finish().served, ttft=slo.ttft, tpot=slo.tpot)
+        assert (share >= slo.share) == decided[rate]
+
+
 class Line:
     """A setting whose requests take longer the more of them come; ``at`` meets targets of 1 s.
 
@@ -158,11 +178,12 @@ class Line:
     def __init__(self, at: float, power: float) -> None:
         self.at, self.power, self.asked = at, power, 0
 
-    def __call__(self, arrivals: list[Arrival]) -> list[ServedRequest]:
+    def __call__(self, arrivals: list[Arrival]) -> SimpleNamespace:
         self.asked += 1
         rate = (len(arrivals) - 1) / (arrivals[-1].at - arrivals[0].at)
         late = (rate / self.at) ** self.power * (1 - 1e-9)
-        return [ServedRequest("x", one.at, 1, one.at + late, one.at + late, 1) for one in arrivals]
+        ends = [ServedRequest("x", one.at, 1, one.at + late, one.at + late, 1) for one in arrivals]
+        return SimpleNamespace(now=math.inf, seen=FleetSimulation(ends))
 
 
 @pytest.mark.parametrize("power", [0.3, 1.0, 3.0, 40.0])

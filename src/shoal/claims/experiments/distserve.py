@@ -27,9 +27,8 @@ from shoal.claims.catalogue import BaseClaim
 from shoal.claims.lab.phased import DecodeLine, Phased, PromptLine
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.parts import part, table
-from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate_fleet
+from shoal.cost.serving.fleet import Fleet, KVTransferLink, SimulatedInstance, simulate_fleet
 from shoal.cost.serving.queueing import md1_ttft
-from shoal.cost.serving.simulator import ServedRequest
 from shoal.ir import Arrival, SchedulerLimits
 from shoal.plan.batching.dispatch import LeastLoadedDispatcher
 from shoal.plan.serving.goodput import Goodput, Slo, poisson
@@ -56,7 +55,7 @@ _CODE_TTFT, _CODE_TPOT = 0.125, 0.03
 _CHAT_TTFT, _CHAT_TPOT = 1.0, 0.2
 
 
-def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Sequence[ServedRequest]], int]:
+def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Fleet], int]:
     """How a system serves, and its devices: ``apart``, ``prefill_first`` or ``fcfs:TOKENS``."""
 
     def instance(kind: str, part: dict[str, Any], tokens: int) -> SimulatedInstance:
@@ -67,19 +66,17 @@ def system(name: str) -> tuple[Callable[[Sequence[Arrival]], Sequence[ServedRequ
     if name == "apart":
         wire = KVTransferLink(bandwidth=_BANDWIDTH, token_bytes=_TOKEN_BYTES)
 
-        def apart(arrivals: Sequence[Arrival]) -> Sequence[ServedRequest]:
+        def apart(arrivals: Sequence[Arrival]) -> Fleet:
             front = instance("phase", {"name": "prefill", "batch_tokens": _BATCH}, _BATCH)
             back = instance("phase", {"name": "decode"}, _BATCH)
-            return simulate_fleet(
-                [front], [back], LeastLoadedDispatcher(1, 1), arrivals, wire=wire
-            ).served
+            return Fleet([front], [back], LeastLoadedDispatcher(1, 1), arrivals, wire=wire)
 
         return apart, 2
     scheduler, _, tokens = name.partition(":")
 
-    def both(arrivals: Sequence[Arrival]) -> Sequence[ServedRequest]:
+    def both(arrivals: Sequence[Arrival]) -> Fleet:
         one = instance("scheduler", {"name": scheduler}, int(tokens or _BATCH))
-        return simulate_fleet([one], [], LeastLoadedDispatcher(1), arrivals).served
+        return Fleet([one], [], LeastLoadedDispatcher(1), arrivals)
 
     return both, 1
 

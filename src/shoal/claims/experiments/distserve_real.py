@@ -25,7 +25,7 @@ import numpy as np
 from shoal.core.config import Value
 from shoal.core.measure import BackgroundLoad
 from shoal.core.parts import table
-from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, attainment, simulate_fleet
+from shoal.cost.serving.fleet import Fleet, KVTransferLink, SimulatedInstance, attainment
 from shoal.cost.serving.simulator import ServedRequest, quantities
 from shoal.cost.step_cost.cooling import Cooling, Warmth, fit_cooling
 from shoal.cost.step_cost.fitted import FittedStepCost, StepSample, fit, scaled
@@ -270,11 +270,13 @@ class RealSystems:
         arrivals = self._arrivals(rate, self._count(rate), seed)
         before = self._pulse(engine, costs)
         costs.now(before)
-        said = self._predict(system, costs, arrivals, engine.token_bytes)
+        said = self._predict(system, costs, arrivals, engine.token_bytes).finish().served
         three = [said, alone(costs, arrivals)]
         slo = {"ttft": self.slo.ttft, "tpot": self.slo.tpot}
         ends = [
             self._predict(system, costs.scaled(factor), arrivals, engine.token_bytes)
+            .finish()
+            .served
             for factor in (1 - STEADY, 1 + STEADY)
         ]
         swing = max(abs(attainment(end, **slo) - attainment(said, **slo)) for end in ends)
@@ -325,7 +327,7 @@ class RealSystems:
 
     def _predict(
         self, system: str, costs: PhaseCosts, arrivals: Sequence[Arrival], token_bytes: int
-    ) -> list[ServedRequest]:
+    ) -> Fleet:
         def instance(kind: str, name: str, role: str) -> SimulatedInstance:
             kv = table("kv").build("paged").build(_KV_TOKENS)
             cost, cooling = costs.of[role]
@@ -334,14 +336,14 @@ class RealSystems:
 
         if system == "colocated":
             both = [instance("scheduler", "fcfs", "both") for _ in range(2)]
-            return simulate_fleet(both, [], LeastLoadedDispatcher(2), arrivals).served
-        return simulate_fleet(
+            return Fleet(both, [], LeastLoadedDispatcher(2), arrivals)
+        return Fleet(
             [instance("phase", "prefill", "prefill")],
             [instance("phase", "decode", "decode")],
             LeastLoadedDispatcher(1, 1),
             arrivals,
             wire=KVTransferLink(bandwidth=self._copy_bandwidth, token_bytes=token_bytes),
-        ).served
+        )
 
 
 def _times(factor: float, cost: FittedStepCost, cooling: Cooling) -> tuple[FittedStepCost, Cooling]:

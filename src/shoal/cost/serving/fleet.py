@@ -27,6 +27,7 @@ from shoal.ir import Arrival, Request, Scheduler, Step, StepCost, StepResult
 from shoal.ir.phases import DecodePhaseScheduler, Dispatcher, PrefillPhaseScheduler
 
 __all__ = [
+    "Fleet",
     "FleetSimulation",
     "KVTransferLink",
     "SimulatedInstance",
@@ -124,6 +125,10 @@ class FleetSimulation:
         return quantities(self.served)
 
 
+# Times at which something happens, by which a simulation is advanced.
+_MOMENTS = 128
+
+
 def attainment(served: Sequence[ServedRequest], *, ttft: float, tpot: float) -> float:
     """Share of requests that meet both targets; one that did not finish meets none.
 
@@ -148,44 +153,8 @@ def simulate_fleet(
     wire: KVTransferLink | None = None,
     crowding: float = 0.0,
 ) -> FleetSimulation:
-    """Serve ``arrivals`` in virtual time.
-
-    Args:
-        prefill: where prompts go: schedulers of the prefill phase, or of both phases if
-            ``decode`` is empty.
-        decode: schedulers of the decode phase.
-        dispatcher: for so many instances; without requests.
-        arrivals: what comes, in the order of time.
-        wire: how keys and values come to decode instances.
-        crowding: how much longer a step takes for each other instance that is in one, as a
-            share of its time alone.
-
-    Raises:
-        ServeError: a request that can never run.
-        ConfigError: arrivals that are not in the order of time, or no wire.
-    """
-    require(
-        crowding >= 0 and (crowding == 0 or all(one.stages == 1 for one in (*prefill, *decode))),
-        "crowding",
-        crowding,
-        expected="0 or more, and 0 for instances of several stages",
-    )
-    require(bool(prefill), "instances", 0, expected="at least one that computes prompts")
-    require(
-        bool(decode) == (wire is not None),
-        "wire",
-        wire,
-        expected="one where there are decode instances, and none elsewhere",
-    )
-    for index in range(1, len(arrivals)):
-        require(
-            arrivals[index].at >= arrivals[index - 1].at,
-            f"arrivals[{index}].at",
-            arrivals[index].at,
-            expected=f"at least {arrivals[index - 1].at}, the time of the one before",
-            hint="sort the trace by time",
-        )
-    return _Fleet(prefill, decode, dispatcher, wire, crowding).run(arrivals)
+    """Serve ``arrivals`` in virtual time, all of them; see :class:`Fleet`."""
+    return Fleet(prefill, decode, dispatcher, arrivals, wire=wire, crowding=crowding).finish()
 
 
 class _Running:
@@ -211,17 +180,60 @@ class _Running:
 _Event = Callable[[float, Any], list[_Running]]
 
 
-class _Fleet:
-    """The loop of :func:`simulate_fleet`."""
+class Fleet:
+    """Instances that serve ``arrivals`` in virtual time, as far as they are advanced.
+
+    Args:
+        prefill: where prompts go: schedulers of the prefill phase, or of both phases if
+            ``decode`` is empty.
+        decode: schedulers of the decode phase.
+        dispatcher: for so many instances; without requests.
+        arrivals: what comes, in the order of time.
+        wire: how keys and values come to decode instances.
+        crowding: how much longer a step takes for each other instance that is in one, as a
+            share of its time alone.
+
+    Attributes:
+        now: s up to which everything is known.
+        seen: what happened until then.
+
+    Raises:
+        ServeError: a request that can never run.
+        ConfigError: arrivals that are not in the order of time, or no wire.
+    """
 
     def __init__(
         self,
         prefill: Sequence[SimulatedInstance],
         decode: Sequence[SimulatedInstance],
         dispatcher: Dispatcher,
-        wire: KVTransferLink | None,
-        crowding: float,
+        arrivals: Sequence[Arrival],
+        *,
+        wire: KVTransferLink | None = None,
+        crowding: float = 0.0,
     ) -> None:
+        require(
+            crowding >= 0
+            and (crowding == 0 or all(one.stages == 1 for one in (*prefill, *decode))),
+            "crowding",
+            crowding,
+            expected="0 or more, and 0 for instances of several stages",
+        )
+        require(bool(prefill), "instances", 0, expected="at least one that computes prompts")
+        require(
+            bool(decode) == (wire is not None),
+            "wire",
+            wire,
+            expected="one where there are decode instances, and none elsewhere",
+        )
+        for index in range(1, len(arrivals)):
+            require(
+                arrivals[index].at >= arrivals[index - 1].at,
+                f"arrivals[{index}].at",
+                arrivals[index].at,
+                expected=f"at least {arrivals[index - 1].at}, the time of the one before",
+                hint="sort the trace by time",
+            )
         phase = "prefill" if decode else "both"
         self.fronts = [_Running(one, phase) for one in prefill]
         self.backs = [_Running(one, "decode") for one in decode]
@@ -232,21 +244,23 @@ class _Fleet:
         # the same speed.
         self._crowd: dict[int, tuple[_Running, Step, StepResult]] = {}
         self._steady_since = 0.0
-        self.seen = FleetSimulation()
+        self.now, self.seen = 0.0, FleetSimulation()
         self._events: list[tuple[float, int, _Event, Any]] = []
         self._number = 0
         self._served: dict[str, ServedRequest] = {}
+        self._begun: set[str] = set()  # those with a first token and without a last one
         # Request -> (where its prompt is computed, when that began, when it ended or will end).
         self._prompt: dict[str, tuple[_Running, float, float]] = {}
-        self._preempted: dict[str, int] = {}
-
-    def run(self, arrivals: Sequence[Arrival]) -> FleetSimulation:
-        """All of it."""
         for index, arrival in enumerate(arrivals):
             self._push(arrival.at, self._came, (str(index), arrival))
+
+    def advance(self) -> bool:
+        """Go on for some time; whether there is more to come."""
         events = self._events
-        while events:
-            now = events[0][0]
+        for _ in range(_MOMENTS):
+            if not events:
+                break
+            self.now = now = events[0][0]
             touched: dict[int, _Running] = {}
             while events and events[0][0] <= now:
                 _, _, happens, what = heapq.heappop(events)
@@ -254,8 +268,14 @@ class _Fleet:
                     touched[id(running)] = running
             for running in touched.values():
                 self._go_on(running, now)
-        assert not self._served, f"requests {list(self._served)[:3]} never ended"
+        assert events or not self._served, f"requests {list(self._served)[:3]} never ended"
         self.seen.busy_s = [one.busy_s for one in (*self.fronts, *self.backs)]
+        return bool(events)
+
+    def finish(self) -> FleetSimulation:
+        """Go on to the end."""
+        while self.advance():
+            pass
         return self.seen
 
     def _push(self, at: float, happens: _Event, what: Any) -> None:
@@ -277,13 +297,14 @@ class _Fleet:
         running, step, result = what
         touched = [running]
         served_of, requests = self._served, running.requests
-        for name, tokens, _, finish, _ in running.scheduler.commit(step, result, now):
-            served = served_of[name]
-            if served.n_output and finish is None:
-                served.n_output += len(tokens)
+        for name, _, _, finish, _ in running.scheduler.commit(step, result, now):
+            # All that comes between the first token and the last one is counted at the end.
+            if finish is None and name in self._begun:
                 continue
-            request = requests[name]
-            if served.n_output == 0:
+            served, request = served_of[name], requests[name]
+            if not served.n_output:
+                self._begun.add(name)
+                served.n_output = 1
                 served.first, served.n_cached = now, request.n_cached
                 self.dispatcher.prompted(name)
                 if running.phase == "prefill":
@@ -291,8 +312,9 @@ class _Fleet:
                     self._prompt[name] = running, began, now
                 if running.phase == "prefill" and finish is None and not self._overlaps:
                     touched.append(self._announce(request))
-            served.n_output += len(tokens)
             if finish is not None:
+                self._begun.remove(name)
+                served.n_output = request.n_generated
                 served.finish, served.preemptions = now, request.preemptions
                 self.dispatcher.ended(name)
                 del served_of[name], requests[name]

@@ -188,7 +188,7 @@ class SimulatedRunner:
             self._lanes[transfer.kind] = self._ends[transfer.id] = ends
 
     def _seconds(self, step: Step) -> float:
-        rows = [(start, length) for _, start, length, _ in step.chunks]
+        rows = [chunk[1:3] for chunk in step.chunks]
         if self._speculation is None:
             return self._cost.seconds(rows)
         guessing = [chunk for chunk in step.chunks if chunk.drafts]
@@ -197,11 +197,8 @@ class SimulatedRunner:
 
     def _tokens(self, step: Step) -> dict[str, tuple[int, ...]]:
         if self._speculation is None:
-            return {
-                request.id: _ONE
-                for request, start, length, _ in step.chunks
-                if start + length == len(request.tokens)
-            }
+            names = [r.id for r, start, length, _ in step.chunks if start + length == len(r.tokens)]
+            return dict.fromkeys(names, _ONE)
         return {
             chunk.request.id: (0,) * self._given(chunk) if chunk.drafts else _ONE
             for chunk in step.chunks

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from shoal.core.errors import PlanError, require
 from shoal.core.parts import Choice, table
 from shoal.core.traits import traits
-from shoal.cost.serving.fleet import KVTransferLink, SimulatedInstance, simulate_fleet
+from shoal.cost.serving.fleet import Fleet, KVTransferLink, SimulatedInstance
 from shoal.cost.serving.queueing import busy_share
-from shoal.cost.serving.simulator import ServedRequest
 from shoal.cost.shapes import resolve
 from shoal.cost.workloads.describe import describe
 from shoal.ir import (
@@ -166,8 +165,11 @@ class _Search:
                 tell(str(scheduler))
         fronts = sorted(((self._prompts(*split), *split) for split in splits), reverse=True)
         backs = sorted(((self._tokens(*split), *split) for split in splits), reverse=True)
+        better = 1.0  # than the closed forms, by the setting before
         for rate, setting in self._together(fronts[:_KEPT], backs[:_KEPT]):
-            tried.append(self._try(setting, near=rate / setting.devices))
+            result, rates = self._try(setting, near=better * rate / setting.devices)
+            tried.append((result, rates))
+            better = max(better, result.goodput / rate)
             tell(str(setting))
         tried.sort(key=lambda one: -one[0].goodput)
         if tried[0][0].goodput == 0:
@@ -341,18 +343,16 @@ class _Search:
         def fewer(phase: Phase) -> Phase:
             return phase.model_copy(update={"count": phase.count // copies})
 
-        def serve(arrivals: Sequence[Arrival]) -> Sequence[ServedRequest]:
+        def serve(arrivals: Sequence[Arrival]) -> Fleet:
             if setting.both is not None:
                 fronts = self._instances("both", fewer(setting.both), setting.scheduler)
-                return simulate_fleet(
-                    fronts, [], LeastLoadedDispatcher(len(fronts)), arrivals
-                ).served
+                return Fleet(fronts, [], LeastLoadedDispatcher(len(fronts)), arrivals)
             assert setting.prefill is not None
             assert setting.decode is not None
             fronts = self._instances("prefill", fewer(setting.prefill))
             backs = self._instances("decode", fewer(setting.decode))
             dispatcher = LeastLoadedDispatcher(len(fronts), len(backs))
-            return simulate_fleet(fronts, backs, dispatcher, arrivals, wire=self._wire()).served
+            return Fleet(fronts, backs, dispatcher, arrivals, wire=self._wire())
 
         used = setting.devices // copies
         together = min(_TOGETHER, sum(counts) // copies)

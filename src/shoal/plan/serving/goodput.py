@@ -5,14 +5,14 @@ whose times between arrivals are drawn once (Poisson) and stretched; so what dif
 rates is the rate. The rates that may be the answer are those of doubling and then of halving. How
 far a simulation was from the targets says which of them to simulate next: the *load* at a rate is
 the largest share of its targets that a request of the wanted share takes, it grows smoothly with
-the rate, and it is 1 at the rate that is looked for.
+the rate, and it is 1 at the rate that is looked for. A simulation goes on until the question is
+decided: enough requests have met their targets, or too many cannot meet them any more.
 
 Source: Zhong et al., DistServe, 2024, section 4 and algorithm 1.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -20,8 +20,7 @@ from pydantic import Field, PositiveFloat
 
 from shoal.core.config import Value
 from shoal.core.errors import require
-from shoal.cost.serving.fleet import attainment
-from shoal.cost.serving.simulator import ServedRequest
+from shoal.cost.serving.fleet import Fleet
 from shoal.cost.workloads.drawing import times
 from shoal.ir import Arrival
 
@@ -29,10 +28,11 @@ __all__ = ["FEWEST_REQUESTS", "Goodput", "Slo", "poisson", "replicas"]
 
 FEWEST_REQUESTS = 500
 _MOST_DOUBLINGS = 40
-# After so many rates that were expected to be the one, the middle of what is left is next.
-_GUESSES = 8
 # A rate that is expected from those on one side of it is at most so much away, in logarithms.
 _FARTHEST = math.log(2.0)
+# Down from one that is too much, twice as far each time: a rate that fails is decided early, and
+# one that passes takes nearly a whole simulation.
+_FIRST_BACK = 0.03
 
 
 class Slo(Value):
@@ -80,26 +80,26 @@ def replicas(rate: float, goodput: float) -> int:
 
 
 class Goodput:
-    """Rates of one setting, each simulated once, whatever is asked of it.
+    """Rates of one setting, each simulated once, as far as what is asked of it needs.
 
     Args:
-        serve: arrivals -> what happened to each.
+        serve: arrivals -> the simulation that serves them.
         arrivals: one a second on average.
         devices: of the setting; rates are per device.
     """
 
     def __init__(
         self,
-        serve: Callable[[Sequence[Arrival]], Sequence[ServedRequest]],
+        serve: Callable[[Sequence[Arrival]], Fleet],
         arrivals: Sequence[Arrival],
         devices: int = 1,
     ) -> None:
         self._serve, self._arrivals = serve, arrivals
         self.devices = devices
-        self._seen: dict[float, Sequence[ServedRequest]] = {}
+        self._seen: dict[float, Fleet] = {}
 
-    def served(self, rate: float) -> Sequence[ServedRequest]:
-        """What happens to every request at ``rate`` a second and device."""
+    def _at(self, rate: float) -> Fleet:
+        """The simulation at ``rate`` a second and device."""
         if rate not in self._seen:
             factor = 1.0 / (rate * self.devices)
             self._seen[rate] = self._serve(
@@ -110,13 +110,53 @@ class Goodput:
             )
         return self._seen[rate]
 
+    def _judged(self, rate: float, slo: Slo) -> tuple[int, int]:
+        """Requests that met both targets until now, and those that cannot any more."""
+        loads = self._loads(rate, slo)
+        return sum(one <= 1 for one, ended in loads if ended), sum(one > 1 for one, _ in loads)
+
+    def _loads(self, rate: float, slo: Slo) -> list[tuple[float, bool]]:
+        """(how much of its targets it takes at least, whether it ended) of each that came.
+
+        A request takes the larger one of its two shares: of the time to its first token, and of
+        the time for each of those after it.
+        """
+        fleet, loads = self._at(rate), []
+        for one, arrival in zip(fleet.seen.served, self._arrivals, strict=False):
+            # At best, what is missing comes now.
+            first = one.first if one.n_output else fleet.now
+            ended = not math.isnan(one.finish)
+            last, rest = (one.finish, one.n_output) if ended else (fleet.now, arrival.output_tokens)
+            load = (first - one.arrival) / slo.ttft
+            if rest > 1:
+                load = max(load, (last - first) / (rest - 1) / slo.tpot)
+            loads.append((load, ended))
+        return loads
+
     def attained(self, rate: float, slo: Slo) -> float:
         """Share of requests that meet both targets."""
-        return attainment(self.served(rate), ttft=slo.ttft, tpot=slo.tpot)
+        met, missed = self._judged(rate, slo)
+        while met + missed < len(self._arrivals):
+            self._at(rate).advance()
+            met, missed = self._judged(rate, slo)
+        return met / len(self._arrivals)
+
+    def passes(self, rate: float, slo: Slo) -> bool:
+        """Whether enough requests meet both targets; simulated until that is certain."""
+        total = len(self._arrivals)
+        while True:
+            met, missed = self._judged(rate, slo)
+            if met / total >= slo.share or (total - missed) / total < slo.share:
+                return met / total >= slo.share
+            self._at(rate).advance()
 
     def curve(self, slo: Slo, rates: Sequence[float]) -> list[tuple[float, float]]:
         """(rate, attainment) of each rate, lowest first; below one that all meet, all meet it."""
-        whole = max((one for one in self._seen if self.attained(one, slo) == 1), default=0.0)
+        whole = 0.0
+        for rate in sorted(self._seen, reverse=True):
+            if not self._judged(rate, slo)[1] and self.attained(rate, slo) == 1:
+                whole = rate
+                break
         results = []
         for rate in sorted(rates, reverse=True):
             share = self.attained(rate, slo) if rate > whole else 1.0
@@ -127,14 +167,11 @@ class Goodput:
     def load(self, rate: float, slo: Slo) -> float:
         """How much of its targets the worst request of the wanted share takes; more than 1 fails.
 
-        A request takes the larger one of its two shares: of the time to its first token, and of
-        the time for each of those after it.
+        By what was simulated: a queue that grows does so evenly until the last request has come.
         """
-        taken = sorted(
-            max(one.ttft / slo.ttft, one.tpot / slo.tpot if one.n_output > 1 else 0.0)
-            for one in self.served(rate)
-        )
-        return taken[max(1, math.ceil(slo.share * len(taken) - 1e-9)) - 1]
+        loads = sorted(load for load, _ in self._loads(rate, slo))
+        load = loads[max(1, math.ceil(slo.share * len(loads) - 1e-9)) - 1]
+        return load * len(self._arrivals) / len(loads) if load > 1 else load
 
     def find(
         self,
@@ -164,7 +201,8 @@ class Goodput:
         require(start > 0, "goodput.start", start, expected="more than 0")
         passed, failed = 0.0, start * 2.0**_MOST_DOUBLINGS if most is None else most
         guess = start if near is None else near
-        for request in itertools.count():
+        width = math.inf
+        while True:
             guess = min(max(guess, passed), failed)
             low, high = _between(guess, start, tolerance, relative)
             if low > passed:
@@ -173,13 +211,14 @@ class Goodput:
                 rate = high
             else:
                 break
-            if self.attained(rate, slo) >= slo.share:
+            if self.passes(rate, slo):
                 passed = rate
             else:
                 failed = rate
             if passed >= failed:
                 break
-            guess = self._next(slo, passed, failed, halve=request >= _GUESSES)
+            before, width = width, failed / passed if passed else math.inf
+            guess = self._next(slo, passed, failed, halve=width > math.sqrt(before))
         return max(low, passed)
 
     def _next(self, slo: Slo, passed: float, failed: float, *, halve: bool) -> float:
@@ -196,7 +235,8 @@ class Goodput:
         if between and (halve or power <= 0):
             return math.sqrt(passed * failed)
         x, y = loads[0] if above else loads[-1]
-        return math.exp(x + min(_FARTHEST, max(-_FARTHEST, -y / max(power, 0.2))))
+        back = min(_FARTHEST, _FIRST_BACK * 2.0 ** (len(above) - 1))
+        return math.exp(x + min(_FARTHEST, max(-back, -y / max(power, 0.2))))
 
 
 def _between(

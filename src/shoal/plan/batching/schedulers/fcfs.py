@@ -220,21 +220,18 @@ class FcfsScheduler(Queues):
         kv, most = self.kv, self.limits.max_step_tokens
         size = kv.block_size
         chunks: list[Chunk] = []
-        room = most
         for request in list(self.running.values()):
-            if not room:
-                break
             start = request.n_computed
-            stop = start + 1
-            if len(request.tokens) != stop or request.state != "running":
+            if len(request.tokens) != start + 1 or request.state != "running":
                 continue
+            if len(chunks) == most:
+                break
             held = len(request.blocks)
-            if stop <= held * size:
+            if start < held * size:
                 chunks.append(_chunk((request, start, 1, 0)))
-                room -= 1
                 continue
             # A request preempted here came later, so it has no chunk in this step yet.
-            while not kv.allocate(request, stop):
+            while not kv.allocate(request, start + 1):
                 victim = next(reversed(self.running.values()))
                 self.lose(victim)
                 preempted.append(victim)
@@ -244,8 +241,7 @@ class FcfsScheduler(Queues):
                 if len(request.blocks) > held:
                     self.preemption.wait(request.blocks[held:])
                 chunks.append(_chunk((request, start, 1, 0)))
-                room -= 1
-        return self._drafts(chunks, room) if self.drafting is not None else chunks
+        return self._drafts(chunks, most - len(chunks)) if self.drafting is not None else chunks
 
     def _cut(
         self, prompts: list[Chunk], request: Request, left: int, budget: int, *, empty: bool
