@@ -180,7 +180,14 @@ class KernelTimes:
         return seconds * self._streamed(keys, form, known)
 
     def prompt(self, width: int, heads: float, tokens: float, before: float) -> float:
-        """Seconds of causal attention of a chunk of a prompt, behind tokens in the cache."""
+        """Seconds of causal attention of chunks of prompts, behind tokens in the cache.
+
+        Args:
+            width: of a head.
+            heads: of queries on this rank, times the chunks.
+            tokens: of a chunk.
+            before: tokens in the cache before it.
+        """
         _, grid = self._attention("prompt", "bf16", width)
         work = 2.0 * heads * width * tokens * tokens
         seconds = grid.seconds(heads, tokens) * (1.0 + 2.0 * before / tokens)
@@ -193,7 +200,7 @@ class KernelTimes:
         return seconds * self._streamed(576.0 * batch * before, form, known)
 
     def latent_prompt(self, heads: float, tokens: float, before: float) -> float:
-        """Seconds of latent attention of a chunk of a prompt, behind tokens in the cache."""
+        """Seconds of latent attention of chunks of prompts: see :meth:`prompt`."""
         seconds = self.table.grids["latent_prompt/bf16"].seconds(heads, tokens)
         work = 320.0 * heads * tokens * tokens
         return seconds * (1.0 + 2.0 * before / tokens) * self._computed(work)

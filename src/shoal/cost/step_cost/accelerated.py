@@ -10,15 +10,15 @@ al., Gated Delta Networks, 2025 (linear attention); Xu et al., AIConfigurator, 2
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.core.errors import PlanError, require
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.gpu.device import Accelerator
 from shoal.cost.gpu.spec import latent_of, linear_of, whole_norm, window_of
+from shoal.cost.kernels.bounds import reached
 from shoal.cost.kernels.serving_engines import PLAIN, ServingEngine
 from shoal.cost.kernels.times import kernel_times
 from shoal.cost.step_cost.roofline import Terms
@@ -30,6 +30,8 @@ __all__ = ["AcceleratedStepCost", "Formats", "ServingSplit"]
 GAP_S = 2.2e-6
 # Kernels of a layer that no table has: norms, positions, activation, cache.
 _KERNELS = 5
+# Operators of an expert that is computed by itself: rows gathered, products, activation, sum.
+_EXPERT = 6
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,17 @@ class _Step:
         tokens: in it.
         decodes: sequences with one token.
         before: tokens that each of these has in the cache, on average.
-        prompts: chunks of prompts: (tokens before, tokens).
+        prompts: chunks of prompts: as many equal ones as have the same tokens and squares.
+        length: tokens of such a chunk.
+        behind: tokens before it.
     """
 
     tokens: float
     decodes: float
     before: float
-    prompts: tuple[tuple[int, int], ...]
+    prompts: float = 0.0
+    length: float = 0.0
+    behind: float = 0.0
 
 
 class AcceleratedStepCost:
@@ -150,35 +156,45 @@ class AcceleratedStepCost:
 
         Chunks are those of all replicas, which share them evenly.
         """
-        prompts = tuple(chunk for chunk in chunks if chunk[1] != 1)
-        decodes = len(chunks) - len(prompts)
-        keys = sum(before for before, length in chunks if length == 1)
         many = self.split.replicas
-        tokens = decodes + sum(length for _, length in prompts)
+        decodes = keys = tokens = squares = pairs = 0
+        for before, length in chunks:
+            if length == 1:
+                decodes += 1
+                keys += before
+            else:
+                tokens += length
+                squares += length * length
+                pairs += length * before
         step = _Step(
-            max(1.0, tokens / many),
+            max(1.0, (decodes + tokens) / many),
             max(1.0, decodes / many) if decodes else 0.0,
             keys / decodes + 1.0 if decodes else 0.0,
-            prompts,
+            *(
+                (tokens * tokens / squares / many, squares / tokens, pairs / tokens)
+                if tokens
+                else ()
+            ),
         )
+        tokens += decodes
         return self._terms(step, float(max(1, tokens)), max(1.0, len(chunks) / many))
 
     def decode_terms(self, sequences: float, before: float) -> Terms:
         """The same of a step of so many sequences in all replicas with so many tokens each."""
         own = max(1.0, sequences / self.split.replicas)
-        return self._terms(_Step(own, own, before, ()), max(1.0, sequences), own)
+        return self._terms(_Step(own, own, before), max(1.0, sequences), own)
 
     def prompt_terms(self, prompts: float, tokens: int) -> Terms:
         """The same of whole prompts of every replica, without what the engine adds."""
-        step = _Step(prompts * tokens, 0.0, 0.0, ((0, tokens),) * max(1, round(prompts)))
+        step = _Step(prompts * tokens, 0.0, 0.0, prompts, tokens)
         terms = self._terms(step, prompts * tokens * self.split.replicas, prompts)
-        return dataclasses.replace(terms, overhead=0.0)
+        return replace(terms, overhead=0.0)
 
     def _terms(self, step: _Step, tokens: float, chunks: float) -> Terms:
         shape, engine, times = self.shape, self.engine, self._times
         product, read, sums, moved = self._dense(step.tokens, tokens)
         attention = self._attention(step)
-        rows = step.decodes + len(step.prompts) / self.split.replicas
+        rows = step.decodes + step.prompts
         columns = shape.vocab_size / self.split.tp
         logits = times.product("bf16", max(1.0, rows), columns, shape.hidden)
         logits += times.stream(8.0 * rows * columns) + 10 * GAP_S
@@ -195,15 +211,25 @@ class AcceleratedStepCost:
         overhead = engine.step_s + engine.sequence_s * chunks
         if not engine.graphs:
             # A device receives launches while it works; only what it does not hide counts.
-            launches = shape.num_layers * 3 * _KERNELS * self._device.launch_s
+            launches = self._launched(tokens) * self._device.launch_s
             overhead += max(0.0, launches - matmul - attention - memory - communication)
         return Terms(matmul, attention, memory, overhead, communication)
+
+    def _launched(self, tokens: float) -> float:
+        """Operators that are launched one by one: those of layers, and of each expert reached."""
+        shape = self.shape
+        operators = shape.num_layers * 3.0 * _KERNELS
+        if mixtures := mixture_layers(shape):
+            own = shape.num_experts / self.split.experts_over
+            met = own * reached(tokens, shape.top_k, shape.num_experts)
+            operators += mixtures * _EXPERT * met
+        return operators
 
     def _attention(self, step: _Step) -> float:
         """Seconds of attention in all layers, its projections left out."""
         shape, split, times = self.shape, self.split, self._times
         heads = shape.num_heads / split.tp
-        share = 1.0 / split.replicas
+        length, behind = step.length, step.behind
         seconds = 0.0
         if latent := self._latent:
             if step.decodes:
@@ -212,18 +238,18 @@ class AcceleratedStepCost:
                 weights = heads * latent.kv * (latent.plain + latent.value)
                 work = 2.0 * step.decodes * weights
                 seconds += 2 * GAP_S + max(times.stream(2.0 * weights), times.work(work, 0.5))
-            for before, length in step.prompts:
-                seconds += share * times.latent_prompt(heads, length, before)
-                expanded = heads * (latent.plain + latent.value)
-                seconds += share * times.product(self.formats.dense, length, expanded, latent.kv)
+            if step.prompts:
+                seconds += times.latent_prompt(heads * step.prompts, length, behind)
+                expanded, rows = heads * (latent.plain + latent.value), step.prompts * length
+                seconds += times.product(self.formats.dense, rows, expanded, latent.kv)
             return shape.num_layers * seconds
         kv_heads = max(1.0, shape.num_kv_heads / split.tp)
         for window, layers in self._windows():
-            for before, length in step.prompts:
-                whole = times.prompt(shape.head_dim, heads, length, before)
+            if step.prompts:
+                whole = times.prompt(shape.head_dim, heads * step.prompts, length, behind)
                 if window and length > window:
                     whole *= min(1.0, 2.0 * window / length + 0.1)
-                seconds += share * layers * whole
+                seconds += layers * whole
             if step.decodes:
                 seen = min(step.before, window) if window else step.before
                 seconds += layers * times.decode(
@@ -234,8 +260,8 @@ class AcceleratedStepCost:
             each = 0.0
             if step.decodes:
                 each += 10 * GAP_S + times.stream(8.0 * step.decodes * state)
-            for _, length in step.prompts:
-                each += share * (8 * GAP_S + times.work(8.0 * length * state, 0.15))
+            if step.prompts:
+                each += 8 * GAP_S + times.work(8.0 * step.prompts * length * state, 0.15)
             seconds += linear.layers * each
         return seconds
 
