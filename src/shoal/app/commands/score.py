@@ -37,7 +37,10 @@ def score(
     ] = None,
     published: Annotated[
         str | None,
-        typer.Option(help="training or serving: published runs, replayed; furthest off first."),
+        typer.Option(
+            help="training, serving, closed-loop or a CSV file of such runs, replayed; furthest off "
+            "first."
+        ),
     ] = None,
 ) -> None:
     """Show every past prediction beside what was measured, and the errors in sum.
@@ -54,6 +57,8 @@ def score(
         shoal score --import train.log --plan launch-torchtitan/plan.yaml
 
         shoal score --published training
+
+        shoal score --published my-runs.csv
     """
     if published is not None:
         from shoal.app.published import show_published

@@ -89,7 +89,6 @@ def _parse(text: str, where: str) -> tuple[PublishedRow, ...]:
             math.isfinite(value) and value > 0, f"{at}: reported_value", value, expected="above 0"
         )
         metric = cells["reported_metric"]
-        require(metric in METRICS, f"{at}: reported_metric", metric, expected=", ".join(METRICS))
         rows.append(
             PublishedRow(
                 cells["id"],
@@ -267,6 +266,8 @@ def replay(row: PublishedRow) -> TrainReplay:
     """
     number = row.number
     filled: list[str] = []
+    if row.metric not in METRICS:
+        raise UnplayableError(f"metric {row.metric!r}: expected one of {', '.join(METRICS)}")
     if "offload" in row.source.lower():
         raise UnplayableError("weights and states are offloaded to the host, which is not modelled")
     if re.match(r"Nemotron-3", row.raw["model"]):

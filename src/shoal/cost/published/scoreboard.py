@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+from shoal.core.errors import ShoalError
 from shoal.cost.arithmetic import mixture_layers
 from shoal.cost.published.baselines import BASELINES
 from shoal.cost.published.board import CLOSE, Scoreboard, ScoredRow, widths
@@ -73,28 +75,40 @@ def _describe(errors: list[float]) -> tuple[float, float]:
 
 
 def score_training(rows: tuple[PublishedRow, ...] | None = None) -> Scoreboard:
-    """Score all rows of the shipped table, or of another."""
-    return _shipped() if rows is None else _score(rows)
+    """Score all rows of the shipped table, or of another.
+
+    Constants and intervals of another table are those that the shipped one gives.
+    """
+    return _shipped() if rows is None else _score(rows, _replayed(read())[0])
 
 
 @functools.cache
 def _shipped() -> Scoreboard:
-    return _score(read())
+    return _score(read(), ())
 
 
-def _score(rows: tuple[PublishedRow, ...]) -> Scoreboard:
+_Replayed = Sequence[tuple[TrainReplay, PublishedPrediction]]
+
+
+def _replayed(rows: tuple[PublishedRow, ...]) -> tuple[_Replayed, dict[str, str]]:
+    """Rows that can be replayed, with their predictions, and why the others cannot."""
     skipped: dict[str, str] = {}
     results: list[tuple[TrainReplay, PublishedPrediction]] = []
+    known = rows if any(row.id in NAMED for row in rows) else None
     for row in rows:
         try:
             item = replay(row)
-        except UnplayableError as cause:
+            results.append((item, predict(item, calibration_for(row.group, known))))
+        except ShoalError as cause:
             skipped[row.id] = str(cause)
-            continue
-        results.append((item, predict(item, calibration_for(row.group, rows))))
+    return results, skipped
+
+
+def _score(rows: tuple[PublishedRow, ...], others: _Replayed) -> Scoreboard:
+    results, skipped = _replayed(rows)
     off = [
         (item.row.group, _kind(item), abs(math.log(p.value / item.row.value)))
-        for item, p in results
+        for item, p in (*results, *others)
     ]
     spreads = widths(off)
     scored = []

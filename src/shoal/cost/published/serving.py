@@ -113,12 +113,6 @@ def _parse(text: str, where: str) -> tuple[ServeRow, ...]:
         except (TypeError, ValueError):
             raise ConfigError(f"{at}: value = {cells['value']!r}: expected a number") from None
         require(math.isfinite(value) and value > 0, f"{at}: value", value, expected="above 0")
-        require(
-            cells["metric"] in METRICS,
-            f"{at}: metric",
-            cells["metric"],
-            expected=", ".join(METRICS),
-        )
         group = next((g for p, g in _GROUPS if re.match(p, cells["source"])), cells["source"][:40])
         rows.append(
             ServeRow(
@@ -232,6 +226,8 @@ def replay_serving(row: ServeRow) -> ServeReplay:
     """
     raw = row.raw
     filled: list[str] = []
+    if row.metric not in METRICS:
+        raise UnplayableError(f"metric {row.metric!r}: expected one of {', '.join(METRICS)}")
     if row.group == "tpi-llm":
         raise UnplayableError("weights come from disk and over networks whose rates are not stated")
     if "+" in raw["device"]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
+from shoal.core.errors import ShoalError
 from shoal.cost.published.board import CLOSE, Scoreboard, ScoredRow, widths
-from shoal.cost.published.rows import UnplayableError
 from shoal.cost.published.serving import (
     ServeReplay,
     ServeRow,
@@ -20,13 +21,34 @@ __all__ = ["score_serving"]
 
 
 def score_serving(rows: tuple[ServeRow, ...] | None = None) -> Scoreboard:
-    """Score all rows of the shipped table, or of another."""
-    return _shipped() if rows is None else _score(rows)
+    """Score all rows of the shipped table, or of another.
+
+    Constants and intervals of another table are those that the shipped one gives.
+    """
+    return _shipped() if rows is None else _score(rows, _replayed(read_serving())[0])
 
 
 @functools.cache
 def _shipped() -> Scoreboard:
-    return _score(read_serving())
+    return _score(read_serving(), ())
+
+
+_Replayed = Sequence[tuple[ServeReplay, float]]
+
+
+def _replayed(rows: tuple[ServeRow, ...]) -> tuple[_Replayed, dict[str, str]]:
+    """Rows that can be replayed, with their predictions, and why the others cannot."""
+    skipped: dict[str, str] = {}
+    results: list[tuple[ServeReplay, float]] = []
+    known = rows if any(row.id in SERVE_NAMED for row in rows) else None
+    for row in rows:
+        try:
+            item = replay_serving(row)
+            value = predict_serving(item, serving_calibration_for(row.group, known))
+            results.append((item, value))
+        except ShoalError as cause:
+            skipped[row.id] = str(cause)
+    return results, skipped
 
 
 def _kind(item: ServeReplay) -> str:
@@ -61,17 +83,11 @@ def _run(item: ServeReplay) -> str:
     return " ".join([*parts, item.row.raw["precision"] or "bf16", load])
 
 
-def _score(rows: tuple[ServeRow, ...]) -> Scoreboard:
-    skipped: dict[str, str] = {}
-    results: list[tuple[ServeReplay, float]] = []
-    for row in rows:
-        try:
-            item = replay_serving(row)
-        except UnplayableError as cause:
-            skipped[row.id] = str(cause)
-            continue
-        results.append((item, predict_serving(item, serving_calibration_for(row.group, rows))))
-    spreads = widths([(i.row.group, _kind(i), abs(math.log(p / i.row.value))) for i, p in results])
+def _score(rows: tuple[ServeRow, ...], others: _Replayed) -> Scoreboard:
+    results, skipped = _replayed(rows)
+    spreads = widths(
+        [(i.row.group, _kind(i), abs(math.log(p / i.row.value))) for i, p in (*results, *others)]
+    )
     scored = []
     for item, value in results:
         row = item.row

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from shoal.core.errors import ConfigError, ModelError, PlanError, require
+from shoal.core.errors import ConfigError, ShoalError, require
 from shoal.cost.kernels.serving_engines import ENGINES, ServingEngine
 from shoal.cost.published.devices import gpu
 from shoal.cost.published.rows import UnplayableError
@@ -27,10 +27,12 @@ from shoal.cost.shapes import find
 from shoal.cost.step_cost.accelerated import AcceleratedStepCost, Formats, ServingSplit
 from shoal.ir import ModelShape
 
-__all__ = ["SiliconRun", "read_silicon", "replay_silicon"]
+__all__ = ["SiliconRun", "read_silicon", "read_text", "replay_silicon"]
 
 _DEVICES = {
     "a100_sxm": "A100-80GB",
+    "l40s": "L40S",
+    "rtx_pro_6000_server": "RTX-PRO-6000",
     "b200_sxm": "B200",
     "b300_sxm": "B300",
     "gb200": "GB200",
@@ -80,7 +82,7 @@ def read_silicon(path: Path | None = None) -> tuple[dict[str, str], ...]:
         packed = resources.files("shoal.cost.published").joinpath("silicon.csv.gz").read_bytes()
         text, where = gzip.decompress(packed).decode(), "silicon.csv.gz"
     else:
-        text, where = path.read_text(encoding="utf-8"), str(path)
+        text, where = read_text(path), str(path)
     reader = csv.DictReader(io.StringIO(text))
     missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
     require(not missing, where, missing, expected="measured serving runs with these columns")
@@ -114,7 +116,7 @@ def replay_silicon(row: Mapping[str, str]) -> SiliconRun:
             decoders=decoders,
             prefillers=_number(row, "prefill_num_workers"),
         )
-    except (ConfigError, ModelError, PlanError) as error:
+    except ShoalError as error:
         raise UnplayableError(str(error)) from error
     own = decode.split
     return SiliconRun(
@@ -123,8 +125,8 @@ def replay_silicon(row: Mapping[str, str]) -> SiliconRun:
         device=row["system"],
         engine=row["backend"],
         loop=loop,
-        ttft_s=float(row["silicon_ttft_ms"]) / 1e3,
-        tpot_s=float(row["silicon_tpot_ms"]) / 1e3,
+        ttft_s=_measured(row, "silicon_ttft_ms"),
+        tpot_s=_measured(row, "silicon_tpot_ms"),
         run=f"{engine.name}, {row['mode']}, tp {own.tp} x {own.replicas}, experts over "
         f"{own.experts_over}, {formats.dense}/{formats.experts}, {clients.number:g} clients, "
         f"{clients.prompt} + {clients.output} tokens",
@@ -151,6 +153,32 @@ def _formats(row: Mapping[str, str], shape: ModelShape, engine: ServingEngine) -
         dense = experts = "fp8_block"
     low = dense != "bf16" or engine.name == "TensorRT-LLM"
     return Formats(dense, experts, engine.kv_format if low else "bf16")
+
+
+def read_text(path: Path) -> str:
+    """Text of a table, packed by gzip or not.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        if path.suffix == ".gz":
+            return gzip.decompress(path.read_bytes()).decode()
+        return path.read_text(encoding="utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _measured(row: Mapping[str, str], column: str) -> float:
+    """Seconds of a column in ms."""
+    text = row.get(column) or ""
+    try:
+        value = float(text) / 1e3
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise UnplayableError(f"{column} = {text!r}: expected ms above 0")
+    return value
 
 
 def _number(row: Mapping[str, str], column: str) -> int:
