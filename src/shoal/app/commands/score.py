@@ -38,8 +38,7 @@ def score(
     published: Annotated[
         str | None,
         typer.Option(
-            help="training, serving, closed-loop or a CSV file of such runs, replayed; furthest off "
-            "first."
+            help="training, serving, closed-loop or a CSV file of such runs; furthest off first."
         ),
     ] = None,
 ) -> None:
