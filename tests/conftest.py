@@ -13,10 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import typer.main
 import typer.testing
 
 gc.disable()
+
+# A busy machine draws slowly; that is no fault of a test. All else is as it is, in CI too.
+hypothesis.settings.register_profile(
+    "busy",
+    hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.too_slow]),
+)
+hypothesis.settings.load_profile("busy")
 
 COMMAND: Any = functools.cache(typer.main.get_command)
 setattr(typer.main, "get_command", COMMAND)  # noqa: B010 - a function of a module
