@@ -14,7 +14,8 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 
 from pydantic import PositiveInt, StringConstraints
 
-from shoal.claims.protocols import Attempt, ExperimentContext, Metric, Status
+from shoal.claims.frame import ClaimRun
+from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Metric, Status
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_yaml
@@ -97,6 +98,8 @@ class _Stated(Generic[_T]):
 class BaseClaim:
     """Base of the claims: thresholds are the catalogue's, what must be installed is checked here.
 
+    A claim implements :meth:`collect`.
+
     Attributes:
         rows: number of the row of the catalogue.
         needs: modules without which the claim cannot run.
@@ -114,3 +117,15 @@ class BaseClaim:
                 extra = "run" if module == "torch" else "bench"
                 return f"no {module}; install shoal-ml[{extra}]"
         return None
+
+    def run(
+        self, context: ExperimentContext, *, quick: bool, as_baseline: bool = False
+    ) -> ClaimSamples:
+        """See :class:`~shoal.claims.protocols.Experiment`."""
+        run = ClaimRun(context, quick=quick, as_baseline=as_baseline)
+        self.collect(run)
+        return run.samples()
+
+    def collect(self, run: ClaimRun) -> None:
+        """Put the samples of every metric that is wanted, or a reason, into ``run``."""
+        raise NotImplementedError

@@ -7,6 +7,7 @@ order.
 
 from __future__ import annotations
 
+import functools
 import math
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shoal.claims.experiments.tiny import llama
 from shoal.core.random import generator
-from shoal.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
 __all__ = ["ModuleText", "Recipe", "batch", "heldout", "mini", "text", "train"]
@@ -54,6 +56,7 @@ class ModuleText:
     heldout: np.ndarray
 
 
+@functools.cache
 def text(folder: Path | None = None) -> ModuleText:
     """The standard library's modules, or the Python files of a folder."""
     root = folder or Path(sysconfig.get_paths()["stdlib"])
@@ -67,22 +70,8 @@ def text(folder: Path | None = None) -> ModuleText:
 
 def mini(hidden: int, layers: int, *, ffn: int = 0, **changes: Any) -> ModelConfig:
     """The configuration of a mini-model of bytes."""
-    heads = max(1, hidden // 32)
-    return ModelConfig(
-        **{
-            "name": "mini",
-            "vocab_size": 256,
-            "hidden": hidden,
-            "num_layers": layers,
-            "num_heads": heads,
-            "num_kv_heads": heads,
-            "head_dim": 32,
-            "ffn_hidden": ffn or 3 * hidden,
-            "max_position": 512,
-            "tied": True,
-            **changes,
-        }
-    )
+    wide: dict[str, Any] = {"name": "mini", "head_dim": 32, "tied": True, **changes}
+    return llama(hidden, layers, max(1, hidden // 32), ffn=ffn, **{"length": 512, **wide})
 
 
 def batch(data: np.ndarray, recipe: Recipe, seed: int, step: int) -> tuple[Tensor, Tensor]:

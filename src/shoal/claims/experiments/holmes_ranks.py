@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shoal.claims.experiments.arch_training import text
 from shoal.claims.experiments.co2_ranks import CO2Worker
-from shoal.ir import TrainJob
-from shoal.model.config import ModelConfig
+from shoal.claims.ranks import in_turn
 from shoal.train.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
+    from shoal.ir import TrainJob
+    from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
 __all__ = ["time_steps"]
 
 
 def time_steps(
-    comm: Comm, *, job: Mapping[str, Any], config: Mapping[str, Any], steps: int
+    comm: Comm, *, job: TrainJob, config: ModelConfig, steps: int
 ) -> dict[str, list[float]]:
     """Time training steps on this rank, after one that is not timed.
 
@@ -34,21 +32,8 @@ def time_steps(
         the same rows were learnt in the same order.
     """
     keep_freed_memory()
-    worker = CO2Worker(
-        comm,
-        TrainJob.model_validate(job),
-        ModelConfig.model_validate(config),
-        text().train,
-        steps + 1,
-    )
-    worker.step()
-    seconds = []
-    for _ in range(steps):
-        comm.barrier()
-        begin = time.perf_counter()
-        worker.step()
-        comm.barrier()
-        seconds.append(time.perf_counter() - begin)
+    worker = CO2Worker(comm, job, config, steps + 1)
+    timed = in_turn(comm, {"seconds": worker.step}, steps)
     owned = worker.engine.sharded.owned()
     norms = [float(owned[name].detach().double().square().sum()) for name in sorted(owned)]
-    return {"seconds": seconds, "norms": norms}
+    return {**timed, "norms": norms}

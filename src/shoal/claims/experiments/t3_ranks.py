@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.claims.ranks import in_turn
 from shoal.parallel.overlap.tile import gathered_product, scattered_product
 from shoal.parallel.protocols import Comm
 from shoal.parallel.tensor.operators import TAG
@@ -113,21 +114,16 @@ def pairs(
         "gather": gather,
         "library": lambda: _library(x, weight, comm),
     }
-    pairs: dict[str, Any] = {name: [] for name in forms}
     results: dict[str, Tensor] = {}
-    for turn in range(repeats + 1):
-        # Every other round backwards, so that drift favours none.
-        for name in list(forms)[:: 1 if turn % 2 else -1]:
-            comm.barrier()
-            begin = time.perf_counter()
-            results[name] = forms[name]()
-            comm.barrier()
-            if turn:
-                pairs[name].append(time.perf_counter() - begin)
+
+    def once(form: str) -> None:
+        results[form] = forms[form]()
+
+    arms = {form: lambda form=form: once(form) for form in forms}  # type: ignore[misc]
+    seconds = in_turn(comm, arms, repeats)
     scale = float(results["scatter_after"].abs().max())
     apart = max(
-        float((results["scatter"] - results["scatter_after"]).abs().max()),
-        float((results["gather"] - results["gather_after"]).abs().max()),
+        float((results[form] - results[f"{form}_after"]).abs().max())
+        for form in ("scatter", "gather")
     )
-    pairs["difference"] = apart / scale
-    return pairs
+    return {**seconds, "difference": apart / scale}
