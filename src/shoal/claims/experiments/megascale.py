@@ -19,7 +19,6 @@ import os
 import random
 import signal
 import statistics
-import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -29,14 +28,13 @@ from annotated_types import Ge, MultipleOf
 from shoal.claims.cached import own_home
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.c4 import longest_waiter
-from shoal.claims.experiments.tiny import train_job
+from shoal.claims.experiments.tiny import losses_of, run_plan, train_job
 from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.bootstrap import bootstrap, groups_of
 from shoal.claims.lab.overlap_ladder import ladder
 from shoal.claims.protocols import ExperimentContext
 from shoal.claims.ranks import on_ranks, slowest
 from shoal.core.errors import ShoalError
-from shoal.core.files import write_atomic
 from shoal.core.meter import read_events
 from shoal.core.parts import part
 from shoal.core.scratch import scratch_directory
@@ -126,7 +124,7 @@ class MegaScaleClaim(BaseClaim):
             rest = max(0, self.clean_steps - steps)
             execute_robust(self._plan(context, steps), clean, robust, module=_WORKER)
             alarms += len(_faults(clean))
-            right = _losses(clean)
+            right = losses_of(_events(clean))
             evidence = Evidence.load(clean / "ranks")
             share = _recorder_share(evidence, clean)
             blamed_alarms = len(longest_waiter(evidence).faults)
@@ -158,7 +156,7 @@ class MegaScaleClaim(BaseClaim):
                 correct = {event["place"] for event in faults} & set(plan)
                 named += [float(place in correct) for place in plan]
                 alarms += sum(event["place"] not in plan for event in faults)
-                losses = _losses(run)
+                losses = losses_of(_events(run))
                 same.append(statistics.fmean(losses.get(s) == v for s, v in right.items()))
                 first = min(at for _, at in plan.values())
                 unrepaired.append(first / steps)
@@ -184,35 +182,17 @@ class MegaScaleClaim(BaseClaim):
         }
 
     def _plan(self, context: ExperimentContext, steps: int) -> TrainPlan:
-        from shoal.cost.training.step import estimate
-
-        corpus = context.work_dir / "corpus"
-        if not corpus.exists():
-            corpus.mkdir(parents=True)
-            for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]:
-                write_atomic(corpus / path.name, path.read_bytes()[:40_000])
-        job = TrainJob.model_validate(
-            {
-                "name": "megascale",
-                "model": "shoal-0.3m",
-                "data": {"name": "text", "path": str(corpus), "pattern": "*.py"},
-                "steps": steps,
-                "seq_len": 64,
-                "global_batch": 2 * _WORLD,
-                "threads": 1,
-                "precision": "fp32",
-                "parallel": {"dp": _WORLD},
-                "seed": context.seed,
-                "checkpoint": {"every": 4, "keep": 3},
-                "evaluation": {"every": 0, "final": False, "sample_tokens": 0},
-                "watch": {"beat_s": 1.5, "check_every": 4},
-                "timeout_s": 60,
-            }
+        return run_plan(
+            context,
+            40,
+            name="megascale",
+            steps=steps,
+            seq_len=64,
+            global_batch=2 * _WORLD,
+            parallel={"dp": _WORLD},
+            checkpoint={"every": 4, "keep": 3},
+            watch={"beat_s": 1.5, "check_every": 4},
         )
-        machine = context.machine or load("laptop")
-        shape = find(job.model)
-        cost = estimate(Work(shape=shape, job=job), machine)
-        return TrainPlan(job=job, machine=machine, shape=shape, estimate=cost)
 
 
 def _plant(context: ExperimentContext) -> dict[str, Any]:
@@ -274,11 +254,6 @@ def _events(run: Path) -> list[dict[str, Any]]:
 
 def _faults(run: Path) -> list[dict[str, Any]]:
     return [event for event in _events(run) if event["kind"] == "fault"]
-
-
-def _losses(run: Path) -> dict[int, float]:
-    """Step -> loss; the last time a step was done counts."""
-    return {e["step"]: e["loss"] for e in _events(run) if e["kind"] == "step"}
 
 
 def _report(event: Mapping[str, Any], plan: Mapping[int, tuple[str, int]]) -> str:

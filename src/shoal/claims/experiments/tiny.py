@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from shoal.ir import TrainJob
+from shoal.claims.protocols import ExperimentContext
+from shoal.core.files import write_atomic
+from shoal.cost.shapes import find
+from shoal.ir import Request, SamplingParams, TrainJob, TrainPlan, Work
 from shoal.model.config import ModelConfig
 
-__all__ = ["apart", "llama", "mixture", "train_job"]
+__all__ = [
+    "apart",
+    "llama",
+    "losses_of",
+    "mixture",
+    "requests",
+    "run_plan",
+    "served",
+    "train_job",
+]
 
 
 def llama(
@@ -67,3 +82,48 @@ def apart(split: dict[str, Any], config: ModelConfig, *, steps: int = 1) -> floa
         seq_len=16, global_batch=4, microbatch=1, parallel=split, grad_clip=0.05, steps=1
     )
     return same_as_one(job, config, steps=steps).largest
+
+
+def requests(prompts: Iterable[Sequence[int]], tokens: int, **params: Any) -> list[Request]:
+    """Requests for so many new tokens of each prompt, numbered."""
+    return [
+        Request(str(n), list(prompt), len(prompt), SamplingParams(max_tokens=tokens, **params))
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def served(engine: Any, some: Sequence[Request]) -> list[list[int]]:
+    """New tokens of requests that an engine serves together."""
+    for request in some:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return [request.tokens[request.n_prompt :] for request in some]
+
+
+def run_plan(context: ExperimentContext, files: int, **fields: Any) -> TrainPlan:
+    """A data-parallel job of worker processes on some files of the standard library."""
+    from shoal.cost.training.step import estimate
+    from shoal.machine.described import load
+
+    corpus = context.work_dir / "corpus"
+    if not corpus.exists():
+        corpus.mkdir(parents=True)
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:files]:
+            write_atomic(corpus / path.name, path.read_bytes()[:40_000])
+    job = train_job(
+        data={"name": "text", "path": str(corpus), "pattern": "*.py"},
+        threads=1,
+        seed=context.seed,
+        evaluation={"every": 0, "final": False, "sample_tokens": 0},
+        timeout_s=60,
+        **fields,
+    )
+    machine, shape = context.machine or load("laptop"), find(job.model)
+    cost = estimate(Work(shape=shape, job=job), machine)
+    return TrainPlan(job=job, machine=machine, shape=shape, estimate=cost)
+
+
+def losses_of(events: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Step -> loss, of a run's events; the last time a step was done counts."""
+    return {e["step"]: e["loss"] for e in events if e["kind"] == "step"}
