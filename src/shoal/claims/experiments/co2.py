@@ -108,7 +108,9 @@ class CO2Claim(BaseClaim):
         over_summed, over_local, kept = "co2", "co2", "co2"
         unshaped = kinds
         if run.as_baseline:
-            over_summed, over_local, kept = "for summed", "for local", "for co2"
+            over_summed, over_local, kept = (
+                f"instead of {name}" for name in ("summed", "local", "co2")
+            )
             kinds = kinds | {over_summed: "every_step", over_local: "local_sgd"}
             unshaped = {"co2": "co2", kept: "co2"}
         timed: _Times = {}
@@ -205,7 +207,7 @@ def _losses(runs: list[str], given: dict[str, Any]) -> dict[str, JsonValue]:
     }
 
 
-def _unlike(*, local: bool) -> list[float]:
+def _unlike(*, local: bool) -> list[int]:
     """Elements in which workers that are threads differ from their simulation, by setting."""
     import torch
 

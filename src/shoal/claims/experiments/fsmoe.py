@@ -127,7 +127,7 @@ class FsmoeClaim(BaseClaim):
         from shoal.cost.training.moe_tasks import fitted, passes
         from shoal.plan.experts.moe_overlap import choose
 
-        given = {"hidden": self.hidden, "width": self.width, "tokens": self.tokens}
+        given: dict[str, Any] = {"hidden": self.hidden, "width": self.width, "tokens": self.tokens}
 
         def on(target: str, bandwidth: float, **more: Any) -> list[Any]:
             with emulate(2, bandwidth=bandwidth) as network:

@@ -94,10 +94,7 @@ def layer_s(
         layer.zero_grad(set_to_none=True)
         seen[form] = whole_ND.detach().requires_grad_(True)
 
-    arms = {
-        form: lambda form=form: layer(seen[form]).square().sum().backward()  # type: ignore[misc]
-        for form in forms
-    }
+    arms = {form: lambda form=form: layer(seen[form]).square().sum().backward() for form in forms}
     seconds = in_turn(comm, arms, repeats, ready=ready)
     uncut, cut = seen["uncut"].grad, seen["cut"].grad
     assert uncut is not None and cut is not None

@@ -110,7 +110,7 @@ def times(
     pipelines = [_made(comm, layers, width, m, recompute) for m in ms]
     x = torch.ones(batch, width)
     arms = {
-        str(at): lambda pipeline=pipeline: pipeline.step(x, x)  # type: ignore[misc]
+        str(at): lambda pipeline=pipeline: pipeline.step(x, x)
         for at, pipeline in enumerate(pipelines)
     }
     return in_turn(comm, arms, repeats)

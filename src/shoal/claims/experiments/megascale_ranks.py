@@ -49,5 +49,5 @@ def overlapped_steps(
     def ready(way: str) -> None:
         engine.sharded.overlap = ways[way]
 
-    arms = {way: lambda way=way: step(way) for way in ways}  # type: ignore[misc]
+    arms = {way: lambda way=way: step(way) for way in ways}
     return {**in_turn(comm, arms, pairs, ready=ready), "alone": alone["after"][-pairs:]}

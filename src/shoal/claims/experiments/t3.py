@@ -83,7 +83,7 @@ class T3(BaseClaim):
     def _real(self, run: ClaimRun) -> None:
         from shoal.parallel.overlap import TILES
 
-        shape = {"rows": self.tokens, "inner": self.width, "outer": self.width}
+        shape: dict[str, Any] = {"rows": self.tokens, "inner": self.width, "outer": self.width}
         run.progress("the product alone", 0.2)
         alone = run.remember(
             "product",

@@ -119,7 +119,7 @@ def pairs(
     def once(form: str) -> None:
         results[form] = forms[form]()
 
-    arms = {form: lambda form=form: once(form) for form in forms}  # type: ignore[misc]
+    arms = {form: lambda form=form: once(form) for form in forms}
     seconds = in_turn(comm, arms, repeats)
     scale = float(results["scatter_after"].abs().max())
     apart = max(
