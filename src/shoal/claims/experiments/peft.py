@@ -292,7 +292,7 @@ class PeftClaim(BaseClaim):
             for number, prompt in enumerate(prompts):
                 _answers(engine, [(prompt, number)], 32)
 
-        ways = {
+        ways: dict[str, Any] = {
             "many": functools.partial(together, list(range(_ADAPTERS))),
             "one": functools.partial(together, [0] * _ADAPTERS),
             "apart": apart,

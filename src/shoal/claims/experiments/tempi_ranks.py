@@ -241,7 +241,7 @@ def methods(
             layout = layout_of(view, order_free=True)
             seconds = model.seconds(layout)
 
-            def message(name: str, view: Tensor = view, memory: Tensor = memory) -> None:
+            def message(name: Any, view: Tensor = view, memory: Tensor = memory) -> None:
                 if comm.rank == 0:
                     send(comm, view, 1, method=name).wait()
                     comm.receive(memory[:1], 1, tag="done").wait()
@@ -249,7 +249,9 @@ def methods(
                     receive(comm, view, 0, method=name).wait()
                     comm.send(memory[:1], 0, tag="done").wait()
 
-            ways = {name: functools.partial(message, name) for name in seconds}
+            ways: dict[str, Callable[[], object]] = {
+                name: functools.partial(message, name) for name in seconds
+            }
             times = in_turn(comm, ways, repeats, together=False)
             methods.append(
                 {
