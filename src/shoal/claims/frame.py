@@ -14,7 +14,10 @@ from typing import Any, TypeVar
 from shoal.claims.protocols import ClaimSamples, ExperimentContext, PairedSamples
 from shoal.core.measure import interleave
 
-__all__ = ["ClaimRun", "Numbers", "paired", "wire_bytes"]
+__all__ = ["Arm", "ClaimRun", "Numbers", "paired", "wire_bytes"]
+
+Arm = Callable[[], object]
+"""What is timed; a result that is lazy must be waited for inside."""
 
 Numbers = float | Iterable[float]
 """Samples, or the only one."""
@@ -86,7 +89,7 @@ class ClaimRun:
 
     def race(
         self,
-        arms: Mapping[str, Callable[[], object]],
+        arms: Mapping[str, Arm],
         rounds: int,
         *,
         swaps: Mapping[str, str] | None = None,

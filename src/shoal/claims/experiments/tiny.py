@@ -22,6 +22,7 @@ __all__ = [
     "run_plan",
     "served",
     "train_job",
+    "wide",
 ]
 
 
@@ -67,6 +68,11 @@ def mixture(hidden: int, layers: int, experts: int, width: int) -> ModelConfig:
         hidden, layers, 4, vocab=64, ffn=width, length=64, name="mixture", family="mixtral",
         head_dim=8, num_experts=experts, top_k=2,
     )  # fmt: skip
+
+
+def wide(width: int, layers: int) -> ModelConfig:
+    """A model that is wide for its depth."""
+    return llama(width, layers, width // 64, vocab=6 * width, ffn=width * 8 // 3, length=128)
 
 
 def train_job(**fields: Any) -> TrainJob:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shoal.claims.experiments.tiny import llama
 from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import TierFullError
@@ -67,18 +68,8 @@ class OffloadRunResult:
 
 def model_of(hidden: int) -> ModelConfig:
     """A byte-level decoder of four layers, four times as wide inside."""
-    return ModelConfig(
-        name=f"lm-{hidden}",
-        family="llama",
-        vocab_size=VOCAB,
-        hidden=hidden,
-        num_layers=LAYERS,
-        num_heads=hidden // 64,
-        num_kv_heads=hidden // 64,
-        head_dim=64,
-        ffn_hidden=hidden * 8 // 3 // 64 * 64,
-        max_position=512,
-    )
+    ffn = hidden * 8 // 3 // 64 * 64
+    return llama(hidden, LAYERS, hidden // 64, ffn=ffn, length=512)
 
 
 def _batch(seed: int, step: int, tokens: int) -> tuple[Tensor, Tensor]:
