@@ -67,12 +67,7 @@ class CO2Worker:
 
 
 def time_rounds(
-    comm: Comm,
-    *,
-    jobs: Sequence[TrainJob],
-    config: ModelConfig,
-    steps: Sequence[int],
-    turns: int,
+    comm: Comm, *, jobs: Sequence[TrainJob], config: ModelConfig, steps: Sequence[int], turns: int
 ) -> list[list[list[float]]]:
     """Time some steps of every job in turn, on this rank.
 

@@ -43,14 +43,7 @@ def repeated(net: DraftNet) -> None:
 
 
 def passes(
-    comm: Comm,
-    *,
-    path: str,
-    job: ServeJob,
-    groups: list[int],
-    full: bool,
-    pairs: int,
-    seed: int,
+    comm: Comm, *, path: str, job: ServeJob, groups: list[int], full: bool, pairs: int, seed: int
 ) -> dict[str, Any]:
     """Seconds of draft passes on one rank, in turn; what each process of the ranks does.
 

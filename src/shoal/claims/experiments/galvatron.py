@@ -309,10 +309,6 @@ def _predicted(job: TrainJob, machine: Machine, shape: ModelShape, profile: Laye
     sends = profile.link("send", 2, 1)
     wired = machine
     if sends is not None:
-        link = Link(
-            scope="node",
-            bandwidth=min(sends.bandwidth, 9e14),
-            latency_s=sends.latency_s,
-        )
+        link = Link(scope="node", bandwidth=min(sends.bandwidth, 9e14), latency_s=sends.latency_s)
         wired = machine.model_copy(update={"links": (link,)})
     return simulated_s(stages, plan, job, wired, shape.hidden) + profile.step_s

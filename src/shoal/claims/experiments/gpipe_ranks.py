@@ -87,14 +87,7 @@ def saved_bytes(
 
 
 def times(
-    comm: Comm,
-    *,
-    layers: int,
-    width: int,
-    batch: int,
-    ms: list[int],
-    recompute: bool,
-    repeats: int,
+    comm: Comm, *, layers: int, width: int, batch: int, ms: list[int], recompute: bool, repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of steps with each number of micro-batches, in turn.
 

@@ -107,12 +107,7 @@ class HolmesClaim(BaseClaim):
         from shoal.plan.topology.order import Price, plan_order
         from shoal.plan.topology.ways import interleaved
 
-        job = TrainJob(
-            model=model,
-            seq_len=2048,
-            global_batch=size,
-            microbatch=self.microbatch,
-        )
+        job = TrainJob(model=model, seq_len=2048, global_batch=size, microbatch=self.microbatch)
         mixed = _clusters(("infiniband", 200), ("roce", 100))
         result = plan_order(job, mixed, pp=2, tp=tp)
         turn = interleaved(mixed)

@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from shoal.claims.bench.attention.masks import (
-    MASKS,
-    build_mask,
-    document_lengths,
-    real_lengths,
-)
+from shoal.claims.bench.attention.masks import MASKS, build_mask, document_lengths, real_lengths
 from shoal.claims.bench.attention.values import (
     AttentionSettings,
     ContextRow,

@@ -166,11 +166,7 @@ class LongCtx(BaseClaim):
         )
         run.put("wrong_orders", wrong)
         run.details |= {
-            "peaks": {
-                "FLOP/s": peaks.flops,
-                "B/s": peaks.bandwidth,
-                "B/s of a copy": peaks.link,
-            },
+            "peaks": {"FLOP/s": peaks.flops, "B/s": peaks.bandwidth, "B/s of a copy": peaks.link},
             "measured over predicted": {
                 name: {tokens: round(ratio, 4) for tokens, ratio in of.items()}
                 for name, of in ratios.items()

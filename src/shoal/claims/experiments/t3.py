@@ -86,8 +86,7 @@ class T3(BaseClaim):
         shape: dict[str, Any] = {"rows": self.tokens, "inner": self.width, "outer": self.width}
         run.progress("the product alone", 0.2)
         alone = run.remember(
-            "product",
-            lambda: on_ranks(f"{_RANKS}:product_s", 2, **shape, repeats=self.repeats),
+            "product", lambda: on_ranks(f"{_RANKS}:product_s", 2, **shape, repeats=self.repeats)
         )
         product = max(statistics.median(times) for times in alone)
         sent = self.tokens // 2 * self.width * 4

@@ -23,10 +23,7 @@ __all__ = ["gather_after", "pairs", "product_s", "scatter_after"]
 
 def _operands(comm: Comm, rows: int, inner: int, outer: int) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(comm.rank)
-    return (
-        torch.randn(rows, inner, generator=source),
-        torch.randn(inner, outer, generator=source),
-    )
+    return (torch.randn(rows, inner, generator=source), torch.randn(inner, outer, generator=source))
 
 
 def product_s(comm: Comm, rows: int, inner: int, outer: int, repeats: int) -> list[float]:

@@ -152,8 +152,7 @@ class _Layer:
         plain = kernels_of("linear")["torch"]
         self.methods: dict[str, Callable[[], None]] = {name: self.made(name) for name in _FORMATS}
         self.methods[_BF16] = self._turns(
-            dense.nbytes,
-            lambda: plain.prepare(LinearCall(1, edge, edge, "bf16"), dense.clone()),
+            dense.nbytes, lambda: plain.prepare(LinearCall(1, edge, edge, "bf16"), dense.clone())
         )
         self.methods[_HAND] = self._turns(four.nbytes, lambda: hand.prepare(call, four))
         slow = prepare(call, four, None, "generic")

@@ -87,11 +87,7 @@ def uncounted(shard: Any) -> tuple[float, ...]:
         numbers: dict[str, int] = engine.sharded.held_bytes()  # type: ignore[attr-defined]
         return numbers
 
-    formula = {
-        "weights": 2 * count / g0,
-        "gradients": 2 * count / g1,
-        "masters": 4 * count / RANKS,
-    }
+    formula = {"weights": 2 * count / g0, "gradients": 2 * count / g1, "masters": 4 * count / RANKS}
     results = []
     for held, _ in _stepped(shard, 2, look):
         results.append(float(sum(abs(held[name] - formula[name]) for name in formula)))

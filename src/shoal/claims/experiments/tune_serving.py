@@ -46,11 +46,7 @@ _CORES = (1, 2)
 _LIMIT_S = 20.0
 
 _SHOAL = serving_space(
-    {
-        "max_running": (2, 8, 16, 32),
-        "max_step_tokens": (32, 128, 512),
-        "block_size": (8, 32),
-    }
+    {"max_running": (2, 8, 16, 32), "max_step_tokens": (32, 128, 512), "block_size": (8, 32)}
 )
 _GENERATE = SearchSpace(
     axes=(

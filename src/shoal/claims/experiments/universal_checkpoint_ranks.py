@@ -135,11 +135,7 @@ def sources(
 
 
 def resume(
-    comm: Comm,
-    *,
-    pairs: Sequence[tuple[str, str, TrainJob]],
-    config: ModelConfig,
-    after: int,
+    comm: Comm, *, pairs: Sequence[tuple[str, str, TrainJob]], config: ModelConfig, after: int
 ) -> dict[str, list[float]]:
     """Go on from universal checkpoints in other layouts.
 
@@ -163,13 +159,7 @@ def resume(
 
 
 def time_saves(
-    comm: Comm,
-    *,
-    job: TrainJob,
-    config: ModelConfig,
-    root: str,
-    rounds: int,
-    gathered: bool,
+    comm: Comm, *, job: TrainJob, config: ModelConfig, root: str, rounds: int, gathered: bool
 ) -> dict[str, list[float]]:
     """Seconds of saves with and without what conversion needs, in turns; this rank's.
 

@@ -229,11 +229,7 @@ def parameter_share(vocab_size: int, vocab: str) -> float:
     for rank in range(_RANKS):
         comms = ranks_of(SingleRankComm(rank, _RANKS), job.parallel)
         local = LocalModel(
-            config,
-            {rank: layers[rank]},
-            num_stages=_RANKS,
-            parallel=job.parallel,
-            ranks=comms,
+            config, {rank: layers[rank]}, num_stages=_RANKS, parallel=job.parallel, ranks=comms
         )
         size = sum(p.numel() for p in local.parameters())
         if schedule.vocab_barriers:
