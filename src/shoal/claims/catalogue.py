@@ -19,6 +19,8 @@ from shoal.claims.protocols import Attempt, ClaimSamples, ExperimentContext, Met
 from shoal.core.config import Value, parse
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_yaml
+from shoal.core.measure import num_cores
+from shoal.core.native import compiler
 
 __all__ = ["BaseClaim", "CatalogueRow", "catalogue", "row_of"]
 
@@ -102,20 +104,27 @@ class BaseClaim:
 
     Attributes:
         rows: number of the row of the catalogue.
-        needs: modules without which the claim cannot run.
+        needs: modules without which the claim cannot run; ``c++`` for a compiler.
+        cores: fewest processors.
     """
 
     rows: ClassVar[tuple[int, ...]]
     needs: ClassVar[tuple[str, ...]] = ()
+    cores: ClassVar[int] = 1
     metrics = _Stated(lambda row: row.metrics)
     attempts = _Stated(lambda row: row.attempts)
 
     def refuses(self, context: ExperimentContext) -> str | None:
         """Why this claim cannot run here, or None."""
-        for module in self.needs:
-            if importlib.util.find_spec(module) is None:
-                extra = "run" if module == "torch" else "bench"
-                return f"no {module}; install shoal-ml[{extra}]"
+        for need in self.needs:
+            if need == "c++":
+                if compiler() is None:
+                    return "no C++ compiler; install g++"
+            elif importlib.util.find_spec(need) is None:
+                extra = "run" if need == "torch" else "bench"
+                return f"no {need}; install shoal-ml[{extra}]"
+        if num_cores() < self.cores:
+            return f"{num_cores()} cores; it needs {self.cores}"
         return None
 
     def run(

@@ -21,7 +21,6 @@ Source: Maurya et al., DataStates-LLM: Lazy Asynchronous Checkpointing for Large
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le, MultipleOf
@@ -29,7 +28,6 @@ from annotated_types import Ge, Le, MultipleOf
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.tiny import wide
 from shoal.claims.frame import ClaimRun
-from shoal.claims.protocols import ExperimentContext
 from shoal.claims.ranks import on_ranks
 from shoal.core.parts import part
 
@@ -57,16 +55,8 @@ class DataStatesClaim(BaseClaim):
     tokens: Annotated[int, Ge(1)] = 1024
 
     rows: ClassVar[tuple[int, ...]] = (36,)
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """A process of torch, and a core for the copy."""
-        from shoal.core.measure import num_cores
-
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        if num_cores() < 2:
-            return "one core: nobody is free to copy while it computes"
-        return None
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
+    cores: ClassVar[int] = 2
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

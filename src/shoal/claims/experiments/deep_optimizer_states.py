@@ -13,7 +13,6 @@ place of every stride. The timeline of a published machine is played, not run.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import statistics
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -22,8 +21,6 @@ from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
-from shoal.claims.protocols import ExperimentContext
-from shoal.core.measure import num_cores
 from shoal.core.parts import part
 from shoal.plan.memory.stride import (
     HOST_ONLY,
@@ -68,14 +65,8 @@ class DeepOptimizerStatesClaim(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 11
 
     rows: ClassVar[tuple[int, ...]] = (51,)
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Two threads need a core each."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        if num_cores() < 2:
-            return "one core: host and device need one each"
-        return None
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
+    cores: ClassVar[int] = 2
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

@@ -12,7 +12,6 @@ guesses, and the weights cross the way.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -21,11 +20,12 @@ from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
-from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
 from shoal.core.parts import part
 
 __all__ = ["DovetailClaim"]
+
+_Numbers = tuple[Annotated[int, Ge(1)], ...]
 
 
 @part
@@ -49,28 +49,21 @@ class DovetailClaim(BaseClaim):
     prompt_tokens: Annotated[int, Ge(1)] = 64
     new_tokens: Annotated[int, Ge(1)] = 96
     rounds: Annotated[int, Ge(1)] = 3
-    layers: tuple[int, ...] = (1, 2)
-    sweep: tuple[int, ...] = (3, 6, 10, 16)
+    layers: _Numbers = (1, 2)
+    sweep: _Numbers = (3, 6, 10, 16)
     link_s: float = 20e-6
     link_bytes_per_s: float = 8e9
     overlap: bool = True
     weights: str = "int8-g64"
 
     rows: ClassVar[tuple[int, ...]] = (133,)
+    needs: ClassVar[tuple[str, ...]] = ("torch",)
+    cores: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         for name in ("layers", "sweep"):
-            value = getattr(self, name)
-            require(bool(value) and min(value) >= 1, f"claim.dovetail.{name}", list(value),
-                    expected="one or more numbers, each 1 or more")  # fmt: skip
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Models need torch, and two processes need two cores."""
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        if len(os.sched_getaffinity(0)) < 2:
-            return "one core; target and drafter are to have one each"
-        return None
+            some = bool(getattr(self, name))
+            require(some, f"claim.dovetail.{name}", [], expected="one or more numbers")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

@@ -45,7 +45,7 @@ class FalconClaim(BaseClaim):
     """Greedy decoding at batch 1 with drafters over features.
 
     Args:
-        k: tokens of a pass.
+        k: tokens of a pass; 1 is the baseline.
         forwards: passes.
         train_tokens: of each drafter's training.
         seeds: of the nets that glancing is judged by.
@@ -57,7 +57,7 @@ class FalconClaim(BaseClaim):
         threads: that compute; 0 for all cores.
     """
 
-    k: int = 2
+    k: Annotated[int, Ge(2)] = 2
     forwards: Annotated[int, Ge(1)] = 2
     train_tokens: Annotated[int, Ge(1)] = 600_000
     seeds: Annotated[int, Ge(1)] = 3
@@ -70,9 +70,6 @@ class FalconClaim(BaseClaim):
 
     rows: ClassVar[tuple[int, ...]] = (104,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        require(self.k >= 2, "claim.falcon.k", self.k, expected="2 or more: 1 is the baseline")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

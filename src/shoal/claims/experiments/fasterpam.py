@@ -19,9 +19,7 @@ import numpy as np
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
-from shoal.claims.protocols import ExperimentContext
 from shoal.core.extras import import_extra
-from shoal.core.native import compiler
 from shoal.core.parts import part, table
 from shoal.core.random import generator
 from shoal.corpora.photos import photo_descriptors
@@ -44,10 +42,7 @@ class FasterPAMClaim(BaseClaim):
     pairs: int = 7
 
     rows: ClassVar[tuple[int, ...]] = (47,)
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Compiled code is what is timed."""
-        return None if compiler() else "there is no C++ compiler"
+    needs: ClassVar[tuple[str, ...]] = ("c++",)
 
     def collect(self, run: ClaimRun) -> None:
         """Count; the full run times PAM for some minutes, then the package."""

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
-from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.serving.simulator import SimulatedRunner
 from shoal.cost.step_cost.fitted import FittedStepCost
@@ -143,25 +142,17 @@ class FastSwitch(BaseClaim):
 
     model: str = "shoal-4m"
     requests: Annotated[int, Ge(1)] = 80
-    rate: float = 24.0
+    rate: Annotated[float, Gt(0)] = 24.0
     turns: Annotated[int, Ge(1)] = 20
-    think_s: float = 0.7
+    think_s: Annotated[float, Gt(0)] = 0.7
     kv_tokens: Annotated[int, Ge(1)] = 4096
     group: Annotated[int, Ge(1)] = 16
-    frequency: float = 0.07
+    frequency: Annotated[float, Gt(0), Le(1)] = 0.07
     policy: Policy = "uniform"
     rounds: Annotated[int, Ge(1)] = 4
 
     rows: ClassVar[tuple[int, ...]] = (86,)
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-
-    def __post_init__(self) -> None:
-        require(
-            self.rate > 0 and self.think_s > 0 and 0 < self.frequency <= 1,
-            "claim.fastswitch.rate",
-            self.rate,
-            expected="positive, as think_s and frequency",
-        )
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

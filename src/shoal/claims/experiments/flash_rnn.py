@@ -21,8 +21,6 @@ from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import Arm, ClaimRun
-from shoal.claims.protocols import ExperimentContext
-from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.ir import Machine
 from shoal.plan.constrint.solve import brute_force, parse, solve
@@ -68,11 +66,8 @@ class FlashRNN(BaseClaim):
     train_steps: Annotated[int, Ge(1)] = 1500
 
     rows: ClassVar[tuple[int, ...]] = (116,)
+    needs: ClassVar[tuple[str, ...]] = ("c++",)
     # Noisy with 15 pairs.
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The fused kernel needs a compiler."""
-        return None if compiler() else "no C++ compiler for the fused kernel"
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

@@ -13,7 +13,6 @@ are judged only where a sensor measures them.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -23,7 +22,6 @@ from annotated_types import Ge, Gt
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
-from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.cost.gemm.predictor import fit
@@ -57,15 +55,7 @@ class GemmForest(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 25
 
     rows: ClassVar[tuple[int, ...]] = (41,)
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The kernel needs a compiler, the forest scikit-learn, the library torch."""
-        if compiler() is None:
-            return "no C++ compiler for the tiled kernel"
-        for module, extra in (("sklearn", "bench"), ("torch", "run")):
-            if importlib.util.find_spec(module) is None:
-                return f"no {module}; install shoal-ml[{extra}]"
-        return None
+    needs: ClassVar[tuple[str, ...]] = ("c++", "sklearn", "torch")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

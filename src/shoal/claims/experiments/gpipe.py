@@ -21,12 +21,11 @@ import math
 import statistics
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge
+from annotated_types import Ge, MultipleOf
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.ranks import on_ranks, slowest
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.pipeline.simulator import simulate
 from shoal.ir.schedule import OpCosts
@@ -43,34 +42,20 @@ class GPipeClaim(BaseClaim):
     """Equal layers on two real processes, four and eight simulated ones, and bytes kept.
 
     Args:
-        layers: of the network that is timed.
+        layers: of the network that is timed, a multiple of 8, the most cells.
         width: of its layers.
         batch: samples of a mini-batch, a multiple of 32.
         repeats: pairs of timings.
         budget: activations of one layer, for the whole mini-batch, that may be kept.
     """
 
-    layers: int = 8
+    layers: Annotated[int, MultipleOf(8), Ge(8)] = 8
     width: Annotated[int, Ge(8)] = 512
-    batch: int = 4096
+    batch: Annotated[int, MultipleOf(_MANY), Ge(_MANY)] = 4096
     repeats: Annotated[int, Ge(3)] = 11
     budget: Annotated[int, Ge(4)] = 6
 
     rows: ClassVar[tuple[int, ...]] = (139,)
-
-    def __post_init__(self) -> None:
-        require(
-            self.layers >= 8 and self.layers % 8 == 0,
-            "claim.gpipe.layers",
-            self.layers,
-            expected="a multiple of 8, the most cells",
-        )
-        require(
-            self.batch >= _MANY and self.batch % _MANY == 0,
-            "claim.gpipe.batch",
-            self.batch,
-            expected=f"a multiple of {_MANY}, the most micro-batches",
-        )
 
     def collect(self, run: ClaimRun) -> None:
         """Count and simulate; the full run also times processes, for a minute."""

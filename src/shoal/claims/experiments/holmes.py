@@ -45,14 +45,14 @@ class HolmesClaim(BaseClaim):
     """Ranks that know their networks beside ranks that do not.
 
     Args:
-        global_batches: sequences of simulated steps, of 2,048 tokens.
+        global_batches: sequences of simulated steps, of 2,048 tokens; at least one a device.
         microbatch: of them in a pass.
         bandwidth: byte/s between the pairs of processes.
         steps: timed steps of a turn.
         turns: how often both placements are timed.
     """
 
-    global_batches: tuple[int, ...] = (256, 512)
+    global_batches: tuple[Annotated[int, Ge(32)], ...] = (256, 512)
     microbatch: Annotated[int, Ge(1)] = 1
     bandwidth: Annotated[float, Ge(1)] = 6.25e6
     steps: Annotated[int, Ge(1)] = 3
@@ -62,12 +62,8 @@ class HolmesClaim(BaseClaim):
     needs: ClassVar[tuple[str, ...]] = ("torch",)
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.global_batches) and min(self.global_batches) >= 32,
-            "claim.holmes.global_batches",
-            list(self.global_batches),
-            expected="numbers of 32 sequences or more, one for each device",
-        )
+        some = bool(self.global_batches)
+        require(some, "claim.holmes.global_batches", [], expected="at least one number")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, MultipleOf
 
 from shoal.claims.bench.attention.masks import MASKS, build_mask, document_lengths, real_lengths
 from shoal.claims.bench.attention.values import (
@@ -32,7 +33,7 @@ from shoal.claims.bench.attention.values import (
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun, paired
 from shoal.claims.protocols import ExperimentContext, PairedSamples
-from shoal.core.errors import ConfigError, require
+from shoal.core.errors import ConfigError
 from shoal.core.parts import part, table
 from shoal.ir.mask import Mask
 from shoal.kernel.threads import torch_threads
@@ -52,6 +53,8 @@ _SEQUENCES, _BATCHES = 16, 16
 # Between ranks that compute fast and ranks that compute slowly lies who wins.
 _SLOW = RankNetwork(flops=5e12)
 
+_Length = Annotated[int, MultipleOf(128), Ge(256)]
+
 
 @part
 class LCABench(BaseClaim):
@@ -64,20 +67,11 @@ class LCABench(BaseClaim):
         document_length: tokens of a sequence, for the waste under documents.
     """
 
-    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    context_length: int = 1024
-    document_length: int = 32768
+    lengths: tuple[_Length, ...] = (1024, 2048, 4096, 8192)
+    context_length: _Length = 1024
+    document_length: _Length = 32768
 
     rows: ClassVar[tuple[int, ...]] = (100,)
-
-    def __post_init__(self) -> None:
-        for length in (*self.lengths, self.context_length, self.document_length):
-            require(
-                length >= 256 and length % 128 == 0,
-                "claim.lca_bench lengths",
-                length,
-                expected="multiples of 128 of at least 256",
-            )
 
     def collect(self, run: ClaimRun) -> None:
         """Check every cell; the quick run and the A/A run have short sequences.

@@ -13,7 +13,6 @@ Source: Mandhane et al., Optimizing Memory Mapping Using Deep Reinforcement Lear
 from __future__ import annotations
 
 import functools
-import importlib.util
 import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -22,9 +21,7 @@ from annotated_types import Ge, Le
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
-from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import PlanError
-from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
 from shoal.memory.mapping import MAPPERS
@@ -58,14 +55,7 @@ class MallocGameClaim(BaseClaim):
     pairs: Annotated[int, Ge(1), Le(1000)] = 15
 
     rows: ClassVar[tuple[int, ...]] = (134,)
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The search needs a compiler, the networks torch."""
-        if compiler() is None:
-            return "no C++ compiler for the search"
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
+    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

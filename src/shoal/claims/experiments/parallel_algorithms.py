@@ -11,7 +11,6 @@ results that are not NumPy's, threads that a short range wakes, and the sums tha
 from __future__ import annotations
 
 import functools
-import importlib.util
 import statistics
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
@@ -21,9 +20,7 @@ from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
-from shoal.claims.protocols import ExperimentContext
 from shoal.core.measure import num_cores
-from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.core.random import generator
 
@@ -48,16 +45,8 @@ class ParallelAlgorithms(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 21
 
     rows: ClassVar[tuple[int, ...]] = (10,)
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The loops need a compiler, and torch's threads."""
-        if compiler() is None:
-            return "no C++ compiler for the loops"
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        if num_cores() < 2:
-            return "one core: there is nothing to share out"
-        return None
+    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
+    cores: ClassVar[int] = 2
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

@@ -79,12 +79,9 @@ class ParScaleClaim(BaseClaim):
     rows: ClassVar[tuple[int, ...]] = (108,)
 
     def __post_init__(self) -> None:
-        require(
-            len(self.wider) >= 1 and min(self.wider) > self.hidden,
-            "claim.parscale.wider",
-            self.wider,
-            expected=f"widths above hidden = {self.hidden}",
-        )
+        wider = min(self.wider, default=0) > self.hidden
+        expected = f"widths above hidden = {self.hidden}"
+        require(wider, "claim.parscale.wider", self.wider, expected=expected)
 
     def collect(self, run: ClaimRun) -> None:
         """Fit the law and compare tokens; then, unless it is quick, train and decode."""

@@ -28,14 +28,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Le
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.cost.context.ways import Split, layer_memory
 
@@ -60,20 +60,13 @@ class SequenceParallel(BaseClaim):
     """Bytes kept by 2, 4 and 8 ranks, and what fits into a budget.
 
     Args:
-        device_gib: memory of a rank, for 12 layers.
+        device_gib: memory of a rank, for 12 layers; more than 32 would be run for long, and less
+            than 2 holds hardly more than weights.
     """
 
-    device_gib: float = 16.0
+    device_gib: Annotated[float, Ge(2), Le(32)] = 16.0
 
     rows: ClassVar[tuple[int, ...]] = (120,)
-
-    def __post_init__(self) -> None:
-        require(
-            2.0 <= self.device_gib <= 32.0,
-            "claim.sequence_parallel.device_gib",
-            self.device_gib,
-            expected="2 to 32; more would be run for long, and less holds hardly more than weights",
-        )
 
     def collect(self, run: ClaimRun) -> None:
         """Count; the full run counts at full width and also fills the budget, for a minute.

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Le
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
-from shoal.core.errors import require
 from shoal.core.parts import part
 from shoal.core.random import generator
 from shoal.cost.network.collectives import jittered
@@ -50,17 +50,9 @@ class SinglePath(BaseClaim):
         permutations: of all fabrics together.
     """
 
-    permutations: int = 1000
+    permutations: Annotated[int, Ge(len(FABRICS)), Le(100_000)] = 1000
 
     rows: ClassVar[tuple[int, ...]] = (53,)
-
-    def __post_init__(self) -> None:
-        require(
-            len(FABRICS) <= self.permutations <= 100_000,
-            "claim.single_path.permutations",
-            self.permutations,
-            expected=f"{len(FABRICS)} to 100000",
-        )
 
     def collect(self, run: ClaimRun) -> None:
         """Plan and simulate; every permutation is a phase, so that a fabric's go together."""

@@ -25,7 +25,6 @@ from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.rmat import grid, rmat
 from shoal.claims.protocols import ExperimentContext
-from shoal.core.native import compiler
 from shoal.core.parts import part
 from shoal.core.random import generator
 
@@ -55,14 +54,7 @@ class Smash(BaseClaim):
     pairs: Annotated[int, Ge(1)] = 31
 
     rows: ClassVar[tuple[int, ...]] = (124,)
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """The kernels need a compiler and torch."""
-        if compiler() is None:
-            return "no C++ compiler for the products"
-        if importlib.util.find_spec("torch") is None:
-            return "no torch; install shoal-ml[run]"
-        return None
+    needs: ClassVar[tuple[str, ...]] = ("c++", "torch")
 
     def collect(self, run: ClaimRun) -> None:
         """See :class:`~shoal.claims.catalogue.BaseClaim`."""

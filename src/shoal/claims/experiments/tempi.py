@@ -24,7 +24,6 @@ from annotated_types import Ge
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
-from shoal.claims.protocols import ExperimentContext
 from shoal.claims.ranks import on_ranks
 from shoal.core.parts import part
 from shoal.core.random import generator
@@ -72,12 +71,7 @@ class Tempi(BaseClaim):
     repeats: Annotated[int, Ge(3)] = 31
 
     rows: ClassVar[tuple[int, ...]] = (19,)
-
-    def refuses(self, context: ExperimentContext) -> str | None:
-        """Needs a compiler for the kernels; MPI and a GPU are skipped by themselves."""
-        from shoal.core.native import compiler
-
-        return None if compiler() else "no C++ compiler here (apt install g++)"
+    needs: ClassVar[tuple[str, ...]] = ("c++",)
 
     def collect(self, run: ClaimRun) -> None:
         """Check types; the full run also times packing for a minute, and 60 messages."""

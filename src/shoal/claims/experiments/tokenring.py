@@ -17,15 +17,17 @@ Source: Wang et al., TokenRing, 2024.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Lt, MultipleOf
 
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.frame import ClaimRun
 from shoal.claims.lab.thread_links import LinkComm, Links, run_linked
 from shoal.claims.protocols import ExperimentContext
-from shoal.core.errors import require
 from shoal.core.parts import part, table
 from shoal.cost.context.traffic import tokenring_traffic
 from shoal.ir.mask import Mask
@@ -138,30 +140,12 @@ class TokenRingClaim(BaseClaim):
         latency: of a link, as a share of the seconds that a rank's queries take.
     """
 
-    tokens: int = 64
-    heads: int = 8
-    head_dim: int = 128
-    latency: float = 1 / 256
+    tokens: Annotated[int, MultipleOf(2), Ge(2)] = 64
+    heads: Annotated[int, MultipleOf(8), Ge(8)] = 8
+    head_dim: Annotated[int, Ge(1)] = 128
+    latency: Annotated[float, Ge(0), Lt(math.inf)] = 1 / 256
 
     rows: ClassVar[tuple[int, ...]] = (91,)
-
-    def __post_init__(self) -> None:
-        where = "claim.tokenring"
-        tokens, heads, head_dim = self.tokens, self.heads, self.head_dim
-        require(
-            tokens >= 2 and tokens % 2 == 0,
-            f"{where}.tokens",
-            tokens,
-            expected="an even number of at least 2",
-        )
-        require(heads >= 8 and heads % 8 == 0, f"{where}.heads", heads, expected="a multiple of 8")
-        require(head_dim >= 1, f"{where}.head_dim", head_dim, expected="at least 1")
-        require(
-            0 <= self.latency < float("inf"),
-            f"{where}.latency",
-            self.latency,
-            expected="a share of a message's seconds, 0 or more",
-        )
 
     def collect(self, run: ClaimRun) -> None:
         """Read the clocks; the full run also tries other precisions, wirings and rank numbers."""
