@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.model.transformer import Transformer
 
-__all__ = ["ModuleText", "Recipe", "batch", "heldout", "mini", "text", "train"]
+__all__ = ["ModuleText", "Recipe", "batch", "heldout", "mini", "text", "train", "windows"]
 
 _WARM = 20
 
@@ -74,15 +74,20 @@ def mini(hidden: int, layers: int, *, ffn: int = 0, **changes: Any) -> ModelConf
     return llama(hidden, layers, max(1, hidden // 32), ffn=ffn, **{"length": 512, **wide})
 
 
-def batch(data: np.ndarray, recipe: Recipe, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step, int64 [B, T]."""
+def windows(data: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the sequences that begin there, int64 [B, T]."""
     import torch
 
-    source = generator(seed, purpose="architecture batch", step=step)
-    starts = source.integers(0, len(data) - recipe.length - 1, recipe.batch)
-    rows = np.stack([data[at : at + recipe.length + 1] for at in starts]).astype(np.int64)
+    rows = np.stack([data[at : at + length + 1] for at in starts]).astype(np.int64)
     both = torch.from_numpy(rows)
     return both[:, :-1], both[:, 1:]
+
+
+def batch(data: np.ndarray, recipe: Recipe, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step, int64 [B, T]."""
+    source = generator(seed, purpose="architecture batch", step=step)
+    starts = source.integers(0, len(data) - recipe.length - 1, recipe.batch)
+    return windows(data, starts, recipe.length)
 
 
 def train(
@@ -169,7 +174,5 @@ def heldout(model: Transformer, data: np.ndarray, recipe: Recipe, rows: int = 25
     total = 0.0
     with torch.no_grad():
         for some in np.array_split(starts, max(1, rows // 64)):
-            part = np.stack([data[at : at + recipe.length + 1] for at in some]).astype(np.int64)
-            both = torch.from_numpy(part)
-            total += float(model.loss_sum(both[:, :-1], both[:, 1:]))
+            total += float(model.loss_sum(*windows(data, some, recipe.length)))
     return total / (rows * recipe.length)

@@ -218,12 +218,9 @@ class DuoLLM(BaseClaim):
 
 def _heldout(data: np.ndarray, rows: int, length: int) -> tuple[Tensor, Tensor]:
     """Evenly spaced sequences, and their next bytes."""
-    import torch
+    from shoal.claims.experiments.arch_training import windows
 
-    starts = np.linspace(0, len(data) - length - 2, rows).astype(np.int64)
-    values = np.stack([data[at : at + length + 1] for at in starts]).astype(np.int64)
-    both = torch.from_numpy(values)
-    return both[:, :-1], both[:, 1:]
+    return windows(data, np.linspace(0, len(data) - length - 2, rows).astype(np.int64), length)
 
 
 def _each(model: Transformer, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -43,6 +43,9 @@ PAPER = {"22B": 0.3838, "175B": 0.3614, "1T": 0.3196}
 _SIZES = {"22B": (48, 6144, 64), "175B": (96, 12288, 96), "1T": (128, 25600, 160)}
 # (tp, pp, sequences of a replica, replicas, sequences of a strongly scaled step).
 _RUNS = {"175B": (4, 16, 640, 16, 8000), "1T": (8, 64, 1600, 6, 8016)}
+_USUAL: dict[str, Setting] = {
+    "vpp": 1, "microbatch": 1, "shard": "zero1", "recompute": "full",
+}  # fmt: skip
 # A rate that moves by less over all of its steps is flat.
 _FLAT = 0.10
 # Up to the sixteen stages of the paper's 175B run, and its micro-batches for each of them.
@@ -180,17 +183,8 @@ def rules(influence: Mapping[str, float], *, peak: bool = False) -> dict[str, bo
     best = objective.machine.device.peak_flops["bf16"]
 
     def rate(**changes: Setting) -> float:
-        usual: dict[str, Setting] = {
-            "nodes": 16,
-            "tp": 8,
-            "pp": 16,
-            "vpp": 1,
-            "microbatch": 1,
-            "accumulate": 64,
-            "shard": "zero1",
-            "recompute": "full",
-        }
-        return best if peak else objective.rate(*objective.price({**usual, **changes}))
+        usual: dict[str, Setting] = {"nodes": 16, "tp": 8, "pp": 16, "accumulate": 64}
+        return best if peak else objective.rate(*objective.price({**_USUAL, **usual, **changes}))
 
     # One replica on as many nodes as it needs: what changes is the pipeline alone.
     flat = [rate(nodes=pp, pp=pp, accumulate=_EACH * pp) for pp in _DEEP]
@@ -250,17 +244,8 @@ def published(name: str) -> tuple[float, float, dict[str, Any]]:
     )
     shape = MODELS[name]
     objective = TrainingObjective(job, machine, model=shape, whole_flops=True)
-    config: dict[str, Setting] = {
-        "nodes": machine.nodes,
-        "tp": tp,
-        "pp": pp,
-        "vpp": 1,
-        "microbatch": 1,
-        "accumulate": batch,
-        "shard": "zero1",
-        "recompute": "full",
-    }
-    result, cost = objective.price(config)
+    config = {"nodes": machine.nodes, "tp": tp, "pp": pp, "accumulate": batch}
+    result, cost = objective.price({**_USUAL, **config})
     whole = objective.utilisation(result, cost)
     few = [dp for dp in (2, 4, 6, 8, 16) if dp <= replicas and fixed % dp == 0]
     weak = scaling_report(result, machine, few, kind="weak", shape=shape)

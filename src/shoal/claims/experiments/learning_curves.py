@@ -27,10 +27,11 @@ from shoal.claims.experiments.learning_curves_charlm import (
     train,
 )
 from shoal.claims.experiments.learning_curves_digits import digits_curve
+from shoal.claims.experiments.tiny import corpus_of
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.errors import require
-from shoal.core.parts import Choice, part, table
+from shoal.core.parts import part, table
 from shoal.core.random import generator
 from shoal.cost.scaling.curve import CurvePoint
 from shoal.cost.scaling.fit import FittedLaw, fit
@@ -86,11 +87,7 @@ class LearningCurves(BaseClaim):
             self._laws(run, grid, run.remember("digits", lambda: digits_curve(run.seed)))
 
     def _texts(self, context: ExperimentContext, quick: bool) -> CharlmTexts:
-        choice = (
-            Choice(name="text", options={"path": str(context.data)})
-            if context.data is not None
-            else Choice(name=self.corpus)
-        )
+        choice = corpus_of(context.data, self.corpus)
         size = 2 ** (self.smallest if quick else self.largest)
         return read_texts(choice, train_chars=size, heldout_chars=2**15, seed=context.seed)
 

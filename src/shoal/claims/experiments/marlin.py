@@ -14,6 +14,7 @@ of the 4-bit one.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,6 @@ from shoal.kernel.dispatch import candidates, here, kernels_of
 from shoal.kernel.formats import weight_format
 
 if TYPE_CHECKING:
-    from torch import Tensor
 
     from shoal.kernel.protocols import PackedMatrix
 
@@ -183,27 +183,21 @@ class _Layer:
         """Each takes the next copy of its weights at every call."""
         import torch
 
+        from shoal.kernel.planes.bench import turning
+
         x = torch.randn(m, self.k, generator=torch.Generator().manual_seed(self._seed)).bfloat16()
-        runs = {name: _Turns(ready, x) for name, ready in self._ready.items()}
+        # Some products in a row, each with the next of the copies.
+        runs = {
+            name: turning([functools.partial(one, x) for one in ready], 2)
+            for name, ready in self._ready.items()
+        }
         if m > 16:
             del runs[_PEER]  # it is claimed up to 16, and beyond takes most of the time
         if self.chosen(m) == "dequantised":
             runs[_INT4] = runs[_BF16]
         elif self.chosen(m) == "torch" and _PEER in runs:
             runs[_INT4] = runs[_PEER]
-        return dict(runs)
-
-
-class _Turns:
-    """Some products in a row, each with the next of the copies."""
-
-    def __init__(self, ready: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
-        self._ready, self._x, self._next = ready, x, 0
-
-    def __call__(self) -> None:
-        for _ in range(2):
-            self._ready[self._next](self._x)
-            self._next = (self._next + 1) % len(self._ready)
+        return {**runs}
 
 
 def _call(m: int, n: int, k: int, activations: str = "") -> LowbitLinearCall:

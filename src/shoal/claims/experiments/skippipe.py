@@ -24,10 +24,10 @@ import numpy as np
 from annotated_types import Ge, Gt, Lt, MultipleOf
 
 from shoal.claims.catalogue import BaseClaim
-from shoal.claims.experiments.tiny import llama, train_job
+from shoal.claims.experiments.tiny import corpus_of, llama, train_job
 from shoal.claims.frame import ClaimRun
 from shoal.claims.protocols import ExperimentContext
-from shoal.core.parts import Choice, part
+from shoal.core.parts import part
 from shoal.kernel.threads import torch_threads
 from shoal.plan.routes.conflicts import random_routes
 from shoal.plan.routes.network import REGIONS, WanNetwork
@@ -131,11 +131,7 @@ class SkipPipeClaim(BaseClaim):
         """Held-out losses of a model that was trained on these routes."""
         from shoal.claims.experiments.learning_curves_charlm import read_texts
 
-        choice = (
-            Choice(name="text", options={"path": str(context.data)})
-            if context.data is not None
-            else Choice(name=self.corpus)
-        )
+        choice = corpus_of(context.data, self.corpus)
         texts = context.remember(
             "texts",
             lambda: read_texts(choice, train_chars=2**22, heldout_chars=2**15, seed=context.seed),
@@ -227,6 +223,7 @@ def train_routes(
     """
     import torch
 
+    from shoal.claims.experiments.arch_training import windows
     from shoal.claims.lab.masked import layer_routes, masked_backward
     from shoal.core.random import generator
     from shoal.model.initialise import empty, init_weights
@@ -240,12 +237,12 @@ def train_routes(
     for step in range(steps):
         random = generator(seed, purpose="skippipe.batch", step=step)
         starts = random.integers(0, len(train) - CONTEXT - 1, len(routes))
-        rows = torch.from_numpy(train[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int64))
+        inputs, targets = windows(train, starts, CONTEXT)
         warm = min(1.0, (step + 1) / 20)
         for group in optimizer.param_groups:
             group["lr"] = lr * warm * (1 - 0.9 * step / steps)
         optimizer.zero_grad()
-        masked_backward(model, ReplicaSequences(rows[:, :-1], rows[:, 1:], None, 0, step), routes)
+        masked_backward(model, ReplicaSequences(inputs, targets, None, 0, step), routes)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 20 == 0:

@@ -14,6 +14,7 @@ widths are stored and computed as the next of these.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +36,7 @@ from shoal.kernel.formats import weight_format
 from shoal.kernel.tile.types import NARROW, TileType, tile_type
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 __all__ = ["Tilus"]
 
@@ -156,7 +157,7 @@ class _Layer:
         )
         self.methods[_HAND] = self._turns(four.nbytes, lambda: hand.prepare(call, four))
         slow = prepare(call, four, None, "generic")
-        self.methods[_GENERIC] = _Turns([slow], self._x)
+        self.methods[_GENERIC] = functools.partial(slow, self._x)
 
     def made(self, text: str) -> Callable[[], None]:
         """The program's product with these weights in a format."""
@@ -166,19 +167,10 @@ class _Layer:
         return self._turns(packed.nbytes, lambda: kernel.prepare(call, packed))
 
     def _turns(self, nbytes: int, make: Callable[[], Any]) -> Callable[[], None]:
+        from shoal.kernel.planes.bench import turning
+
         copies = max(2, math.ceil(self._cold / nbytes))
-        return _Turns([make() for _ in range(copies)], self._x)
-
-
-class _Turns:
-    """One product, each time with the next of the copies."""
-
-    def __init__(self, ready: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
-        self._ready, self._x, self._next = ready, x, 0
-
-    def __call__(self) -> None:
-        self._ready[self._next](self._x)
-        self._next = (self._next + 1) % len(self._ready)
+        return turning([functools.partial(make(), self._x) for _ in range(copies)], 1)
 
 
 def _call(text: str, edge: int) -> LowbitLinearCall:

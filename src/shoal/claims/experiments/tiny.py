@@ -9,12 +9,14 @@ from typing import Any
 
 from shoal.claims.protocols import ExperimentContext
 from shoal.core.files import write_atomic
+from shoal.core.parts import Choice
 from shoal.cost.shapes import find
 from shoal.ir import Request, SamplingParams, TrainJob, TrainPlan, Work
 from shoal.model.config import ModelConfig
 
 __all__ = [
     "apart",
+    "corpus_of",
     "llama",
     "losses_of",
     "mixture",
@@ -88,6 +90,13 @@ def apart(split: dict[str, Any], config: ModelConfig, *, steps: int = 1) -> floa
         seq_len=16, global_batch=4, microbatch=1, parallel=split, grad_clip=0.05, steps=1
     )
     return same_as_one(job, config, steps=steps).largest
+
+
+def corpus_of(data: Path | None, default: str = "stdlib") -> Choice:
+    """The user's text, or a corpus by its name."""
+    if data is None:
+        return Choice(name=default)
+    return Choice(name="text", options={"path": str(data)})
 
 
 def requests(prompts: Iterable[Sequence[int]], tokens: int, **params: Any) -> list[Request]:

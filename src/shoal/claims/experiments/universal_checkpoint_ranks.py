@@ -19,6 +19,7 @@ from shoal.checkpoint.store import MODEL, OPTIMIZER
 from shoal.checkpoint.universal.atomic import UniversalCheckpoint
 from shoal.checkpoint.universal.extract import extract
 from shoal.checkpoint.universal.protocols import Fragment
+from shoal.claims.experiments.arch_training import windows
 from shoal.claims.lab.same_as_one import assemble
 from shoal.claims.lab.session import RankSession
 from shoal.claims.ranks import in_turn
@@ -71,8 +72,8 @@ class RankTraining:
         job = self.session.job
         source = generator(job.seed, purpose="claim universal_checkpoint", step=step)
         starts = source.integers(0, len(self.text) - job.seq_len - 1, job.global_batch)
-        ids = torch.from_numpy(np.stack([self.text[s : s + job.seq_len + 1] for s in starts]))
-        loss = self.session.step(self.session.rows(ids[:, :-1], ids[:, 1:], step))
+        both = windows(self.text, starts, job.seq_len)
+        loss = self.session.step(self.session.rows(*both, step))
         self.comm.all_reduce(loss, tag="loss").wait()
         return float(loss) / (job.global_batch * job.seq_len)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.claims.experiments.tiny import llama
+from shoal.claims.experiments.fuyou_runs import wide_lm
 from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.claims.lab.thread_ranks import run_ranks
 from shoal.core.errors import TierFullError
@@ -68,8 +68,7 @@ class OffloadRunResult:
 
 def model_of(hidden: int) -> ModelConfig:
     """A byte-level decoder of four layers, four times as wide inside."""
-    ffn = hidden * 8 // 3 // 64 * 64
-    return llama(hidden, LAYERS, hidden // 64, ffn=ffn, length=512)
+    return wide_lm(hidden, LAYERS, 512)
 
 
 def _batch(seed: int, step: int, tokens: int) -> tuple[Tensor, Tensor]:
