@@ -1,4 +1,4 @@
-"""What the workers of claim [13] CO2 do: rounds over a slow link, and training to the end."""
+"""What the workers of claims [13] CO2 and [12] Holmes do: steps over slow links, and training."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from shoal.claims.experiments.arch_training import Recipe, batch, heldout, text
 from shoal.claims.lab.same_as_one import SeededWeights
 from shoal.claims.lab.session import RankSession
+from shoal.claims.ranks import in_turn
 from shoal.parallel.outer.rounds import Rounds
 from shoal.train.allocator import keep_freed_memory
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
 
-__all__ = ["CO2Worker", "learn", "time_rounds"]
+__all__ = ["CO2Worker", "learn", "time_rounds", "time_steps"]
 
 # Share of the steps in which the learning rate rises.
 _WARM = 0.1
@@ -106,3 +107,26 @@ def learn(comm: Comm, *, jobs: Sequence[TrainJob], config: ModelConfig, steps: i
     """Train every job from the same weights on the same bytes; held-out loss at the end by job."""
     keep_freed_memory()
     return [CO2Worker(comm, job, config, steps).learned() for job in jobs]
+
+
+def time_steps(
+    comm: Comm, *, job: TrainJob, config: ModelConfig, steps: int
+) -> dict[str, list[float]]:
+    """Time training steps on this rank, after one that is not timed.
+
+    Args:
+        comm: all ranks.
+        job: what is trained.
+        config: the model.
+        steps: timed steps.
+
+    Returns:
+        Seconds of each step, and this rank's squared norm of the weights at the end: equal where
+        the same rows were learnt in the same order.
+    """
+    keep_freed_memory()
+    worker = CO2Worker(comm, job, config, steps + 1)
+    timed = in_turn(comm, {"seconds": worker.step}, steps)
+    owned = worker.engine.sharded.owned()
+    norms = [float(owned[name].detach().double().square().sum()) for name in sorted(owned)]
+    return {**timed, "norms": norms}

@@ -33,8 +33,6 @@ from shoal.plan.memory.stride import (
 from shoal.train.optimizers.adamw import AdamW
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from shoal.memory.offload.interleaved import InterleavedUpdater, Workers
 
 __all__ = ["DeepOptimizerStatesClaim"]
@@ -149,12 +147,14 @@ class DeepOptimizerStatesClaim(BaseClaim):
         return UpdatePattern(groups=len(sizes), stride=stride)
 
     def _made(self, workers: Workers, stride: int, fused: bool) -> InterleavedUpdater:
+        import torch
+
         from shoal.memory.offload.interleaved import InterleavedUpdater
         from shoal.memory.tiers.tier import BudgetedTier
 
         total = self.sub_group * self.groups
         made = InterleavedUpdater(
-            _weights(total),
+            {"weights": torch.zeros(1, total, dtype=torch.bfloat16)},
             AdamW(fused=fused),
             sub_group=self.sub_group,
             pattern=lambda sizes: self._pattern(list(sizes), stride),
@@ -200,12 +200,6 @@ def _named(stride: int) -> str:
 def _update(one: InterleavedUpdater) -> None:
     one.step()
     one.settle()
-
-
-def _weights(total: int) -> dict[str, Tensor]:
-    import torch
-
-    return {"weights": torch.zeros(1, total, dtype=torch.bfloat16)}
 
 
 def _link_for(rates: UpdateRates, size: int, stride: int) -> float:

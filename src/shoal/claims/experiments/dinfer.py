@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 import numpy as np
 from annotated_types import Ge
 
+from shoal.claims.bench.decode import distinct_runs
 from shoal.claims.catalogue import BaseClaim
 from shoal.claims.experiments.tiny import requests, served
 from shoal.claims.frame import ClaimRun
@@ -266,17 +267,11 @@ class _Asked:
             len(new),
             round(self._forwards() - before),
             seconds,
-            _distinct(new),
+            distinct_runs(new),
         )
 
     def _forwards(self) -> float:
         return self._engine.stats()["diffusion_forwards_total" if self._diffuses else "steps_total"]
-
-
-def _distinct(tokens: Sequence[int]) -> float:
-    """Share of different ones among all runs of four tokens."""
-    runs = [tuple(tokens[place : place + 4]) for place in range(len(tokens) - 3)]
-    return len(set(runs)) / len(runs) if runs else 1.0
 
 
 def _tokens_a_pass(some: Sequence[_Answer]) -> float:

@@ -107,13 +107,21 @@ class GalvatronClaim(BaseClaim):
     # Two real processes ------------------------------------------------------------------
 
     def _real(self, run: ClaimRun) -> None:
-        config, jobs = _config(), plans_of_two()
+        from shoal.cost.training.layer_fit import LinkFit
+
+        config = llama(128, 6, 4, kv_heads=2, vocab=2048, length=_LENGTH)
+        jobs = plans_of_two()
         run.progress("layers, links and overlap", 0.2)
         profile = run.remember("profile", lambda: self._profile(config))
         run.progress("24 plans", 0.3)
         measured = run.remember("plans", lambda: self._timed(jobs, config, self.turns))
         machine = _two(self.bandwidth)
-        priced = run.pick(profile, profile.model_copy(update={"links": _no_wire()}))
+        # The A/A run predicts as if links took no time.
+        no_wire = tuple(
+            LinkFit(op=op, group=2, latency_s=0.0, bandwidth=1e15)
+            for op in ("all_reduce", "gather", "scatter", "send")
+        )
+        priced = run.pick(profile, profile.model_copy(update={"links": no_wire}))
         predicted = [_predicted(job, machine, config.shape(), priced) for job in jobs]
         middle = [statistics.median(seconds) for seconds in measured]
         chosen, best = int(np.argmin(predicted)), int(np.argmin(middle))
@@ -130,7 +138,11 @@ class GalvatronClaim(BaseClaim):
         )
         run.put("chosen_over_best", *final)
         run.progress("a link that is cut", 0.6)
-        faster = _scaled(profile, self.cut_from / self.bandwidth)
+        times = self.cut_from / self.bandwidth
+        links = tuple(
+            fit.model_copy(update={"bandwidth": times * fit.bandwidth}) for fit in profile.links
+        )
+        faster = profile.model_copy(update={"links": links})
         fresh = [_predicted(job, machine, config.shape(), faster) for job in jobs]
         first = jobs[int(np.argmin(fresh))]
         stays = run.remember("stays", lambda: self._cut(run, first, jobs, config, faster, False))
@@ -214,28 +226,6 @@ def _cut_at(
             for host, sends in itertools.product((0, 1), (True, False)):
                 network.reshape(host, bandwidth, sends=sends)
             return
-
-
-def _scaled(profile: LayerProfile, factor: float) -> LayerProfile:
-    """The same with links ``factor`` times as fast."""
-    links = tuple(
-        fit.model_copy(update={"bandwidth": factor * fit.bandwidth}) for fit in profile.links
-    )
-    return profile.model_copy(update={"links": links})
-
-
-def _no_wire() -> tuple[Any, ...]:
-    """Links that take no time."""
-    from shoal.cost.training.layer_fit import LinkFit
-
-    return tuple(
-        LinkFit(op=op, group=2, latency_s=0.0, bandwidth=1e15)
-        for op in ("all_reduce", "gather", "scatter", "send")
-    )
-
-
-def _config() -> ModelConfig:
-    return llama(128, 6, 4, kv_heads=2, vocab=2048, length=_LENGTH)
 
 
 def _two(bandwidth: float) -> Machine:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HolmesClaim"]
 
-_RANKS = "shoal.claims.experiments.holmes_ranks:time_steps"
+_RANKS = "shoal.claims.experiments.co2_ranks:time_steps"
 # Models, and ranks of a layer with which they fit.
 _MODELS = (("Llama-3.2-3B", 1), ("Qwen3-4B", 1), ("Llama-3-8B", 2))
 _GBIT = 1e9 / 8

@@ -87,8 +87,23 @@ class LCABench(BaseClaim):
             kernels = self._kernels(context, pool, small, as_baseline)
         with torch_threads(1):
             methods = self._methods(context, pool, quick)
-            causal_rows = self._causal_rows(context, pool) if as_baseline else methods
-            slow = [] if small else self._slow(context, pool)
+            causal_rows, slow = methods, []
+            if as_baseline:
+                causal_rows = [
+                    row
+                    for case in _cases(context, pool, 256)
+                    for row in _rows(
+                        context, case._replace(mask=Mask.causal(256)), 2, RankNetwork()
+                    )
+                ]
+            if not small:  # where computation binds instead
+                run.progress("slow ranks", 0.95)
+                slow = [
+                    row
+                    for case in _cases(context, pool, self.context_length)
+                    for ranks in (2, 4)
+                    for row in _rows(context, case, ranks, _SLOW)
+                ]
         cells: list[KernelRow | ContextRow] = [*kernels, *causal_rows]
         ulysses, ring = run.pick("ulysses", "zigzag"), run.pick("ring", "zigzag")
         run.put("wrong_cells", sum(row.status in ("wrong", "failed") for row in cells))
@@ -144,24 +159,6 @@ class LCABench(BaseClaim):
             return results
 
         return context.remember(f"methods of {length}", run)
-
-    def _causal_rows(self, context: ExperimentContext, pool: Sequence[int]) -> list[ContextRow]:
-        causal = Mask.causal(256)
-        return [
-            row
-            for case in _cases(context, pool, 256)
-            for row in _rows(context, case._replace(mask=causal), 2, RankNetwork())
-        ]
-
-    def _slow(self, context: ExperimentContext, pool: Sequence[int]) -> list[ContextRow]:
-        """Where computation binds instead."""
-        context.progress("slow ranks", 0.95)
-        return [
-            row
-            for case in _cases(context, pool, self.context_length)
-            for ranks in (2, 4)
-            for row in _rows(context, case, ranks, _SLOW)
-        ]
 
 
 def _settings(context: ExperimentContext, **changes: object) -> AttentionSettings:

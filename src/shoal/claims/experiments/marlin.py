@@ -36,7 +36,6 @@ from shoal.kernel.dispatch import candidates, here, kernels_of
 from shoal.kernel.formats import weight_format
 
 if TYPE_CHECKING:
-
     from shoal.kernel.protocols import PackedMatrix
 
 __all__ = ["ROWS", "SHAPES", "MarlinClaim"]

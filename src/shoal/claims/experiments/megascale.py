@@ -19,6 +19,7 @@ import os
 import random
 import signal
 import statistics
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -44,6 +45,8 @@ from shoal.machine.described import load
 from shoal.machine.emulate import emulate, unavailable
 from shoal.train.watch.evidence import Evidence
 from shoal.train.watch.megascale import MegaScale as Locator
+from shoal.train.watch.recorder import Recorder
+from shoal.train.watch.watched_comm import WatchedComm
 
 __all__ = ["MegaScaleClaim"]
 
@@ -56,6 +59,8 @@ _APART = 48
 _BANDWIDTH = 300e6 / 8
 _TP, _PP = 8, 8
 _SWAPS = {"during": "after"}
+# Recorded operations that are timed together, and how often.
+_CALLS, _REPEATS = 5000, 5
 
 
 @part
@@ -279,14 +284,45 @@ def _restart_seconds(run: Path) -> list[float]:
 
 def _recorder_share(evidence: Evidence, run: Path) -> float:
     """Seconds that recording takes, over those of a step: the operations of a step, times one."""
-    from shoal.claims.experiments.megascale_recording import operation_s
-
     steps = evidence.steps()
     rows = evidence.flights[0].rows
     each = sum(int(step) in set(steps) for step in rows["step"].tolist()) / max(1, len(steps))
     times = [event["step_s"] for event in _events(run) if event["kind"] == "step"]
-    share: float = each * operation_s() / statistics.median(times)
+    share: float = each * _operation_s() / statistics.median(times)
     return share
+
+
+class _Nothing:
+    """A communicator, and a tensor, without anything behind it."""
+
+    rank, world, ranks, ranks_per_node, device, meter, nbytes = 0, 2, (0, 1), None, "cpu", None, 4
+
+    def all_reduce(self, x: object, *, tag: str, op: str = "sum") -> _Nothing:
+        """Nothing."""
+        return self
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
+def _operation_s() -> float:
+    """Seconds more that an operation takes where it is recorded, waiting included."""
+    bare: Any = _Nothing()
+    with scratch_directory("recorder") as folder:
+        recorder = Recorder(folder / "rank-0.flight", 0, 2)
+        watched: Any = WatchedComm(bare, recorder)
+
+        def once(comm: Any) -> float:
+            begin = time.perf_counter()
+            for _ in range(_CALLS):
+                comm.all_reduce(bare, tag="probe").wait()
+            return (time.perf_counter() - begin) / _CALLS
+
+        seconds = min(once(watched) for _ in range(_REPEATS)) - min(
+            once(bare) for _ in range(_REPEATS)
+        )
+        recorder.close()
+    return seconds
 
 
 def _growth(ranks: int, everyone: bool, details: dict[str, Any]) -> float:

@@ -156,10 +156,6 @@ def _counted(
     return context.remember(f"{shape} {kind} {world} {train}", counted)
 
 
-def _split(kind: Kind) -> Split:
-    return "tensor" if kind == "tensor" else "sequence"
-
-
 def _errors(
     shape: Shape, counted: dict[tuple[Kind, int], list[RankBytes]], shared: Kind
 ) -> tuple[list[float], list[Any]]:
@@ -169,7 +165,8 @@ def _errors(
     for kind, world in counted:
         # The kind that takes the place of ``sequence`` in the A/A run.
         result = counted[shared if kind == "sequence" else kind, world][0]
-        model = layer_memory(_split(kind), world=world, **_sizes(shape))
+        split: Split = "tensor" if kind == "tensor" else "sequence"
+        model = layer_memory(split, world=world, **_sizes(shape))
         for what, got, wanted in (
             ("states", result.states, model.states),
             ("activations", result.activations, model.activations),

@@ -13,11 +13,10 @@ run keeps.
 from __future__ import annotations
 
 import contextlib
-import functools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, MultipleOf
 
@@ -30,7 +29,6 @@ from shoal.kernel.threads import torch_threads
 
 if TYPE_CHECKING:
     from shoal.claims.bench.activations import ActivationSetup
-    from shoal.memory.activations.cache import TensorCache
 
 __all__ = ["SSDTrainClaim"]
 
@@ -62,6 +60,8 @@ class SSDTrainClaim(BaseClaim):
             self._steps(run, stack)
 
     def _steps(self, run: ClaimRun, stack: contextlib.ExitStack) -> None:
+        import torch
+
         ways = {
             name: self._way(run.context, name, waits=run.quick)
             for name in ("keep", "recompute", "ssdtrain")
@@ -78,7 +78,7 @@ class SSDTrainClaim(BaseClaim):
         peaks = {name: way.peak() for name, way in ways.items()}
         run.put("peak", method.peak(), peaks["keep"])
         wrong = sum(
-            not _equal(a.grad, b.grad)
+            not torch.equal(a.grad, b.grad)
             for a, b in zip(method.model.parameters(), ways["keep"].model.parameters(), strict=True)
         )
         run.put("wrong_gradients", wrong)
@@ -129,15 +129,5 @@ class SSDTrainClaim(BaseClaim):
         made = way(name, config, self.sequences, self.length, disk, context.seed)
         if waits and made.cache is not None:
             for block in made.model.blocks:
-                block.register_forward_hook(functools.partial(_written, made.cache))
+                block.register_forward_hook(lambda *_, cache=made.cache: cache.written())
         return made
-
-
-def _written(cache: TensorCache, *_: Any) -> None:
-    cache.written()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    import torch
-
-    return torch.equal(a, b)

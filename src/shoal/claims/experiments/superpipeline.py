@@ -85,6 +85,8 @@ class SuperpipelineClaim(BaseClaim):
 
     def _count(self, run: ClaimRun, hidden: int) -> None:
         """Peaks, outputs and loads of both models."""
+        import torch
+
         wrong, loads = [], []
         for kind, (blocks, k, step) in _WINDOWS.items():
             run.progress(f"counting, {kind} model", 0.05)
@@ -93,7 +95,7 @@ class SuperpipelineClaim(BaseClaim):
             window = run.pick((k, step), (blocks, 1))
             peak, result, each, outcome = _peak(self._model(kind, hidden, run.seed), given, *window)
             run.put(f"peak_{kind}", peak, whole)
-            wrong.append(not all(map(_equal(expected[0]), [*expected, *result])))
+            wrong.append(not all(torch.equal(expected[0], out) for out in [*expected, *result]))
             loads.append(each / blocks)
             run.details[kind] = outcome
         run.put("wrong_outputs", wrong)
@@ -164,12 +166,6 @@ def _forward(model: nn.Module, given: Tensor) -> Tensor:
     with torch.inference_mode():
         tensor: Tensor = model(given)
         return tensor
-
-
-def _equal(expected: Tensor) -> Callable[[Tensor], bool]:
-    import torch
-
-    return functools.partial(torch.equal, expected)
 
 
 def _peak(

@@ -109,10 +109,6 @@ def plain(
     return OffloadRunResult(_count(config), values, {"device": tier.stats.peak}, {})
 
 
-def _job(tokens: int) -> TrainJob:
-    return TrainJob(seq_len=tokens, global_batch=1, microbatch=1, precision="fp32", steps=1)
-
-
 def streamed(
     config: ModelConfig,
     budgets: Budgets,
@@ -156,8 +152,9 @@ def streamed(
         peaks = {tier: float(peak) for tier, peak in made.tiers.peaks().items()}
         return OffloadRunResult(_count(config), values, peaks, fields, tuple(seconds))
 
+    job = TrainJob(seq_len=tokens, global_batch=1, microbatch=1, precision="fp32", steps=1)
     result = needs(
-        Work(shape=config.shape(), job=_job(tokens)),
+        Work(shape=config.shape(), job=job),
         param="disk",
         optim="host" if optim_on_host else "disk",
         act="device",
