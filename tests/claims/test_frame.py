@@ -57,20 +57,25 @@ def test_the_aa_run_has_the_baseline_in_the_place_of_the_method(tmp_path: Path) 
         again.arms(arms, {"other": "nobody"})
 
 
-def test_arms_race_in_turn_with_their_threads_and_progress(tmp_path: Path) -> None:
+def test_arms_race_in_turn_with_their_threads(tmp_path: Path) -> None:
     import torch
 
     before = torch.get_num_threads()
-    done: list[float] = []
-    context = ExperimentContext(work_dir=tmp_path, progress=lambda _, share: done.append(share))
     calls: list[tuple[str, int]] = []
     arms = {name: lambda name=name: calls.append((name, torch.get_num_threads())) for name in "ab"}
-    run = ClaimRun(context, as_baseline=True)
-    seconds = run.race(arms, 4, swaps={"a": "b"}, warmup=1, threads=1, share=(0.5, 1.0))
+    run = run_of(tmp_path, as_baseline=True)
+    seconds = run.race(arms, 4, swaps={"a": "b"}, warmup=1, threads=1)
     assert {name: len(each) for name, each in seconds.items()} == {"a": 4, "b": 4}
     assert calls == [("b", 1)] * 10
     assert torch.get_num_threads() == before
-    assert done == [0.625, 0.75, 0.875, 1.0]
+
+
+def test_arms_that_measure_themselves_take_turns_too(tmp_path: Path) -> None:
+    calls: list[str] = []
+    arms = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
+    said = run_of(tmp_path).turns(arms, 3, warmup=1)
+    assert "".join(calls) == "abbaabba"
+    assert said == {"a": [4, 5, 8], "b": [3, 6, 7]}
 
 
 def test_bytes_on_the_wire_are_those_whose_counters_have_every_word() -> None:

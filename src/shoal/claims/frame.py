@@ -95,7 +95,6 @@ class ClaimRun:
         swaps: Mapping[str, str] | None = None,
         warmup: int = 2,
         threads: int = 0,
-        share: tuple[float, float] | None = None,
     ) -> Mapping[str, tuple[float, ...]]:
         """Seconds of each arm by round, in turn, in an order that changes from round to round.
 
@@ -105,18 +104,26 @@ class ClaimRun:
             swaps: as of :meth:`arms`.
             warmup: rounds before, not timed.
             threads: of PyTorch's operators meanwhile; 0 leaves them as they are.
-            share: of the run that is done before and after, for progress.
         """
         from shoal.kernel.threads import torch_threads
 
-        def progress(text: str, done: float) -> None:
-            if share is not None:
-                self.progress(text, share[0] + (share[1] - share[0]) * done)
-
         with torch_threads(threads) if threads else contextlib.nullcontext():
-            return interleave(
-                self.arms(arms, swaps), rounds, warmup=warmup, seed=self.seed, progress=progress
-            ).seconds
+            return interleave(self.arms(arms, swaps), rounds, warmup=warmup, seed=self.seed).seconds
+
+    def turns(
+        self, arms: Mapping[str, Callable[[], _T]], rounds: int, *, warmup: int = 0
+    ) -> dict[str, list[_T]]:
+        """What each arm says of itself by round, such as its own seconds, in turn.
+
+        Every other round goes backwards, so that drift favours none.
+        """
+        said: dict[str, list[_T]] = {name: [] for name in arms}
+        for turn in range(-warmup, rounds):
+            for name in list(arms)[:: 1 if turn % 2 else -1]:
+                answer = arms[name]()
+                if turn >= 0:
+                    said[name].append(answer)
+        return said
 
     def put(
         self, metric: str, method: Numbers, baseline: Numbers = (), *, bound: float | None = None

@@ -14,6 +14,7 @@ Fuyou's place. The quick run is a small model on the disk as it is, and has no c
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, MultipleOf
@@ -114,7 +115,6 @@ class FuyouClaim(BaseClaim):
         """Steps of both in turns; peaks of the method's."""
         from shoal.claims.experiments import fuyou_runs as runs
 
-        result: dict[str, list[float]] = {"method": [], "baseline": []}
         with (
             contextlib.closing(runs.FuyouTraining(regime, comm, "zero_infinity")) as baseline,
             contextlib.closing(runs.FuyouTraining(regime, comm, method)) as training,
@@ -123,10 +123,8 @@ class FuyouClaim(BaseClaim):
             ways = {"method": training, "baseline": baseline}
             for way in ways.values():
                 way.run(3)
-            for turn in range(self.pairs):
-                run.progress("steps in turns", 0.1 + 0.4 * turn / self.pairs)
-                for name in sorted(ways, reverse=bool(turn % 2)):
-                    result[name].append(ways[name].run(3))
+            run.progress("steps in turns", 0.1)
+            result = run.turns({n: partial(way.run, 3) for n, way in ways.items()}, self.pairs)
             peaks, theirs = training.made.tiers.peaks(), baseline.made.tiers.peaks()
         run.put("step", result["method"], result["baseline"])
         run.put("baseline_over_budget", theirs["host"] / regime.host_bytes)
@@ -158,12 +156,14 @@ class FuyouClaim(BaseClaim):
                 training.run(1)
                 curve.append((float(made.chosen.swapped), predicted, training.run(2)))
             best = min(curve, key=lambda point: point[2])[0]
-            pairs: tuple[list[float], list[float]] = ([], [])
-            for turn in range(self.pairs):
-                run.progress("the choice", 0.8 + 0.2 * turn / self.pairs)
-                for which in (0, 1) if turn % 2 else (1, 0):
-                    made.use((chosen, best)[which])
-                    pairs[which].append(training.run(2))
+
+            def steps(amount: float) -> float:
+                made.use(amount)
+                return training.run(2)
+
+            run.progress("the choice", 0.8)
+            arms = {"chosen": partial(steps, chosen), "best": partial(steps, best)}
+            pairs = run.turns(arms, self.pairs)
             last = made.use(chosen)
         _, predicted_s, step_s = zip(*curve, strict=True)
         details = {
@@ -178,6 +178,9 @@ class FuyouClaim(BaseClaim):
             "backward_s": last.backward_s,
         }
         return {
-            "pairs": {"chosen_amount": pairs, "model_error": (predicted_s, step_s)},
+            "pairs": {
+                "chosen_amount": (pairs["chosen"], pairs["best"]),
+                "model_error": (predicted_s, step_s),
+            },
             "details": details,
         }

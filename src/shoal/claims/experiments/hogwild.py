@@ -295,7 +295,7 @@ class _Timing:
 
             arms[name] = steps
         # Who is in the place of whom is in the engines themselves.
-        timed = run.race(arms, part.pairs, swaps={}, share=(0.65, 1.0))
+        timed = run.race(arms, part.pairs, swaps={})
         lowest = [1.0] * part.pairs
         for name, requests in texts.items():
             shares = [_distinct(requests, end) for end in ends[name][-part.pairs :]]

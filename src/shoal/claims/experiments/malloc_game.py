@@ -108,13 +108,11 @@ class MallocGameClaim(BaseClaim):
         if not run.as_baseline:
             method = _hybrid(traced.program, tiers, self.rounds, run.seed)
         ways = {"method": method, "greedy": greedy}
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for pair in range(self.pairs + 1):
-            # Which goes first alternates; the first round warms up.
-            for name in list(ways)[:: 1 if pair % 2 else -1]:
-                seconds = execute(traced, ways[name]).seconds
-                if pair:
-                    taken[name].append(seconds)
+        arms = {
+            name: lambda one=one: execute(traced, one).seconds  # type: ignore[misc]
+            for name, one in ways.items()
+        }
+        taken = run.turns(arms, self.pairs, warmup=1)
         run.put("executed_speedup", taken["method"], taken["greedy"])
         run.details["executed"] = {
             "modelled_s": {name: one.seconds for name, one in ways.items()},

@@ -13,6 +13,7 @@ Medusa's heads.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
@@ -87,7 +88,7 @@ class PpdClaim(BaseClaim):
         from shoal.claims.bench.decode import PLAIN, Bench
         from shoal.claims.experiments.medusa_runs import equal_answers
         from shoal.core.measure import num_cores
-        from shoal.plan.trees.drafting import ProfitableDrafting
+        from shoal.plan.trees.drafting import FixedDrafting, ProfitableDrafting
 
         context = run.context
         target = target_of(context)
@@ -124,7 +125,16 @@ class PpdClaim(BaseClaim):
         run.put("predicted_speedup", fresh.table()[best][2], measured)
         run.progress("sweep over rows", 0.8)
         texts = [prompts[place] for place in places[: self.sweep_texts]]
-        seconds = self._sweep(bench, texts, sorted({*self.sizes, best + 1}))
+        sizes = sorted({*self.sizes, best + 1})
+
+        def taken(rows: int) -> float:
+            bench.engines["ppd"].scheduler.drafting = FixedDrafting(rows - 1)  # type: ignore[attr-defined]
+            return sum(bench.answer("ppd", [text], self.new).seconds for text in texts)
+
+        # Seconds of all texts together, with so many rows; the first round prepares.
+        arms = {str(rows): partial(taken, rows) for rows in sizes}
+        swept = run.turns(arms, self.rounds, warmup=1)
+        seconds = {rows: swept[str(rows)] for rows in sizes}
         fastest = min(seconds, key=lambda rows: statistics.median(seconds[rows]))
         run.put("rate_of_best", *((1 / s for s in seconds[n]) for n in (best + 1, fastest)))
         run.details |= {
@@ -140,18 +150,3 @@ class PpdClaim(BaseClaim):
         )
         most = [rows for rows in seconds if rows <= len(paying.expected)]
         run.bounds["over_plain"] = max(paying.expected[rows - 1] for rows in most)
-
-    def _sweep(
-        self, bench: Any, texts: list[list[int]], sizes: list[int]
-    ) -> dict[int, list[float]]:
-        """Rows -> s of all texts together, some rounds; the first round prepares."""
-        from shoal.plan.trees.drafting import FixedDrafting
-
-        seconds: dict[int, list[float]] = {rows: [] for rows in sizes}
-        for turn in range(self.rounds + 1):
-            for rows in sizes if turn % 2 else reversed(sizes):
-                bench.engines["ppd"].scheduler.drafting = FixedDrafting(rows - 1)
-                taken = sum(bench.answer("ppd", [text], self.new).seconds for text in texts)
-                if turn:
-                    seconds[rows].append(taken)
-        return seconds

@@ -92,7 +92,8 @@ class Tilus(BaseClaim):
         run.progress("weights", 0.4)
         layer = run.remember("layer", lambda: _Layer(self.edge, self.cold_bytes, run.seed))
         swaps = {"int3-g128": "int8-g128", "int4-g128": _BF16}
-        taken = run.race(layer.methods, self.pairs, swaps=swaps, share=(0.5, 0.8))
+        run.progress("products in turn", 0.5)
+        taken = run.race(layer.methods, self.pairs, swaps=swaps)
         machine = run.context.machine or here()
 
         def roof(name: str) -> float:

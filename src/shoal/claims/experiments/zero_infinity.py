@@ -12,6 +12,7 @@ clock.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, ClassVar
 
@@ -190,12 +191,13 @@ class ZeroInfinityClaim(BaseClaim):
         free = step(_AHEAD, {}, 4)
         twice = 2 * 4.0 * free.parameters
         rate = twice / min(free.seconds[1:])
-        arms = run.arms({"method": _AHEAD, "baseline": 0})
-        result: dict[str, list[float]] = {name: [] for name in arms}
-        for turn in range(self.pairs):
-            for name in list(arms)[:: 1 if turn % 2 else -1]:
-                made = step(arms[name], {"read": EmulatedLink(rate)}, 3)
-                result[name].append(made.seconds[-1])
+
+        def last_s(ahead: int) -> float:
+            return step(ahead, {"read": EmulatedLink(rate)}, 3).seconds[-1]
+
+        aheads = run.arms({"method": _AHEAD, "baseline": 0})
+        arms = {name: functools.partial(last_s, ahead) for name, ahead in aheads.items()}
+        result = run.turns(arms, self.pairs)
         run.put("overlap", result["method"], result["baseline"])
         run.profile = (
             f"a step takes {min(free.seconds[1:]):.3f} s without waiting; the disk reads "
