@@ -108,10 +108,7 @@ class MallocGameClaim(BaseClaim):
         if not run.as_baseline:
             method = _hybrid(traced.program, tiers, self.rounds, run.seed)
         ways = {"method": method, "greedy": greedy}
-        arms = {
-            name: lambda one=one: execute(traced, one).seconds  # type: ignore[misc]
-            for name, one in ways.items()
-        }
+        arms = {name: lambda one=one: execute(traced, one).seconds for name, one in ways.items()}
         taken = run.turns(arms, self.pairs, warmup=1)
         run.put("executed_speedup", taken["method"], taken["greedy"])
         run.details["executed"] = {

@@ -77,9 +77,9 @@ class SSDTrainClaim(BaseClaim):
         run.progress("counting", 0.2)
         peaks = {name: way.peak() for name, way in ways.items()}
         run.put("peak", method.peak(), peaks["keep"])
+        both = zip(method.model.parameters(), ways["keep"].model.parameters(), strict=True)
         wrong = sum(
-            not torch.equal(a.grad, b.grad)
-            for a, b in zip(method.model.parameters(), ways["keep"].model.parameters(), strict=True)
+            a.grad is None or b.grad is None or not torch.equal(a.grad, b.grad) for a, b in both
         )
         run.put("wrong_gradients", wrong)
         left = len(list(Path(run.work_dir).rglob("*tier*")))
