@@ -137,4 +137,3 @@ class BaseClaim:
 
     def collect(self, run: ClaimRun) -> None:
         """Put the samples of every metric that is wanted, or a reason, into ``run``."""
-        raise NotImplementedError

@@ -162,14 +162,15 @@ class PeftClaim(BaseClaim):
         """Bytes that a forward pass keeps for the backward pass, parameters not counted."""
         import torch
 
-        from shoal.claims.lab.session import SavedBytes
+        from shoal.claims.bench.attention.memory import SavedBytes
 
         model = self._model(seed)
         table("peft").build({"name": name, "r": 5, "targets": _EVERY}).inject(model)
-        saved, x = SavedBytes(model.parameters()), torch.zeros(2, self.length, dtype=torch.int64)
-        with saved.counting():
-            model.loss_sum(x, x)
-        return saved.total
+        x = torch.zeros(2, self.length, dtype=torch.int64)
+        with SavedBytes(model.parameters()) as saved:
+            loss = model.loss_sum(x, x)
+        del loss  # Until here, so that no storage is given out twice.
+        return saved.bytes
 
     def _wrong(self, context: ExperimentContext) -> int:
         """Requests in a mixed batch whose answer is not that of their own merged model."""

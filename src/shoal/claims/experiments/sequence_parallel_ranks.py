@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.claims.bench.attention.memory import SavedBytes
 from shoal.claims.lab.projected import projected_attention
-from shoal.claims.lab.session import SavedBytes
 from shoal.claims.lab.thread_ranks import ThreadComm, run_ranks
 from shoal.core.parts import table
 from shoal.ir.mask import Mask
@@ -128,10 +128,10 @@ class BertLayer(nn.Module):
         saved, nbytes = SavedBytes(self.parameters()), dict.fromkeys(PARTS, 0.0)
 
         def through(part: str, function: Callable[..., Tensor], *xs: Tensor) -> Tensor:
-            before = saved.total
-            with saved.counting():
+            before = saved.bytes
+            with saved:
                 out = function(*xs)
-            nbytes[part] += saved.total - before
+            nbytes[part] += saved.bytes - before
             return out
 
         mixed = through("attention", self.attend, x_BnH)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.claims.lab.measure_passes import PlaceholderWeights
 from shoal.core.parts import table
@@ -18,15 +15,13 @@ from shoal.parallel.legal import check_split
 from shoal.parallel.tensor.rows import ReplicaSequences
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from shoal.ir import TrainJob
     from shoal.model.config import ModelConfig
     from shoal.parallel.protocols import Comm
     from shoal.parallel.tensor.rows import WeightSource
     from shoal.train.protocols import Updater
 
-__all__ = ["RankSession", "SavedBytes"]
+__all__ = ["RankSession"]
 
 
 class RankSession:
@@ -94,37 +89,3 @@ class RankSession:
         self.updater.step(factor)
         self.engine.publish(TrainStep(rows.step, total, loss=float(loss) / count))
         return loss
-
-
-class SavedBytes:
-    """Counts the storages that autograd is given to keep for backward passes, each once.
-
-    A storage counts whole however small the view of it is that was saved, for it lives as long.
-
-    Args:
-        parameters: what is kept anyway.
-
-    Attributes:
-        total: bytes.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._known = {p.untyped_storage().data_ptr() for p in parameters}
-        # Held, so that no address is given out twice.
-        self._held: list[Tensor] = []
-        self.total = 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what is saved meanwhile."""
-
-        def pack(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in self._known:
-                self._known.add(storage.data_ptr())
-                self._held.append(x)
-                self.total += storage.nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            yield
